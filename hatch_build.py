@@ -2,7 +2,7 @@
 
 In:  the C files in src/holdall/native and whatever C compiler the machine has.
 Out: _kernels.so (.dylib, .dll) and a wheel tagged for this platform; without a compiler, a warning and a pure wheel.
-The library does not touch Python's C API, so one build serves every Python version.
+The library is built without Python's headers, so one build serves every Python version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
 FOLDER = Path("src/holdall/native")
-NAMES = ("library", "append", "gather", "assemble", "encode", "decode", "checksum", "threads", "rollout", "sumtree")
+NAMES = (
+    "library", "append", "arguments", "gather", "assemble", "encode", "decode", "checksum", "threads", "rollout",
+    "sumtree",
+)  # fmt: skip
 SOURCES = [FOLDER / f"{name}.c" for name in NAMES]
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 LIBRARY = FOLDER / f"_kernels{SUFFIX}"

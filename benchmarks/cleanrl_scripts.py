@@ -271,10 +271,12 @@ def main() -> int:
         if side.startswith("holdall")
     )
     if wanted.json:
+        commits = dict.fromkeys(found, commit())
         if wanted.script and wanted.json.is_file():  # one script is measured again
-            merged = json.loads(wanted.json.read_text(encoding="utf-8"))["found"] | found
+            before = json.loads(wanted.json.read_text(encoding="utf-8"))
+            merged, commits = before["found"] | found, before["commits"] | commits
             found = {name: merged[name] for name in RUNS if name in merged}
-        about = {"commit": commit(), "machine": machine(), "versions": versions("tyro", "flax", "mujoco", "jax")}
+        about = {"commits": commits, "machine": machine(), "versions": versions("tyro", "flax", "mujoco", "jax")}
         wanted.json.write_text(json.dumps(about | {"rounds": wanted.rounds, "found": found}, indent=1) + "\n")
     print(table(found))
     if wanted.guide:

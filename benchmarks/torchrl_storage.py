@@ -168,6 +168,19 @@ def measure(case: str, quick: bool) -> dict[str, Any]:
     return found
 
 
+def table(cases: dict[str, Any]) -> str:
+    """Return the results as the table of docs/guides/torchrl.md."""
+    lines = ["| environment | storage | an element takes | `extend` | `sample` |", "|---|---|---|---|---|"]
+    for case, found in cases.items():
+        for side, figures in found.items():
+            held = ""
+            if "bytes" in figures:
+                held = f"{figures['bytes']:,.0f} B ({figures['times_smaller']:.1f} x less)"
+            acts = [f"{figures[act] * 1e3:.1f} ms ({figures['ratios'][act]:.2f} x)" for act in ("extend", "sample")]
+            lines.append(f"| {case} | {side} | {held} | {acts[0]} | {acts[1]} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     """Read the command line, measure, and compare with the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

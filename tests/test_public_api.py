@@ -63,7 +63,9 @@ def test_import_holdall_imports_nothing_heavy() -> None:
     assert done.stdout.split() == []
 
 
-@pytest.mark.parametrize("use", ["plan.model", "lint.model", "sb3.ReplayBuffer", "elegantrl.TrajectoryBuffer"])
+@pytest.mark.parametrize(
+    "use", ["plan.model", "lint.model", "sb3.ReplayBuffer", "elegantrl.TrajectoryBuffer", "torchrl.HoldallStorage"]
+)
 def test_a_module_is_imported_when_it_is_first_asked_for(use: str) -> None:
     program = f"import holdall; print(callable(holdall.{use}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -7,7 +7,7 @@ on the store's rings are there, and batches are made of them, see `delivery.resi
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class MemoryOnDevice(SavedMemory):
     _delivery: Delivery
     _tensor_fit: TensorFit | None = None  # of a memory that lives on its device
     _resident: ResidentBatches | None = None  # the same one's batches
+    add_at_once: Callable[..., int]  # adds a tick in one step, see `FastTick.add`; for adapters
 
     @functools.cached_property
     def _assembler(self) -> ObservationAssembler:
@@ -70,6 +71,24 @@ class MemoryOnDevice(SavedMemory):
         for made in {"_batches", "_assembler"} & vars(self).keys():
             getattr(self, made).close()
 
+    def add_as_is(self, *arguments: Any) -> int:
+        """Add a tick the short way, if it has one; return how many were added in all, or 0 if not; for adapters.
+
+        Args:
+            arguments: Those of `add_at_once`, which was tried before.
+        """
+        store = self._store
+        packed = None if store is None else store.fast_tick.pack(*arguments)
+        if store is None or not packed:
+            return 0
+        with self._locked():
+            if self._store is not store or not store.fast_tick.is_open:
+                return 0
+            ticks = store.write_fast(packed, arguments[0], arguments[3])
+        if store.fast_tick.fills_blocks:
+            store.sealer.wait_for_room()
+        return max(ticks, 0)
+
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
         """Check every argument; nothing is written if one does not fit."""
         reward_dtype = self._open().reward_dtype
@@ -77,7 +96,7 @@ class MemoryOnDevice(SavedMemory):
             return self._fit_tensors(leading, reward_dtype, arguments)
         tick = Tick.fitted(self.schema, leading, reward_dtype, *arguments)
         if reward_dtype is None:
-            self._delivery.require(Leaf("reward", (), tick.reward.dtype))
+            self._delivery.require(self.schema.reward_leaf(tick.reward.dtype, "reward"))
         return tick
 
     def _write_steps(self, left: StepsLeft, *, waits: bool = True) -> None:
@@ -144,7 +163,8 @@ class MemoryOnDevice(SavedMemory):
         store = Store(self.schema, ticks, self._kernels, self._lock, budget, None, large=(), rings=rings)
         before, batches = self._open(), ResidentBatches(self.schema, rings, self.capacity)
         # In one step, since an interrupt may come between any two; `_batches` were those of the host.
-        vars(self).update(_store=store, _tensor_fit=fit, _resident=batches, _batches=batches)
+        here = {"_store": store, "add_at_once": store.fast_tick.add}
+        vars(self).update(here, _tensor_fit=fit, _resident=batches, _batches=batches)
         before.close()
 
     def _choose_home(self, content: StoreContent | None) -> None:

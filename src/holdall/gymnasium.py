@@ -84,6 +84,11 @@ class _SB3Source(_VectorSource):
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
         if seed is not None:
             self.envs.seed(seed)
+        if options is not None and "reset_mask" in options:
+            raise ArgumentError(
+                "options has a 'reset_mask', but a VecEnv of Stable-Baselines3 resets all its lanes, and resets those "
+                "whose episode ended by itself; leave it out"
+            )
         if options is not None:
             self.envs.set_options(options)
         obs = self.envs.reset()

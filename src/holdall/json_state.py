@@ -176,7 +176,8 @@ _MOST_LEAF_BYTES = 2**30
 def schema_words(schema: Schema) -> dict[str, Any]:
     """Describe a schema."""
     trees = {"observation": schema.observation, "action": schema.action, "extras": schema.extras}
-    return {"num_envs": schema.num_envs} | {name: _tree_words(tree, name) for name, tree in trees.items()}
+    words = {"num_envs": schema.num_envs} | {name: _tree_words(tree, name) for name, tree in trees.items()}
+    return words | ({"reward_shape": list(schema.reward_shape)} if schema.reward_shape else {})
 
 
 def schema_of(words: dict[str, Any]) -> Schema:
@@ -184,7 +185,9 @@ def schema_of(words: dict[str, Any]) -> Schema:
     lanes = words["num_envs"]
     if type(lanes) is not int or not 1 <= lanes < 2**24:
         raise DamageError(f"a checkpoint of {lanes!r} lanes is none of holdall's")
-    return Schema(_tree_of(words["observation"]), _tree_of(words["action"]), _tree_of(words["extras"]), lanes)
+    reward = _leaf_of("reward", "<f8", words.get("reward_shape", ()))
+    observation, action, extras = (_tree_of(words[name]) for name in ("observation", "action", "extras"))
+    return Schema(observation, action, extras, lanes, reward.shape)
 
 
 def _tree_words(tree: Tree, what: str) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class Recorder:
                     f"options['reset_mask'] leaves out lanes {_numbers(~mask)}, of which no observation is known; "
                     "reset all lanes first"
                 )
-        cut = self._running & mask
+        cut = self._cut_by(mask)
         if self._rollout is not None and cut.any() and len(self._rollout):
             raise ArgumentError(
                 f"a reset would cut the episodes of lanes {_numbers(cut)} within a rollout, and their advantages "
@@ -131,7 +131,7 @@ class Recorder:
             for leaf, kept in zip(new, self._kept, strict=True):
                 leaf[~mask] = kept[~mask]
             shown = self._schema.observation.build([leaf.copy() for leaf in new])
-        if self._rollout is None and (cut.any() or self._goes_on_from_before()):
+        if self._rollout is None and cut.any():
             self._add_border(new)
         self._kept, self._shown = new, shown
         self._ended = self._ended & ~mask
@@ -217,13 +217,17 @@ class Recorder:
             schema.extras.build(extras), none,
         )  # fmt: skip
 
-    def _goes_on_from_before(self) -> bool:
-        """Whether the memory ends with episodes that others began and did not end."""
-        if self._kept is not None or not isinstance(self.memory, ReplayMemory) or not self.memory.next_id:
-            return False
-        ids = np.arange(self.memory.next_id - self._lanes, self.memory.next_id)
-        _, terminated, truncated = self.memory.outcomes(ids[self.memory.are_valid(ids)])
-        return not (terminated | truncated).all()
+    def _cut_by(self, mask: Flags) -> Flags:
+        """Return the lanes of `mask` whose newest transition, whoever added it, does not end its episode."""
+        if not isinstance(self.memory, ReplayMemory):
+            return mask & (self._running | self._is_torn)
+        cut = np.zeros(self._lanes, np.bool_)
+        if next_id := self.memory.next_id:
+            lanes = np.flatnonzero(mask)
+            lanes = lanes[self.memory.are_valid(next_id - self._lanes + lanes)]
+            _, terminated, truncated = self.memory.outcomes(next_id - self._lanes + lanes)
+            cut[lanes] = ~(terminated | truncated)
+        return cut
 
     def _lanes_to_reset(self) -> Flags | None:
         """Return the lanes that must be reset before they are stepped; None if there are none."""

@@ -9,6 +9,7 @@ Invariant: `gather(ids)` returns bit for bit what `add` was given. What does not
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels
 from holdall.report import LIVING, MemoryReport
+from holdall.resets import Newest, newest_ids, next_look, warn_of_resets
 from holdall.sampling import (
     Held,
     Prioritized,
@@ -37,7 +39,7 @@ from holdall.sampling import (
 from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
 from holdall.storage import Budget, Rows, SpillFolder, StepsLeft, Store, steps_in
 from holdall.threads import pool_threads
-from holdall.units import require_count
+from holdall.units import require_count, whole
 
 
 class ReplayMemory(MemoryOnDevice):
@@ -45,9 +47,9 @@ class ReplayMemory(MemoryOnDevice):
 
     Args:
         observation_space: Any gymnasium Box, Discrete, MultiBinary, MultiDiscrete, Dict or Tuple; or the schema of
-            another memory, which says all that this, `action_space`, `num_envs` and `extras` would.
+            another memory, which says all that this, `action_space`, `num_envs`, `extras` and `reward_shape` would.
         action_space: The same.
-        capacity: Transitions over all lanes; rounded down to whole ticks.
+        capacity: Transitions over all lanes; rounded down to whole ticks. 1e6 is a million.
         num_envs: Lanes: the leading axis of everything that is added.
         budget: RAM that may be used. "8GiB" or bytes limits all that the memory holds; "auto" leaves the newest
             transitions raw, up to a quarter of what is available now, and compresses the rest; None compresses all.
@@ -60,27 +62,31 @@ class ReplayMemory(MemoryOnDevice):
         seed: Seeds the sampler's generator.
         extras: Further fields per transition, by name.
         sampler: How `sample` draws; `Uniform()` by default.
+        reward_shape: What one lane's reward is, beside a number: `(n,)` for one per agent or per objective.
     """
 
     def __init__(
         self, observation_space: spaces.Space[Any] | Schema, action_space: spaces.Space[Any] | None,
-        capacity: int = 1_000_000, num_envs: int = 1,
+        capacity: float = 1_000_000, num_envs: int = 1,
         *,
         budget: str | int | None = "auto", prefer: str = "balanced", spill_dir: str | os.PathLike[str] | None = None,
         device: str | None = None, store_device: str | None = None, seed: int | None = None,
         extras: Mapping[str, spaces.Space[Any]] | None = None, sampler: Sampler | None = None,
+        reward_shape: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
+        capacity = whole(capacity)
         if isinstance(observation_space, Schema):
             schema = observation_space
         else:
             require_count("num_envs", num_envs, 1)
-            require_count("capacity", capacity, num_envs, " (num_envs: it counts transitions over all lanes)")
-            schema = Schema.of(observation_space, action_space, extras, num_envs)  # type: ignore[arg-type]  # it says so
+            of_lanes = " (num_envs: it counts transitions over all lanes)"
+            capacity = require_count("capacity", capacity, num_envs, of_lanes)
+            schema = Schema.of(observation_space, action_space, extras, num_envs, reward_shape)
         settings = {
             "budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device, "store_device": store_device,
         }  # fmt: skip
         self._kernels = chosen_kernels()
-        super().__init__(schema, capacity, settings, self._kernels.coder)
+        super().__init__(schema, int(capacity), settings, self._kernels.coder)
         self.spill_dir, self._generator = spill_dir, generator_of(seed)
         self.sampler = required_sampler(sampler)
         self._delivery = Delivery.of(device, store_device, schema.leaves)
@@ -88,11 +94,13 @@ class ReplayMemory(MemoryOnDevice):
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
         try:
             ticks = self.capacity // schema.num_envs
-            self._store: Store | None = Store(schema, ticks, self._kernels, self._lock, self._budget, folder)
+            store = Store(schema, ticks, self._kernels, self._lock, self._budget, folder)
+            self._store: Store | None = store
         except (OSError, OverflowError, MemoryError) as error:
             raise ArgumentError(
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
             ) from error
+        self.add_at_once, self._next_look = store.fast_tick.add, next_look(0)
         LIVING.add(self)
 
     def add(
@@ -101,37 +109,25 @@ class ReplayMemory(MemoryOnDevice):
     ) -> None:  # fmt: skip
         """Add one transition per lane; every array has a leading axis of `num_envs`.
 
+        With `num_envs=1` that axis may be left out: `add` takes what `env.step` gives. For every field the space's
+        shape, and `reward_shape`, say whether the axis is there; a space of shape (1,) takes (1, 1) and (1,). Integers
+        that fit into the space's integer dtype are taken whatever their own; nothing else is ever cast.
+
         Args:
+            reward: The first one sets the dtype of all; Python numbers are float64.
             next_obs: The true next observation: at an episode's end its final one, not the first of the next episode.
             valid: Lanes marked False made no transition (the step after an episode's end in Gymnasium's next-step
                 autoreset); they are never sampled and not counted.
         """
-        if extras is None and valid is None and self.add_as_is(obs, action, reward, next_obs, terminated, truncated):
-            return
+        if extras is None and valid is None:
+            arguments = obs, action, reward, next_obs, terminated, truncated
+            if self.add_at_once(*arguments) or self.add_as_is(*arguments):
+                return
         with self._locked():
             tick = self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
             store = self._whole()
             store.write(tick)
         store.sealer.wait_for_room()
-
-    def add_as_is(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> int:
-        """Add a tick the short way, if it has one; return how many were added in all, or 0 if not; for adapters."""
-        store = self._store
-        fast = None if store is None else store.fast_tick
-        packed = None if fast is None else fast.pack(obs, action, reward, next_obs, terminated, truncated)
-        if store is None or fast is None or packed is None:
-            return 0
-        if self._lock._is_owned():  # as `_locked`, without another call
-            self._leave_interrupted()
-        with self._lock:
-            if self._store is not store or store.fast_tick is not fast:
-                return 0
-            ticks = 0 if fast.fills_blocks or store.repair.action is not None else fast.write(packed)
-            if ticks == 0:
-                ticks = store.write_fast(fast, packed, obs, next_obs)
-        if fast.fills_blocks:
-            store.sealer.wait_for_room()
-        return max(ticks, 0)
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -150,6 +146,8 @@ class ReplayMemory(MemoryOnDevice):
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
         require_count("batch_size", batch_size, 1)
+        if self._open().next_tick >= self._next_look:
+            self._look_for_resets()
         with self._locked():
             store = self._whole()
             batch = self._batches.draw(self.sampler, batch_size, self._generator) if store.next_tick else None
@@ -158,6 +156,15 @@ class ReplayMemory(MemoryOnDevice):
             draw = self._draw(store, batch_size, batch_size)
             drawn = self._batches.look_up(draw, store)
         return self._batches.make(draw, drawn)
+
+    def _look_for_resets(self) -> None:
+        """Warn, once, of resets that were added as steps; the caller of `sample` is told."""
+        store = self._open()
+        self._next_look = next_look(store.next_tick)
+        if self._resident is None and store.all_valid:
+            ids = newest_ids(self.first_id, self.next_id, self.num_envs)
+            if warn_of_resets(Newest(ids, self.outcomes, self.rows), stacklevel=4):
+                self._next_look = math.inf
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
@@ -309,6 +316,8 @@ class ReplayMemory(MemoryOnDevice):
 
     def _free(self) -> None:
         with self._locked():
+            if self._store is not None:
+                self._store.fast_tick.close()
             store, self._store = self._store, None
         if store is not None:  # an interrupt leaves it to be freed with the last that refers to it
             store.close()

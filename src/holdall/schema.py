@@ -2,8 +2,9 @@
 
 In:  gymnasium spaces, once; nested values with a leading lane axis, at every step.
 Out: one array per leaf, in a fixed order, of exactly the leaf's shape and dtype.
-Invariant: nothing is cast, clipped or broadcast; a value that does not fit is refused
-before anything is written.
+Invariant: no value is changed, clipped or broadcast; one that does not fit is refused before anything is written.
+Integers that another integer dtype holds exactly are stored in that one. With one lane, the lane axis may be left out:
+the space's shape says of every field whether it is there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
+from numbers import Integral
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +26,8 @@ Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
 _STORABLE_KINDS = "biuf"
+_MOST_SHOWN = 8
+"""Numbers of an argument that an error shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,16 @@ class Leaf:
         """Return `value` as an array of shape `leading + shape`, or say why it is none."""
         array = value if type(value) is np.ndarray else as_array(value, self._called(argument))
         if array.dtype != self.dtype:
-            raise ArgumentError(
-                f"{self._called(argument)} has dtype {array.dtype}, the space says {self.dtype}; "
-                f"holdall never casts, so pass np.asarray(value, dtype=np.{self.dtype.name})"
-            )
+            whole = as_integers(array, self.dtype)
+            if whole is None:
+                raise ArgumentError(
+                    f"{self._called(argument)} has dtype {array.dtype}, the space says {self.dtype}; {_unfit(array)}"
+                    f"holdall never casts, so pass np.asarray(value, dtype=np.{self.dtype.name})"
+                )
+            array = whole
         if array.shape != leading + self.shape:
+            if is_without_lanes(array.shape, leading, self.shape):
+                return array.reshape(leading + self.shape)
             raise ArgumentError(
                 f"{self._called(argument)} has shape {array.shape}, expected {leading + self.shape}: "
                 f"{axes or _axes(leading)} then the space's {self.shape}; pass an array of that shape"
@@ -70,7 +79,7 @@ class Tree:
     keys: tuple[str, ...] | None  # of the leaves, if the space is a Dict of nothing but leaves
 
     @classmethod
-    def of(cls, space: spaces.Space[Any], argument: str) -> Tree:
+    def of(cls, space: spaces.Space[Any] | None, argument: str) -> Tree:
         """Take `space` apart; refuse what cannot be stored bit for bit."""
         leaves: list[Leaf] = []
         structure = _dismantle(space, "", argument, leaves)
@@ -171,14 +180,16 @@ class Schema:
     action: Tree
     extras: Tree
     num_envs: int
+    reward_shape: tuple[int, ...] = ()
 
     @classmethod
     def of(
         cls,
         observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
+        action_space: spaces.Space[Any] | None,
         extras: Mapping[str, spaces.Space[Any]] | None,
         num_envs: int,
+        reward_shape: Any = (),
     ) -> Schema:
         """Read the spaces of a memory's constructor."""
         named: Any = {} if extras is None else extras
@@ -189,7 +200,12 @@ class Schema:
             Tree.of(action_space, "action_space"),
             Tree.of(spaces.Dict(dict(named)), "extras"),
             num_envs,
+            _required_shape(reward_shape),
         )
+
+    def reward_leaf(self, dtype: np.dtype[Any], name: str = "") -> Leaf:
+        """Describe rewards; the first add sets their dtype."""
+        return Leaf(name, self.reward_shape, dtype)
 
     @property
     def leaves(self) -> list[Leaf]:
@@ -203,6 +219,8 @@ def fit_flags(value: Any, leading: tuple[int, ...], argument: str, axes: str = "
     if array.dtype != np.bool_:
         raise ArgumentError(f"{argument} has dtype {array.dtype}, flags are bool; pass np.asarray(value, dtype=bool)")
     if array.shape != leading:
+        if not axes and is_without_lanes(array.shape, leading, ()):
+            return array.reshape(leading)
         raise ArgumentError(
             f"{argument} has shape {array.shape}, expected {leading}: {axes or _axes(leading)}; "
             "pass an array of that shape"
@@ -210,8 +228,10 @@ def fit_flags(value: Any, leading: tuple[int, ...], argument: str, axes: str = "
     return array
 
 
-def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None) -> Array:
-    """Return `value` as rewards of shape `leading`; the first add sets their dtype."""
+def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None, shape: tuple[int, ...] = ()) -> Array:
+    """Return `value` as rewards of shape `leading + shape`; the first add sets their dtype, a Python number float64."""
+    if type(value) in {int, float} and dtype is None:
+        dtype = np.dtype(np.float64)
     array = value if type(value) is np.ndarray else as_array(value, "reward")
     if dtype is None and (array.dtype.kind not in _STORABLE_KINDS or not array.dtype.isnative):
         raise ArgumentError(
@@ -219,15 +239,65 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
             "byte order, so pass np.asarray(reward, dtype=np.float32) or another of these"
         )
     if dtype is not None and array.dtype != dtype:
-        raise ArgumentError(
-            f"reward has dtype {array.dtype}, the first add had {dtype}; holdall never casts, "
-            f"so pass np.asarray(reward, dtype=np.{dtype.name})"
+        whole = as_integers(array, dtype, into_floats=True)
+        if whole is None:
+            raise ArgumentError(
+                f"reward has dtype {array.dtype}, the first add had {dtype}; {_unfit(array)}holdall never casts, "
+                f"so pass np.asarray(reward, dtype=np.{dtype.name})"
+            )
+        array = whole
+    if array.shape != leading + shape:
+        if is_without_lanes(array.shape, leading, shape):
+            return array.reshape(leading + shape)
+        lanes, several = _axes(leading), f" then reward_shape={shape}" if shape else ""
+        remedy = (
+            "" if shape or not array.ndim else "; for several rewards a step, make the memory with reward_shape=(n,)"
         )
-    if array.shape != leading:
         raise ArgumentError(
-            f"reward has shape {array.shape}, expected {leading}: {_axes(leading)}; pass an array of that shape"
+            f"reward has shape {array.shape}, expected {leading + shape}: {lanes}{several}; pass an array of that shape"
+            f"{_shown(array)}{remedy}"
         )
     return array
+
+
+def as_integers(array: Array, dtype: np.dtype[Any], *, into_floats: bool = False) -> Array | None:
+    """Return integers as another dtype that holds every one of them exactly; None if it does not, or they are none."""
+    if array.dtype.kind not in "iu" or not array.dtype.isnative or dtype.kind not in ("iuf" if into_floats else "iu"):
+        return None
+    most = 2 ** (np.finfo(dtype).nmant + 1) if dtype.kind == "f" else int(np.iinfo(dtype).max)
+    least = -most if dtype.kind == "f" else int(np.iinfo(dtype).min)
+    if array.size and not least <= int(array.min()) <= int(array.max()) <= most:
+        return None
+    return array.astype(dtype)
+
+
+def is_without_lanes(shape: tuple[int, ...], leading: tuple[int, ...], own: tuple[int, ...]) -> bool:
+    """Whether an array lacks nothing but the axis of a single lane, the last one of `leading`.
+
+    It is never in doubt: with the axis, the array of a field of shape `own` has one dimension more.
+    """
+    return leading[-1:] == (1,) and shape == leading[:-1] + own
+
+
+def _unfit(array: Array) -> str:
+    """Say that integers have values which do not fit, if that is what is wrong."""
+    return "not all of its values fit; " if array.dtype.kind in "iu" else ""
+
+
+def _shown(array: Array) -> str:
+    """Show a few numbers."""
+    return f" instead of {array.tolist()}" if array.size <= _MOST_SHOWN else ""
+
+
+def _required_shape(shape: Any) -> tuple[int, ...]:
+    """Return `reward_shape` as a tuple, or say why it is none."""
+    given = shape if isinstance(shape, tuple | list) else None
+    if given is None or not all(type(n) is not bool and isinstance(n, Integral) and int(n) > 0 for n in given):
+        raise ArgumentError(
+            f"reward_shape ({shape!r}) must be a tuple of whole numbers of at least 1; pass (n,) for n rewards a step, "
+            "or () for one"
+        )
+    return tuple(map(int, given))
 
 
 def as_array(value: Any, called: str) -> Array:
@@ -260,7 +330,7 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _dismantle(space: spaces.Space[Any], path: str, argument: str, leaves: list[Leaf]) -> Structure:
+def _dismantle(space: spaces.Space[Any] | None, path: str, argument: str, leaves: list[Leaf]) -> Structure:
     where = f"{argument}[{path!r}]" if path else argument
     if isinstance(space, spaces.Dict):
         return {key: _dismantle(child, _join(path, str(key)), argument, leaves) for key, child in space.spaces.items()}

@@ -72,6 +72,11 @@ def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -
     return int(value)
 
 
+def whole(value: Any) -> Any:
+    """Return a float that is a whole number, such as 1e6, as that number; all else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def require_flag(argument: str, value: Any) -> bool:
     """Return `value` if it is True or False, or say that it is not."""
     if isinstance(value, bool) or type(value).__name__ in {"bool", "bool_"}:  # Python's, and NumPy's without loading it

@@ -28,7 +28,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 
 from holdall.sb3 import HerReplayBuffer, ReplayBuffer, RolloutBuffer
 from holdall.sb3.contrib import equip
-from holdall.sb3.replay import made_with
+from holdall.sb3.prioritized import made_with
 
 _N_STEP = getattr(buffers, "NStepReplayBuffer", buffers.ReplayBuffer)  # from 2.7 on
 _REPLAYS = (buffers.ReplayBuffer, buffers.DictReplayBuffer, _N_STEP)

@@ -37,10 +37,16 @@ def finished(path: Path) -> tuple[list[dict[str, Any]], str]:
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
+CAMERA = pytest.param("demo", "sac", 1_200, marks=pytest.mark.nightly)
+
+
 @pytest.mark.timeout(900)  # three processes, on whatever machine
-def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("env", "algo", "size"), [("CartPole-v1", "dqn", 256), CAMERA])
+def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(
+    env: str, algo: str, size: int, tmp_path: Path
+) -> None:
     path = tmp_path / "results.jsonl"
-    begun(path, 1_200)
+    begun(path, size, env=env, algo=algo)
     # What is started in the background of a shell ignores interrupts, and so does what that starts.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     child = subprocess.Popen([*BENCH, "--resume", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -59,8 +65,9 @@ def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(tmp_path: Path)
     assert [run.status for run in runs.values()] == ["done", "done"]
     assert all(run.filled == 1.0 for run in runs.values())
     assert runs["holdall"].rewards == runs["sb3"].rewards, "only the buffer differs"
-    assert runs["holdall"].bytes_per_transition < 0.6 * runs["sb3"].bytes_per_transition  # type: ignore[operator]  # both were measured
-    assert runs["holdall"].checkpoint["bytes"] < runs["sb3"].checkpoint["bytes"]  # type: ignore[index]  # both were saved
+    if env == "demo":  # large observations
+        assert runs["holdall"].bytes_per_transition < 0.6 * runs["sb3"].bytes_per_transition  # type: ignore[operator]  # both were measured
+        assert runs["holdall"].checkpoint["bytes"] < runs["sb3"].checkpoint["bytes"]  # type: ignore[index]  # both were saved
     ranking = next(record for record in records if record["kind"] == "ranking" and record["by"] == "memory")
     # Buffers of this size are lost in what the libraries take, so either may come first.
     assert (sorted(ranking["order"]), ranking["refused"]) == ([["fast", "holdall"], ["fast", "sb3"]], None)

@@ -116,6 +116,19 @@ def test_one_environment_of_any_space_whose_rewards_change_their_type(space: str
     assert_holds(memory, [env.log])
 
 
+def test_rewards_of_several_numbers() -> None:
+    env = WatchedEnv("vector", 0.3, seed=5)
+    wrapped = gym.wrappers.TransformReward(env, lambda reward: np.array([reward, -1], np.float32))
+    memory = holdall.ReplayMemory(env.observation_space, env.action_space, 100, reward_shape=(2,))
+    recorder = holdall.Recorder(wrapped, memory)
+    recorder.collect(lambda _: 1, 20)
+    recorder.reset()  # perhaps in the middle of an episode
+    recorder.collect(lambda _: 1, 5)
+    ids = np.arange(memory.next_id)
+    rewards = memory.gather(ids[memory.are_valid(ids)]).reward
+    np.testing.assert_array_equal(rewards, [(seen.reward, -1) for seen in env.log])
+
+
 def test_one_environment_that_resets_itself() -> None:
     env = WatchedEnv("vector", 0.5, seed=0)
     memory = memory_of(env)
@@ -327,6 +340,32 @@ def test_a_mask_that_leaves_out_lanes_that_were_never_reset_is_refused() -> None
     recorder = holdall.Recorder(envs, memory_of(envs.lanes[0], 2))
     with pytest.raises(holdall.ArgumentError, match=r"leaves out lanes \[1\]"):
         recorder.reset(options={"reset_mask": np.array([True, False])})
+
+
+def test_a_mask_for_a_vecenv_is_refused() -> None:
+    recorder = holdall.Recorder(DummyVecEnv(makers(2, "vector")), memory_of(WatchedEnv("vector", 0, 0), 2))
+    with pytest.raises(holdall.ArgumentError, match="resets all its lanes"):
+        recorder.reset(options={"reset_mask": np.ones(2, np.bool_)})
+
+
+def test_an_interrupt_after_a_step_was_added_leaves_no_episode_that_goes_on() -> None:
+    env = WatchedEnv("vector", 0.0, seed=0)
+    memory = memory_of(env, sampler=holdall.NStep(n=2, gamma=1.0))
+    recorder = holdall.Recorder(env, memory)
+    add = memory.add
+
+    def interrupted(*of: Any, **named: Any) -> None:
+        add(*of, **named)
+        raise KeyboardInterrupt
+
+    for _ in range(4):
+        memory.add = interrupted  # type: ignore[method-assign]  # as a signal that comes right behind it
+        with pytest.raises(KeyboardInterrupt):
+            recorder.step(1)
+        memory.add = add  # type: ignore[method-assign]  # the border is added by the reset
+        recorder.reset()
+    assert_holds(memory, [env.log])
+    assert {float(memory.sample(1).reward[0]) for _ in range(40)} == {seen.reward for seen in env.log}
 
 
 def test_an_environment_that_fails_is_reset_and_nothing_of_the_step_is_added() -> None:

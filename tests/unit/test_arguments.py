@@ -273,7 +273,7 @@ def test_minibatches_are_not_cut_by_it(argument: str, value: Any, rollout: Rollo
         {
             "capacity": (0, -1, True, "x", 1.5, [], b"x"), "device": NO_DEVICES, "budget": (-1, True, "x", 1.5, []),
             "prefer": NO_TEXT, "spill_dir": NO_PATHS, "sampler": NO_SAMPLERS, "recover": NO_FLAGS,
-            "num_envs": (0, -1, True, "x", 1.5, [], b"x"), "url": (None, *NO_PATHS),
+            "num_envs": (0, -1, True, "x", 1.5, [], b"x"), "url": (None, *NO_PATHS), "timeout": NO_NUMBERS,
         }
     ),
 )  # fmt: skip

@@ -274,6 +274,7 @@ def test_steps_may_be_added_in_one_call() -> None:
     assert np.array_equal(ours.truncated, theirs.truncated)
 
 
+@pytest.mark.nightly  # the import contract in pyproject.toml says so on every change
 def test_it_is_found_without_an_import_of_its_own_and_needs_no_stable_baselines3() -> None:
     program = (
         "import sys; sys.modules['stable_baselines3'] = None; import holdall; holdall.cleanrl.ReplayBuffer;"

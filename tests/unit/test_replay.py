@@ -83,8 +83,8 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], list[
         ["next_obs['state']", "float64", "float32", "holdall never casts, so pass np.asarray"],
     ),
     "dtype of actions": (
-        replaced(action=lambda a: a.astype("i4")),
-        ["action", "int32", "int64", "holdall never casts, so pass np.asarray"],
+        replaced(action=lambda a: a.astype("f4")),
+        ["action", "float32", "int64", "holdall never casts, so pass np.asarray"],
     ),
     "dtype of rewards": (
         replaced(reward=lambda a: np.zeros(a.shape)),
@@ -309,7 +309,7 @@ def test_set_flags_takes_one_flag_per_id(flags: str, bad: Any) -> None:
     [
         ({"capacity": 1}, ["capacity (1)", "at least 2", "num_envs", "pass one"]),
         ({"capacity": 0}, ["capacity (0)", "at least 2", "pass one"]),
-        ({"capacity": 1e6}, ["capacity (1000000.0)", "whole number", "pass one"]),
+        ({"capacity": 1e6 + 0.5}, ["capacity (1000000.5)", "whole number", "pass one"]),
         ({"capacity": True}, ["capacity (True)", "whole number", "pass one"]),
         ({"capacity": 10**25}, ["capacity (10000000000000000000000000)", "address space", "lower it"]),
         ({"num_envs": 0}, ["num_envs (0)", "at least 1", "pass one"]),

@@ -241,7 +241,7 @@ def test_each_frame_is_stored_once() -> None:
         ({"obs": np.zeros((LANES, 4), np.float32)}, "obs has shape"),
         ({"obs": np.zeros((LANES, 3))}, "obs has dtype float64"),
         ({"obs": None}, "observe was not called"),
-        ({"action": np.zeros(LANES, np.int32)}, "action has dtype int32"),
+        ({"action": np.zeros(LANES, np.float32)}, "action has dtype float32"),
         ({"reward": np.zeros(3, np.float32)}, "reward has shape"),
         ({"value": np.zeros(LANES)}, "value has dtype float64, estimates are float32"),
         ({"log_prob": np.zeros((LANES, 2), np.float32)}, "log_prob has shape"),

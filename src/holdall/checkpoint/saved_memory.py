@@ -31,7 +31,7 @@ from holdall.sampling import Sampler, resume, sampler_to_resume, sampler_words
 from holdall.schema import Schema
 from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
 from holdall.threads import fork_safe, left, tell_of_forks
-from holdall.units import require_count, require_flag, require_number
+from holdall.units import require_count, require_flag, require_number, whole
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import Autosave, BackgroundFetch
@@ -223,7 +223,7 @@ class SavedMemory(ABC):
             settings = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device}
             return made(schema, None, most, store_device=store_device, **settings)
 
-        loading: Loading[Any] = Loading(make, made._take_over, sampler, capacity, num_envs, recover)
+        loading: Loading[Any] = Loading(make, made._take_over, sampler, whole(capacity), num_envs, recover)
         reader = open_reader(url, spill_dir, timeout)
         memory: Self = loading.load(reader)
         reader.wait_on()

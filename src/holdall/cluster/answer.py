@@ -144,7 +144,9 @@ class AnswerReader:
         key = (head["reward"], *(field["leaf"] for field in head["fields"]))
         leaves = self._known_columns.get(key)
         if leaves is None:
-            found = column_leaves(self._schema, key[1:]) | {"reward.0": Leaf("", (), dtype_of(head["reward"]))}
+            found = column_leaves(self._schema, key[1:]) | {
+                "reward.0": self._schema.reward_leaf(dtype_of(head["reward"]))
+            }
             leaves = self._known_columns[key] = sorted(found.items())
         return {name: body.take(leaf.dtype, count, leaf.shape) for name, leaf in leaves}
 

@@ -63,7 +63,7 @@ class Encoder:
     """
 
     def __init__(self, schema: Schema, lanes: int, ticks: int, kernels: storage.Kernels) -> None:
-        self._lanes = lanes
+        self._lanes, self._reward_shape = lanes, schema.reward_shape
         self._ticks = ticks
         self._kernels = kernels
         self._coder = kernels.coder.keeping()
@@ -157,7 +157,7 @@ class Encoder:
         """Write all other fields of one tick, or of several."""
         columns = self._columns
         if "reward.0" not in columns:
-            columns["reward.0"] = np.empty((self._ticks, self._lanes), tick.reward.dtype)
+            columns["reward.0"] = np.empty((self._ticks, self._lanes, *self._reward_shape), tick.reward.dtype)
         columns["reward.0"][where] = tick.reward
         for name, values in (("action", tick.action), ("extras", tick.extras)):
             for i, value in enumerate(values):

@@ -40,7 +40,7 @@ from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
 from holdall.sampling import Prioritized, Sampler, sampler_to_resume, sampler_words
 from holdall.schema import Schema, as_ids
-from holdall.units import require_count
+from holdall.units import require_count, whole
 
 _ASK_AGAIN_S = 0.005
 _SPARE_ROWS = 1024
@@ -59,8 +59,8 @@ class ReplayMemory:
     """Replay memory over shards, each an actor of Ray's.
 
     Args:
-        observation_space: As for `holdall.ReplayMemory`, and so are action_space, num_envs, prefer, device, seed and
-            extras.
+        observation_space: As for `holdall.ReplayMemory`, and so are action_space, num_envs, prefer, device, seed,
+            extras and reward_shape.
         capacity: Transitions over all shards; each holds its share.
         shards: Actors that hold transitions; `load` passes those of a checkpoint.
         durability: "memory": what a shard held is lost with it. "segment": an acknowledged transition was written to
@@ -80,23 +80,23 @@ class ReplayMemory:
 
     def __init__(
         self, observation_space: spaces.Space[Any] | Schema, action_space: spaces.Space[Any] | None,
-        capacity: int = 1_000_000, num_envs: int = 1,
+        capacity: float = 1_000_000, num_envs: int = 1,
         *,
         shards: int | SavedShards = 8, durability: str = "memory", url: str | os.PathLike[str] | None = None,
         on_shard_loss: str = "degrade", prefer: str = "balanced", device: str | None = None, seed: int | None = None,
         extras: Mapping[str, spaces.Space[Any]] | None = None, sampler: Sampler | None = None,
         limit: RateLimit | None = None, placement: str = "spread", resources: Mapping[str, float] | None = None,
-        patience_s: float = 10.0,
+        patience_s: float = 10.0, reward_shape: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         if isinstance(observation_space, Schema):
             self.schema = observation_space
         else:
             require_count("num_envs", num_envs, 1)
-            self.schema = Schema.of(observation_space, action_space, extras, num_envs)  # type: ignore[arg-type]  # as there
+            self.schema = Schema.of(observation_space, action_space, extras, num_envs, reward_shape)
         self.num_envs = self.schema.num_envs
         if not isinstance(shards, SavedShards):
             require_count("shards", shards, 1)
-            require_count("capacity", capacity, self.num_envs * shards, " (num_envs times shards)")
+            capacity = require_count("capacity", whole(capacity), self.num_envs * shards, " (num_envs times shards)")
             rows = capacity // self.num_envs // shards * self.num_envs
             shards = SavedShards(rows, generator_of(seed), dict.fromkeys(range(shards)))
         settings = ClusterSettings(
@@ -167,6 +167,8 @@ class ReplayMemory:
     def add_as_is(self, *_: Any) -> bool:
         """Say that there is no short way to add; for adapters."""
         return False
+
+    add_at_once = add_as_is
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,

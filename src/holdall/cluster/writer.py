@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
 from holdall.sampling import Uniform
-from holdall.schema import Schema, Tree
+from holdall.schema import Tree
 from holdall.storage import Dictionary, Tick, dictionary_name, pack_segment, segment_needs
 
 _SEGMENT_ROWS = 128
@@ -68,8 +68,7 @@ class Writer:
         self._begin()
 
     def _begin(self) -> None:
-        schema = schema_of(self._address.words)
-        self.schema = Schema(schema.observation, schema.action, schema.extras, self._lanes)
+        self.schema = replace(schema_of(self._address.words), num_envs=self._lanes)
         self._name = secrets.token_bytes(16)
         self._roster = self._address.roster()
         self._kernels = chosen_kernels()
@@ -327,7 +326,7 @@ def _trajectories_of(memory: LocalReplayMemory) -> Iterator[tuple[Any, ...]]:
         yield (
             laid_out(schema.observation, batch.obs),
             laid_out(schema.action, batch.action),
-            batch.reward.reshape(shape),
+            batch.reward.reshape(*shape, *schema.reward_shape),
             laid_out(schema.observation, batch.next_obs),
             batch.terminated.reshape(shape),
             batch.truncated.reshape(shape),

@@ -103,8 +103,11 @@ class DeviceSampler:
         rewards = rings.reward_rows(steps)
         dtype = torch.promote_types(rewards.dtype, torch.float32)
         powers = [sampler.gamma**k for k in range(sampler.n + 1)]
-        counted = torch.where(real, rewards.to(dtype), torch.tensor(-0.0, dtype=dtype, device=rings.device))
-        terms = counted * rings.constant(("powers", sampler.gamma, sampler.n, dtype), powers[:-1], dtype)
+        several = (1,) * (rewards.ndim - 2)
+        nothing = torch.tensor(-0.0, dtype=dtype, device=rings.device)
+        counted = torch.where(real.reshape(*real.shape, *several), rewards.to(dtype), nothing)
+        weights_of = rings.constant(("powers", sampler.gamma, sampler.n, dtype), powers[:-1], dtype)
+        terms = counted * weights_of.reshape(-1, *several)
         total = terms[:, 0].clone()
         for k in range(1, sampler.n):  # in this order, as on the host
             total += terms[:, k]

@@ -86,7 +86,7 @@ class DeviceRings:
     def begin(self, reward_dtype: np.dtype[Any], *, has_invalid: bool = False) -> Any:
         """Make the ring of rewards, which the first one does; and remember that lanes without transitions come."""
         if self._reward_ring is None:
-            self._reward_ring = self._ring(Leaf("", (), reward_dtype))
+            self._reward_ring = self._ring(self.schema.reward_leaf(reward_dtype))
             self.reward = self._reward_ring.column
             self._attach()
         if has_invalid and self.invalid is None:
@@ -190,7 +190,8 @@ class DeviceRings:
         if self._reward_ring is None:
             raise ArgumentError("nothing was added yet; add transitions first")
         field = self._reward_ring.field
-        return field.rows.view(field.kind)[:, 0][ids % len(self._flags)]
+        rows: torch.Tensor = field.rows.view(field.kind)[ids % len(self._flags)]
+        return rows.reshape(*ids.shape, *self.schema.reward_shape)
 
     def constant(self, key: Any, values: list[float], dtype: torch.dtype) -> torch.Tensor:
         """Return numbers as a tensor that is made once."""
@@ -213,8 +214,8 @@ class DeviceRings:
         if self._reward_ring is None:
             return np.empty(0, np.float32)
         rows = self._reward_ring.rows[self.to_device(ids) % len(self._flags)]
-        array: Array = rows.cpu().numpy().view(self._reward_ring.leaf.dtype).reshape(ids.shape)
-        return array
+        array: Array = rows.cpu().numpy().view(self._reward_ring.leaf.dtype)
+        return array.reshape(*ids.shape, *self.schema.reward_shape)
 
     def flags(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Copy how transitions ended to the host."""

@@ -71,7 +71,7 @@ class TensorFit:
         return Tick(
             obs=schema.observation.flatten(obs, leading, "obs", self._fit),
             action=schema.action.flatten(action, leading, "action", self._fit),
-            reward=self._fit(Leaf("", (), dtype), rewards, leading, "reward"),
+            reward=self._fit(schema.reward_leaf(dtype), rewards, leading, "reward"),
             next_obs=schema.observation.flatten(next_obs, leading, "next_obs", self._fit),
             terminated=self._fit(flag, terminated, leading, "terminated"),
             truncated=self._fit(flag, truncated, leading, "truncated"),
@@ -223,7 +223,9 @@ class ResidentBatches(Batches):
         if draw.goals is not None:
             found = self._relabelled(draw, found, drawn.outcomes)
         elif draw.reward is not None:
-            found = found._replace(rows=[*found.rows[:-1], self._to_device(draw.reward.reshape(-1))])
+            found = found._replace(
+                rows=[*found.rows[:-1], self._to_device(draw.reward.reshape(-1, *self._schema.reward_shape))]
+            )
         return self._batch(found, draw.ids, self._to_device(draw.weights), draw)
 
     def _batch(self, found: RowsOnDevice, ids: Any, weights: torch.Tensor, draw: Draw | None = None) -> Batch:

@@ -158,6 +158,34 @@ class TickWriterStruct(ctypes.Structure):
     ]
 
 
+class PythonStruct(ctypes.Structure):
+    """Functions of Python's stable interface, and objects that are known by their addresses."""
+
+    _fields_ = [
+        *_pointers("array_type dict_type ordered_dict_type list_type str_type is_false is_none"),
+        *_pointers("number bytes dict_size dict_next dict_item list_size list_item str_compare"),
+        *_pointers("error take drop"),
+    ]
+
+
+class ArgumentFormStruct(ctypes.Structure):
+    """What an argument must be to be written as it is."""
+
+    _fields_ = [
+        *_pointers("key dtype"), *_numbers("dimensions"), ("lengths", NUMBER * MOST_DIMENSIONS), *_numbers("bytes"),
+    ]  # fmt: skip
+
+
+class FastTickStruct(ctypes.Structure):
+    """Ticks whose arguments need no change."""
+
+    _fields_ = [
+        *_pointers("python writer observed"), *_numbers("observed_count small_count is_dict"),
+        ("rest", ArgumentFormStruct * 4), *_pointers("packed"), *_numbers("packed_bytes is_open"),
+        *_pointers("cut_key lock_owner is_pending"),
+    ]  # fmt: skip
+
+
 class PartStruct(ctypes.Structure):
     """A row of a table of records; Python writes such rows as arrays."""
 
@@ -236,7 +264,8 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "transform": TransformStruct, "sealed_block": SealedBlockStruct, "decoded_slice": DecodedSliceStruct,
     "decoder": DecoderStruct, "encoder": EncoderStruct, "slice_block": SliceBlockStruct, "layout": LayoutStruct,
     "open_part": OpenPartStruct, "flat_field": FlatFieldStruct, "sliced_field": SlicedFieldStruct,
-    "tick_writer": TickWriterStruct, "part": PartStruct, "row_column": RowColumnStruct, "names": NamesStruct,
+    "tick_writer": TickWriterStruct, "python": PythonStruct, "argument_form": ArgumentFormStruct,
+    "fast_tick": FastTickStruct, "part": PartStruct, "row_column": RowColumnStruct, "names": NamesStruct,
     "device_field": DeviceFieldStruct, "assembly": AssemblyStruct, "sliced_source": SlicedSourceStruct,
     "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct, "batch_request": BatchRequestStruct,
 }  # fmt: skip
@@ -272,6 +301,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_structs": (ctypes.POINTER(_StructField), [POINTER]),
     "holdall_append": (NUMBER, [POINTER] * 5),
     "holdall_write_tick": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
+    "holdall_fast_add": (POINTER, [POINTER, POINTER, NUMBER]),
+    "holdall_fast_pack": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_encode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
@@ -331,12 +362,6 @@ def open_library(path: Path) -> ctypes.CDLL:
     if problem := _struct_problem(library):
         raise OSError(f"{path.name} was built from other structs: {problem}")
     return library
-
-
-def keeping_the_gil(library: ctypes.CDLL) -> Any:
-    """Return holdall_write_tick as a function that keeps the GIL: giving it up takes longer than a few short rows."""
-    result, arguments = _SIGNATURES["holdall_write_tick"]
-    return ctypes.PYFUNCTYPE(result, *arguments)(ctypes.cast(library.holdall_write_tick, POINTER).value or 0)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from holdall.storage import (
     RECORD_FIELDS,
     Coder,
     Cursors,
+    FastTick,
     FlatField,
     OpenPart,
     Places,
@@ -60,6 +61,10 @@ class PortableKernels:
     ) -> TickWriter:
         """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
         return PortableTickWriter(flat, ring_ticks, ticks, repair)
+
+    def new_fast_tick(self, _lock: Any, _repair: Repair) -> FastTick:
+        """Make one that never writes."""
+        return FastTick()
 
     def new_pool(self, threads: int | None = None) -> None:
         """Make none: NumPy's loops use one thread."""

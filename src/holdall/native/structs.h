@@ -163,6 +163,56 @@ typedef struct {
     int64_t sliced_count;
 } tick_writer;
 
+/* ---- arguments as Python passes them ----------------------------------------------- */
+
+/* Functions of Python's stable interface, and objects that are known by their addresses. */
+typedef struct {
+    const void *array_type;
+    const void *dict_type;
+    const void *ordered_dict_type;
+    const void *list_type;
+    const void *str_type;
+    const void *is_false;
+    const void *is_none;
+    void *(*number)(long long);
+    void *(*bytes)(const char *, int64_t);
+    int64_t (*dict_size)(void *);
+    int (*dict_next)(void *, int64_t *, void **, void **);
+    void *(*dict_item)(void *, void *);
+    int64_t (*list_size)(void *);
+    void *(*list_item)(void *, int64_t);
+    int (*str_compare)(void *, void *);
+    void *(*error)(void);
+    void (*take)(void *);
+    void (*drop)(void *);
+} python;
+
+/* What an argument must be to be written as it is. */
+typedef struct {
+    void *key; /* of a field of a Dict */
+    const void *dtype;
+    int64_t dimensions;
+    int64_t lengths[8];
+    int64_t bytes;
+} argument_form;
+
+/* Ticks whose arguments need no change. */
+typedef struct {
+    const python *python;
+    tick_writer *writer;
+    const argument_form *observed; /* those in rings first */
+    int64_t observed_count;
+    int64_t small_count; /* of those in rings */
+    int64_t is_dict;
+    argument_form rest[4]; /* action, reward, terminated, truncated */
+    uint8_t *packed;
+    int64_t packed_bytes;
+    int64_t is_open; /* 0: ticks are written another way now */
+    void *cut_key;   /* of an info that says that a time limit cut an episode */
+    const uint64_t *lock_owner; /* the thread that holds the memory's lock, or 0 */
+    const uint8_t *is_pending;  /* whether an interrupted call left anything to repair */
+} fast_tick;
+
 /* ---- slices that are read ---------------------------------------------------------- */
 
 /* What one segment holds of one field: a row of a table of int64_t, whose columns Python names RECORD_FIELDS. */

@@ -20,20 +20,17 @@ from holdall.native.library import (
     CompressionLibraries,
     DenseLayout,
     EncoderStruct,
-    FlatFieldStruct,
     OpenPartStruct,
     SealedBlockStruct,
     SliceBlockStruct,
     SlicedFieldStruct,
-    TickWriterStruct,
     TransformStruct,
-    keeping_the_gil,
 )
 from holdall.native.reading import NativeDecoder
+from holdall.native.tick_writer import NativeFastTick, NativeTickWriter, has_expected_objects
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,
-    Arguments,
     Codec,
     Coded,
     Coder,
@@ -46,7 +43,6 @@ from holdall.storage import (
     Repair,
     SealedSlices,
     SliceBlock,
-    SlicedTick,
     TickWriter,
     Transform,
     Window,
@@ -85,6 +81,10 @@ class NativeWriting:
     ) -> TickWriter:
         """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
         return NativeTickWriter(self._library, flat, ring_ticks, ticks)
+
+    def new_fast_tick(self, lock: Any, repair: Repair) -> FastTick:
+        """Make a short way to write ticks, for a memory with this lock."""
+        return NativeFastTick(self._library, lock, repair) if has_expected_objects(lock) else FastTick()
 
 
 class NativeBlock(SliceBlock):
@@ -253,88 +253,6 @@ class NativePart(OpenPart):
     def pushed(self) -> int:
         """See `OpenPart.pushed`."""
         return int(self._struct.pushed)
-
-
-class NativeTickWriter(TickWriter):
-    """Writes a tick, or several, by one call of append.c."""
-
-    has_runs = True
-
-    def __init__(
-        self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
-    ) -> None:
-        super().__init__(flat, ring_ticks, ticks[0])
-        self._write, self._write_ticks = library.holdall_write_tick, library.holdall_write_ticks
-        self._write_little = keeping_the_gil(library)
-        rings = [
-            FlatFieldStruct(
-                address(field.rows),
-                None if field.following is None else address(field.following),
-                field.tick_bytes,
-                field.is_observation,
-            )
-            for field in flat
-        ]
-        self._flat = (FlatFieldStruct * len(rings))(*rings)
-        self._sliced = (SlicedFieldStruct * 0)()
-        self._parts: list[OpenPart] = []
-        self._struct = TickWriterStruct(
-            next_tick=ticks[1],
-            first_tick=ticks[0],
-            ring_ticks=ring_ticks,
-            packed_bytes=sum((1 + field.is_observation) * field.tick_bytes for field in flat),
-            flat=ctypes.addressof(self._flat),
-            flat_count=len(rings),
-        )
-
-    @property
-    def next_tick(self) -> int:
-        """See `TickWriter`."""
-        return int(self._struct.next_tick)
-
-    @next_tick.setter
-    def next_tick(self, tick: int) -> None:
-        self._struct.next_tick = tick
-
-    def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
-        """See `TickWriter.write`."""
-        packed = b"".join([row.tobytes() for row in rows])
-        kept = None if sliced is None else self._aim(sliced)
-        ticks = self._write(ctypes.addressof(self._struct), packed, len(packed), int(is_kept))
-        del kept
-        return int(ticks)
-
-    def write_run(self, packed: Bytes, sliced: SlicedTick | None) -> int:
-        """See `TickWriter.write_run`."""
-        kept, observed = None, [] if sliced is None else [*sliced.obs, *sliced.next_obs]
-        if not (packed.flags.c_contiguous and all(a.flags.c_contiguous and len(a) == len(packed) for a in observed)):
-            return 0
-        if sliced is not None:
-            first, next_first = ([array[0] for array in arrays] for arrays in (sliced.obs, sliced.next_obs))
-            kept = self._aim(sliced._replace(obs=first, next_obs=next_first))
-        written = self._write_ticks(ctypes.addressof(self._struct), address(packed), packed.shape[1], len(packed))
-        del kept
-        return int(written)
-
-    def fast_tick(self, arguments: Arguments) -> FastTick | None:
-        """See `TickWriter.fast_tick`: the call gives up the GIL only if it has more to do than that takes."""
-        call = self._write if arguments.large else self._write_little
-        return FastTick(arguments, self._struct.packed_bytes, ctypes.addressof(self._struct), call, self._aim)
-
-    def _aim(self, sliced: SlicedTick) -> list[tuple[Array, Array]]:
-        """Point C to the slices of the tick to come."""
-        parts: Any = sliced.parts
-        if self._parts is not parts:
-            rings = [
-                SlicedFieldStruct(part.address, address(ring)) for part, ring in zip(parts, sliced.cursors, strict=True)
-            ]
-            fields = (SlicedFieldStruct * len(rings))(*rings)
-            self._struct.sliced_count = 0
-            self._sliced = fields
-            self._struct.sliced, self._struct.sliced_count = ctypes.addressof(fields), len(rings)
-            self._parts = parts
-        arrays = zip(parts, self._sliced, sliced.obs, sliced.next_obs, sliced.cursors, strict=True)
-        return [part.aim(field, obs, next_obs, ring.shape[1]) for part, field, obs, next_obs, ring in arrays]
 
 
 # ---------------------------------------------------------------- compressed blocks

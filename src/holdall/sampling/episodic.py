@@ -191,12 +191,13 @@ class NStep(ComposedSampler):
 
 
 def _discounted_sum(rewards: NDArray[Any], real: NDArray[np.bool_], powers: list[float]) -> NDArray[Any]:
-    """Add up the real ones of (batch, n) rewards, from the first on."""
+    """Add up the real ones of (batch, n, ...) rewards, from the first on, each component by itself."""
     dtype = np.result_type(rewards.dtype, np.float32)
     # A reward of another episode must not count, be it infinite; -0.0 changes no sum, not even that of zeros.
-    counted = np.where(real, rewards.astype(dtype), dtype.type(-0.0))
+    several = (1,) * (rewards.ndim - 2)
+    counted = np.where(real.reshape(*real.shape, *several), rewards.astype(dtype), dtype.type(-0.0))
     with np.errstate(invalid="ignore", over="ignore"):  # extreme rewards are the environment's
-        terms = counted * np.array(powers[:-1], dtype)
+        terms = counted * np.array(powers[:-1], dtype).reshape(-1, *several)
         total: NDArray[Any] = terms[:, 0].copy()
         for k in range(1, terms.shape[1]):
             total += terms[:, k]
@@ -329,6 +330,11 @@ class Hindsight(ComposedSampler):
 
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
         """Draw transitions, and for most of them a step of the same episode."""
+        if (several := held.fields.rewards(np.empty(0, np.int64))).ndim > 1:
+            raise ArgumentError(
+                f"sampler: Hindsight computes one reward a step, and the memory has reward_shape={several.shape[1:]}; "
+                "use another sampler, or keep rewards for goals in a memory of their own"
+            )
         drawn = self.by.draw(held, count, generator)
         rows = np.arange(int(self.k / (self.k + 1) * count))
         goals = Goals(rows, self._outcomes(held, drawn.ids[rows], generator), *self._keys, self.reward_fn)

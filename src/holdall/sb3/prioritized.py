@@ -6,7 +6,8 @@ Invariant: with alpha 0, buffer and algorithm draw and learn what Stable-Baselin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch as th
 from numpy.typing import NDArray
 from stable_baselines3 import DQN
+from stable_baselines3.common import buffers
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
@@ -21,7 +23,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
-from holdall.sb3.replay import ReplayBuffer, made_with
+from holdall.sb3.replay import ReplayBuffer
 
 
 class PrioritizedSamples(NamedTuple):
@@ -189,6 +191,26 @@ class PrioritizedReplay(OffPolicyAlgorithm):
 
 class PrioritizedDQN(PrioritizedReplay, DQN):
     """DQN with prioritized experience replay: `PrioritizedDQN("CnnPolicy", env, alpha=0.6, beta=0.4)`."""
+
+
+@contextmanager
+def made_with(model: OffPolicyAlgorithm, kind: type[buffers.ReplayBuffer], **settings: Any) -> Iterator[None]:
+    """While a model is set up: give it a buffer of this kind, and its `n_steps` to the buffer.
+
+    Args:
+        settings: Of the buffer; what the model's own `replay_buffer_kwargs` say comes before them.
+    """
+    asked, n_steps = model.replay_buffer_kwargs, getattr(model, "n_steps", 1)
+    if n_steps > 1:
+        settings |= {"n_steps": n_steps, "gamma": model.gamma}
+        model.n_steps = 1  # else Stable-Baselines3 warns that the buffer does not get it
+    model.replay_buffer_class, model.replay_buffer_kwargs = kind, settings | asked
+    try:
+        yield
+    finally:
+        model.replay_buffer_kwargs = asked
+        if n_steps > 1:
+            model.n_steps = n_steps
 
 
 def _require_priorities(name: str, kind: type) -> None:

@@ -12,8 +12,7 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import prod
 from typing import Any, Self
 
@@ -132,26 +131,35 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         infos: list[dict[str, Any]],
     ) -> None:
         """Add one transition per environment."""
-        cut = self._nothing_cut
-        if self.handle_timeout_termination:
-            for info in infos:  # a loop: most often none was cut, and it ends with that
-                if info.get("TimeLimit.truncated", False):
-                    cut = _cut_flags([info.get("TimeLimit.truncated", False) for info in infos], self._lane_shape)
-                    done = _cast(done, self._lane_shape, _BOOL) ^ cut
-                    break
-        ticks = self.memory.add_as_is(obs, action, reward, next_obs, done, cut)
-        if not ticks:
-            self.memory.add(
-                self._cast_observation(obs),
-                _cast(action, self._action_shape, self._action_dtype),
-                _cast(reward, self._lane_shape, _FLOAT32),
-                self._cast_observation(next_obs),
-                _cast(done, self._lane_shape, _BOOL),
-                cut,
-            )
-            ticks = self.memory.next_id // self.n_envs
+        ticks = self.memory.add_at_once(
+            obs, action, reward, next_obs, done, self._nothing_cut, infos if self.handle_timeout_termination else None
+        ) or self._add_otherwise(obs, next_obs, action, reward, done, infos)
         self.pos = ticks % self.buffer_size
         self.full = ticks >= self.buffer_size
+
+    def _add_otherwise(
+        self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: list[dict[str, Any]]
+    ) -> int:  # fmt: skip
+        """Add what takes more than one step, or has to be cast first; return how many ticks were added in all."""
+        looked_at = infos if self.handle_timeout_termination else None
+        ticks = self.memory.add_as_is(obs, action, reward, next_obs, done, self._nothing_cut, looked_at)
+        if ticks:
+            return ticks
+        cut, done = self._nothing_cut, _cast(done, self._lane_shape, _BOOL)
+        if self.handle_timeout_termination:
+            timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
+            if any(timeouts):
+                cut = _cut_flags(timeouts, self._lane_shape)
+                done = done ^ cut
+        self.memory.add(
+            self._cast_observation(obs),
+            _cast(action, self._action_shape, self._action_dtype),
+            _cast(reward, self._lane_shape, _FLOAT32),
+            self._cast_observation(next_obs),
+            done,
+            cut,
+        )
+        return self.memory.next_id // self.n_envs
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
@@ -424,26 +432,6 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         observed = sum(prod(shape[1:]) * dtype.itemsize for shape, dtype in self._obs_specs.values())
         rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, 2 * observed))
         return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
-
-
-@contextmanager
-def made_with(model: OffPolicyAlgorithm, kind: type[buffers.ReplayBuffer], **settings: Any) -> Iterator[None]:
-    """While a model is set up: give it a buffer of this kind, and its `n_steps` to the buffer.
-
-    Args:
-        settings: Of the buffer; what the model's own `replay_buffer_kwargs` say comes before them.
-    """
-    asked, n_steps = model.replay_buffer_kwargs, getattr(model, "n_steps", 1)
-    if n_steps > 1:
-        settings |= {"n_steps": n_steps, "gamma": model.gamma}
-        model.n_steps = 1  # else Stable-Baselines3 warns that the buffer does not get it
-    model.replay_buffer_class, model.replay_buffer_kwargs = kind, settings | asked
-    try:
-        yield
-    finally:
-        model.replay_buffer_kwargs = asked
-        if n_steps > 1:
-            model.n_steps = n_steps
 
 
 def _version() -> tuple[int, ...]:

@@ -33,7 +33,7 @@ class AdoptingStore(Store):
         if segment.lanes != self._lanes:
             segment = segment.in_one_lane()
         rings, first, ticks = self._rings, self.next_tick, segment.rows.ticks
-        self.fast_tick = None
+        self.fast_tick.end()
         self.forget_before(min(first, first + ticks - self._capacity_ticks))  # before anything is written over it
         for frozen in self._snapshots.pending:
             frozen.before_ticks(first, first + ticks)

@@ -413,4 +413,4 @@ def _layout(schema: Schema, ring_ticks: int, large: list[int]) -> FieldLayout:
 def row_bytes(schema: Schema, small: Iterable[Leaf]) -> int:
     """Count the bytes of a transition in rings, if each of the small fields lies there once."""
     leaves = (*schema.action.leaves, *schema.extras.leaves, *small)
-    return sum(leaf.nbytes for leaf in leaves) + _REWARD_BYTES + 3 * FLAG.nbytes
+    return sum(leaf.nbytes for leaf in leaves) + prod(schema.reward_shape) * _REWARD_BYTES + 3 * FLAG.nbytes

@@ -282,7 +282,7 @@ class Rings:
     def begin(self, reward_dtype: np.dtype[Any], *, has_invalid: bool = False) -> Array:
         """Return the ring of rewards, which the first one makes; and make that of lanes without transitions."""
         if self.reward is None:
-            self.reward = self._ring(Leaf("", (), reward_dtype))
+            self.reward = self._ring(self.schema.reward_leaf(reward_dtype))
         if has_invalid and self.invalid is None:
             self.invalid = self._ring(FLAG)
         return self.reward
@@ -448,7 +448,7 @@ class Rings:
         leaves = [replace(leaf, name=field_name("action", leaf)) for leaf in self.schema.action.leaves]
         leaves += [replace(leaf, name=field_name("extras", leaf)) for leaf in self.schema.extras.leaves]
         if self.reward is not None:
-            leaves.append(Leaf("reward", (), self.reward.dtype))
+            leaves.append(self.schema.reward_leaf(self.reward.dtype, "reward"))
         flags = ("terminated", "truncated", *(("valid",) if self.invalid is not None else ()))
         leaves += [replace(FLAG, name=name) for name in flags]
         return [FieldReport(leaf.name, 0, 0, touched * leaf.nbytes, held * leaf.nbytes, "flat rows") for leaf in leaves]

@@ -167,7 +167,7 @@ def _columns_like(described: Any, schema: Schema) -> Like:
     flag, cursor = Leaf("", (), np.dtype(np.bool_)), Leaf("", (), np.dtype(np.uint32))
     leaves = {f"action.{i}": leaf for i, leaf in enumerate(schema.action.leaves)}
     leaves |= {f"extras.{i}": leaf for i, leaf in enumerate(schema.extras.leaves)}
-    leaves |= {"reward.0": Leaf("", (), found["reward.0"][0]), "terminated.0": flag, "truncated.0": flag}
+    leaves |= {"reward.0": schema.reward_leaf(found["reward.0"][0]), "terminated.0": flag, "truncated.0": flag}
     leaves |= {"invalid.0": flag} if "invalid.0" in found else {}
     for i, leaf in enumerate(schema.observation.leaves):
         leaves |= {f"cursors.{i}": cursor} if i in large else {f"obs.{i}": leaf, f"next.{i}": leaf}

@@ -21,7 +21,7 @@ from holdall.errors import DamageError
 from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.layout import RowReader, Window
-from holdall.storage.ticks import FlatField, Repair, TickWriter
+from holdall.storage.ticks import FastTick, FlatField, Repair, TickWriter
 
 if TYPE_CHECKING:
     from holdall.native import SliceNamer
@@ -309,6 +309,9 @@ class Kernels(RowReader, Protocol):
         self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], repair: Repair, /
     ) -> TickWriter:
         """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
+
+    def new_fast_tick(self, lock: Any, repair: Repair, /) -> FastTick:
+        """Make a short way to write ticks, for a memory with this lock."""
 
     def gather(
         self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: Any = None, /

@@ -45,7 +45,6 @@ from holdall.storage.spill import SpillFolder
 from holdall.storage.ticks import (
     NO_ROOM,
     NOT_CONTINUED,
-    FastTick,
     Repair,
     SlicedTick,
     StepRuns,
@@ -73,8 +72,8 @@ class Store:
     ) -> None:  # fmt: skip
         self._begun_at = self._not_before = first_tick
         self.flags_changed, self.rewrites = 0, 0  # how often flags, or any rows, were written again
-        self.fast_tick: FastTick | None = None
         self.repair = Repair()
+        self.fast_tick = kernels.new_fast_tick(lock, self.repair)
         self._schema, self._lanes = schema, schema.num_envs
         self._capacity_ticks, self._ring_ticks = capacity_ticks, capacity_ticks + 1
         self._kernels, self._lock, self._folder = kernels, lock, folder
@@ -103,7 +102,8 @@ class Store:
 
     def write(self, tick: Tick) -> None:
         """Write one tick whose arrays were checked; the oldest leaves if the store is full."""
-        now, self.fast_tick = self.next_tick, None  # the short way does not see what changes here
+        now = self.next_tick
+        self.fast_tick.end()
         for frozen in self._snapshots.pending:
             frozen.before_ticks(now, now + 1)
         rows = self._rings.prepare(tick, self.first_tick, now)
@@ -114,9 +114,8 @@ class Store:
             self.after_write(sliced)
         if self._rings.scouts:
             self._look_for_windows(tick)
-        arguments = None if self._snapshots.pending else self._rings.fast_arguments(self._large)
-        if arguments is not None and self._writer.writes(self._rings.flat()):
-            self.fast_tick = self._writer.fast_tick(arguments)
+        if not self._snapshots.pending and self._writer.writes(self._rings.flat()):
+            self.fast_tick.offer(self._writer, partial(self._rings.fast_arguments, self._large))
 
     def _write(self, obs: list[Array], rows: list[Array], sliced: SlicedTick | None) -> None:
         """Write a tick in one step, after what it would be written over is kept, and there is room for it."""
@@ -138,19 +137,20 @@ class Store:
     def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
         return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
 
-    def write_fast(self, fast: FastTick, packed: bytes, obs: Any, next_obs: Any) -> int:
-        """Write a tick the short way, where it is more than one call; return what `FastTick.write` does."""
+    def write_fast(self, packed: bytes, obs: Any, next_obs: Any) -> int:
+        """Write a tick that `fast_tick` packed; return what `TickWriter.write` does."""
         self.repair.run()
+        fast, write = self.fast_tick, self._writer.write_packed
         given = fast.in_slices(obs), fast.in_slices(next_obs)
         sliced = self.large_segments.sliced(self.next_tick, *given) if fast.fills_blocks else None
-        ticks = fast.write(packed, sliced)
+        ticks = write(packed, sliced, is_kept=False)
         if ticks == NO_ROOM:
             self.large_segments.lengthen_logs()
-            ticks = fast.write(packed, sliced)
+            ticks = write(packed, sliced, is_kept=False)
         if ticks == NOT_CONTINUED:
             self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
             if self._writer.writes(self._rings.flat()):
-                ticks = fast.write(packed, sliced, is_kept=1)
+                ticks = write(packed, sliced, is_kept=True)
         if ticks > 0 and sliced is not None:
             self.after_write(sliced)
         return ticks
@@ -389,7 +389,7 @@ class Store:
             self._columns(), self._rings.apart(), self.first_tick, self.next_tick, self.chunk_ticks, saved
         )
         if rows.is_pending:
-            self.fast_tick = None
+            self.fast_tick.end()
         segments = self.large_segments.freeze(self.next_tick) if self._large else None
         held = self._described() | {"transitions": self.transitions}
         return FrozenStore(**held, rows=rows, versions=versions, segments=segments)

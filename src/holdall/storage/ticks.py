@@ -45,7 +45,7 @@ class Tick(NamedTuple):
     ) -> Tick:  # fmt: skip
         """Check every argument of an `add`, or of an `extend` with one more leading axis."""
         return cls(
-            reward=fit_reward(reward, leading, reward_dtype),
+            reward=fit_reward(reward, leading, reward_dtype, schema.reward_shape),
             obs=schema.observation.flatten(obs, leading, "obs"),
             action=schema.action.flatten(action, leading, "action"),
             next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
@@ -154,27 +154,31 @@ class Repair:
     """
 
     def __init__(self) -> None:
-        self.action: Callable[[], None] | None = None
+        self._action: Callable[[], None] | None = None
+        self.is_pending = bytearray(1)  # 0: there is nothing to do; read by C
 
     def begin(self, action: Callable[[], None]) -> None:
         """Name what the next call does if the change that follows is interrupted; it replaces what was named before."""
-        self.action = action
+        self.is_pending[0] = 1
+        self._action = action
 
     def end(self) -> None:
         """The change is complete."""
-        self.action = None
+        self._action = None
+        self.is_pending[0] = 0
 
     def do(self, action: Callable[[], None]) -> None:
         """Do something that the next call does again if it is interrupted."""
-        self.action = action
+        self.begin(action)
         action()
-        self.action = None
+        self.end()
 
     def run(self) -> None:
         """Do what an interrupted call left to do, if there is any."""
-        if self.action is not None:
-            self.action()
-            self.action = None
+        if self.is_pending[0]:
+            if self._action is not None:
+                self._action()
+            self.end()
 
 
 def restoring(*changing: object) -> Callable[[], None]:
@@ -253,6 +257,10 @@ class TickWriter(ABC):
             rows: Of the fields in rings; next observations follow on their observations.
         """
 
+    def write_packed(self, packed: bytes, sliced: SlicedTick | None, *, is_kept: bool) -> int:
+        """Write a tick whose fields in rings lie one after another, see `write`; where a `FastTick` packs them."""
+        raise NotImplementedError
+
     has_runs = False
     """Whether it writes several ticks in one call."""
 
@@ -265,10 +273,6 @@ class TickWriter(ABC):
         """
         return 0
 
-    def fast_tick(self, _arguments: Arguments) -> FastTick | None:
-        """Return a short way to write ticks whose arguments need no change; None if there is none."""
-        return None
-
     def writes(self, flat: Sequence[FlatField]) -> bool:
         """Whether the fields in rings are these."""
         return len(flat) == len(self.flat) and all(
@@ -279,10 +283,6 @@ class TickWriter(ABC):
 
 Form = tuple[tuple[int, ...], np.dtype[Any]]
 """The shape, lanes first, and the dtype that an array must have."""
-
-_BOOL = np.dtype(np.bool_)
-Call = Callable[[int, bytes, int, int], int]
-Aim = Callable[[SlicedTick], Any]
 
 
 class Arguments(NamedTuple):
@@ -296,91 +296,40 @@ class Arguments(NamedTuple):
 
 
 class FastTick:
-    """Writes ticks whose arguments are arrays of exactly the right shapes and dtypes.
+    """Writes ticks whose arguments are arrays of exactly the right shapes and dtypes; this one never does.
 
-    Args:
-        call: Writes a packed tick, of a writer at an address.
-        aim: Points the writer to what is cut into slices, and returns what must stay alive until it is written.
+    `add(obs, action, reward, next_obs, terminated, truncated, infos=None)` writes a tick in one step, and returns how
+    many were written in all. It returns 0 and leaves all as it was if an argument is not as it must be, an info says
+    that a time limit cut its episode, the tick needs more than this step, or somebody has the memory's lock.
+    `pack`, with the same arguments, returns the fields in rings one after another, or 0.
     """
 
-    def __init__(self, arguments: Arguments, packed_bytes: int, address: int, call: Call, aim: Aim) -> None:
-        self.fills_blocks = bool(arguments.large)
-        self._action_shape, self._action_dtype = arguments.action
-        self._lane_shape, self._reward_dtype = arguments.reward
-        self._small = [(key, *like) for key, like in arguments.small.items()]
-        self._large = [(key, *like) for key, like in arguments.large.items()]
-        self._only = None if arguments.is_dict else (arguments.small or arguments.large)[""]
-        self._fields = len(self._small) + len(self._large)
-        self._packed_bytes = packed_bytes
-        self._address = address
-        self._call = call
-        self._aim = aim
+    is_open = False  # whether ticks may be written this way now
+    fills_blocks = False
 
-    def pack(
-        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any
-    ) -> bytes | None:  # fmt: skip
-        """Return the fields in rings one after another; None if an argument is not as it must be."""
-        if not (
-            type(action) is type(reward) is type(terminated) is type(truncated) is np.ndarray
-            and action.dtype is self._action_dtype
-            and reward.dtype is self._reward_dtype
-            and terminated.dtype is truncated.dtype is _BOOL
-            and action.shape == self._action_shape
-            and reward.shape == terminated.shape == truncated.shape == self._lane_shape
-        ):
-            return None
-        try:
-            if self._only is None:
-                rows = self._of_dict(obs, next_obs)
-                return None if rows is None else b"".join((*rows, action, reward, terminated, truncated))  # type: ignore[arg-type]  # they are buffers
-            shape, dtype = self._only
-            if not (
-                type(obs) is type(next_obs) is np.ndarray
-                and obs.dtype is next_obs.dtype is dtype
-                and obs.shape == next_obs.shape == shape
-            ):
-                return None
-            if self.fills_blocks:
-                return b"".join((action, reward, terminated, truncated))  # type: ignore[arg-type]  # as above
-            return b"".join((obs, next_obs, action, reward, terminated, truncated))  # type: ignore[arg-type]  # as above
-        except (BufferError, TypeError, ValueError):  # its elements do not lie one after another
-            return None
+    def __init__(self) -> None:
+        self.add: Callable[..., int] = _nothing
+        self.pack: Callable[..., Any] = _nothing
+        self._is_dict = False
+        self._keys: tuple[list[str], list[str]] = [], []  # those in rings, and the others
 
-    def write(self, packed: bytes, sliced: SlicedTick | None = None, is_kept: int = 0) -> int:
-        """Write a tick that was packed, see `TickWriter.write`."""
-        kept = None if sliced is None else self._aim(sliced)
-        ticks = self._call(self._address, packed, self._packed_bytes, is_kept)
-        del kept
-        return ticks
+    def offer(self, _writer: TickWriter, _describe: Callable[[], Arguments | None]) -> None:
+        """Write ticks this way, with the caller's writer, from now on, if there is such a way."""
+
+    def end(self) -> None:
+        """Write no more ticks this way, until it is offered again: it does not see what changes now."""
+
+    def close(self) -> None:
+        """Write no more ticks, and let go of the rings."""
 
     def in_rings(self, obs: Any) -> list[Array]:
         """Return the observations that lie in rings, in their order."""
-        return [obs if self._only is not None else obs[key] for key, *_ in self._small]
+        return [obs[key] if self._is_dict else obs for key in self._keys[0]]
 
     def in_slices(self, obs: Any) -> list[Array]:
         """Return the observations that are cut into slices, in their order."""
-        return [obs if self._only is not None else obs[key] for key, *_ in self._large]
+        return [obs[key] if self._is_dict else obs for key in self._keys[1]]
 
-    def _of_dict(self, obs: Any, next_obs: Any) -> list[Any] | None:
-        """Return the observations in rings, each with the next one; None if one of any field is not as it must be."""
-        if type(obs) is not dict or type(next_obs) is not dict or not len(obs) == len(next_obs) == self._fields:
-            return None
-        rows: list[Any] = []
-        for key, shape, dtype in self._small:
-            now, after = obs.get(key), next_obs.get(key)
-            if not (
-                type(now) is type(after) is np.ndarray
-                and now.dtype is after.dtype is dtype
-                and now.shape == after.shape == shape
-            ):
-                return None
-            rows += (now, after)
-        for key, shape, dtype in self._large:
-            now, after = obs.get(key), next_obs.get(key)
-            if not (
-                type(now) is type(after) is np.ndarray
-                and now.dtype is after.dtype is dtype
-                and now.shape == after.shape == shape
-            ):
-                return None
-        return rows
+
+def _nothing(*_: Any) -> int:
+    return 0

@@ -204,7 +204,8 @@ class Fields:
 
     def missing(self, data: TensorDictBase) -> list[Key]:
         """Return the keys that are not in a TensorDict."""
-        return [field.key for field in self.tensors if data.get(field.key, None) is None]
+        given = {(key,) if isinstance(key, str) else tuple(key) for key in data.keys(include_nested=True)}
+        return [field.key for field in self.tensors if field.key not in given]
 
     def _require(self, data: TensorDictBase) -> dict[Key, torch.Tensor]:
         """Return the tensors of a TensorDict by key, if they are those of the first one."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
+import weakref
 import zlib
 from math import prod
 from multiprocessing.context import get_spawning_popen
@@ -90,7 +92,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         self._settings: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self._collection: Any = None  # the tensorclass of the data, if it is one
         self._oldest = 0  # no position has a lower id
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # files of a state that was loaded
+        self._folder: Path | None = None  # files of a state that was returned or loaded
         super().__init__(None, max_size, device=device, ndim=ndim)
 
     # ---------------------------------------------------------------- what TorchRL's base class asks for
@@ -349,6 +351,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         layout = {
             "format": _FORMAT, "fields": self._fields.words(), "shape": self._ids.shape, "ndim": self.ndim,
             "len": self._len, "last_cursor": None if cursor is None else int(cursor),
+            "is_tensor": self._collection is torch.Tensor,
         }  # fmt: skip
         steps = np.diff(self._ids.reshape(-1), prepend=0)
         positions = zlib.compress(steps.astype("<i8").tobytes(), level=1)
@@ -367,6 +370,8 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         before, self._memory = self._memory, memory
         self._fields, self._ids, self._oldest, self.device = fields, ids, 0, device
         self._len, self.initialized = int(layout["len"]), True
+        if layout["is_tensor"]:
+            self._collection = torch.Tensor
         self.max_size = prod(ids.shape[: self.ndim])
         self._set_last_cursor(layout["last_cursor"])
         self._bump_mutation_revision()
@@ -399,14 +404,14 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         """Return the files of a checkpoint as tensors of bytes, for `torch.save`; `dumps` writes them directly."""
         files = {}
         if self.initialized:
-            folder = self._own_folder()
+            folder = self._folder = self._folder or self._new_folder()
             self.save_to(folder)
             found = sorted(path for path in folder.rglob("*") if path.is_file())
             files = {
                 str(path.relative_to(folder)): torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
                 for path in found if path.stat().st_size
             }  # fmt: skip
-        return {"_storage": files, "initialized": self.initialized, "_len": self._len}
+        return {"holdall": _FORMAT, "_storage": files, "initialized": self.initialized, "_len": self._len}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Become what `state_dict` returned; its files are kept in a temporary directory."""
@@ -414,7 +419,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             self._empty()
             return
         content = state_dict["_storage"]
-        if isinstance(content, torch.Tensor) or "__batch_size" in content:  # of one of TorchRL's own storages
+        if "holdall" not in state_dict:  # of one of TorchRL's own storages
             if not isinstance(content, torch.Tensor):
                 content = TensorDict().load_state_dict(content, strict=False)
             self._empty()
@@ -422,8 +427,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             self.set(range(held), content[:held], set_cursor=False)
             self._len = int(state_dict["_len"])
             return
-        folder = tempfile.TemporaryDirectory(prefix="holdall_torchrl_")
-        root = Path(folder.name).resolve()
+        root = self._new_folder()
         for name, file in content.items():
             path = (root / name).resolve()
             if root not in path.parents:
@@ -431,12 +435,13 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(file.cpu().numpy().tobytes())
         self.load_from(root)
-        self._folder = folder
+        self._folder = root
 
-    def _own_folder(self) -> Path:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="holdall_torchrl_")
-        return Path(self._folder.name)
+    def _new_folder(self) -> Path:
+        """Make a directory that is removed with the storage."""
+        folder = Path(tempfile.mkdtemp(prefix="holdall_torchrl_")).resolve()
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:

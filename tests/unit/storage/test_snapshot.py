@@ -113,14 +113,14 @@ def test_the_short_way_of_adding_comes_back_when_the_rows_were_read() -> None:
     """It does not look after rows that it writes over, so it rests meanwhile."""
     with filled(capacity_ticks=40_000, ticks=30_000) as memory:
         store = store_of(memory)
-        offered = [store.fast_tick is not None]
+        offered = [store.fast_tick.is_open]
         frozen = store.freeze({})
-        offered.append(store.fast_tick is not None)
+        offered.append(store.fast_tick.is_open)
         add(memory, 30_000, 2)
-        offered.append(store.fast_tick is not None)
+        offered.append(store.fast_tick.is_open)
         store.release(frozen.rows)
         add(memory, 30_002, 2)
-        assert [*offered, store.fast_tick is not None] == [True, False, False, True]
+        assert [*offered, store.fast_tick.is_open] == [True, False, False, True]
 
 
 def test_slices_of_an_open_block_are_those_of_the_moment() -> None:

@@ -1,0 +1,149 @@
+/* Arguments of an `add`, as Python passes them: arrays are checked and written without another object being made.
+ *
+ * These functions are built-in functions of Python: objects.py makes them with PyCFunction_NewEx. They keep the GIL, and
+ * nothing that they call gives it up, so no signal handler and no other thread comes between the first and the last
+ * instruction. There are no Python headers: functions of the stable interface are passed in by address. Where the fields
+ * of objects and of NumPy's arrays lie is part of the interface of both; objects.py compares it with real ones first.
+ */
+#include "holdall.h"
+#include "structs.h"
+
+#include <string.h>
+
+int64_t holdall_write_tick(tick_writer *t, const uint8_t *packed, int64_t packed_bytes, int64_t is_kept);
+
+/* What every object begins with; tuples; arrays of NumPy's (PyArrayObject_fields). */
+typedef struct {
+    int64_t references;
+    const void *type;
+} object;
+
+typedef struct {
+    object head;
+    int64_t length;
+    const void *first;
+} tuple;
+
+typedef struct {
+    object head;
+    const uint8_t *data;
+    int dimensions;
+    const int64_t *lengths;
+    const int64_t *strides;
+    const void *base;
+    const void *dtype;
+    int flags;
+} array;
+
+enum { C_CONTIGUOUS = 1, MOST_FIELDS = 32, OBS = 0, ACTION, REWARD, NEXT_OBS, TERMINATED, TRUNCATED, INFOS };
+
+/* Return where the elements of an array lie; NULL if it has not exactly this form. */
+static const uint8_t *rows_of(const python *p, const argument_form *form, const void *value) {
+    const array *a = value;
+    if (a->head.type != p->array_type || a->dtype != form->dtype || a->dimensions != form->dimensions ||
+        !(a->flags & C_CONTIGUOUS) ||
+        memcmp(a->lengths, form->lengths, (size_t)form->dimensions * sizeof *form->lengths) != 0)
+        return NULL;
+    return a->data;
+}
+
+/* Return which of the fields a key of a Dict names, most likely the next one; -1 if none. */
+static int64_t field_of(const fast_tick *f, const void *key, int64_t likely) {
+    if (f->observed[likely].key == key) return likely;
+    for (int64_t i = 0; i < f->observed_count; i++)
+        if (f->observed[i].key == key) return i;
+    if (((const object *)key)->type != f->python->str_type) return -1;
+    for (int64_t i = 0; i < f->observed_count; i++)
+        if (f->python->str_compare(f->observed[i].key, key) == 0) return i;
+    return -1;
+}
+
+/* Find the rows of one observation, field by field; 0 if one is not as it must be. */
+static int find_observed(const fast_tick *f, void *value, const uint8_t **rows) {
+    const python *const p = f->python;
+    if (!f->is_dict) return (rows[0] = rows_of(p, f->observed, value)) != NULL;
+    const void *const type = ((const object *)value)->type;
+    if ((type != p->dict_type && type != p->ordered_dict_type) || p->dict_size(value) != f->observed_count) return 0;
+    int64_t place = 0;
+    void *key, *item;
+    for (int64_t n = 0; n < f->observed_count && p->dict_next(value, &place, &key, &item); n++) {
+        const int64_t i = field_of(f, key, n);
+        if (i < 0 || !(rows[i] = rows_of(p, &f->observed[i], item))) return 0;
+    }
+    return 1;
+}
+
+/* Whether no info says that a time limit cut its episode; -1 if an exception was raised. */
+static int is_uncut(const fast_tick *f, void *infos) {
+    const python *const p = f->python;
+    if (((const object *)infos)->type != p->list_type) return 0;
+    for (int64_t i = 0; i < p->list_size(infos); i++) {
+        void *const info = p->list_item(infos, i);
+        if (((const object *)info)->type != p->dict_type) return 0;
+        p->take(info); /* a key's own comparison may run, and drop it */
+        void *const cut = p->dict_item(info, f->cut_key);
+        const int is_set = cut && cut != p->is_false && cut != p->is_none;
+        p->drop(info);
+        if (!cut && p->error()) return -1;
+        if (is_set) return 0;
+    }
+    return 1;
+}
+
+/* Copy the fields that lie in rings to `f->packed`; 0 if an argument is not as it must be, -1 after an exception. */
+static int pack(const fast_tick *f, void *const *given, int64_t count) {
+    const uint8_t *obs[MOST_FIELDS], *next_obs[MOST_FIELDS], *rest[4];
+    const int order[4] = {ACTION, REWARD, TERMINATED, TRUNCATED};
+    if (count != INFOS && count != INFOS + 1) return 0;
+    const int goes_on = count == INFOS || given[INFOS] == f->python->is_none ? 1 : is_uncut(f, given[INFOS]);
+    if (goes_on != 1) return goes_on;
+    for (int i = 0; i < 4; i++)
+        if (!(rest[i] = rows_of(f->python, &f->rest[i], given[order[i]]))) return 0;
+    if (!find_observed(f, given[OBS], obs) || !find_observed(f, given[NEXT_OBS], next_obs)) return 0;
+    uint8_t *to = f->packed;
+    for (int64_t i = 0; i < f->small_count; i++) {
+        const int64_t bytes = f->observed[i].bytes;
+        memcpy(to, obs[i], (size_t)bytes);
+        memcpy(to + bytes, next_obs[i], (size_t)bytes);
+        to += 2 * bytes;
+    }
+    for (int i = 0; i < 4; to += f->rest[i++].bytes) memcpy(to, rest[i], (size_t)f->rest[i].bytes);
+    return 1;
+}
+
+/* Load what a tick is written to while its arguments are looked at. */
+static void fetch_soon(const tick_writer *t) {
+    const int64_t slot = t->next_tick % t->ring_ticks;
+    for (const flat_field *f = t->flat; f < t->flat + t->flat_count; f++) FETCH_SOON(f->rows + slot * f->tick_bytes);
+}
+
+/* The function's own object is a tuple: an array over the struct, and what must live as long as it. */
+static const fast_tick *own(const void *self) {
+    return (const fast_tick *)((const array *)((const tuple *)self)->first)->data;
+}
+
+/* add(obs, action, reward, next_obs, terminated, truncated, infos=None) -> how many ticks were written in all, or 0 if
+ * nothing was written: an argument is not as it must be, more than this step is needed, or somebody has the lock. Nobody
+ * can take the lock meanwhile, since that needs the GIL. */
+EXPORT void *holdall_fast_add(void *self, void *const *given, int64_t count) {
+    const fast_tick *const f = own(self);
+    int64_t ticks = 0;
+    if (f->is_open && f->small_count == f->observed_count) {
+        fetch_soon(f->writer);
+        ticks = pack(f, given, count);
+        if (ticks < 0) return NULL;
+        if (ticks && f->is_open && !*f->lock_owner && !*f->is_pending)
+            ticks = holdall_write_tick(f->writer, f->packed, f->packed_bytes, 0);
+        else
+            ticks = 0;
+    }
+    return f->python->number(ticks < 0 ? 0 : ticks);
+}
+
+/* pack(obs, action, reward, next_obs, terminated, truncated) -> bytes: the fields in rings one after another; or 0. */
+EXPORT void *holdall_fast_pack(void *self, void *const *given, int64_t count) {
+    const fast_tick *const f = own(self);
+    const int is_packed = f->is_open ? pack(f, given, count) : 0;
+    if (is_packed < 0) return NULL;
+    return is_packed ? f->python->bytes((const char *)f->packed, f->packed_bytes) : f->python->number(0);
+}

@@ -1,0 +1,75 @@
+"""Every program of every guide runs: what stands between the fences, and both sides of every difference.
+
+Guides for a framework have tests of their own beside those of the framework. Packages of other libraries may be
+missing; then only their own side of a difference is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "docs" / "guides"
+HERE = [FOLDER / f"{name}.md" for name in ("plain_loop", "tianshou", "jax", "multi_agent")]
+OTHERS = ("tianshou",)
+"""Packages that only a guide's side before needs, and that the tests do not install."""
+BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def program(kind: str, text: str, side: str) -> str:
+    """Return a block as a program; of a difference, one side."""
+    if kind == "python":
+        return text
+    lines = [line[1:] for line in text.splitlines() if not line or line[0] in {" ", side}]
+    return "\n".join(lines)
+
+
+def run(guide: Path, side: str) -> dict[str, Any]:
+    text = guide.read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "guide"}
+    for block in BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start(2))
+        exec(compile("\n" * line + program(block[1], block[2], side), str(guide), "exec"), names)
+        if side == "-" and block[1] == "diff":
+            return names  # what follows is about the other side
+    return names
+
+
+@pytest.mark.parametrize("guide", HERE, ids=lambda guide: guide.stem)
+def test_the_programs_of_a_guide_run(guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "holdall" in run(guide, "+")
+
+
+@pytest.mark.parametrize("guide", HERE, ids=lambda guide: guide.stem)
+def test_the_side_before_runs_too(guide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        names = run(guide, "-")
+    except ModuleNotFoundError as missing:
+        if missing.name not in OTHERS:
+            raise
+        pytest.skip(f"needs {missing.name}, whose own side it is")
+    assert "holdall" not in names
+
+
+def test_every_guide_is_run() -> None:
+    tests = [file for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__)]
+    named = "\n".join(file.read_text(encoding="utf-8") for file in tests)
+    assert not [guide.name for guide in FOLDER.glob("*.md") if guide not in HERE and guide.name not in named]
+
+
+def test_the_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = runpy.run_path(str(ROOT / "benchmarks" / "migration.py"))
+    results = json.loads(script["RESULTS"].read_text(encoding="utf-8"))
+    assert results.keys() == script["CASES"].keys()
+    for name in results:
+        path, text = script["rewritten"](name, results)
+        assert path.read_text(encoding="utf-8") == text, "run python benchmarks/migration.py --docs"

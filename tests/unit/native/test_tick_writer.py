@@ -1,0 +1,215 @@
+"""Ticks that one built-in function writes: only what needs no change, only when nobody is at work; all else as ever."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import holdall
+from holdall.native import compiled_library, tick_writer
+from holdall.testing import OracleMemory, assert_same_bits
+
+pytestmark = pytest.mark.skipif(compiled_library() is None, reason="the compiled loops were not built here")
+
+LANES = 2
+PLAIN = spaces.Box(-9, 9, (3,), np.float32)
+GOALS = spaces.Dict({"a": PLAIN, "goal": spaces.Box(-9, 9, (2, 2), np.float64), "z": spaces.Discrete(5)})
+ACTION = spaces.Box(-1, 1, (2,), np.float32)
+CUT, UNCUT = {"TimeLimit.truncated": True}, {"TimeLimit.truncated": False, "other": 3}
+
+
+def shown(space: Any, t: int) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: shown(each, t) for key, each in space.spaces.items()}
+    return (np.zeros((LANES, *space.shape)) + t + np.arange(LANES).reshape(-1, *[1] * len(space.shape))).astype(
+        space.dtype
+    )
+
+
+def step(space: Any, t: int) -> list[Any]:
+    """Return what `add` takes; every step continues the one before."""
+    flags = np.array([t % 7 == 6, False])
+    return [
+        shown(space, t), np.full((LANES, 2), t, np.float32), np.full(LANES, t, np.float32), shown(space, t + 1), flags,
+        np.zeros(LANES, np.bool_),
+    ]  # fmt: skip
+
+
+def begun(space: Any, ticks: int = 3) -> tuple[Any, OracleMemory]:
+    """Return a memory that knows its fields, and its oracle."""
+    memory, oracle = holdall.ReplayMemory(space, ACTION, 16, LANES), OracleMemory(16, LANES)
+    for t in range(ticks):
+        memory.add(*step(space, t))
+        oracle.add(*step(space, t))
+    return memory, oracle
+
+
+def assert_same(memory: Any, oracle: OracleMemory) -> None:
+    assert memory.next_id == oracle.next_id
+    assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+
+
+class LikeAnArray(np.ndarray):
+    """What is not exactly an array."""
+
+
+def reordered(obs: Any) -> Any:
+    return {key: obs[key] for key in reversed(obs)}
+
+
+def with_other_keys(obs: Any) -> Any:
+    return {"".join(list(key)): each for key, each in obs.items()}  # equal, and other objects
+
+
+@pytest.mark.parametrize("space", [PLAIN, GOALS], ids=["plain", "goals"])
+def test_arrays_that_need_no_change_are_added_at_once(space: Any) -> None:
+    """Also over the end of the rings, several times."""
+    memory, oracle = begun(space)
+    with memory:
+        for t in range(3, 40):
+            assert memory.add_at_once(*step(space, t), [UNCUT, {}]) == t + 1
+            oracle.add(*step(space, t))
+        assert_same(memory, oracle)
+
+
+@pytest.mark.parametrize("change", [OrderedDict, reordered, with_other_keys])
+def test_a_dict_is_read_by_its_keys(change: Callable[[Any], Any]) -> None:
+    memory, oracle = begun(GOALS)
+    with memory:
+        given = step(GOALS, 3)
+        oracle.add(*given)
+        given[0], given[3] = change(given[0]), change(given[3])
+        assert memory.add_at_once(*given) == 4
+        assert_same(memory, oracle)
+
+
+WRONG: dict[str, tuple[int, Callable[[Any], Any]]] = {
+    "a key too much": (0, lambda obs: obs | {"more": obs["a"]}),
+    "a key too few": (3, lambda obs: {key: obs[key] for key in ("a", "z")}),
+    "another key": (0, lambda obs: {"b" if key == "a" else key: obs[key] for key in obs}),
+    "a key that is no text": (0, lambda obs: {1 if key == "a" else key: obs[key] for key in obs}),
+    "no Dict": (0, lambda obs: obs["a"]),
+    "nothing": (3, lambda obs: None),
+    "a list": (2, list),
+    "another shape": (1, lambda rows: rows[:1]),
+    "another number of axes": (1, lambda rows: rows[None]),
+    "another dtype": (1, lambda rows: rows.astype(np.float64)),
+    "another byte order": (1, lambda rows: rows.astype(">f4")),
+    "not in one piece": (2, lambda rows: np.repeat(rows, 2)[::2]),
+    "columns first": (1, lambda rows: np.asfortranarray(np.arange(4, dtype=np.float32).reshape(2, 2))),
+    "a subclass": (2, lambda rows: rows.view(LikeAnArray)),
+    "a number": (4, lambda flags: 0),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_anything_else_is_left_to_the_general_way(name: str) -> None:
+    """Nothing is written, and the next tick is added at once again."""
+    where, change = WRONG[name]
+    memory, oracle = begun(GOALS)
+    with memory:
+        given = step(GOALS, 3)
+        given[where] = change(given[where])
+        assert memory.add_at_once(*given) == 0
+        assert_same(memory, oracle)
+        assert memory.add_at_once(*step(GOALS, 3)) == 4
+
+
+@pytest.mark.parametrize(
+    "infos", [[UNCUT, CUT], (UNCUT, UNCUT), [UNCUT, None], [{"TimeLimit.truncated": np.True_}, {}]]
+)
+def test_infos_that_say_more_are_left_to_the_caller(infos: Any) -> None:
+    memory, oracle = begun(PLAIN)
+    with memory:
+        assert memory.add_at_once(*step(PLAIN, 3), infos) == 0
+        assert_same(memory, oracle)
+
+
+def test_nothing_is_added_while_somebody_has_the_lock() -> None:
+    """A thread that reads without the GIL has the lock, too."""
+    memory, oracle = begun(PLAIN)
+    with memory:
+        taken, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with memory._lock:
+                taken.set()
+                go_on.wait(60)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        taken.wait(60)
+        while_held = memory.add_at_once(*step(PLAIN, 3))
+        go_on.set()
+        thread.join()
+        with memory._lock:
+            by_its_own_thread = memory.add_at_once(*step(PLAIN, 3))
+        assert (while_held, by_its_own_thread) == (0, 0)
+        assert_same(memory, oracle)
+        assert memory.add_at_once(*step(PLAIN, 3)) == 4
+
+
+def test_nothing_is_added_before_an_interrupted_call_is_repaired() -> None:
+    memory, oracle = begun(PLAIN)
+    with memory:
+        store, repaired = memory._store, []
+        store.repair.begin(lambda: repaired.append(True))
+        assert memory.add_at_once(*step(PLAIN, 3)) == 0
+        memory.add(*step(PLAIN, 3))
+        oracle.add(*step(PLAIN, 3))
+        assert repaired == [True]
+        assert memory.add_at_once(*step(PLAIN, 4)) == 5
+        oracle.add(*step(PLAIN, 4))
+        assert_same(memory, oracle)
+
+
+def test_a_closed_memory_takes_nothing_and_lets_go_of_its_rings() -> None:
+    memory, _ = begun(PLAIN)
+    add, rings = memory.add_at_once, [weakref.ref(ring) for _, ring in memory._store.arrays()]
+    memory.close()
+    gc.collect()
+    assert add(*step(PLAIN, 3)) == 0
+    assert not any(ring() is not None for ring in rings)
+
+
+def test_a_memory_is_freed_with_the_last_that_refers_to_it() -> None:
+    """The built-in function is in a cycle with the store; the collector sees it."""
+    memory, _ = begun(PLAIN)
+    store = weakref.ref(memory._store)
+    memory._store.repair.begin(memory._store.close)  # what an interrupted call leaves
+    del memory
+    gc.collect()
+    assert store() is None
+
+
+def test_an_interpreter_with_other_objects_goes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same is stored."""
+    monkeypatch.setattr(tick_writer, "_has_expected_layout", lambda: False)
+    memory, oracle = begun(GOALS)
+    with memory:
+        assert memory.add_at_once(*step(GOALS, 3)) == 0
+        memory.add(*step(GOALS, 3))
+        oracle.add(*step(GOALS, 3))
+        assert_same(memory, oracle)
+
+
+def test_objects_that_lie_otherwise_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tick_writer._has_expected_layout()
+    monkeypatch.setattr(tick_writer, "_OWNER_AT", 32)
+    assert not tick_writer._has_expected_layout.__wrapped__()
+    monkeypatch.undo()
+    fields = list(tick_writer._ArrayFields._fields_)
+    for first in range(len(fields) - 1):
+        swapped = [*fields[:first], fields[first + 1], fields[first], *fields[first + 2 :]]
+        other = type("Other", (ctypes.Structure,), {"_fields_": swapped})
+        monkeypatch.setattr(tick_writer, "_ArrayFields", other)
+        assert not tick_writer._has_expected_layout.__wrapped__(), swapped

@@ -1,0 +1,344 @@
+"""HoldallStorage: what TorchRL's writers, samplers and checkpoints ask of a storage, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+pytest.importorskip("torchrl")
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase, tensorclass
+from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from torchrl.data.replay_buffers.samplers import PrioritizedSampler, SliceSampler
+from torchrl.data.replay_buffers.writers import TensorDictMaxValueWriter
+
+import holdall
+from holdall.errors import ArgumentError, CheckpointError
+from holdall.torchrl import HoldallStorage, StoredTensor
+
+
+def steps(count: int, first: int = 0, size: int = 12) -> TensorDictBase:
+    """Return an episode's steps: stacks of 4 frames that shift, with a reward of their own."""
+    frames = (torch.arange(first, first + count + 4) * 37 % 251).to(torch.uint8)
+    frames = frames[:, None, None].expand(-1, size, size)
+    stacks = torch.stack([frames[k : k + count + 1] for k in range(4)], dim=1)
+    done = (torch.arange(first, first + count) % 5 == 4)[:, None]
+    return TensorDict(
+        {
+            "pixels": stacks[:-1].clone(),
+            "action": torch.arange(first, first + count),
+            "done": torch.zeros(count, 1, dtype=torch.bool),
+            "next": {
+                "pixels": stacks[1:].clone(),
+                "reward": torch.arange(first, first + count, dtype=torch.float32)[:, None],
+                "done": done,
+                "terminated": done.clone(),
+                "truncated": torch.zeros_like(done),
+            },
+        },
+        batch_size=[count],
+    )
+
+
+def require_same(held: Any, wanted: Any) -> None:
+    assert held.batch_size == wanted.batch_size
+    assert set(held.keys(include_nested=True)) == set(wanted.keys(include_nested=True))
+    for key in wanted.keys(include_nested=True, leaves_only=True):
+        assert held.get(key).dtype == wanted.get(key).dtype
+        assert torch.equal(held.get(key), wanted.get(key)), key
+
+
+def filled(size: int = 50, count: int = 40, **named: Any) -> tuple[ReplayBuffer, TensorDictBase]:
+    buffer, data = ReplayBuffer(storage=HoldallStorage(size, **named), batch_size=8), steps(count)
+    buffer.extend(data)
+    return buffer, data
+
+
+def test_stacks_are_stored_frame_by_frame_and_next_ones_once() -> None:
+    buffer, data = ReplayBuffer(storage=HoldallStorage(800), batch_size=8), steps(600, size=40)
+    buffer.extend(data)
+    pixels = next(field for field in buffer.storage.memory.report().fields if field.name == "obs.pixels")
+    plain = data["pixels"].nbytes + data["next", "pixels"].nbytes
+    assert pixels.total_bytes * 7 < plain  # 8 frames in every step, of which one is new
+    assert "window of 4" in pixels.finding
+
+
+def test_of_an_extend_longer_than_the_storage_the_last_elements_stay() -> None:
+    buffer, data = filled(30, 100)
+    require_same(buffer.storage[torch.arange(100) % 30][70:], data[70:])
+    assert len(buffer) == 30
+
+
+def test_elements_that_nobody_overwrites_outlive_any_number_of_others() -> None:
+    buffer, data = filled(64, 64)
+    kept, replaced = torch.arange(0, 64, 2), torch.arange(1, 64, 2)
+    for turn in range(8):
+        buffer.storage[replaced] = steps(32, first=1000 * turn)
+        require_same(buffer.storage[kept], data[kept])
+        require_same(buffer.storage[replaced], steps(32, first=1000 * turn))
+
+
+def test_the_writer_of_best_values_keeps_the_best() -> None:
+    buffer = TensorDictReplayBuffer(
+        storage=HoldallStorage(10), writer=TensorDictMaxValueWriter(rank_key=("next", "reward")), batch_size=4
+    )
+    order = torch.randperm(200, generator=torch.Generator().manual_seed(0))
+    for some in order.reshape(10, 20):
+        buffer.extend(steps(200)[some])
+    held = buffer.storage[torch.arange(10)]
+    assert sorted(held["next", "reward"].flatten().tolist()) == list(map(float, range(190, 200)))
+    require_same(held.exclude("index"), steps(200)[held["action"]])
+
+
+def test_prioritized_draws_are_those_of_lazy_tensors() -> None:
+    drawn = []
+    for storage in (HoldallStorage(60), LazyTensorStorage(60)):
+        try:
+            sampler = PrioritizedSampler(60, 0.7, 0.9)
+        except RuntimeError as error:
+            pytest.skip(f"this TorchRL has no compiled trees ({error})")
+        buffer = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=16, priority_key="error")
+        torch.manual_seed(3)
+        np.random.seed(3)  # noqa: NPY002  the sampler draws from it
+        for turn in range(6):
+            buffer.extend(steps(25, first=25 * turn))
+            sample = buffer.sample()
+            sample["error"] = sample["next", "reward"].flatten() + 1
+            buffer.update_tensordict_priority(sample)
+        drawn.append(buffer.sample())
+    require_same(*drawn)
+
+
+def test_a_trajectory_sampler_reads_one_key_of_all_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer = ReplayBuffer(
+        storage=HoldallStorage(50), sampler=SliceSampler(num_slices=2, end_key=("next", "done")), batch_size=10
+    )
+    buffer.extend(steps(50))
+    gathered, whole = [], holdall.ReplayMemory.gather
+
+    def counted(memory: holdall.ReplayMemory, ids: Any) -> holdall.Batch:
+        gathered.append(len(ids))
+        return whole(memory, ids)
+
+    monkeypatch.setattr(holdall.ReplayMemory, "gather", counted)
+    sample = buffer.sample()
+    assert (sample["action"].reshape(2, 5).diff() == 1).all()
+    assert set(gathered) == {10}  # of 50
+
+
+def test_a_slice_is_read_when_it_is_used_and_written_when_it_is_changed() -> None:
+    buffer, data = filled()
+    whole = buffer.storage[:]
+    assert all(isinstance(tensor, StoredTensor) for tensor in whole.values(include_nested=True, leaves_only=True))
+    require_same(whole, data)
+    require_same(whole[3:17:2], data[3:17:2])
+    assert whole["action"].tolist() == data["action"].tolist()
+    buffer.set_at_("action", torch.tensor([-1, -2]), torch.tensor([4, 9]))
+    data["action"][[4, 9]] = torch.tensor([-1, -2])
+    buffer.storage[:]["next", "reward"].zero_()
+    data["next", "reward"].zero_()
+    require_same(buffer.storage[:], data)
+
+
+def test_cells_of_two_dimensions_are_read_and_written_one_by_one() -> None:
+    data = torch.stack([steps(20, first=100 * lane) for lane in range(3)])  # environments, then time
+    buffers = [ReplayBuffer(storage=storage(90, ndim=2)) for storage in (HoldallStorage, LazyTensorStorage)]
+    for buffer in buffers:
+        buffer.extend(data.clone())
+        buffer[1, 3:5] = steps(2, first=7000)
+    ours, theirs = (buffer.storage for buffer in buffers)
+    assert ours.memory.num_envs == 3
+    index = (torch.tensor([3, 4, 19]), torch.tensor([1, 1, 2]))
+    require_same(ours[index], theirs[index])
+    require_same(ours[:], theirs[:])
+    assert (len(ours), ours.shape) == (len(theirs), theirs.shape)
+
+
+def test_elements_that_are_trajectories_themselves_come_back_whole() -> None:
+    data = torch.stack([steps(20, first=100 * lane) for lane in range(30)])
+    buffer = ReplayBuffer(storage=HoldallStorage(20), batch_size=4)
+    buffer.extend(data)
+    assert len(buffer) == 20
+    require_same(buffer.storage[torch.arange(20)], torch.cat([data[20:], data[10:20]]))
+
+
+def test_data_without_next_is_compressed_all_the_same() -> None:
+    data = steps(1500).exclude("next")
+    buffer = ReplayBuffer(storage=HoldallStorage(2000), batch_size=8)
+    buffer.extend(data)
+    require_same(buffer.storage[:], data)
+    pixels = next(field for field in buffer.storage.memory.report().fields if field.name == "obs.pixels")
+    assert pixels.total_bytes * 3 < data["pixels"].nbytes
+
+
+def test_tensors_and_tensorclasses_come_back_as_what_they_are() -> None:
+    @tensorclass
+    class Pair:
+        one: torch.Tensor
+        other: torch.Tensor
+
+    buffer = ReplayBuffer(storage=HoldallStorage(10), batch_size=2)
+    buffer.extend(torch.arange(30).reshape(10, 3))
+    assert torch.equal(buffer.storage[torch.tensor([9, 0])], torch.tensor([[27, 28, 29], [0, 1, 2]]))
+    loaded = HoldallStorage(10)
+    loaded.load_state_dict(buffer.storage.state_dict())
+    assert torch.equal(loaded[3], torch.tensor([9, 10, 11]))
+    pairs = ReplayBuffer(storage=HoldallStorage(10), batch_size=2)
+    pairs.extend(Pair(torch.arange(5), torch.rand(5, 2), batch_size=[5]))  # type: ignore[call-arg]  # it takes one
+    assert type(pairs.storage[torch.tensor([2])]) is Pair
+    assert pairs.storage[2].one == 2
+
+
+@pytest.mark.parametrize("way", ["dumps", "state_dict", "pickle"])
+def test_a_buffer_goes_on_where_it_was_saved(tmp_path: Path, way: str) -> None:
+    buffer, _ = filled(50, 70)
+    wanted = buffer.storage[torch.arange(50)].clone()
+    loaded = ReplayBuffer(storage=HoldallStorage(50), batch_size=8)
+    if way == "dumps":
+        buffer.dumps(tmp_path)
+        loaded.loads(tmp_path)
+    elif way == "state_dict":
+        torch.save(buffer.state_dict(), tmp_path / "state.pt")
+        loaded.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False))
+    else:
+        loaded.set_storage(pickle.loads(pickle.dumps(buffer.storage)))
+        loaded.writer._cursor = buffer.writer._cursor
+        loaded.writer.register_storage(loaded.storage)
+    require_same(loaded.storage[:], wanted)
+    assert (len(loaded), loaded.storage._last_cursor_index) == (50, 19)
+    for each in (buffer, loaded):
+        each.extend(steps(13, first=500))
+    require_same(loaded.storage[:], buffer.storage[:])
+
+
+def test_saving_again_writes_what_is_new(tmp_path: Path) -> None:
+    buffer, _ = filled(4000, 3000)
+    buffer.storage.dumps(tmp_path)
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    buffer.extend(steps(10, first=9000))
+    buffer.storage.dumps(tmp_path)
+    assert before & {path for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_what_one_of_torchrls_storages_saved_is_taken_over() -> None:
+    data = steps(20)
+    saved = LazyTensorStorage(50)
+    saved.set(range(20), data)
+    storage = HoldallStorage(50)
+    storage.load_state_dict(saved.state_dict())
+    require_same(storage[:], data)
+    assert len(storage) == 20
+
+
+def test_emptied_storages_hold_what_comes_next() -> None:
+    buffer, _ = filled()
+    buffer.empty()
+    assert len(buffer) == 0
+    buffer.extend(steps(3, first=77))
+    require_same(buffer.storage[:], steps(3, first=77))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "another key": (lambda: steps(2).set("more", torch.zeros(2)), "unknown keys"),
+    "a key less": (lambda: steps(2).exclude("action"), "misses the keys"),
+    "another dtype": (lambda: steps(2).set("action", torch.zeros(2)), "nothing is cast"),
+    "another shape": (lambda: steps(2, size=13), "bring it to these"),
+    "a dict": (lambda: {"action": torch.zeros(2)}, "TensorDict"),
+    "text": (lambda: steps(2).set("name", ["a", "b"]), "no tensor"),
+    "unequal shapes": (
+        lambda: LazyStackedTensorDict(steps(2)[0], steps(2, size=13)[0], stack_dim=0),
+        "pad them",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_does_not_fit_is_refused_and_changes_nothing(kind: str) -> None:
+    make, says = REFUSED[kind]
+    buffer, data = filled()
+    before = buffer.storage.memory.next_id
+    with pytest.raises(ArgumentError, match=says):
+        buffer.storage.set(torch.arange(40, 42), make())
+    assert (len(buffer.storage), buffer.storage.memory.next_id) == (40, before)
+    require_same(buffer.storage[:], data)
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ({"max_size": 0}, "max_size"),
+        ({"max_size": 10, "ndim": 0}, "ndim"),
+        ({"max_size": 10, "budget": "1GiB"}, "spill_dir"),
+        ({"max_size": 10, "prefer": "nothing"}, "prefer"),
+    ],
+)
+def test_settings_that_cannot_hold_are_refused(named: dict[str, Any], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        HoldallStorage(**named).set(0, steps(1)[0])
+
+
+def test_data_of_too_few_dimensions_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="ndim=2"):
+        HoldallStorage(10, ndim=2).set(torch.arange(3), steps(3))
+
+
+def test_positions_that_are_not_there_are_refused() -> None:
+    buffer, _ = filled()
+    with pytest.raises(IndexError, match="50 positions"):
+        buffer.storage.set(torch.tensor([50]), steps(1))
+    with pytest.raises(IndexError):
+        buffer.storage.get(45)
+
+
+def test_other_checkpoints_are_refused_and_the_storage_stays_as_it_was(tmp_path: Path) -> None:
+    buffer, data = filled()
+    with holdall.ReplayMemory(spaces.Box(0, 1, (3,)), spaces.Discrete(2), 10) as memory:
+        memory.save(tmp_path / "other").result()
+    filled(60)[0].storage.dumps(tmp_path / "longer")
+    with pytest.raises(CheckpointError, match="HoldallStorage"):
+        buffer.storage.loads(tmp_path / "other")
+    with pytest.raises(ArgumentError, match="max_size=60"):
+        buffer.storage.loads(tmp_path / "longer")
+    require_same(buffer.storage[:], data)
+
+
+def test_a_budget_with_a_disk_tier_holds_everything(tmp_path: Path) -> None:
+    storage = HoldallStorage(6000, budget="64MiB", spill_dir=tmp_path)
+    buffer = ReplayBuffer(storage=storage, batch_size=8)
+    buffer.extend(steps(3000))
+    require_same(buffer.storage[torch.arange(0, 3000, 100)], steps(3000)[torch.arange(0, 3000, 100)])
+    storage.close()
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "torchrl.md"
+
+
+@pytest.mark.parametrize("side", ["+", "-"])
+def test_the_programs_of_the_guide_run(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "guide"}
+    for kind, text in re.findall(r"^```(python|diff)\n(.*?)^```$", GUIDE.read_text(), re.DOTALL | re.MULTILINE):
+        lines = [line[1:] for line in text.splitlines() if not line or line[0] in {" ", side}]
+        exec(compile(text if kind == "python" else "\n".join(lines), str(GUIDE), "exec"), names)
+        if side == "-":
+            break  # what follows is about the other side
+    assert names["batch"]["pixels"].shape == (32, 4, 84, 84)
+    assert ("holdall" in names) == (side == "+")
+
+
+def test_the_table_of_the_guide_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmarks = GUIDE.parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(benchmarks))
+    script = runpy.run_path(str(benchmarks / "torchrl_storage.py"))
+    results = json.loads((benchmarks / "results" / "torchrl_storage.json").read_text())
+    assert script["table"](results["cases"]) in GUIDE.read_text()
