@@ -44,6 +44,8 @@ _FEWEST_ROWS = 32
 _BLOCKS_OVER_BUS = 528
 """Enough to keep the bus busy, and few enough to leave the device to others."""
 _BLOCKS_ON_DEVICE = 4096
+_MOST_SLICES = (1 << 31) - 1
+"""What C numbers the places of a batch with."""
 _NO_CONTEXT = 201
 """The driver's error for a thread that is new to it."""
 _UNKNOWN: Any = object()
@@ -257,7 +259,7 @@ class DeviceAssembler:
         sources, last = store.sources(), draw.last_ids
         if draw.goals is not None or not draw.ids.size or (readable is None and sources.large):
             return None
-        if last is not None and last.size != draw.ids.size:
+        if any(array is not None and array.size != draw.ids.size for array in (last, draw.reward)):
             return None
         with left(self._lock):
             plan = self._plan(draw, sources)
@@ -274,7 +276,7 @@ class DeviceAssembler:
             user = self._blocks.claim(plan.block_bytes)
             arrays = self._fill(plan, draw, sources, head, stream.start_of(user))
             plan.request.stream = stream.number if ahead else stream.consumer()
-            if not self._ask(plan.request, arrays, sources):
+            if not self._ask(plan.request, arrays[: 1 if last is None else 2], sources):
                 return None
             event = head.read = stream.record() if ahead else stream.record_there()
             if ahead:
@@ -289,12 +291,15 @@ class DeviceAssembler:
         known = [cut for cut in cuts if cut is not None]
         if len(known) < len(cuts):
             return None
-        of_draw = (draw.reward, draw.discount, draw.mask)
-        key = (draw.ids.shape, draw.last_ids is None, *(None if array is None else array.dtype for array in of_draw))
+        of_draw = (draw.weights, draw.reward, draw.discount, draw.mask)
+        forms = [None if array is None else (array.dtype, array.shape) for array in of_draw]
+        key = (draw.ids.shape, draw.last_ids is None, *forms)
         plan = self._plans.get(key)
         if plan is None or plan.table is not sources.table or plan.cuts != cuts:
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
+            if any(2 * draw.ids.size * window > _MOST_SLICES for *_, window in known):
+                return None
             plan = self._plans[key] = _Plan(self._torch, self._schema, draw, sources, tuple(known))
             request, launcher = plan.request, self._launcher
             request.launch, request.bring, request.finish = launcher.function, launcher.bring, launcher.finish
@@ -338,20 +343,21 @@ class DeviceAssembler:
     def _fill(self, plan: _Plan, draw: Draw, sources: RowSources, head: StagingSlot, start: int) -> list[Array]:
         """Say what to read and where to put it; return the arrays that the request names."""
         request = plan.request
-        arrays = [np.ascontiguousarray(draw.ids), *(np.ascontiguousarray(getattr(draw, name)) for name in plan.arrays)]
-        request.ids, request.last_ids = address(arrays[0]), None
+        ids, request.last_ids = np.ascontiguousarray(draw.ids, np.int64), None
+        request.ids, arrays = address(ids), [ids]
         if draw.last_ids is not None:
-            arrays.append(np.ascontiguousarray(draw.last_ids))
+            arrays.append(np.ascontiguousarray(draw.last_ids, np.int64))
             request.last_ids = address(arrays[-1])
-        for copied, array in zip(request.copied, arrays[1 : 1 + len(plan.arrays)], strict=False):
-            setattr(copied, "from", address(array))
+        for copied, name in zip(request.copied, plan.arrays, strict=False):
+            arrays.append(np.ascontiguousarray(getattr(draw, name)))
+            setattr(copied, "from", address(arrays[-1]))
         request.first_id, request.next_id = sources.held
         sources.table.columns()  # so that they are those of now
         request.head, request.block = head.host.data_ptr(), start
         return arrays
 
-    def _ask(self, request: BatchRequestStruct, arrays: list[Array], sources: RowSources) -> bool:
-        """Call C; False if a slice is not where the device can read it."""
+    def _ask(self, request: BatchRequestStruct, asked: list[Array], sources: RowSources) -> bool:
+        """Call C for rows of some ids; False if a slice is not where the device can read it."""
         refused = self._namer.assemble(request)
         if refused is Refusal.BY_DRIVER and request.wrong == _NO_CONTEXT and self._launcher.program is not None:
             self._launcher.program.make_current()
@@ -359,7 +365,7 @@ class DeviceAssembler:
         if refused is Refusal.BY_DRIVER:
             raise CudaProgramError(f"the CUDA driver refuses to put a batch together (error {request.wrong})")
         if refused is Refusal.NOT_HELD:
-            for ids in (arrays[0], arrays[-1]):
+            for ids in asked:
                 require_in_range(ids.reshape(-1), *sources.held)
             raise DamageError(f"rings of {sources.ring_rows} rows are too short for the ids held, {sources.held}")
         return refused is Refusal.NONE

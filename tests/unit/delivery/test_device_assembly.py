@@ -11,6 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import NStep, Prioritized, ReplayMemory, Sequence, TransitionIdError
+from holdall.batch import Draw
 from holdall.delivery import device, device_assembly
 from holdall.delivery.batches import Delivery
 from holdall.delivery.cuda_program import CudaProgramError
@@ -166,6 +167,23 @@ def test_ids_that_are_not_held_are_refused() -> None:
         with pytest.raises(TransitionIdError, match=str(ids[0])):
             there.gather(ids)
     assert_same_bits(there.sample(10), arrays.sample(10))
+
+
+def test_recipes_of_other_dtypes_are_copied_as_they_are() -> None:
+    """A sampler of a user's own may give weights of 64 bits, and rewards of another dtype than those stored."""
+    arrays, there = fed("camera"), fed("camera", device="cpu")
+    ids = np.arange(there.first_id, there.next_id)[::3]
+    for weights in (np.ones(len(ids), np.float32), np.arange(len(ids), dtype=np.float64)):
+        for reward in (None, np.arange(len(ids), dtype=np.float64), np.ones(len(ids), np.float16)):
+            draw = Draw(ids, weights, reward=reward)  # type: ignore[arg-type]  # what a user's sampler may return
+            assert_same_bits(there.follow(draw), arrays.follow(draw))
+
+
+def test_last_ids_that_are_not_held_are_refused() -> None:
+    there = fed("camera", device="cpu")
+    ids = np.arange(there.first_id, there.next_id)
+    with pytest.raises(TransitionIdError, match=str(there.next_id)):
+        there.follow(Draw(ids, np.ones(len(ids), np.float32), ids + 1))
 
 
 def _cursors(memory: ReplayMemory) -> NDArray[np.uint32]:
