@@ -19,6 +19,8 @@ from holdall.schema import Array, Leaf, Tree, as_array, fit_flags
 
 NEXT_STEP, SAME_STEP, DISABLED = "next_step", "same_step", "disabled"
 _MODES = (NEXT_STEP, SAME_STEP, DISABLED)
+_SINGLE_MODES = {"Autoreset": NEXT_STEP, "AutoResetWrapper": SAME_STEP}
+"""Wrappers that reset a single environment: Gymnasium's, and the one before 1.0."""
 _FINAL = ("final_obs", "final_observation", "terminal_observation")
 """Where environments put the true final observation: Gymnasium, Gymnasium before 1.0, Stable-Baselines3."""
 
@@ -102,9 +104,9 @@ class _SingleSource(_VectorSource):
         self.envs, self.lanes = envs, 1
         self.observation_space, self.action_space = envs.observation_space, envs.action_space
         wrapped: Any = envs
-        while isinstance(wrapped, gymnasium.Wrapper) and not isinstance(wrapped, gymnasium.wrappers.Autoreset):
+        while isinstance(wrapped, gymnasium.Wrapper) and type(wrapped).__name__ not in _SINGLE_MODES:
             wrapped = wrapped.env
-        self.mode = NEXT_STEP if isinstance(wrapped, gymnasium.wrappers.Autoreset) else DISABLED
+        self.mode = _SINGLE_MODES.get(type(wrapped).__name__, DISABLED)
         self._reward_dtype: np.dtype[Any] | None = None
 
     def step(self, actions: Any) -> tuple[Any, Made]:
