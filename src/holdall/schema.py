@@ -54,7 +54,7 @@ class Leaf:
                 )
             array = whole
         if array.shape != leading + self.shape:
-            if is_without_lanes(array.shape, leading, self.shape):
+            if not axes and is_without_lanes(array.shape, leading, self.shape):
                 return array.reshape(leading + self.shape)
             raise ArgumentError(
                 f"{self._called(argument)} has shape {array.shape}, expected {leading + self.shape}: "

@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "nest": ("latent has the keys", [30], {"latent": {"h": ROW}}),
     "deep": (
         r"latent\['z\.1'\] has dtype int64", [30],
-        {"latent": {"h": ROW, "z": (np.zeros(1, np.int64), np.zeros((1, 3), np.int64))}},
+        {"latent": {"h": ROW, "z": (np.zeros(1, np.int64), np.full((1, 3), -(2**40), np.int64))}},
     ),
     "masked": ("value is a masked array", [30], {"value": np.ma.array([1.0], mask=[True])}),
 }  # fmt: skip
