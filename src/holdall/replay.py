@@ -9,7 +9,6 @@ Invariant: `gather(ids)` returns bit for bit what `add` was given. What does not
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +24,7 @@ from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels
 from holdall.report import LIVING, MemoryReport
-from holdall.resets import Newest, newest_ids, next_look, warn_of_resets
+from holdall.resets import Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.sampling import (
     Held,
     Prioritized,
@@ -94,13 +93,12 @@ class ReplayMemory(MemoryOnDevice):
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
         try:
             ticks = self.capacity // schema.num_envs
-            store = Store(schema, ticks, self._kernels, self._lock, self._budget, folder)
-            self._store: Store | None = store
+            self._store: Store | None = Store(schema, ticks, self._kernels, self._lock, self._budget, folder)
         except (OSError, OverflowError, MemoryError) as error:
             raise ArgumentError(
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
             ) from error
-        self.add_at_once, self._next_look = store.fast_tick.add, next_look(0)
+        self.add_at_once, self._next_look = self._store.fast_tick.add, next_look(0)
         LIVING.add(self)
 
     def add(
@@ -159,12 +157,14 @@ class ReplayMemory(MemoryOnDevice):
 
     def _look_for_resets(self) -> None:
         """Warn, once, of resets that were added as steps; the caller of `sample` is told."""
-        store = self._open()
-        self._next_look = next_look(store.next_tick)
-        if self._resident is None and store.all_valid:
-            ids = newest_ids(self.first_id, self.next_id, self.num_envs)
-            if warn_of_resets(Newest(ids, self.outcomes, self.rows), stacklevel=4):
-                self._next_look = math.inf
+        with self._locked():
+            store, complete, leaves = self._whole(), self._assembler.complete, self.schema.observation.leaves
+            self._next_look, found = next_look(store.next_tick), None
+            if self._resident is None and store.all_valid:
+                ids = newest_ids(self.first_id, self.next_id, self.num_envs)
+                found = added_resets(Newest(ids, store.outcomes, lambda ids: complete(store.read(ids), leaves)))
+        if found is not None:
+            self._next_look = warn_of_resets(found, stacklevel=4)
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from math import comb
+from math import comb, inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +42,7 @@ class Newest(NamedTuple):
 
     ids: Ids
     outcomes: Callable[[Ids], tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]]
-    rows: Callable[[Ids], Any]  # see `ReplayMemory.rows`
+    rows: Callable[[Ids], Any]  # all fields; see `Store.read`
 
     def pairs(self, ids: Ids) -> Pairs:
         """Read observations and next observations."""
@@ -55,7 +55,7 @@ def next_look(ticks: int) -> float:
     look: float = FIRST_LOOK_TICKS
     while look <= ticks:
         look *= _LOOKS_APART
-    return look if look <= LAST_LOOK_TICKS else float("inf")
+    return look if look <= LAST_LOOK_TICKS else inf
 
 
 def newest_ids(first_id: int, next_id: int, lanes: int) -> Ids:
@@ -64,11 +64,8 @@ def newest_ids(first_id: int, next_id: int, lanes: int) -> Ids:
     return np.arange(next_id - ticks * lanes, next_id).reshape(ticks, lanes)
 
 
-def warn_of_resets(held: Newest, stacklevel: int) -> bool:
-    """Warn if transitions show resets that were added as steps; tell whether they do."""
-    found = added_resets(held)
-    if found is None:
-        return False
+def warn_of_resets(found: str, stacklevel: int) -> float:
+    """Warn of resets of an autoreset mode that were added as steps; return when to look again: never."""
     shown = (
         "the step after an episode's end was added as a transition: it starts from the final observation and has no "
         "reward. The environment resets in that step (next-step autoreset), so it is none"
@@ -82,7 +79,7 @@ def warn_of_resets(held: Newest, stacklevel: int) -> bool:
         UserWarning,
         stacklevel=stacklevel,
     )
-    return True
+    return inf
 
 
 def added_resets(held: Newest) -> str | None:

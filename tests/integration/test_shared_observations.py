@@ -145,7 +145,7 @@ def test_a_worker_that_is_killed_leaves_what_it_wrote_and_nothing_behind() -> No
 
 def test_gymnasiums_shared_memory_is_read_without_a_copy() -> None:
     """AsyncVectorEnv writes over its observations in every step; `observe` has read them before."""
-    envs = AsyncVectorEnv([Film] * LANES, shared_memory=True, copy=False)
+    envs = AsyncVectorEnv([Film] * LANES, shared_memory=True, copy=False, context="fork")
     try:
         memory = RolloutMemory(SPACE, BUTTONS, STEPS, LANES, seed=0)
         obs, _ = envs.reset(seed=[0, 1])

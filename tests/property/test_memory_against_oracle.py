@@ -382,7 +382,7 @@ def _spoilt(value: Any, fault: str, lane_axis: int) -> Any:
     if fault == "axis":
         return value[..., None]
     if fault == "dtype":
-        return np.zeros(value.shape, np.int16 if value.dtype != np.int16 else np.float32)
+        return np.zeros(value.shape, np.float64 if value.dtype != np.float64 else np.float32)
     return {"unknown": value}
 
 

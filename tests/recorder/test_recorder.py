@@ -45,7 +45,9 @@ def random_actions(lanes: int) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize(("mode", "shared_memory"), [*((mode, True) for mode in MODES), (MODES[1], False)])
 def test_workers_in_processes(mode: AutoresetMode, shared_memory: bool) -> None:
-    envs = gym.vector.AsyncVectorEnv(makers(2), shared_memory=shared_memory, copy=False, autoreset_mode=mode)
+    # Importing TorchRL makes "spawn" the default of the process, whose workers would not find this module.
+    how: dict[str, Any] = {"shared_memory": shared_memory, "copy": False, "context": "fork", "autoreset_mode": mode}
+    envs = gym.vector.AsyncVectorEnv(makers(2), **how)
     memory = memory_of(WatchedEnv("dict", 0, 0), 2)
     recorder = holdall.Recorder(envs, memory)
     recorder.reset(seed=1)

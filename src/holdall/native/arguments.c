@@ -48,7 +48,7 @@ static const uint8_t *rows_of(const python *p, const argument_form *form, const 
 }
 
 /* Return which of the fields a key of a Dict names, most likely the next one; -1 if none. */
-static int64_t field_of(const fast_tick *f, const void *key, int64_t likely) {
+static int64_t field_of(const fast_tick *f, void *key, int64_t likely) {
     if (f->observed[likely].key == key) return likely;
     for (int64_t i = 0; i < f->observed_count; i++)
         if (f->observed[i].key == key) return i;

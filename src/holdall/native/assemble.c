@@ -118,8 +118,10 @@ static int launch(batch_request *r, void *kernel, int64_t items, int64_t fields)
     if (blocks > r->most_blocks) blocks = r->most_blocks;
     if (fields > r->task.fields && blocks < HEAD_BLOCKS) blocks = HEAD_BLOCKS;
     void *arguments[] = {&r->task};
-    r->wrong = ((launcher)r->launch)(kernel, (unsigned)blocks, (unsigned)fields, 1, wide ? BLOCK : WARP, rows, 1, 0,
-                                     r->stream, arguments, NULL);
+    launcher call; /* C does not convert the address of an object to that of a function */
+    memcpy(&call, &r->launch, sizeof call);
+    r->wrong = call(kernel, (unsigned)blocks, (unsigned)fields, 1, wide ? BLOCK : WARP, rows, 1, 0, r->stream, arguments,
+                    NULL);
     return r->wrong ? REFUSED : DONE;
 }
 
