@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "guides"
-HERE = [FOLDER / f"{name}.md" for name in ("plain_loop", "tianshou", "jax", "multi_agent")]
+HERE = [FOLDER / f"{name}.md" for name in ("plain_loop", "tianshou", "multi_agent")]
 OTHERS = ("tianshou",)
 """Packages that only a guide's side before needs, and that the tests do not install."""
 BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -28,6 +30,18 @@ def program(kind: str, text: str, side: str) -> str:
         return text
     lines = [line[1:] for line in text.splitlines() if not line or line[0] in {" ", side}]
     return "\n".join(lines)
+
+
+@pytest.mark.parametrize("side", "+-")
+def test_the_programs_for_jax_run_in_a_process_of_their_own(side: str, tmp_path: Path) -> None:
+    """JAX has threads, and a process with it must not fork; other tests do."""
+    text = (FOLDER / "jax.md").read_text(encoding="utf-8")
+    blocks = [program(block[1], block[2], side) for block in BLOCK.finditer(text)]
+    kinds = [block[1] for block in BLOCK.finditer(text)]
+    told = "\n".join(blocks if side == "+" else blocks[: kinds.index("diff") + 1])
+    assert ("import holdall" in told) == (side == "+")
+    (tmp_path / "guide.py").write_text(told, encoding="utf-8")
+    subprocess.run([sys.executable, "-W", "error", "guide.py"], cwd=tmp_path, check=True, timeout=300)
 
 
 def run(guide: Path, side: str) -> dict[str, Any]:
@@ -60,7 +74,7 @@ def test_the_side_before_runs_too(guide: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def test_every_guide_is_run() -> None:
-    tests = [file for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__)]
+    tests = [*(ROOT / "tests").rglob("test_*.py")]
     named = "\n".join(file.read_text(encoding="utf-8") for file in tests)
     assert not [guide.name for guide in FOLDER.glob("*.md") if guide not in HERE and guide.name not in named]
 
