@@ -42,6 +42,7 @@ class Counting(gym.Env[Any, Any]):
         return np.full(2, self.count, np.float32)
 
 
+@pytest.mark.nightly  # by day, the example trains over actors and shards
 def test_a_learner_trains_on_what_actors_play_and_they_on_what_it_learnt() -> None:
     settings = {"shards": 2, "sampler": Prioritized(), "seed": 1}
     buffer = holdall.ray.sb3.ReplayBuffer
