@@ -12,7 +12,6 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
 from math import prod
 from typing import Any, Self
 
@@ -35,7 +34,7 @@ from holdall.report import MemoryReport
 from holdall.sb3.arrays import SlotArray, SlotArrays
 from holdall.sb3.on_device import MadeAhead, OnDevice, n_step_returns
 from holdall.schema import stored_space
-from holdall.storage import fresh_bytes
+from holdall.storage import Rows, fresh_bytes
 from holdall.units import require_count
 
 _FLOAT32 = np.dtype(np.float32)
@@ -208,14 +207,25 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
             batch = self.memory.follow(self._recipe(ids, env))
             return self._as_samples(batch, batch.reward.reshape(-1, 1), env, batch.discount.reshape(-1, 1))
         rows = self.memory.rows(ids)
+        if env is None and self.device.type == "cpu":
+            return self._samples_as_they_are(rows)
         obs: Any = {key: rows.small[i][0] for i, key in enumerate(self._obs_specs)}
         next_obs: Any = {key: rows.small[i][1] for i, key in enumerate(self._obs_specs)}
         if not self._is_dict:
             obs, next_obs = obs[""], next_obs[""]
         rewards = self._normalize_reward(rows.reward.reshape(-1, 1), env)
-        # Rows begin where tensors do; what was computed from them may begin anywhere.
-        tensor_of = th.from_numpy if env is None and self.device.type == "cpu" else self._tensor
-        return self._tensors_of(obs, rows.action[0], next_obs, rows.ended, rewards, env, None, tensor_of)
+        return self._tensors_of(obs, rows.action[0], next_obs, rows.ended, rewards, env, None)
+
+    def _samples_as_they_are(self, rows: Rows) -> Any:
+        """Return rows of which nothing is normalised or moved: they begin where tensors do."""
+        tensor, small = th.from_numpy, rows.small
+        rest = tensor(rows.ended.reshape(-1, 1)), tensor(rows.reward.reshape(-1, 1))
+        if not self._is_dict:
+            obs, next_obs = small[0]
+            return ReplayBufferSamples(tensor(obs), tensor(rows.action[0]), tensor(next_obs), *rest)
+        all_obs = {key: tensor(small[i][0]) for i, key in enumerate(self._obs_specs)}
+        all_next = {key: tensor(small[i][1]) for i, key in enumerate(self._obs_specs)}
+        return DictReplayBufferSamples(all_obs, tensor(rows.action[0]), all_next, *rest)
 
     def _following(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Read rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 does."""
@@ -231,18 +241,18 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         """Return a batch as Stable-Baselines3's tuple of tensors."""
         ended = fresh_bytes(_FLOAT32.itemsize * len(batch)).view(_FLOAT32)
         np.greater(batch.terminated, batch.truncated, out=ended)
-        return self._tensors_of(batch.obs, batch.action, batch.next_obs, ended, rewards, env, discounts, self._tensor)
+        return self._tensors_of(batch.obs, batch.action, batch.next_obs, ended, rewards, env, discounts)
 
     def _tensors_of(
-        self, obs: Any, action: Any, next_obs: Any, ended: Any, rewards: Any, env: Any, discounts: Any,
-        tensor_of: Callable[[Any], th.Tensor],
+        self, obs: Any, action: Any, next_obs: Any, ended: Any, rewards: Any, env: Any, discounts: Any
     ) -> Any:  # fmt: skip
         """Return arrays of a batch as Stable-Baselines3's tuple of tensors."""
+        tensor_of = self._tensor
         kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
         return kind(
-            observations=self._tensors(self._normalize_obs(obs, env), tensor_of),
+            observations=self._tensors(self._normalize_obs(obs, env)),
             actions=tensor_of(action),
-            next_observations=self._tensors(self._normalize_obs(next_obs, env), tensor_of),
+            next_observations=self._tensors(self._normalize_obs(next_obs, env)),
             dones=tensor_of(ended.reshape(-1, 1)),
             rewards=tensor_of(rewards),
             **({} if discounts is None else {"discounts": tensor_of(discounts)}),
@@ -388,8 +398,8 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         ids = self._ids(*np.divmod(positions, self.n_envs))
         return np.where(ids >= self.memory.first_id, ids, -1)
 
-    def _tensors(self, observed: Any, tensor_of: Callable[[Any], th.Tensor]) -> Any:
-        return {key: tensor_of(rows) for key, rows in observed.items()} if self._is_dict else tensor_of(observed)
+    def _tensors(self, observed: Any) -> Any:
+        return {key: self._tensor(rows) for key, rows in observed.items()} if self._is_dict else self._tensor(observed)
 
     def _tensor(self, array: Any) -> th.Tensor:
         """Return a gathered array as a tensor; its memory is the batch's own, so it is copied only to align it."""
