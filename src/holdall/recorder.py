@@ -218,7 +218,7 @@ class Recorder:
         )  # fmt: skip
 
     def _cut_by(self, mask: Flags) -> Flags:
-        """Return the lanes of `mask` whose newest transition, whoever added it, does not end its episode."""
+        """Return the lanes of `mask` whose newest transition does not end its episode."""
         if not isinstance(self.memory, ReplayMemory):
             return mask & (self._running | self._is_torn)
         cut = np.zeros(self._lanes, np.bool_)

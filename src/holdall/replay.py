@@ -156,7 +156,7 @@ class ReplayMemory(MemoryOnDevice):
         return self._batches.make(draw, drawn)
 
     def _look_for_resets(self) -> None:
-        """Warn, once, of resets that were added as steps; the caller of `sample` is told."""
+        """Warn, once, of resets that were added as steps."""
         with self._locked():
             store, complete, leaves = self._whole(), self._assembler.complete, self.schema.observation.leaves
             self._next_look, found = next_look(store.next_tick), None
