@@ -319,16 +319,3 @@ EXPORT int64_t holdall_decode(decoder *d, const sealed_block *b, const int64_t *
         if (!decode_slice(d, b, numbers[i], out + i * b->form.slice_bytes)) return i;
     return -1;
 }
-
-/* Push a range out of the processor's caches, so that what is measured next comes from memory.
- * Returns 0 where the processor has no instruction for it. */
-EXPORT int64_t holdall_chill(const uint8_t *from, int64_t bytes) {
-#ifdef HAVE_X86
-    for (int64_t i = 0; i < bytes; i += 64) _mm_clflush(from + i);
-    _mm_mfence();
-    return 1;
-#else
-    (void)from, (void)bytes;
-    return 0;
-#endif
-}

@@ -306,7 +306,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_encode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
-    "holdall_chill": (NUMBER, [POINTER, NUMBER]),
     "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
     "holdall_read_rows": (NUMBER, [POINTER, NUMBER, POINTER, *[NUMBER] * 4, POINTER, POINTER]),
     "holdall_draw": (None, [POINTER, POINTER, *[NUMBER] * 5, POINTER, POINTER]),

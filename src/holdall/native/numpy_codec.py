@@ -34,6 +34,8 @@ class PortableSealed(SealedSlices):
 class PortableCoder:
     """Seals and reads blocks slice by slice."""
 
+    is_compiled = False
+
     def adopt(self, coded: Coded) -> SealedSlices:
         """See `Coder.adopt`."""
         return PortableSealed(coded)
@@ -93,9 +95,6 @@ class PortableCoder:
             words = sealed.coded.palette.view(f"u{transform.word_bytes}")[values]
             values = words.view(np.uint8).reshape(len(numbers), -1)
         out[:] = values
-
-    def chill(self, block: Bytes) -> None:
-        """Do nothing: Python has no access to the caches."""
 
 
 def _unit_rows(coded: Coded, number: int, decompress: Decompress) -> Bytes:

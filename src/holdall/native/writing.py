@@ -288,6 +288,8 @@ class NativeSealed(SealedSlices):
 class NativeCoder(NativeDecoder):
     """Seals blocks, and reads them as `NativeDecoder` does."""
 
+    is_compiled = True
+
     def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries) -> None:
         super().__init__(library, libraries)
         self._ddicts: weakref.WeakKeyDictionary[Dictionary, int] = weakref.WeakKeyDictionary()
@@ -332,10 +334,6 @@ class NativeCoder(NativeDecoder):
         checks = np.zeros(len(offsets) - 1, np.uint32)
         self._library.holdall_checksums(address(data), address(offsets), len(checks), address(checks))
         return checks
-
-    def chill(self, block: Bytes) -> None:
-        """See `Coder.chill`."""
-        self._library.holdall_chill(address(block), block.size)
 
     def _compressor(self, codec: Codec) -> _Compressor:
         return _Compressor(self._libraries, codec)

@@ -331,6 +331,8 @@ def _carry(codec: Codec, count: int, offsets: NDArray[np.uint32], palette: Bytes
 class Coder(Protocol):
     """Seals blocks of slices and reads them."""
 
+    is_compiled: bool  # its work can be counted, so that no clock decides which codec is chosen
+
     def adopt(self, coded: Coded) -> SealedSlices:
         """Make slices readable that were sealed elsewhere, or moved to a file."""
 
@@ -345,9 +347,6 @@ class Coder(Protocol):
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """Decode slices into the rows of `out`."""
-
-    def chill(self, block: Bytes) -> None:
-        """Push a block out of the caches, if that can be done, before its reading is timed."""
 
 
 class SliceBlock(ABC):

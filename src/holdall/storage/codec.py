@@ -217,8 +217,7 @@ class MeasuredCodec:
 
     codec: Codec
     ratio: float
-    decode_us: float  # on the machine of reference, see `_settled_us`
-    timed_us: float = 0.0  # here and now
+    decode_us: float  # as `_counted_us` says; by the clock for the NumPy twins
 
 
 def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, threads: int, lanes: int = 1) -> Codec:
@@ -324,29 +323,25 @@ def _measure_one(
         order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64)
     wanted = order
     out = np.empty((len(wanted), samples.shape[1]), np.uint8)
-    timed_us = min(_timed_us(lambda: coder.decode(sealed, wanted, out)) for _ in range(3)) / len(wanted)
-    decode_us = _settled_us(timed_us, _counted_us(sealed, wanted))
-    return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), decode_us, timed_us)
+    if coder.is_compiled:
+        decode_us = _counted_us(sealed, wanted)
+    else:
+        decode_us = min(_timed_us(lambda: coder.decode(sealed, wanted, out)) for _ in range(3)) / len(wanted)
+    return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), decode_us)
 
 
 def _raw_us(coder: Coder, samples: Bytes) -> float:
     """Return what it takes to copy a slice that no cache holds, as those of a large memory are."""
+    if coder.is_compiled:
+        return float(_LARGE_MEMORY * (_COPY_US[0] + _COPY_US[1] * samples.shape[1] / 1000))
     out = np.empty_like(samples)
     order = np.random.default_rng(0).permutation(len(samples))
-    times = []
-    for _ in range(3):
-        coder.chill(samples)
-        coder.chill(out)
-        times.append(_timed_us(lambda: samples.take(order, axis=0, out=out, mode="clip")))
-    reference = _COPY_US[0] + _COPY_US[1] * samples.shape[1] / 1000
-    return _LARGE_MEMORY * _settled_us(min(times) / len(samples), reference)
+    copied_us = min(_timed_us(lambda: samples.take(order, axis=0, out=out, mode="clip")) for _ in range(3))
+    return _LARGE_MEMORY * copied_us / len(samples)
 
 
 # ---------------------------------------------------------------- what decoding takes, without a clock
 
-_GROSSLY = 3.0
-"""What is counted decides, unless the clock differs by more than this factor: loads of other processes make less of a
-difference to CPU time, and another machine or coder may make more."""
 _UNIT_US = {
     # Of a unit, a kilobyte that comes of it, a sequence, a literal of Huffman's code, a table of that code.
     Method.STORED: (0.0, 0.02, 0.0, 0.0, 0.0),
@@ -359,8 +354,6 @@ _TRANSFORM_US = {"copy": 0.02, "left": 0.16, "up": 0.06, "green": 0.06, "shuffle
 """The same for a kilobyte of a slice: to copy it out of its group, and to undo each transform."""
 _COPY_US = (0.03, 0.088)
 """The same for a slice that is copied, and a kilobyte of it."""
-_SPEED_US = 76.0
-"""What `_machine_speed` takes there."""
 _COUNTED_BYTES = 2**16
 """Compressed bytes that are counted, at least one unit."""
 
@@ -453,20 +446,6 @@ def _zstd_block(packed: bytes, place: int) -> tuple[int, int, int]:
     first, second, third = (*packed[place : place + 3], 0, 0, 0)[:3]
     sequences = first if first < 128 else (first - 128 << 8) + second if first < 255 else second + (third << 8) + 0x7F00
     return sequences, literals, int(kind == 2)
-
-
-def _settled_us(timed_us: float, reference_us: float) -> float:
-    """Return the reference, unless this machine or coder is quite another: then what the clock says."""
-    here_us = timed_us / _machine_speed()
-    return reference_us if reference_us / _GROSSLY <= here_us <= reference_us * _GROSSLY else here_us
-
-
-@functools.cache
-def _machine_speed() -> float:
-    """Say how many times as long as the machine of reference this one takes to compute; asked once a process."""
-    packed = zstandard.ZstdCompressor().compress(np.random.default_rng(0).integers(0, 4, 2**16, np.uint8).tobytes())
-    decompressor = zstandard.ZstdDecompressor()
-    return min(_timed_us(lambda: decompressor.decompress(packed)) for _ in range(5)) / _SPEED_US
 
 
 _CLOCK = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-6 else time.perf_counter

@@ -238,11 +238,10 @@ needs_compiled_loops = pytest.mark.skipif(native_kernels() is None, reason="the 
 @pytest.mark.parametrize("prefer", COST_CAPS)
 @pytest.mark.parametrize("frames", [scenes, games], ids=["scenes", "games"])
 def test_one_codec_is_chosen_however_the_clock_runs(frames: Any, prefer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU time varies by a half when other processes share a core or its caches; what is counted does not."""
+    """CPU time varies when other processes share a core or its caches; what is counted does not."""
     slices, coder, generator = frames(300), chosen_kernels().coder, np.random.default_rng(3)
     timed = choice._timed_us
-    choice._machine_speed()
-    monkeypatch.setattr(choice, "_timed_us", lambda act: timed(act) * generator.uniform(0.7, 1.6))
+    monkeypatch.setattr(choice, "_timed_us", lambda act: timed(act) * generator.uniform(0.1, 10))
     window = replace(WHOLE, count=4)
     chosen = {choose(coder, FRAME, window, slices, COST_CAPS[prefer], 2).describe() for _ in range(4)}
     assert len(chosen) == 1
