@@ -13,7 +13,7 @@ KERNELS := $(wildcard src/holdall/*/*.[ch])
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test check format shape nightly clean
+.PHONY: help setup demo test check format shape nightly wheels clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -43,6 +43,9 @@ shape: $(STAMP) ## Files that a datum passes, files, lines and names with two me
 
 nightly: $(STAMP) $(OLDER_SB3) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
+
+wheels: ## Build the source distribution and a wheel for every platform into dist, and check and test them
+	$(PYTHON) release/wheels.py
 
 clean: ## Remove .venv, caches and everything that was built
 	rm -rf .venv .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

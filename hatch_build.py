@@ -33,6 +33,7 @@ NAMES = (
 SOURCES = [FOLDER / f"{name}.c" for name in NAMES]
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 LIBRARY = FOLDER / f"_kernels{SUFFIX}"
+REASON = FOLDER / "_kernels.txt"  # why there is no library
 FLAGS = ["-O3", "-std=c11", "-shared", "-fvisibility=hidden"]
 if sys.platform != "win32":
     FLAGS.append("-fPIC")  # Windows code is always position independent, and some compilers refuse the flag there
@@ -135,12 +136,17 @@ class KernelBuildHook(BuildHookInterface[Any]):
             print(
                 f"warning: holdall is built without its compiled loops and will use NumPy ({problem})", file=sys.stderr
             )
+            # pip shows nothing of a build that succeeds, so the first memory that is made reports this.
+            Path(self.root, REASON).write_text(problem, encoding="utf-8")
+            build_data["artifacts"].append(REASON.as_posix())
             return None
+        Path(self.root, REASON).unlink(missing_ok=True)
         return self._ship(LIBRARY, platform_tag(), build_data)
 
     def clean(self, versions: list[str]) -> None:
         """Remove the compiled library."""
-        Path(self.root, LIBRARY).unlink(missing_ok=True)
+        for built in (LIBRARY, REASON):
+            Path(self.root, built).unlink(missing_ok=True)
 
     def _wants_kernels(self) -> bool:
         return all(Path(self.root, source).exists() for source in SOURCES) and os.environ.get(

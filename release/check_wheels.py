@@ -7,6 +7,7 @@ nothing but the system's own C library. auditwheel judges the tags of Linux whee
 library needs; delocate's list needs a Mac, so macholib, which it is built on, reads the Mac libraries.
 A wheel that this machine runs is installed into a clean environment for every Python that is found, with an empty PATH
 and without the system's Zstandard and LZ4, and release/smoke.py runs there. With --tests, so do tests of the suite.
+The source distribution is installed without a compiler in PATH: once pip fetches one, once nothing is compiled.
 The last lines say what was tested and what was only built.
 """
 
@@ -111,6 +112,23 @@ def test_in(python: str, wheel: Path, tests: bool) -> str:
         return done.stdout.strip()
 
 
+def test_source(archive: Path, portable: bool) -> str:
+    """Install the source distribution without a compiler in PATH, and run it; return the line that it prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        inside = Path(folder, "Scripts" if os.name == "nt" else "bin", "python")
+        bare = {name: text for name, text in os.environ.items() if name not in {"PYTHONPATH", "CC"}}
+        bare |= {"PATH": folder, "HOLDALL_BUILD_PORTABLE": str(int(portable))}
+        command = [str(inside), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(archive)]
+        subprocess.run(command, check=True, env=bare)
+        command = [str(inside), str(ROOT / "release" / "smoke.py")]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=bare, cwd=folder)
+        expected = "portable loops" if portable else "native loops"
+        require(expected in done.stdout, f"{archive.name} gives {done.stdout}")
+        require(("HOLDALL_BUILD_PORTABLE is set" in done.stderr) == portable, f"the warning is: {done.stderr}")
+        return done.stdout.strip()
+
+
 def main() -> None:
     """Check every wheel of a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -134,6 +152,9 @@ def main() -> None:
             continue
         for python in given.python or filter(works, PYTHONS):
             print(f"{wheel.name}: {test_in(python, wheel, given.tests)}", flush=True)
+    for archive in given.folder.glob("holdall-*.tar.gz"):
+        for portable in (False, True):
+            print(f"{archive.name}, no compiler: {test_source(archive, portable)}", flush=True)
 
 
 def works(python: str) -> bool:

@@ -21,8 +21,8 @@ from holdall.native.writing import NativeCoder, NativeWriting
 from holdall.storage import Coder, Kernels
 
 # Measured by benchmarks/fallback.py; docs/troubleshooting.md has its table.
-_WITHOUT_LOOPS = "add and sample take 2 to 5 times as long"
-_WITHOUT_COMPRESSION = "most data stays raw, in up to 12 times the memory"
+_WITHOUT_LOOPS = "add and sample take 2 to 5 times as long, and less is compressed"
+_WITHOUT_COMPRESSION = "less is compressed, and that takes up to 12 times the memory"
 
 
 class NativeKernels(NativeWriting, NativeReading):

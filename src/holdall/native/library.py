@@ -345,7 +345,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def open_library(path: Path) -> ctypes.CDLL:
     """Load a library and declare its functions; raise OSError with the reason if it cannot be used."""
     if not path.exists():
-        raise OSError(f"{path.name} was not built")
+        reason = path.with_suffix(".txt")  # written by the build
+        raise OSError(f"{path.name} was not built{': ' + reason.read_text('utf-8') if reason.exists() else ''}")
     library = ctypes.CDLL(str(path))
     try:
         library.holdall_version.restype = NUMBER
