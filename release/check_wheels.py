@@ -1,6 +1,6 @@
 """Check the wheels in a folder, and install and test those that this machine can run.
 
-    python release/check_wheels.py dist [--python python3.12 ...] [--tests]
+    python release/check_wheels.py dist [--python python3.12 ...] [--tests] [--run-only | --source-only]
 
 Every wheel: its tags agree with its name; the library and the licences of what is linked into it are there; it needs
 nothing but the system's own C library. auditwheel judges the tags of Linux wheels; delvewheel lists what a Windows
@@ -134,10 +134,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", action="append", help="test with this one; default: every one from 3.11 on")
+    parser.add_argument("--run-only", action="store_true", help="only install and test what runs here")
+    parser.add_argument("--source-only", action="store_true", help="only install the source distribution")
     parser.add_argument("--tests", action="store_true", help="run tests of the suite against the wheel, too")
     given = parser.parse_args()
-    wheels = sorted(given.folder.glob("holdall-*.whl"))
-    require(bool(wheels), f"there is no wheel in {given.folder}")
+    wheels = [] if given.source_only else sorted(given.folder.glob("holdall-*.whl"))
+    require(given.source_only or bool(wheels), f"there is no wheel in {given.folder}")
+    if not given.run_only:
+        inspect(wheels)
+    for wheel in wheels:
+        if not runs_here(wheel):
+            print(f"{wheel.name}: only built, not run", flush=True)
+            continue
+        for python in given.python or filter(works, PYTHONS):
+            print(f"{wheel.name}: {test_in(python, wheel, given.tests)}", flush=True)
+    for archive in [] if given.run_only else given.folder.glob("holdall-*.tar.gz"):
+        for portable in (False, True):
+            print(f"{archive.name}, no compiler: {test_source(archive, portable)}", flush=True)
+
+
+def inspect(wheels: list[Path]) -> None:
+    """Check what can be read from wheels without running them."""
     for wheel in wheels:
         with tempfile.TemporaryDirectory(suffix=wheel.name) as folder:
             library = contents(wheel, Path(folder))
@@ -146,15 +163,6 @@ def main() -> None:
             else:
                 found = (check_macos if library.suffix == ".dylib" else check_windows)(library)
         print(f"{wheel.name}: {found}", flush=True)
-    for wheel in wheels:
-        if not runs_here(wheel):
-            print(f"{wheel.name}: only built, not run", flush=True)
-            continue
-        for python in given.python or filter(works, PYTHONS):
-            print(f"{wheel.name}: {test_in(python, wheel, given.tests)}", flush=True)
-    for archive in given.folder.glob("holdall-*.tar.gz"):
-        for portable in (False, True):
-            print(f"{archive.name}, no compiler: {test_source(archive, portable)}", flush=True)
 
 
 def works(python: str) -> bool:
