@@ -351,7 +351,7 @@ class Prioritized:
         if held.fields.flags_changed != self._flags_changed:
             ids = np.arange(held.first_id, held.next_id)
         elif held.first_id != self._first_id:
-            ids = np.arange(held.first_id, min(held.first_id + held.lanes, held.next_id))
+            ids = held.without_past(self._first_id)
         else:
             return
         self._flags_changed = held.fields.flags_changed
