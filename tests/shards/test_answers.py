@@ -17,7 +17,7 @@ pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[r
 
 from holdall.batch import Batch
 from holdall.cluster import shard_data
-from holdall.cluster.answer import Answer, AnswerReader, Deliverer, FoundField, Payload, pack_answer
+from holdall.cluster.answer import Answer, AnswerReader, Deliverer, FoundField, Payload, RowDraw, pack_answer
 from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.shard_data import RowFinder
@@ -97,7 +97,7 @@ class Desk:
     def answer(self, ids: Ids, fields: dict[int, FoundField] | None = None) -> Payload:
         found = self.store.read(ids)
         fields = self.finder.fields(found) if fields is None else fields
-        return pack_answer(Answer(NOWHERE, ids, np.ones(len(ids)), self.finder.columns(found), fields))
+        return pack_answer(Answer(NOWHERE, RowDraw(ids), np.ones(len(ids)), self.finder.columns(found), fields))
 
     def gather(self, ids: Ids) -> Batch:
         return self.delivered(ids, self.answer(ids), self.dictionaries)
@@ -105,7 +105,7 @@ class Desk:
     def delivered(self, ids: Ids, payload: Payload, known: Mapping[str, Dictionary]) -> Batch:
         answer = AnswerReader(self.schema).read(payload, known.__getitem__)
         deliverer = Deliverer(self.schema, self.kernels, None)
-        return deliverer.batch([answer], [np.arange(len(ids))], ids, np.ones(len(ids), np.float32))
+        return deliverer.batch([answer], [np.arange(len(ids))], [0], np.ones(len(ids), np.float32))
 
 
 @pytest.fixture(params=[0.0, 1e9], ids=["decoded", "compressed"])
@@ -217,7 +217,7 @@ def test_an_answer_that_was_damaged_is_refused_whole(way: float) -> None:
     record, *beside = (payload,) if isinstance(payload, bytes) else payload
     assert bool(beside) == (not way)
     reader, known = AnswerReader(desk.schema), dict[str, Dictionary]()
-    assert reader.read(payload, known.__getitem__).rows.tolist() == rows.tolist()
+    assert reader.read(payload, known.__getitem__).draw.rows.tolist() == rows.tolist()
     for damaged in (record[:-1], record + b"x", b"", *flipped(record)):
         with pytest.raises(DamageError):
             reader.read((damaged, *beside), known.__getitem__)

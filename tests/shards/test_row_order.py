@@ -45,7 +45,7 @@ class Shard:
         return found if found >= self.first else -1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_rows_follow_each_other_as_their_writers_stepped(seed: int) -> None:
     shard = Shard(seed)
     lanes = {"a": 1, "b": 3, "c": 2}
@@ -65,7 +65,7 @@ def test_rows_follow_each_other_as_their_writers_stepped(seed: int) -> None:
         assert np.where(known, found, -1).tolist() == expected
         first, last = shard.order.pieces(rows)
         for row, place, begin, end in zip(rows.tolist(), places, first, last, strict=True):
-            assert [shard.neighbour(row, int(begin - place) - 1), shard.neighbour(row, int(end - place) + 1)] == [-1, -1]
+            assert shard.neighbour(row, int(begin - place) - 1) == shard.neighbour(row, int(end - place) + 1) == -1
             assert shard.order.at(np.arange(begin, end + 1))[1].all()
             assert begin // LANE == place // LANE == end // LANE
         lost = {

@@ -6,6 +6,7 @@ Ray's own types know little of actors, so this is where they end.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -22,7 +23,7 @@ from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import Cluster
 from holdall.cluster.writer import Writer
 from holdall.errors import ArgumentError, ShardError
-from holdall.sampling import Prioritized, Sampler, Uniform
+from holdall.sampling import Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.storage import COST_CAPS, segment_needs
 from holdall.units import require_number
 
@@ -70,15 +71,27 @@ class ClusterSettings:
         return {"scheduling_strategy": PLACEMENTS[self.placement], "num_cpus": 0, "resources": named, **own}
 
 
-def single(sampler: Sampler | None) -> Sampler:
-    """Return the sampler of a memory over shards: one that draws single transitions."""
+def shared(sampler: Sampler | None) -> Sampler:
+    """Return the sampler of a memory over shards: one of holdall's, since weights over all shards depend on it."""
     chosen: Sampler = Uniform() if sampler is None else sampler
-    if type(chosen) not in (Uniform, Prioritized):
+    if type(chosen) not in (Uniform, Prioritized, NStep, Sequence, Hindsight):
         raise ArgumentError(
-            f"sampler ({type(chosen).__name__}) draws more than single transitions, and an episode may lie on several "
-            "shards; use Uniform() or Prioritized(), and make n-step returns where steps are added"
+            f"sampler ({type(chosen).__name__}) is none of holdall's, and weights over shards follow its rules; use "
+            "Uniform(), Prioritized(), NStep(), Sequence() or Hindsight()"
         )
     return chosen
+
+
+def for_shards(sampler: Sampler) -> Sampler:
+    """Return the same without what only a learner needs: the function of rewards, which may hold an environment."""
+    if isinstance(sampler, Hindsight):
+        sampler = copy.copy(sampler)
+        sampler.reward_fn = _rewarded_elsewhere
+    return sampler
+
+
+def _rewarded_elsewhere(*_: Any) -> Any:
+    raise ShardError("rewards towards other goals are computed by learners; report this")
 
 
 _PAUSE_S = 0.05
@@ -109,7 +122,7 @@ class Fleet:
         self._shard = shard.options(**settings.options)
         self.actors: dict[int, Any] = {}
         self._next = 0
-        self._made_with = (words, shard_rows, sampler, seed, name, url)
+        self._made_with = (words, shard_rows, for_shards(sampler), seed, name, url)
         self._patience_s = settings.patience_s
         self._has_journals = url is not None
         self._lock = threading.RLock()

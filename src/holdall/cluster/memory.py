@@ -26,7 +26,7 @@ from gymnasium import spaces
 from holdall import checkpoint
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
-from holdall.cluster.fleet import ClusterSettings, Fleet, single
+from holdall.cluster.fleet import ClusterSettings, Fleet, shared
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, saved_by, together
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.roster import RateLimit
@@ -38,11 +38,13 @@ from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
-from holdall.sampling import Prioritized, Sampler, sampler_to_resume, sampler_words
+from holdall.sampling import ComposedSampler, Sampler, sampler_to_resume, sampler_words
 from holdall.schema import Schema, as_ids
 from holdall.units import require_count, whole
 
 _ASK_AGAIN_S = 0.005
+_STAYS = 4
+"""An episode that is longer than this part of a shard is cut, and goes on on another."""
 _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
 
@@ -68,7 +70,8 @@ class ReplayMemory:
         on_shard_loss: What `sample` does while a shard does not answer: "degrade" draws from the others, "block" waits,
             "raise" raises `ShardError`.
         url: Where journals are kept: a path that every machine sees, or a prefix of an object store.
-        sampler: `Uniform()` or `Prioritized(...)`.
+        sampler: As for `holdall.ReplayMemory`, if it is one of holdall's. With one that follows episodes, a lane
+            stays on one shard until an episode ends.
         limit: How many rows are drawn for every transition added; writers and learners then wait for each other.
         placement: Where shards are started: "spread" over machines as far as there are any, or "pack" on few.
         resources: What Ray reserves for each, by name: {"memory": 2**34}, or one of your own that machines for shards
@@ -102,7 +105,7 @@ class ReplayMemory:
         settings = ClusterSettings(
             durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources
         )
-        self.sampler = single(sampler)
+        self.sampler = shared(sampler)
         require_safe_cluster()
         kernels = chosen_kernels()
         self._deliverer = Deliverer(self.schema, kernels, device)
@@ -114,7 +117,8 @@ class ReplayMemory:
         self._metrics = Gauges("learner", memory=self._name)
         place = None if url is None else checkpoint.normalized_url(url)
         self._fleet = Fleet(self._name, self._words, shards.rows, self.sampler, seed, place, settings)
-        self._address = Address(self._words, self._name, place is not None, prefer, patience_s, limit)
+        stay_rows = max(1, shards.rows // _STAYS) if isinstance(self.sampler, ComposedSampler) else 0
+        self._address = Address(self._words, self._name, place is not None, prefer, patience_s, limit, stay_rows)
         self._cluster = Cluster(self._address.roster(), patience_s)
         self._writer = Writer(self._address, self.num_envs)
         self._drawing = Drawing(
@@ -219,12 +223,7 @@ class ReplayMemory:
         call.
         """
         self._open()
-        if not isinstance(self.sampler, Prioritized):
-            raise ArgumentError(
-                f"update_priorities was called, but the memory's sampler ({type(self.sampler).__name__}) has no "
-                "priorities; construct the memory with sampler=Prioritized(...)"
-            )
-        update = checked(ids, priorities)
+        update = checked(self.sampler, ids, priorities)
         self.flush()
         self._priorities.send(*update)
 

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster import protocol
-from holdall.cluster.answer import Payload
+from holdall.cluster.answer import Payload, RowDraw
 from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.shard_data import ShardData
 from holdall.cluster.status import Process, ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of
-from holdall.sampling import Prioritized, Sampler
+from holdall.sampling import Sampler
 from holdall.schema import as_ids
 from holdall.storage import dictionary_name, segment_needs
 
@@ -169,16 +169,16 @@ class Shard:
         return protocol.packed_dictionary(found)
 
     @ray.method(concurrency_group="sample")
-    def sample(self, order: bytes, counts: list[int]) -> Payload:
-        """Draw rows of some batches, those of each for itself; of an empty shard, return the counters alone."""
+    def sample(self, order: bytes, counts: list[tuple[int, int]]) -> Payload:
+        """Draw rows of some batches, see `ShardData.draw`; of an empty shard, return the counters alone."""
         with self._metrics.timed("sample"):
             with self._call_queue.taken(self._required(order)), self._lock:
                 counters = self._counters()
-                if counters.transitions == 0:
+                if counters.mass == 0:
                     return counters.packed()
-                rows = self._data.draw(counts)
-                found = self._data.found(rows)
-            return self._data.answer(counters, rows, *found)
+                drawn = self._data.draw(counts)
+                found = self._data.found(drawn)
+            return self._data.answer(counters, drawn, *found)
 
     @ray.method(concurrency_group="sample")
     def gather(self, rows: bytes) -> Payload:
@@ -186,16 +186,14 @@ class Shard:
         wanted = np.frombuffer(rows, np.int64)
         with self._lock:
             self._data.held().require(wanted)
-            counters, found = self._counters(), self._data.found(wanted)
-        return self._data.answer(counters, wanted, *found)
+            counters, found = self._counters(), self._data.found(RowDraw(wanted))
+        return self._data.answer(counters, RowDraw(wanted), *found)
 
     @ray.method(concurrency_group="sample")
     def update_priorities(self, order: bytes, rows: bytes, priorities: bytes, dtype: str) -> bytes:
         """Set the priorities of rows; those that left are passed over."""
         wanted, numbers = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
-        sampler = self._data.sampler
-        if not isinstance(sampler, Prioritized):
-            raise ArgumentError("update_priorities was called, but the memory's sampler has no priorities")
+        sampler: Any = self._data.sampler
         with self._call_queue.taken(self._required(order)), self._lock:
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             sampler.update_priorities(self._data.held(), wanted, numbers)

@@ -19,15 +19,16 @@ from numpy.typing import NDArray
 
 from holdall import storage
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
-from holdall.cluster.answer import MOST_KNOWN_FORMS, Answer, FoundField, Payload, SliceForm, pack_answer
+from holdall.cluster.answer import MOST_KNOWN_FORMS, Answer, FoundField, Payload, RowDraw, SliceForm, pack_answer
 from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
+from holdall.cluster.row_order import RowOrder
 from holdall.delivery import Prefetched, host_pool
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.native import chosen_kernels
-from holdall.sampling import Held, Prioritized, Sampler
+from holdall.sampling import ComposedSampler, Held, Hindsight, Prioritized, Sampler
 from holdall.schema import Array, Leaf, Schema
 
 _LOADED = bytes(16)
@@ -67,11 +68,15 @@ class ShardData:
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[storage.Codec, storage.Codec] = {}
         self._runs: deque[WriterRun] = deque()
+        self._by = sampler.by if isinstance(sampler, ComposedSampler) else sampler
+        self._starts = Prioritized(alpha=0.0)  # counts what a sequence may begin with
+        self._order: RowOrder | None = None
         self.store = self.begin_at(0)
 
     def begin_at(self, first_row: int) -> storage.AdoptingStore:
         """Hold nothing, and number the next row so."""
         self._runs.clear()
+        self._order = RowOrder() if isinstance(self.sampler, ComposedSampler) else None
         self.store = storage.AdoptingStore(
             self._schema,
             self.capacity,
@@ -102,7 +107,11 @@ class ShardData:
         first = self.store.adopt(segment)
         rows, tick, lanes = self.store.next_tick - first, segment.rows.first_tick, segment.lanes
         run = WriterRun(writer.hex(), tick, lanes, first, rows)
-        self._runs.append(run._replace(first_tick=-1, lanes=rows) if tick == _NO_TICK else run)
+        if tick == _NO_TICK:
+            run = run._replace(first_tick=-1, lanes=rows)
+        self._runs.append(run)
+        if self._order is not None:
+            self._order.add(run, self.store.first_tick)
         while self._runs[0].first_row + self._runs[0].rows <= self.store.first_tick:
             self._runs.popleft()
         self.inserted += rows
@@ -146,12 +155,15 @@ class ShardData:
         if checkpoint.saved is not None:
             self._savers.to(checkpoint.url, checkpoint.saved)
         self._runs.extend(runs_of(state["runs"]))
+        if self._order is not None:
+            for run in self._runs:
+                self._order.add(run, store.first_tick)
         self.inserted = int(state["inserted"])
         self.generator = restored_generator(state["generator"])
         if state["sampler"]["kind"] == type(self.sampler).__name__:
             self.sampler.restore(state["sampler"]["state"])
-        if isinstance(self.sampler, Prioritized):
-            self.sampler.resize(self.capacity, store.first_tick)
+        if isinstance(self._by, Prioritized):
+            self._by.resize(self.capacity, store.first_tick)
 
     def write_loaded(self, journal: Journal, checkpoint: str, written: int) -> None:
         """Write the segments of a checkpoint that a journal does not have yet.
@@ -190,31 +202,51 @@ class ShardData:
         """Wait for checkpoints that are under way, and let others write there."""
         self._savers.close()
 
-    def draw(self, counts: list[int]) -> Ids:
-        """Draw rows of some batches, those of each for itself."""
-        drawn = [self.sampler.draw(self.held(), count, self.generator).ids for count in counts]
-        return drawn[0] if len(drawn) == 1 else np.concatenate(drawn)
+    def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> RowDraw:
+        """Draw rows of some batches, those of each for itself.
 
-    def found(self, rows: Ids) -> tuple[NDArray[np.float64], storage.Rows]:
+        Args:
+            counts: Of every batch how many, and how many of these get another goal.
+        """
+        sampler, held, chosen = self.sampler, self.held(), generator or self.generator
+        if isinstance(sampler, Hindsight):
+            return RowDraw.of([sampler.draw(held, count, chosen, relabelled) for count, relabelled in counts])
+        return RowDraw.of([sampler.draw(held, count, chosen) for count, _ in counts])
+
+    def found(self, draw: RowDraw) -> tuple[NDArray[np.float64], storage.Rows]:
         """Look rows up: what each was drawn in proportion to, and where it lies."""
-        sampler = self.sampler
-        scaled = sampler.scaled(self.held(), rows) if isinstance(sampler, Prioritized) else np.ones(len(rows))
-        return scaled, self.store.read(rows)
+        rows = draw.rows[: len(draw.rows) - len(draw.others)]
+        if draw.steps and isinstance(self.sampler, ComposedSampler):
+            rows = self.sampler.first_ids(rows.reshape(-1, draw.steps))
+        by = self._by
+        scaled = by.scaled(self._startable(), rows) if isinstance(by, Prioritized) else np.ones(len(rows))
+        return scaled, self.store.read(draw.rows)
 
-    def answer(self, counters: ShardCounters, rows: Ids, scaled: NDArray[np.float64], found: storage.Rows) -> Payload:
+    def answer(
+        self, counters: ShardCounters, draw: RowDraw, scaled: NDArray[np.float64], found: storage.Rows
+    ) -> Payload:  # fmt: skip
         """Make an answer of what was looked up; that takes no lock."""
         columns, fields = self._finder.columns(found), self._finder.fields(found)
-        return pack_answer(Answer(counters, rows, scaled, columns, fields))
+        return pack_answer(Answer(counters, draw, scaled, columns, fields))
 
     def mass(self) -> float:
-        """Return what draws are in proportion to: transitions, or the sum of scaled priorities."""
-        if not isinstance(self.sampler, Prioritized):
-            return float(self.store.transitions)
-        return self.sampler.mass(self.held()) if self.store.next_tick > self.store.first_tick else 0.0
+        """Return what draws are in proportion to: transitions, starts of sequences, or the sum of scaled priorities."""
+        if self.store.next_tick == self.store.first_tick:
+            return 0.0
+        startable = self._startable()
+        if isinstance(self._by, Prioritized):
+            return self._by.mass(startable)
+        return float(self.store.transitions) if startable.only is None else self._starts.mass(startable)
 
     def held(self) -> Held:
         """Describe the rows that can be drawn."""
-        return Held(self.store.first_tick, self.store.next_tick, 1, self.capacity, self.store)
+        if self._order is not None:
+            self._order.forget_before(self.store.first_tick)
+        return Held(self.store.first_tick, self.store.next_tick, 1, self.capacity, self.store, order=self._order)
+
+    def _startable(self) -> Held:
+        """Describe the rows that can be drawn as the first of what a batch holds."""
+        return self.sampler.starts(self.held()) if isinstance(self.sampler, ComposedSampler) else self.held()
 
 
 class RowFinder:

@@ -44,6 +44,7 @@ class Address:
     prefer: str
     patience_s: float
     limit: RateLimit | None = None
+    stay_rows: int = 0  # rows after which a writer may leave a shard within an episode; 0: after every segment
 
     def roster(self) -> Any:
         """Find the roster."""
@@ -51,6 +52,29 @@ class Address:
             return ray.get_actor(self.name, NAMESPACE)
         except ValueError as error:
             raise ShardError(f"the memory {self.name} is not there; was it closed?") from error
+
+
+class Home:
+    """The shard on which a writer stays while episodes go on.
+
+    Args:
+        stay_rows: See `Address`.
+    """
+
+    def __init__(self, stay_rows: int) -> None:
+        self._stay_rows = stay_rows
+        self._shard = -1
+
+    def among(self, streams: list[SegmentStream]) -> list[SegmentStream]:
+        """Return the streams that the next segment may be sent on: all of them, or that of the shard alone."""
+        home = [stream for stream in streams if stream.number == self._shard]
+        if home and home[0].inserted - min(stream.inserted for stream in streams) < self._stay_rows:
+            return home
+        return streams
+
+    def sent(self, shard: int, *, may_leave: bool) -> None:
+        """Hear where a segment went, and whether all episodes ended with it."""
+        self._shard = -1 if may_leave else shard
 
 
 class Writer:
@@ -79,6 +103,7 @@ class Writer:
         )
         self._dictionaries: dict[str, Dictionary] = {}
         self._generator = np.random.default_rng()
+        self._home = Home(self._address.stay_rows)
         self._streams: dict[int, SegmentStream] = {}
         self._open_to: list[int] = []  # shards that take new segments
         self._version = -1
@@ -126,7 +151,7 @@ class Writer:
         if self._encoder.is_full:
             self._send()
         self._encoder.add(tick)
-        if self._encoder.is_full:
+        if self._encoder.is_full or self._may_leave_early():
             self._send()
 
     def extend(
@@ -157,6 +182,11 @@ class Writer:
             self.flush()
         self._closed = True
 
+    def _may_leave_early(self) -> bool:
+        """Whether the segment is long enough, and ends with an episode, so that the next one may go elsewhere."""
+        half = _SEGMENT_ROWS // 2
+        return bool(self._address.stay_rows) and self._encoder.rows >= half and self._encoder.ends_episodes
+
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the writer was closed; make a new one with memory.writer()")
@@ -175,6 +205,7 @@ class Writer:
             if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
                 self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
         rows = self._encoder.rows
+        self._home.sent(stream.number, may_leave=self._encoder.ends_episodes or not self._address.stay_rows)
         payload = pack_segment(self._encoder.close(codecs), self._kernels.coder)
         self._through(stream, payload, rows)
 
@@ -249,11 +280,11 @@ class Writer:
     def _stream(self, excluded: int = -1) -> SegmentStream:
         """Return where the next segment goes: to the less filled of two, so that nobody has to know them all."""
         self.look_around()
-        choices = [number for number in self._open_to if number != excluded]
+        choices = self._home.among([self._streams[number] for number in self._open_to if number != excluded])
         if not choices:
             raise ShardError("no shard takes transitions; add one with memory.add_shard()")
-        pair = self._generator.choice(choices, min(2, len(choices)), replace=False).tolist()
-        return self._streams[min(pair, key=lambda number: self._streams[number].inserted)]
+        pair: list[int] = self._generator.permutation(len(choices))[:2].tolist()
+        return min([choices[i] for i in pair], key=lambda stream: stream.inserted)
 
     def look_around(self, now: bool = False) -> None:
         """Ask which shards there are, from time to time, or at once."""

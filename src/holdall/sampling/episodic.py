@@ -39,6 +39,10 @@ class ComposedSampler(ABC):
         """Return what is held, limited to the transitions that `by` may draw."""
         return held
 
+    def first_ids(self, ids: Ids) -> Ids:
+        """Return the transitions that `by` drew, of the ids of a batch."""
+        return ids
+
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
         """Pass priorities to the sampler of the transitions."""
         if not isinstance(self.by, Prioritized):
@@ -236,12 +240,16 @@ class Sequence(ComposedSampler):
 
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
         """Pass on one priority a sequence; `ids` as in the batch, or those of the first steps alone."""
-        first = ids[:, self.burn_in] if ids.ndim == 2 and ids.shape[1] == self.burn_in + self.length else ids
+        first = self.first_ids(ids)
         limits = self.stride > 1 and isinstance(self.by, Prioritized)
         if limits and first.ndim == 1 and first.shape == priorities.shape:
             kept = self._without_lost_starts(held, first)
             first, priorities = first[kept], priorities[kept]
         super().update_priorities(self.starts(held), first, priorities)
+
+    def first_ids(self, ids: Ids) -> Ids:
+        """See `ComposedSampler`."""
+        return ids[:, self.burn_in] if ids.ndim == 2 and ids.shape[1] == self.burn_in + self.length else ids
 
     def _without_lost_starts(self, held: Held, first: Ids) -> Flags:
         """Return which steps are starts or not held; refuse those that were none when they were drawn.
@@ -334,8 +342,11 @@ class Hindsight(ComposedSampler):
             )
         drawn = self.by.draw(held, count, generator)
         rows = np.arange(self.relabelled(count) if relabelled is None else relabelled)
-        goals = Goals(rows, self._outcomes(held, drawn.ids[rows], generator), *self._keys, self.reward_fn)
-        return Draw(drawn.ids, drawn.weights, goals=goals)
+        return Draw(drawn.ids, drawn.weights, goals=self.goals(self._outcomes(held, drawn.ids[rows], generator)))
+
+    def goals(self, outcomes: Ids) -> Goals:
+        """Return the goals of the first rows of a batch: what was achieved with these transitions."""
+        return Goals(np.arange(len(outcomes)), outcomes, *self._keys, self.reward_fn)
 
     def _outcomes(self, held: Held, ids: Ids, generator: np.random.Generator) -> Ids:
         first, last = self._episodes.bounds(held, ids)
