@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall import ArgumentError, Hindsight, NStep, Prioritized, Sequence, Uniform
+from holdall import Hindsight, NStep, Prioritized, Sequence
 from holdall.batch import Batch
 from holdall.cluster.answer import AnswerReader, Deliverer
 from holdall.cluster.encode import Encoder
@@ -129,14 +129,6 @@ def test_one_shard_gives_the_batches_of_a_local_memory(name: str) -> None:
     settings: dict[str, Any] = {"capacity": 300, "num_envs": 2, "seed": 11}
     with ReplayMemory(GOALS, ACTION, **settings, extras=EXTRAS, sampler=SAMPLERS[name](), shards=1) as memory:
         against_a_local_memory(name, memory, settings, 260)
-
-
-def test_a_sampler_of_ones_own_is_refused_over_shards() -> None:
-    class Own(Uniform):
-        pass
-
-    with pytest.raises(ArgumentError, match=r"sampler \(Own\) is none of holdall's"):
-        ReplayMemory(GOALS, ACTION, sampler=Own())
 
 
 BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
