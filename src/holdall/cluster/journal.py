@@ -233,12 +233,7 @@ class Journal:
             head = {"writer": entry.writer.hex(), "sequence": entry.sequence}
             parts.append(b"".join(pack(ENTRY, head, {"segment": entry.payload}, frozenset())))
         number = self._next
-        if self.fenced or not self._create(parts, self._since_full >= _FULL_EVERY, first_row):
-            self.fenced = True
-            raise FencedError(
-                f"{self.url}: another shard has opened this journal, so nothing more is accepted here; it has "
-                "all that was acknowledged"
-            )
+        self._require(self._create(parts, self._since_full >= _FULL_EVERY, first_row))
         self.expected |= {entry.writer: entry.sequence + 1 for entry in entries}
         self._first_rows[number] = first_row
         self._known |= {dictionary_name(each) for each in dictionaries}
@@ -247,27 +242,37 @@ class Journal:
     def hide(self, row: int, move: SegmentMove | None) -> None:
         """Say that the rows before a number are not to be read again, and where the last of them are going."""
         self.hidden_before, self.move = row, move
-        self._write_state("it has what was not moved yet")
+        self._write_state()
 
     def close_to_writers(self, memory: str) -> None:
         """Say that nothing more is taken, for as long as this memory is there."""
         self.closed_by = memory
-        self._write_state("it goes on taking blocks")
+        self._write_state()
 
     def end_drain(self) -> None:
         """Say that nothing is held here any more, and that all of it has arrived elsewhere."""
         self.move, self._drained = None, True
-        self._write_state("it has what was not moved yet")
+        self._write_state()
 
     def end_loading(self, hidden_before: int) -> None:
         """Say that all blocks of a checkpoint were written, and which of their rows had left."""
         self.loading, self.hidden_before = "", hidden_before
-        self._write_state("it loads the checkpoint")
+        self._write_state()
 
-    def _write_state(self, otherwise: str) -> None:
-        if self.fenced or not self._create([], is_full=True):
-            self.fenced = True
-            raise FencedError(f"{self.url}: another shard has opened this journal; {otherwise}")
+    def _write_state(self) -> None:
+        self._require(self._create([], is_full=True))
+
+    def require_owned(self) -> None:
+        """Find out whether another shard has opened this journal, without writing to it."""
+        self._require(self._slots.read(self._next) is None)
+
+    def _require(self, is_owned: bool) -> None:
+        self.fenced |= not is_owned
+        if self.fenced:
+            raise FencedError(
+                f"{self.url}: another shard has opened this journal, and goes on with all that was acknowledged here; "
+                "this memory takes and gives nothing more: close it, and use the new one"
+            )
 
     def trim(self, first_row: int) -> None:
         """Remove slots all of whose rows lie before `first_row`."""
@@ -287,7 +292,7 @@ class Journal:
             # What is removed later must not take dictionaries with it that are still in use.
             parts = [packed_dictionary(each) for each in self.dictionaries.values()] + parts
         start = b"".join(pack(SLOT, head, {}, frozenset()))
-        if not self._slots.create(self._next, b"".join([start, *parts])):
+        if self.fenced or not self._slots.create(self._next, b"".join([start, *parts])):
             return False
         self._since_full = 0 if is_full else self._since_full + 1
         self._full_at = self._next if is_full else self._full_at
@@ -365,6 +370,8 @@ SLOT_BYTES = 16 * 2**20
 _TRY_AGAIN_S = 0.5
 _LOOK_AGAIN_S = 0.01
 _TRIM_EVERY = 64
+_OWNED_S = 5.0
+"""How often a shard that is given nothing looks whether the journal is still its own."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -398,43 +405,49 @@ class Committer:
         self._next_row = next_row
         self._staged: list[Staged] = []
         self._changed = threading.Condition()
+        self._writing = threading.Lock()
         self._commits = 0
         self.backlog = 0  # bytes
+        self.trouble = ""  # why nothing is written, as long as that lasts
+        self.fenced: FencedError | None = None  # as soon as another shard has the journal
         threading.Thread(target=self._run, name="holdall-journal", daemon=True).start()
 
     def stage(self, staged: Staged) -> None:
         """Have a segment written; the shard's lock keeps them in order."""
         with self._changed:
+            if self.fenced is not None:
+                raise self.fenced
             self._staged.append(staged)
             self.backlog += len(staged.entry.payload)
             self._changed.notify_all()
 
     def drain(self) -> None:
         """Wait until everything that is staged is durable."""
-        while self.backlog:
+        while self.backlog and self.fenced is None:
             time.sleep(_LOOK_AGAIN_S)
 
     def record(self, write: Callable[[Journal], None]) -> None:
         """Have something else written to the journal; nothing may be staged."""
-        _write_until_taken(lambda: write(self.journal))
+        self._write_until_taken(lambda: write(self.journal))
 
     def _run(self) -> None:
-        while True:
+        while self.fenced is None:
             with self._changed:
-                self._changed.wait_for(lambda: self._staged)
-            if self.journal.batching_s:
-                time.sleep(self.journal.batching_s)
-            batch = self._taken()
+                has_work = self._changed.wait_for(lambda: self._staged, _OWNED_S)
             try:
-                self._write(batch)
-            except HoldallError as error:  # fenced: nothing of this shard is ever acknowledged again
+                if not has_work:
+                    self._write_until_taken(self.journal.require_owned)
+                    continue
+                if self.journal.batching_s:
+                    time.sleep(self.journal.batching_s)
+                self._write(self._taken())
+            except FencedError as error:  # nothing of this shard is ever acknowledged again
                 _LOG.warning("%s", error)
-                for each in batch:
-                    each.error = error
-                    each.done.set()
-            finally:
-                with self._changed:
-                    self.backlog -= sum(len(each.entry.payload) for each in batch)
+                self.fenced = error
+        with self._changed:
+            for each in self._staged:
+                each.error = self.fenced
+                each.done.set()
 
     def _taken(self) -> list[Staged]:
         with self._changed:
@@ -442,34 +455,38 @@ class Committer:
             while taken < len(self._staged) and (taken == 0 or nbytes < SLOT_BYTES):
                 nbytes += len(self._staged[taken].entry.payload)
                 taken += 1
-            batch, self._staged = self._staged[:taken], self._staged[taken:]
-            return batch
+            return self._staged[:taken]
 
     def _write(self, batch: list[Staged]) -> None:
         dictionaries: dict[str, Dictionary] = {}
         for each in batch:
             dictionaries |= {dictionary_name(named): named for named in dictionaries_of(each.segment)}
         entries = [each.entry for each in batch]
-        _write_until_taken(lambda: self.journal.append(entries, self._next_row, list(dictionaries.values())))
+        self._write_until_taken(lambda: self.journal.append(entries, self._next_row, list(dictionaries.values())))
         self._next_row += sum(each.segment.rows.ticks * each.segment.lanes for each in batch)
         needed = self._apply(batch)
+        with self._changed:
+            del self._staged[: len(batch)]
+            self.backlog -= sum(len(each.entry.payload) for each in batch)
         self._commits += 1
         if self._commits % _TRIM_EVERY == 0:
             self.journal.trim(needed)
 
-
-def _write_until_taken(write: Callable[[], None]) -> None:
-    """Write until the disk takes it; FencedError if somebody else has the journal."""
-    while True:
-        try:
-            write()
-        except FencedError:
-            raise
-        except CheckpointError as error:
-            _LOG.warning("%s; trying again", error)
-            time.sleep(_TRY_AGAIN_S)
-        else:
-            return
+    def _write_until_taken(self, write: Callable[[], None]) -> None:
+        """Write until the disk takes it; FencedError if somebody else has the journal."""
+        while True:
+            try:
+                with self._writing:
+                    write()
+            except FencedError:
+                raise
+            except CheckpointError as error:
+                _LOG.warning("%s; trying again", error)
+                self.trouble = str(error)
+                time.sleep(_TRY_AGAIN_S)
+            else:
+                self.trouble = ""
+                return
 
 
 def dictionaries_of(segment: SealedSegment) -> list[Dictionary]:

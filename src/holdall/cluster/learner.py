@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
 from holdall.cluster.answer import Answer, AnswerReader, Deliverer, Payload
-from holdall.cluster.protocol import ShardCounters, dictionary_of, rows_of, shards_of
+from holdall.cluster.protocol import ShardCounters, dictionary_of, received, rows_of, shards_of
 from holdall.cluster.status import LOSSES, Cluster
-from holdall.errors import ArgumentError, CheckpointError, HoldallError, ShardError, TransitionIdError
+from holdall.errors import ArgumentError, CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler
 from holdall.schema import Array, Schema, as_array, ids_of_any_shape
 from holdall.storage import Dictionary
@@ -257,17 +257,6 @@ class Drawing:
                     "batch"
                 )
         return self._cluster.masses()
-
-
-def received(call: Any, patience_s: float | None) -> Any:
-    """Wait for a call's result; an error of holdall's own is raised as it was there."""
-    try:
-        return ray.get(call, timeout=patience_s)
-    except ray.exceptions.RayTaskError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, HoldallError):
-            raise cause from None
-        raise
 
 
 def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any], patience_s: float) -> dict[int, Checkpoint]:

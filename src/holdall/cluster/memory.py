@@ -29,7 +29,7 @@ from holdall.cluster.answer import Deliverer
 from holdall.cluster.fleet import ClusterSettings, Fleet, shared
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, saved_by, together
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.roster import RateLimit
+from holdall.cluster.roster import RateLimit, WaitNotice
 from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.status import Cluster, Gauges, ShardStatus, added_up, status_of
 from holdall.cluster.writer import Address, Writer, copy_transitions
@@ -45,6 +45,7 @@ from holdall.units import require_count, whole
 _ASK_AGAIN_S = 0.005
 _STAYS = 4
 """An episode that is longer than this part of a shard is cut, and goes on on another."""
+_LOCAL_ON = 8
 _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
 
@@ -76,7 +77,8 @@ class ReplayMemory:
         placement: Where shards are started: "spread" over machines as far as there are any, or "pack" on few.
         resources: What Ray reserves for each, by name: {"memory": 2**34}, or one of your own that machines for shards
             have once each.
-        patience_s: Seconds after which a shard that says nothing counts as lost.
+        patience_s: Seconds after which a shard that says nothing counts as lost. None: 10 for learners; writers wait as
+            long as Ray may need to give up a machine and to start the shard again elsewhere.
 
     All methods may be called from any thread.
     """
@@ -89,7 +91,7 @@ class ReplayMemory:
         on_shard_loss: str = "degrade", prefer: str = "balanced", device: str | None = None, seed: int | None = None,
         extras: Mapping[str, spaces.Space[Any]] | None = None, sampler: Sampler | None = None,
         limit: RateLimit | None = None, placement: str = "spread", resources: Mapping[str, float] | None = None,
-        patience_s: float = 10.0, reward_shape: tuple[int, ...] = (),
+        patience_s: float | None = None, reward_shape: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         if isinstance(observation_space, Schema):
             self.schema = observation_space
@@ -117,8 +119,17 @@ class ReplayMemory:
         self._metrics = Gauges("learner", memory=self._name)
         place = None if url is None else checkpoint.normalized_url(url)
         self._fleet = Fleet(self._name, self._words, shards.rows, self.sampler, seed, place, settings)
-        stay_rows = max(1, shards.rows // _STAYS) if isinstance(self.sampler, ComposedSampler) else 0
-        self._address = Address(self._words, self._name, place is not None, prefer, patience_s, limit, stay_rows)
+        patience_s = settings.asking_s
+        self._address = Address(
+            self._words,
+            self._name,
+            place is not None,
+            prefer,
+            patience_s,
+            settings.writing_s,
+            limit,
+            max(1, shards.rows // _STAYS) if isinstance(self.sampler, ComposedSampler) else 0,
+        )
         self._cluster = Cluster(self._address.roster(), patience_s)
         self._writer = Writer(self._address, self.num_envs)
         self._drawing = Drawing(
@@ -131,9 +142,12 @@ class ReplayMemory:
         self._cluster.refresh()
 
     def add_shard(self) -> int:
-        """Start one more shard and return its number; new segments go there, too."""
+        """Start one more shard and return its number; new segments go there, too.
+
+        Where there is no room for it, `ShardError` says so, and the memory is as before.
+        """
         self._open()
-        return self._fleet.start()
+        return self._fleet.grow()
 
     def drain_shard(self, number: int) -> None:
         """Move what a shard holds to the others, and end it; draws and writers go on meanwhile.
@@ -304,20 +318,22 @@ class ReplayMemory:
         cls, url: str | os.PathLike[str], device: str | None = None, sampler: Sampler | None = None,
         *,
         durability: str = "memory", journal_url: str | os.PathLike[str] | None = None, on_shard_loss: str = "degrade",
-        prefer: str = "balanced", limit: RateLimit | None = None, patience_s: float = 10.0, shards: int = 8,
+        prefer: str = "balanced", limit: RateLimit | None = None, patience_s: float | None = None,
+        shards: int | None = None,
     ) -> Self:  # fmt: skip
         """Load the newest checkpoint that is whole; draws go on where they were.
 
-        A memory over shards is loaded on as many shards as it was saved from. Of a local memory, every transition is
-        added again, under a new id, and samplers start again.
+        On as many shards as it was saved from, a memory goes on as it was. On another number of shards, and from a
+        local memory's checkpoint, every transition is added again, under a new id, and samplers start again.
 
         Args:
             sampler: None: one with the settings of the saved memory's.
-            shards: Actors for a local memory's transitions.
+            shards: Actors; None: as many as saved it, or 8 for a local memory's transitions.
             journal_url: Where journals are kept from now on, for `durability="segment"`. Transitions that they hold
                 already go before the checkpoint's.
         """
-        require_count("shards", shards, 1)
+        if shards is not None:
+            require_count("shards", shards, 1)
         settings: dict[str, Any] = {
             "durability": durability, "url": journal_url, "on_shard_loss": on_shard_loss, "prefer": prefer,
             "device": device, "patience_s": patience_s, "limit": limit,
@@ -329,20 +345,22 @@ class ReplayMemory:
     @classmethod
     def _loaded(
         cls, manifest: checkpoint.Manifest, reader: checkpoint.CheckpointReader, settings: Mapping[str, Any],
-        sampler: Sampler | None, shards: int,
+        sampler: Sampler | None, shards: int | None,
     ) -> Self:  # fmt: skip
         state, schema = checkpoint.restored_state(manifest, reader), schema_of(manifest.schema)
-        sampler = sampler_to_resume(sampler, state["sampler"], goes_on=bool(manifest.shards))
-        rows = -(-manifest.capacity_ticks * schema.num_envs // shards) + _SPARE_ROWS
-        places: dict[int, tuple[str, int] | None] = dict.fromkeys(range(shards))
-        if manifest.shards:
+        count = len(manifest.shards) or _LOCAL_ON if shards is None else shards
+        goes_on = count == len(manifest.shards)
+        sampler = sampler_to_resume(sampler, state["sampler"], goes_on=goes_on)
+        rows = -(-manifest.capacity_ticks * schema.num_envs // count) + _SPARE_ROWS
+        places: dict[int, tuple[str, int] | None] = dict.fromkeys(range(count))
+        if goes_on:
             rows = int(state["shard_rows"])
             places = {
                 int(shard.folder[-5:]): (f"{reader.url}/{shard.folder}", shard.number) for shard in manifest.shards
             }
         saved = SavedShards(rows, restored_generator(state["generator"]), places)
         memory = cls(schema, None, shards=saved, sampler=sampler, **settings)
-        if not manifest.shards:
+        if not goes_on:
             try:
                 copy_transitions(reader.url, Writer(replace(memory._address, limit=None), schema.num_envs))
             except BaseException:
@@ -357,10 +375,13 @@ class ReplayMemory:
                 return
             self._closed = True
             try:
-                self._savers.close()
+                self._writer.close(flush=self._address.survives)  # what is lost with the shards is not sent to them
             finally:
-                self._fleet.end(has_saved=self._has_saved)
-                self._deliverer.assembler.close()
+                try:
+                    self._savers.close()
+                finally:
+                    self._fleet.end(has_saved=self._has_saved)
+                    self._deliverer.assembler.close()
 
     def __enter__(self) -> Self:
         return self
@@ -409,5 +430,7 @@ class ReplayMemory:
         if limit is None:
             return
         limit.require("batch", count)
+        notice = WaitNotice("sample")
         while not self._cluster.ask_roster("take_samples", count):
+            notice.give(lambda: self._cluster.ask_roster("limiter"))
             time.sleep(_ASK_AGAIN_S)

@@ -112,6 +112,7 @@ class Shard:
 
     def _insert(self, sent: protocol.SegmentHeader, payload: bytes) -> bytes:
         try:
+            self._require_journal()
             with self._lock:
                 if sent.epoch != self._epoch or sent.sequence < self._expected.get(sent.writer, 0):
                     return self._ack(sent.writer, protocol.AckKind.EXPECTED_ANOTHER)
@@ -146,11 +147,23 @@ class Shard:
     @ray.method(concurrency_group="insert")
     def expect(self, writer: bytes) -> bytes:
         """Say which segment of a writer is the next: all before it can be drawn, and are durable if any are."""
+        self._require_journal()
         with self._changed:
             # The writer forgets what was accepted, so nothing counts as accepted that could still be lost.
             if not self._changed.wait_for(lambda: not self._staged[writer], _SETTLED_S):
                 raise ShardError(f"shard {self._number} waits for its disk; ask again")
-            return self._ack(writer, protocol.AckKind.EXPECTED_ANOTHER)
+            is_closed = self._is_closed.is_set()
+            return self._ack(writer, protocol.AckKind.CLOSED if is_closed else protocol.AckKind.EXPECTED_ANOTHER)
+
+    @ray.method(concurrency_group="control")
+    def trouble(self) -> str:
+        """Say why segments are not acknowledged, if there is a reason."""
+        return "" if self._committer is None else self._committer.trouble
+
+    def _require_journal(self) -> None:
+        """Refuse what a shard must not do any more whose journal another one has."""
+        if self._committer is not None and self._committer.fenced is not None:
+            raise self._committer.fenced
 
     @ray.method(concurrency_group="control")
     def learn(self, record: bytes) -> None:
@@ -172,6 +185,7 @@ class Shard:
     def sample(self, order: bytes, counts: list[tuple[int, int]]) -> Payload:
         """Draw rows of some batches, see `ShardData.draw`; of an empty shard, return the counters alone."""
         with self._metrics.timed("sample"):
+            self._require_journal()
             with self._call_queue.taken(self._required(order)), self._lock:
                 counters = self._counters()
                 if counters.mass == 0:

@@ -9,7 +9,6 @@ until it does; nothing else waits for it.
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any, Literal, Self
 import ray
 from ray.util import metrics
 
-from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, is_newer
+from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, client_name, is_newer
 from holdall.errors import ShardError
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 from holdall.report import FieldReport
@@ -224,7 +223,7 @@ class _Member:
 
     handle: Any
     counters: ShardCounters | None = None
-    client: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    client: bytes = field(default_factory=client_name)
     calls: int = 0
     lost: bool = False
     probe: Any = None  # a question to a shard that was lost, or not heard of for a while
@@ -246,7 +245,7 @@ class _Member:
 
     def begin_again(self) -> None:
         """Number calls from 0 on, under another name."""
-        self.client, self.calls = secrets.token_bytes(16), 0
+        self.client, self.calls = client_name(), 0
 
 
 class Cluster:
