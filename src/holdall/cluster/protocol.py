@@ -134,13 +134,14 @@ class CallOrderError(ShardError):
 class CallOrder(Packed):
     """One call's place in its client's order; it travels as one argument, as every one of a call takes Ray time."""
 
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sqqq")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sqqqq")
     REFUSED: ClassVar[str] = "no call's order; nothing is done"
 
     client: bytes  # 16, see `client_name`
     epoch: int  # of the shard, as the client knows it
     number: int
-    learner: int = 0  # whose generator draws; 0: the shard's own
+    learner: int = 0  # seeds the generator that draws; 0: the shard's own draws
+    handle: int = 0  # whose generator it is
 
     @property
     def is_near(self) -> bool:

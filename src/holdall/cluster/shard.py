@@ -68,7 +68,7 @@ class Shard:
         self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
         self._staged: Counter[bytes] = Counter()  # segments of every writer that are not durable yet
         self._is_closed = threading.Event()
-        self._generators: dict[int, np.random.Generator] = {}  # of learners
+        self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
         self._changes = 0
         self._saves = 0
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
@@ -195,16 +195,16 @@ class Shard:
                 counters = self._counters()
                 if counters.mass == 0:
                     return counters.packed()
-                drawn = self._data.draw(counts, self._generator_of(required.learner))
+                drawn = self._data.draw(counts, self._generator_of(required))
                 found = self._data.found(drawn)
             return self._data.answer(counters, drawn, *found)
 
-    def _generator_of(self, learner: int) -> np.random.Generator:
-        """Return what rows are drawn with for a learner."""
-        if learner == 0:
+    def _generator_of(self, call: protocol.CallOrder) -> np.random.Generator:
+        """Return what rows are drawn with for a handle; the one whose memory this is draws with the shard's own."""
+        if call.learner == 0:
             return self._data.generator
-        found = self._generators.pop(learner, None) or generator_of([learner, self._number, self._epoch])
-        self._generators[learner] = found
+        known = self._generators.pop(call.handle, None)
+        found = self._generators[call.handle] = known or generator_of([call.learner, self._number, self._epoch])
         if len(self._generators) > _MOST_LEARNERS:
             del self._generators[next(iter(self._generators))]
         return found

@@ -9,6 +9,7 @@ until it does; nothing else waits for it.
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -253,7 +254,7 @@ class Cluster:
 
     def __init__(self, roster: Any, patience_s: float, learner: int = 0) -> None:
         self._roster = roster
-        self._learner = learner
+        self._learner, self._handle = learner, secrets.randbits(63)
         self._patience_s = patience_s
         self._members: dict[int, _Member] = {}
         self._lock = threading.RLock()
@@ -267,7 +268,7 @@ class Cluster:
         with self._lock:
             member = self._members[shard]
             epoch = -1 if member.counters is None else member.counters.epoch
-            calls = CallOrder(member.client, epoch, member.calls, self._learner)
+            calls = CallOrder(member.client, epoch, member.calls, self._learner, self._handle)
             member.calls += 1
             return getattr(member.handle, method).remote(calls.packed(), *arguments)
 
