@@ -299,7 +299,7 @@ class Fleet:
 
     def end(self, *, has_saved: bool = False) -> None:
         """End all actors, once they have let go of the places that they saved to."""
-        if has_saved:
+        if has_saved or self._has_journals:
             ending = [actor.end_saves.remote() for actor in self.actors.values()]
             ray.wait(ending, num_returns=len(ending), timeout=self._patience_s)
         for actor in (*self.actors.values(), self.roster):

@@ -69,7 +69,7 @@ class Shard:
         self._staged: Counter[bytes] = Counter()  # segments of every writer that are not durable yet
         self._is_closed = threading.Event()
         self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
-        self._changes = 0
+        self._changes = self._written_changes = 0  # the latter when priorities were last written
         self._saves = 0
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._committer: Committer | None = None
@@ -97,8 +97,16 @@ class Shard:
                 self._data.write_loaded(journal, name, written)
         self._data.raise_highest(highest)
         if url is not None:
-            self._committer = Committer(journal, self._data.store.next_tick, self._apply)
+            self._committer = Committer(journal, self._data.store.next_tick, self._apply, self._changed_priorities)
         self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": self._process.anonymous_bytes()})
+
+    def _changed_priorities(self) -> dict[str, Any] | None:
+        """Return the sampler's state for the journal, if it has changed since the last time."""
+        with self._lock:
+            if self._changes == self._written_changes:
+                return None
+            self._written_changes = self._changes
+            return self._data.priorities()
 
     def _take_over(self, journal: Journal) -> None:
         """Go on with all that the journal holds."""
@@ -320,8 +328,10 @@ class Shard:
 
     @ray.method(concurrency_group="control")
     def end_saves(self) -> None:
-        """Wait for checkpoints that are under way, and let others write there."""
+        """Wait for checkpoints that are under way, and let others write there; make priorities durable."""
         self._data.end_saves()
+        if self._committer is not None and self._committer.fenced is None:
+            self._committer.write_priorities()
 
     @ray.method(concurrency_group="control")
     def counters(self) -> bytes:

@@ -140,6 +140,22 @@ class ShardData:
         self.store.forget_before(move.first_row if move is not None and is_other else journal.hidden_before)
         self.dictionaries = dict(journal.dictionaries)
         self.inserted = self.store.next_tick
+        self._resume_priorities(journal)
+
+    def _resume_priorities(self, journal: Journal) -> None:
+        """Go on with the priorities that the journal has, if they were made with the same settings."""
+        saved, by = journal.priorities, self._by
+        if saved is not None and isinstance(by, Prioritized) and [by.alpha, by.floor] == saved["settings"]:
+            by.restore(saved)
+            by.resize(self.capacity, self.store.first_tick)
+
+    def priorities(self) -> dict[str, Any] | None:
+        """Return all that `replay` needs of a sampler with priorities; None of one without."""
+        by = self._by
+        if not isinstance(by, Prioritized) or self.store.next_tick == self.store.first_tick:
+            return None
+        by.mass(self._startable())  # so that what is new has a priority
+        return by.state() | {"settings": [by.alpha, by.floor]}
 
     def load(self, checkpoint: Restored) -> None:
         """Hold what was saved, all of it in memory, and draw on from there."""
