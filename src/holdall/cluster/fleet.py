@@ -152,11 +152,12 @@ class Fleet:
         words: The memory's schema, as plain words.
         shard_rows: Most rows of a shard.
         url: Where journals are kept; None: nowhere.
+        shards: How many it begins with.
     """
 
     def __init__(
         self, name: str, words: dict[str, Any], shard_rows: int, sampler: Sampler, seed: int | None, url: str | None,
-        settings: ClusterSettings,
+        settings: ClusterSettings, shards: int,
     ) -> None:  # fmt: skip
         self.shard_rows = shard_rows
         remote: Any = ray.remote
@@ -169,7 +170,10 @@ class Fleet:
         self._reserved = settings.reserved
         self.actors: dict[int, Any] = {}
         self._next = 0
-        self._made_with = (words, shard_rows, for_shards(sampler), seed, name, url)
+        nodes: Any = ray.nodes  # it has no types
+        machines = sum(bool(node["Alive"]) for node in nodes()) if settings.placement == "spread" else 1
+        neighbours = -(-shards // max(1, machines))
+        self._made_with = (words, shard_rows, for_shards(sampler), seed, name, url, neighbours)
         self._patience_s = settings.asking_s
         self._has_journals = url is not None
         self._lock = threading.RLock()

@@ -118,7 +118,9 @@ class ReplayMemory:
         self._name = f"holdall-{secrets.token_hex(8)}"
         self._metrics = Gauges("learner", memory=self._name)
         place = None if url is None else checkpoint.normalized_url(url)
-        self._fleet = Fleet(self._name, self._words, shards.rows, self.sampler, seed, place, settings)
+        self._fleet = Fleet(
+            self._name, self._words, shards.rows, self.sampler, seed, place, settings, len(shards.places)
+        )
         patience_s = settings.asking_s
         self._address = Address(
             self._words,
