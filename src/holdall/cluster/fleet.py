@@ -12,11 +12,12 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
+from holdall.cluster.handle import MemoryTerms
 from holdall.cluster.protocol import MOST_SHARDS, Ack, dictionary_of
 from holdall.cluster.roster import NAMESPACE, RateLimit, Roster
 from holdall.cluster.shard import GROUPS, Shard
@@ -148,22 +149,22 @@ class Fleet:
     """The actors of one memory.
 
     Args:
-        name: Of the memory, under which its roster is found.
-        words: The memory's schema, as plain words.
-        shard_rows: Most rows of a shard.
+        terms: Of the memory.
         url: Where journals are kept; None: nowhere.
         shards: How many it begins with.
     """
 
     def __init__(
-        self, name: str, words: dict[str, Any], shard_rows: int, sampler: Sampler, seed: int | None, url: str | None,
-        settings: ClusterSettings, shards: int,
+        self, terms: MemoryTerms, seed: int | None, url: str | None, settings: ClusterSettings, shards: int
     ) -> None:  # fmt: skip
-        self.shard_rows = shard_rows
+        name, sampler = terms.address.name, for_shards(terms.sampler)
         remote: Any = ray.remote
         found_by = {"name": name, "namespace": NAMESPACE, "max_concurrency": _TALKS}
         roster = remote(num_cpus=0, max_restarts=-1)(Roster).options(**found_by)
-        self.roster = roster.remote(name, settings.limit, url is not None)
+        try:
+            self.roster = roster.remote(name, settings.limit, url is not None, replace(terms, sampler=sampler))
+        except ValueError as error:
+            raise ArgumentError(f"name ({name!r}) is that of another memory of this cluster; choose another") from error
         # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
         shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(Shard)
         self._shard = shard.options(**settings.options)
@@ -173,7 +174,7 @@ class Fleet:
         nodes: Any = ray.nodes  # it has no types
         machines = sum(bool(node["Alive"]) for node in nodes()) if settings.placement == "spread" else 1
         neighbours = -(-shards // max(1, machines))
-        self._made_with = (words, shard_rows, for_shards(sampler), seed, name, url, neighbours)
+        self._made_with = (terms.address.words, terms.shard_rows, sampler, seed, name, url, neighbours)
         self._patience_s = settings.asking_s
         self._has_journals = url is not None
         self._lock = threading.RLock()

@@ -332,16 +332,20 @@ _MOST_UNDER_WAY = 16
 
 
 class Priorities:
-    """Sends shards the priorities of their rows."""
+    """Sends shards the priorities of their rows, and has all of them know the highest."""
 
-    def __init__(self, cluster: Cluster, patience_s: float) -> None:
+    def __init__(self, cluster: Cluster, sampler: Sampler, patience_s: float) -> None:
         self._cluster = cluster
+        self._by = sampler.by if isinstance(sampler, ComposedSampler) else sampler
         self._patience_s = patience_s
         self._under_way: deque[tuple[int, Any]] = deque()
         self._lock = threading.Lock()
 
     def send(self, wanted: Ids, priorities: Array) -> None:
-        """Send priorities on their way; rows of shards that do not answer are passed over."""
+        """Send priorities on their way; rows of shards that do not answer are passed over.
+
+        If one of them is the highest so far, it waits until all shards know it: what is added from then on gets it.
+        """
         shards = shards_of(wanted)
         reachable = set(self._cluster.numbers) - set(self._cluster.lost)
         for shard in np.unique(shards).tolist():
@@ -350,7 +354,27 @@ class Priorities:
                 sent = (rows_of(wanted[rows]).tobytes(), priorities[rows].tobytes(), priorities.dtype.str)
                 with self._lock:
                     self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
-        self.hear()
+        if not isinstance(self._by, Prioritized) or not priorities.size:
+            return
+        known = max(self._cluster.highest.values(), default=0.0)
+        rises = self._by.scale(priorities).max() > known
+        self.hear(all_of_them=bool(rises))
+        self.level()
+
+    def level(self) -> None:
+        """Have every shard know the highest priority that any of them knows."""
+        known = self._cluster.highest
+        top = max(known.values(), default=0.0)
+        behind = [shard for shard, highest in known.items() if highest < top]
+        if not behind:
+            return
+        self._cluster.ask_roster("raise_highest", top)  # first, for shards that are being started
+        asked = {shard: self._cluster.handle(shard).raise_highest.remote(top) for shard in behind}
+        for shard, call in asked.items():
+            try:
+                self._cluster.note(shard, ShardCounters.of(received(call, self._patience_s)))
+            except LOSSES:
+                self._cluster.lose(shard)
 
     def hear(self, *, all_of_them: bool = False) -> None:
         """Look at what became of updates, and wait if too many are under way, or for all."""

@@ -109,7 +109,7 @@ class Packed:
 class ShardCounters(Packed):
     """One shard at one moment."""
 
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<qqqqqqqd")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<qqqqqqqdd")
     REFUSED: ClassVar[str] = "no shard's counters; nothing of them is used"
 
     epoch: int  # another one after every restart
@@ -120,6 +120,7 @@ class ShardCounters(Packed):
     changes: int  # of what is held or of priorities, since it was started
     backlog: int  # bytes that wait to be made durable
     mass: float  # what its draws are in proportion to: transitions, or the sum of scaled priorities
+    highest: float = 0.0  # scaled priority that a new row gets
 
 
 _MOST_CLIENTS = 4096
@@ -133,12 +134,14 @@ class CallOrderError(ShardError):
 class CallOrder(Packed):
     """One call's place in its client's order; it travels as one argument, as every one of a call takes Ray time."""
 
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sqq")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sqqqq")
     REFUSED: ClassVar[str] = "no call's order; nothing is done"
 
     client: bytes  # 16, see `client_name`
     epoch: int  # of the shard, as the client knows it
     number: int
+    learner: int = 0  # seeds the generator that draws; 0: the shard's own draws
+    handle: int = 0  # whose generator it is
 
     @property
     def is_near(self) -> bool:
@@ -191,7 +194,7 @@ class CallQueue:
                 self._changed.notify_all()
 
 
-_ACK = struct.Struct("<qqq64s")
+_ACK = struct.Struct("<qqq72s")
 
 
 class AckKind(IntEnum):

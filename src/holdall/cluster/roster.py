@@ -176,8 +176,11 @@ _CHOOSING_S = 60.0
 class Roster:
     """What is agreed on."""
 
-    def __init__(self, memory: str, limit: RateLimit | None, survives: bool) -> None:
+    def __init__(self, memory: str, limit: RateLimit | None, survives: bool, terms: Any = None) -> None:
         self._lock = threading.Lock()
+        self._terms = terms
+        self._learners = 0
+        self._highest = 0.0  # priority of the whole memory, as far as was said here
         self._version = 0
         self._limiter = None if limit is None else Limiter(limit)
         self._metrics = None if limit is None else Gauges("limiter", memory=memory)
@@ -193,11 +196,26 @@ class Roster:
         self._choosing: dict[str, float] = {}
         self._asked: dict[str, float] = {}  # when a grant to add or to draw was last asked for
 
-    def begin_life(self, shard: int, first: int) -> int:
-        """Count a shard's lives, from `first` on."""
+    def terms(self) -> Any:
+        """Say what handles have to know, see `MemoryTerms`."""
+        return self._terms
+
+    def enroll(self) -> int:
+        """Number the learners."""
+        with self._lock:
+            self._learners += 1
+            return self._learners
+
+    def raise_highest(self, scaled: float) -> None:
+        """Hear of a priority; a shard that is started hears of the highest."""
+        with self._lock:
+            self._highest = max(self._highest, scaled)
+
+    def begin_life(self, shard: int, first: int) -> tuple[int, float]:
+        """Count a shard's lives, from `first` on; say what the highest priority is."""
         with self._lock:
             life = self._lives[shard] = max(first, self._first_life, self._lives.get(shard, -1) + 1)
-            return life
+            return life, self._highest
 
     def admit(self, handles: dict[int, Any]) -> None:
         """Add shards to the list; all of them are passed, since the roster may have been restarted and know none."""

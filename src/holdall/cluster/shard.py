@@ -32,6 +32,7 @@ from holdall.storage import dictionary_name, segment_needs
 
 GROUPS = {"insert": 32, "sample": 4, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind."""
+_MOST_LEARNERS = 1024
 _MOST_CREDITS = 4
 _CROWDED_BYTES = 32 * 2**20
 _SETTLED_S = 5.0
@@ -68,6 +69,7 @@ class Shard:
         self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
         self._staged: Counter[bytes] = Counter()  # segments of every writer that are not durable yet
         self._is_closed = threading.Event()
+        self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
         self._changes = 0
         self._saves = 0
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
@@ -75,9 +77,10 @@ class Shard:
         self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock, neighbours)
         checkpoint = None if saved is None else _checkpoint_of(*saved)
         first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
+        roster: Any = ray.get_actor(memory, NAMESPACE)
+        self._epoch: int
+        self._epoch, highest = ray.get(roster.begin_life.remote(number, first_life))
         if url is None:
-            roster: Any = ray.get_actor(memory, NAMESPACE)
-            self._epoch: int = ray.get(roster.begin_life.remote(number, first_life))
             self._data.begin_at(protocol.first_row_of(self._epoch))
         else:
             journal = journal_of(url, number)
@@ -93,6 +96,7 @@ class Shard:
             self._data.load(checkpoint)
             if url is not None:
                 self._data.write_loaded(journal, name, written)
+        self._data.raise_highest(highest)
         if url is not None:
             self._committer = Committer(journal, self._data.store.next_tick, self._apply)
         self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": self._process.anonymous_bytes()})
@@ -187,14 +191,24 @@ class Shard:
         """Draw rows of some batches, see `ShardData.draw`; of an empty shard, return the counters alone."""
         with self._metrics.timed("sample"):
             self._require_journal()
-            called = self._required(order)
-            with self._call_queue.taken(called), self._lock:
+            required = self._required(order)
+            with self._call_queue.taken(required), self._lock:
                 counters = self._counters()
                 if counters.mass == 0:
                     return counters.packed()
-                drawn = self._data.draw(counts)
+                drawn = self._data.draw(counts, self._generator_of(required))
                 found = self._data.found(drawn)
-            return self._data.answer(counters, drawn, *found, called.is_near)
+            return self._data.answer(counters, drawn, *found, required.is_near)
+
+    def _generator_of(self, call: protocol.CallOrder) -> np.random.Generator:
+        """Return what rows are drawn with for a handle; the one whose memory this is draws with the shard's own."""
+        if call.learner == 0:
+            return self._data.generator
+        known = self._generators.pop(call.handle, None)
+        found = self._generators[call.handle] = known or generator_of([call.learner, self._number, self._epoch])
+        if len(self._generators) > _MOST_LEARNERS:
+            del self._generators[next(iter(self._generators))]
+        return found
 
     @ray.method(concurrency_group="sample")
     def gather(self, rows: bytes) -> Payload:
@@ -213,6 +227,14 @@ class Shard:
         with self._call_queue.taken(self._required(order)), self._lock:
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             sampler.update_priorities(self._data.held(), wanted, numbers)
+            self._changes += 1
+            return self._counters().packed()
+
+    @ray.method(concurrency_group="control")
+    def raise_highest(self, scaled: float) -> bytes:
+        """Hear of the highest priority of all shards: new rows get it."""
+        with self._lock:
+            self._data.raise_highest(scaled)
             self._changes += 1
             return self._counters().packed()
 
@@ -367,7 +389,8 @@ class Shard:
         data, store = self._data, self._data.store
         backlog = 0 if self._committer is None else self._committer.backlog
         rows = (store.first_tick, store.next_tick, store.transitions)
-        return protocol.ShardCounters(self._epoch, *rows, data.inserted, self._changes, backlog, data.mass())
+        mass, highest = data.mass(), data.highest  # in this order: what is new gets its priority with the first
+        return protocol.ShardCounters(self._epoch, *rows, data.inserted, self._changes, backlog, mass, highest)
 
 
 def _checkpoint_of(url: str, number: int) -> Restored:

@@ -255,6 +255,16 @@ class ShardData:
             return self._by.mass(startable)
         return float(self.store.transitions) if startable.only is None else self._starts.mass(startable)
 
+    @property
+    def highest(self) -> float:
+        """The scaled priority of a new row; 0 where there are none."""
+        return self._by.highest if isinstance(self._by, Prioritized) else 0.0
+
+    def raise_highest(self, scaled: float) -> None:
+        """Give the rows that come from now on no lower priority than this one."""
+        if isinstance(self._by, Prioritized):
+            self._by.raise_highest(self._startable(), scaled)
+
     def held(self) -> Held:
         """Describe the rows that can be drawn."""
         if self._order is not None:

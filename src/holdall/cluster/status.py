@@ -9,6 +9,7 @@ until it does; nothing else waits for it.
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -251,8 +252,9 @@ class _Member:
 class Cluster:
     """All shards of a memory."""
 
-    def __init__(self, roster: Any, patience_s: float) -> None:
+    def __init__(self, roster: Any, patience_s: float, learner: int = 0) -> None:
         self._roster = roster
+        self._learner, self._handle = learner, secrets.randbits(63)
         self._patience_s = patience_s
         self._members: dict[int, _Member] = {}
         self._lock = threading.RLock()
@@ -266,7 +268,7 @@ class Cluster:
         with self._lock:
             member = self._members[shard]
             epoch = -1 if member.counters is None else member.counters.epoch
-            calls = CallOrder(member.client, epoch, member.calls)
+            calls = CallOrder(member.client, epoch, member.calls, self._learner, self._handle)
             member.calls += 1
             return getattr(member.handle, method).remote(calls.packed(), *arguments)
 
@@ -276,6 +278,25 @@ class Cluster:
             return ray.get(getattr(self._roster, method).remote(*arguments), timeout=self._patience_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return None
+
+    def tell_restarted_roster(self) -> None:
+        """Say to a roster that was restarted which shards there are: it knows none."""
+        if self.roster_was_lost:
+            self.roster_was_lost = False
+            self._roster.admit.remote(self.handles)
+
+    @property
+    def handles(self) -> dict[int, Any]:
+        """The actors of all shards, by number."""
+        with self._lock:
+            return {number: member.handle for number, member in sorted(self._members.items())}
+
+    @property
+    def highest(self) -> dict[int, float]:
+        """The highest scaled priority that each shard knows of, of those that answer."""
+        with self._lock:
+            members = self._members.items()
+            return {n: m.counters.highest for n, m in members if m.counters is not None and not m.lost}
 
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""

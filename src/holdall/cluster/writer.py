@@ -56,10 +56,15 @@ class Address:
 
     def roster(self) -> Any:
         """Find the roster."""
+        return self.roster_of(self.name)
+
+    @staticmethod
+    def roster_of(name: str) -> Any:
+        """Find the roster of a memory."""
         try:
-            return ray.get_actor(self.name, NAMESPACE)
+            return ray.get_actor(name, NAMESPACE)
         except ValueError as error:
-            raise ShardError(f"the memory {self.name} is not there; was it closed?") from error
+            raise ShardError(f"the memory {name} is not there; was it closed?") from error
 
 
 class Home:
