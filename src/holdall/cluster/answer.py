@@ -63,6 +63,12 @@ class FoundField:
     log: storage.Log  # slice numbers, each among the slices of its row's form
     forms: tuple[SliceForm, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slices, as they are sent."""
+        found = [form.slices.data if isinstance(form.slices, storage.Coded) else form.slices for form in self.forms]
+        return sum(np.asarray(slices).nbytes for slices in found)
+
 
 NOBODY = np.empty(0, np.int32)
 
@@ -134,8 +140,12 @@ class Answer:
         return Answer(self.counters, draw, self.scaled[first:end], columns, fields)
 
 
-def pack_answer(answer: Answer) -> Payload:
-    """Return an answer as a record, and the arrays of decoded slices beside it."""
+def pack_answer(answer: Answer, is_near: bool = False) -> Payload:
+    """Return an answer as a record, and the arrays of decoded slices beside it.
+
+    Args:
+        is_near: Whether it stays on this machine, and arrays in shared memory need no checksum.
+    """
     draw = answer.draw
     arrays = [draw.rows, answer.scaled, *(answer.columns[name] for name in sorted(answer.columns))]
     beside: list[Bytes] = []
@@ -151,7 +161,7 @@ def pack_answer(answer: Answer) -> Payload:
                 forms.append([form.words, len(slices.offsets), slices.palette.size, data.size])
             else:
                 beside.append(slices)
-                forms.append([slices.size, f"{xxhash.xxh3_64_intdigest(slices.data):016x}"])
+                forms.append([slices.size, "" if is_near else f"{xxhash.xxh3_64_intdigest(slices.data):016x}"])
         fields.append({"leaf": i, "log": [field.log.itemsize, field.log.size], "forms": forms})
     reward = dtype_name(answer.columns["reward.0"].dtype)
     head: dict[str, Any] = {"rows": len(draw.rows), "reward": reward, "fields": fields}
@@ -255,7 +265,7 @@ def _plain(array: Any, nbytes: int, digest: str) -> Bytes:
     """Check decoded slices that were received."""
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.shape != (nbytes,):
         raise DamageError("an answer lacks slices that it names; nothing of it is used")
-    if f"{xxhash.xxh3_64_intdigest(array.data):016x}" != digest:
+    if digest and f"{xxhash.xxh3_64_intdigest(array.data):016x}" != digest:
         raise DamageError("the slices beside an answer are damaged; nothing of it is used")
     return array
 

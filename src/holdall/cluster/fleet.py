@@ -151,10 +151,11 @@ class Fleet:
     Args:
         terms: Of the memory.
         url: Where journals are kept; None: nowhere.
+        shards: How many it begins with.
     """
 
     def __init__(
-        self, terms: MemoryTerms, seed: int | None, url: str | None, settings: ClusterSettings
+        self, terms: MemoryTerms, seed: int | None, url: str | None, settings: ClusterSettings, shards: int
     ) -> None:  # fmt: skip
         name, sampler = terms.address.name, for_shards(terms.sampler)
         remote: Any = ray.remote
@@ -170,7 +171,10 @@ class Fleet:
         self._reserved = settings.reserved
         self.actors: dict[int, Any] = {}
         self._next = 0
-        self._made_with = (terms.address.words, terms.shard_rows, sampler, seed, name, url)
+        nodes: Any = ray.nodes  # it has no types
+        machines = sum(bool(node["Alive"]) for node in nodes()) if settings.placement == "spread" else 1
+        neighbours = -(-shards // max(1, machines))
+        self._made_with = (terms.address.words, terms.shard_rows, sampler, seed, name, url, neighbours)
         self._patience_s = settings.asking_s
         self._has_journals = url is not None
         self._lock = threading.RLock()

@@ -105,7 +105,7 @@ class ReplayMemory(MemoryHandle):
             max(1, shards.rows // _STAYS) if isinstance(sampler, ComposedSampler) else 0,
         )  # fmt: skip
         terms = MemoryTerms(address, sampler, on_shard_loss, shards.rows)
-        self._fleet = Fleet(terms, seed, place, settings)
+        self._fleet = Fleet(terms, seed, place, settings, len(shards.places))
         super().__init__(terms, shards.generator, device)
         self._savers = checkpoint.Savers(chosen_kernels().coder)
         self._has_saved = False

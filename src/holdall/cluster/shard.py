@@ -50,12 +50,13 @@ class Shard:
         capacity: Most rows held.
         memory: The name of the memory's roster. A handle in its place could not be found again after a restart.
         url: Where the journal is kept; None: nowhere, and what the shard held is lost with it.
+        neighbours: Shards on a machine, this one counted.
         saved: The place and number of a checkpoint of this shard that it begins with.
     """
 
     def __init__(
         self, number: int, words: dict[str, Any], capacity: int, sampler: Sampler, seed: int | None, memory: str,
-        url: str | None = None, saved: tuple[str, int] | None = None,
+        url: str | None = None, neighbours: int = 1, saved: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
         self._number = number
         self._memory = memory
@@ -73,7 +74,7 @@ class Shard:
         self._saves = 0
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._committer: Committer | None = None
-        self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock)
+        self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock, neighbours)
         checkpoint = None if saved is None else _checkpoint_of(*saved)
         first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
         roster: Any = ray.get_actor(memory, NAMESPACE)
@@ -205,7 +206,7 @@ class Shard:
                     return counters.packed()
                 drawn = self._data.draw(counts, self._generator_of(required))
                 found = self._data.found(drawn)
-            return self._data.answer(counters, drawn, *found)
+            return self._data.answer(counters, drawn, *found, required.is_near)
 
     def _generator_of(self, call: protocol.CallOrder) -> np.random.Generator:
         """Return what rows are drawn with for a handle; the one whose memory this is draws with the shard's own."""
