@@ -29,7 +29,9 @@ def camera_frames() -> NDArray[np.uint8]:
     """Return frames that compress about as well as those of a camera: smooth areas, and noise in the lowest bits."""
     draw = np.random.default_rng(0)
     areas = draw.integers(0, 256, (MADE, 1, 3, 12, 12), np.uint8).repeat(7, 3).repeat(7, 4)
-    return areas ^ draw.integers(0, 4, areas.shape, np.uint8)
+    noise: NDArray[np.uint8] = draw.integers(0, 4, areas.shape, np.uint8)
+    np.bitwise_xor(areas, noise, out=noise)
+    return noise
 
 
 def stamp(frame: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:

@@ -206,7 +206,7 @@ class Sealer:
     def wait_for_room(self) -> None:
         """Wait while too many blocks are queued, or for all if memory is short; not under the memory's lock."""
         grown, self.grown_bytes = self.grown_bytes, 0
-        if grown and any([is_short(grown) for is_short in tuple(GROWTH_CHECKS)]):  # every guard is asked
+        if grown and any(is_short(grown) for is_short in tuple(GROWTH_CHECKS)):
             self.drain()
         elif self.is_crowded:
             self._wait_until(lambda: not self.is_crowded)

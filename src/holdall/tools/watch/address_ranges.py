@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Self
 
@@ -111,7 +111,7 @@ def named_mappings(found: list[Mapping]) -> Iterator[tuple[Mapping, str, str]]:
 def heap_ranges(found: list[Mapping]) -> list[tuple[int, int]]:
     """Return the ranges of the C library's heap: the first one, and the arenas that threads were given."""
     ranges = [(one.start, one.end) for one in found if one.name == "[heap]"]
-    for here, above in zip(found, [*found[1:], None], strict=True):
+    for here, above in zip_longest(found, found[1:]):
         if not is_nameless(here) or not here.permissions.startswith("rw-p"):
             continue
         if above is not None and above.start == here.end and above.permissions.startswith("---"):

@@ -1,16 +1,27 @@
-"""What the allocators of this process report: the C library's heap and Python's own arenas.
+"""What the allocators of this process report: the C library's heap, Python's own arenas, and lines that allocate.
 
-In:  nothing; called in the watched process.  Out: bytes in live objects, and bytes kept for later ones.
-Both are read through functions that the libraries export. Where there are none (musl, macOS, Windows, other Pythons),
-the answer is None, and a watch uses the kernel's figures alone.
+In:  nothing; called in the watched process.  Out: bytes in live objects, bytes kept for later ones, and after a trace
+of some seconds the lines of the program whose objects stay.
+Heaps are read through functions that the libraries export. Where there are none (musl, macOS, Windows, other Pythons),
+the answer is None, and a watch uses the kernel's figures alone. Lines are found with Python's `tracemalloc`, which
+slows the program down until the trace ends (docs/watch.md has the figures). Torch reports no memory of tensors to it,
+so for these a line is found by their Python objects.
 """
 
 from __future__ import annotations
 
 import ctypes
+import linecache
 import re
+import sysconfig
+import threading
+import tracemalloc
+from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import holdall
 
 _IN_USE = re.compile(rb"# bytes in allocated blocks\s*=\s*([\d,]+)")
 _ARENAS = re.compile(rb"\d+ arenas \* \d+ bytes/arena\s*=\s*([\d,]+)")
@@ -30,6 +41,17 @@ class PythonObjects(NamedTuple):
 
     taken: int
     in_use: int
+
+
+class GrowingLine(NamedTuple):
+    """A line of the program whose objects stay, by a trace of some seconds."""
+
+    file: str
+    number: int
+    code: str
+    nbytes: int  # that stayed
+    blocks: int
+    seconds: float
 
 
 class _MallInfo(ctypes.Structure):
@@ -122,3 +144,61 @@ def _pymalloc() -> tuple[Any, Any, Any, Any] | None:
 
 def _parsed_number(digits: bytes) -> int:
     return int(digits.replace(b",", b""))
+
+
+LEG_S = 2.0
+"""A trace has three legs of this length. What grows in the second and in the third stays."""
+_FRAMES = 12
+_MOST_LINES = 5
+_OWN = str(Path(holdall.__file__).parent)
+_LIBRARIES = ("<", *dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+_Line = tuple[str, int]
+
+
+def trace_growth(ended: threading.Event, leg_s: float = LEG_S) -> tuple[GrowingLine, ...]:
+    """Trace what this process allocates for three legs, or until `ended` is set; return the lines that grow.
+
+    A trace that the user started goes on as it was.
+    """
+    is_own = not tracemalloc.is_tracing()
+    if is_own:
+        tracemalloc.start(_FRAMES)
+    try:
+        held: list[tuple[Counter[_Line], Counter[_Line]]] = []
+        while len(held) < 3 and not ended.wait(leg_s):
+            held.append(_by_line(tracemalloc.take_snapshot()))
+    finally:
+        if is_own:
+            tracemalloc.stop()
+    if len(held) < 3:
+        return ()
+    (first, first_count), (middle, _), (last, last_count) = held
+    grown = {line: last[line] - first[line] for line in last if last[line] > middle[line] > first[line]}
+    return tuple(
+        GrowingLine(file, number, linecache.getline(file, number).strip()[:120], grown[file, number],
+                    max(last_count[file, number] - first_count[file, number], 0), 2 * leg_s)
+        for file, number in sorted(grown, key=lambda line: -grown[line])[:_MOST_LINES]
+    )  # fmt: skip
+
+
+def _by_line(snapshot: tracemalloc.Snapshot) -> tuple[Counter[_Line], Counter[_Line]]:
+    """Return bytes and blocks by the newest line of the user's own code; blocks of holdall's memories are left out."""
+    sizes: Counter[_Line] = Counter()
+    counts: Counter[_Line] = Counter()
+    known: dict[tracemalloc.Traceback, _Line | None] = {}
+    for trace in snapshot.traces:
+        where = trace.traceback
+        if where not in known:
+            known[where] = _line_of(where)
+        if (line := known[where]) is not None:
+            sizes[line] += trace.size
+            counts[line] += 1
+    return sizes, counts
+
+
+def _line_of(traceback: tracemalloc.Traceback) -> _Line | None:
+    frames = [(frame.filename, frame.lineno) for frame in reversed(traceback)]
+    if any(file.startswith(_OWN) for file, _ in frames):
+        return None
+    return next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), frames[0])

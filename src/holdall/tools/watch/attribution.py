@@ -31,6 +31,7 @@ class _Sum:
     resident: int = 0
     allocated: int = 0
     fill: float | None = None
+    grows: bool = False
 
 
 class _Sums:
@@ -39,15 +40,19 @@ class _Sums:
     def __init__(self) -> None:
         self.by_name: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
 
-    def add(self, group: str, name: str, resident: int, allocated: int, fill: float | None = None) -> None:
+    def add(self, group: str, name: str, resident: int, allocated: int, region: Region | None = None) -> None:
         part = self.by_name[group, name]
         part.resident += resident
         part.allocated += allocated
-        part.fill = fill if part.fill is None else part.fill
+        if region is not None:
+            part.fill = region.fill if part.fill is None else part.fill
+            part.grows = part.grows or region.grows
 
     def parts(self) -> list[AttributedPart]:
         order = {group: position for position, group in enumerate(GROUPS)}
-        found = [AttributedPart(*key, one.resident, one.allocated, one.fill) for key, one in self.by_name.items()]
+        found = [
+            AttributedPart(*key, one.resident, one.allocated, one.fill, one.grows) for key, one in self.by_name.items()
+        ]
         return sorted(found, key=lambda part: (order[part.group], -part.resident, part.name))
 
 
@@ -64,6 +69,8 @@ class _Claim:
 def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPart]:
     """Read a process and return where its memory is."""
     found = mappings(pid)
+    if not found:  # its memory is gone, and its exit code waits to be read
+        raise ProcessLookupError(pid)
     sums = _Sums()
     named = list(ranges.named_mappings(found))
     for mapping, group, name in named:
@@ -159,7 +166,7 @@ def _assign_resident(
         if any(one.kind == _HEAP and one.start <= claim.start < one.end for one in outer):
             in_heap += touched
         if region is not None:
-            sums.add(region.group, region.name, touched, claim.end - claim.start, region.fill)
+            sums.add(region.group, region.name, touched, claim.end - claim.start, region)
     for claim in outer:
         touched = _touched(mapping, claim, pages, is_alone=not inner and len(outer) == 1)
         touched = min(max(touched - (in_heap if claim.kind == _HEAP else 0), 0), left)
