@@ -148,7 +148,8 @@ def _parsed_number(digits: bytes) -> int:
 
 LEG_S = 2.0
 """A trace has three legs of this length. What grows in the second and in the third stays."""
-_FRAMES = 12
+_CALLERS = 12
+"""Frames that are kept of every block where a library allocates: each of them costs time."""
 _MOST_LINES = 5
 _OWN = str(Path(holdall.__file__).parent)
 _LIBRARIES = ("<", *dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
@@ -159,46 +160,62 @@ _Line = tuple[str, int]
 def trace_growth(ended: threading.Event, leg_s: float = LEG_S) -> tuple[GrowingLine, ...]:
     """Trace what this process allocates for three legs, or until `ended` is set; return the lines that grow.
 
-    A trace that the user started goes on as it was.
+    A fourth leg looks for the callers if these are lines of a library. A trace that the user started goes on as it was.
     """
+    held = [_by_line(snapshot) for snapshot in _held_blocks(ended, leg_s, 3, 1)]
+    if len(held) < 3:
+        return ()
+    (first, before), (middle, _), (last, blocks) = held
+    grown = {line: last[line] - first[line] for line in last if last[line] > middle[line] > first[line]}
+    largest = sorted(grown, key=lambda line: -grown[line])[:_MOST_LINES]
+    callers: dict[_Line, _Line] = {}
+    if any(file.startswith(_LIBRARIES) for file, _ in largest[:1]):
+        callers = _callers(_held_blocks(ended, leg_s, 1, _CALLERS))
+    return tuple(
+        GrowingLine(
+            *(caller := callers.get(line, line)),
+            linecache.getline(*caller).strip()[:120],
+            grown[line],
+            max(blocks[line] - before[line], 0),
+            2 * leg_s,
+        )
+        for line in largest
+    )
+
+
+def _held_blocks(ended: threading.Event, leg_s: float, legs: int, frames: int) -> list[tracemalloc.Snapshot]:
+    """Trace for some legs, and return what is held at the end of each; fewer if `ended` is set."""
     is_own = not tracemalloc.is_tracing()
     if is_own:
-        tracemalloc.start(_FRAMES)
+        tracemalloc.start(frames)
     try:
-        held: list[tuple[Counter[_Line], Counter[_Line]]] = []
-        while len(held) < 3 and not ended.wait(leg_s):
-            held.append(_by_line(tracemalloc.take_snapshot()))
+        held: list[tracemalloc.Snapshot] = []
+        while len(held) < legs and not ended.wait(leg_s):
+            held.append(tracemalloc.take_snapshot())
+        return held
     finally:
         if is_own:
             tracemalloc.stop()
-    if len(held) < 3:
-        return ()
-    (first, first_count), (middle, _), (last, last_count) = held
-    grown = {line: last[line] - first[line] for line in last if last[line] > middle[line] > first[line]}
-    return tuple(
-        GrowingLine(file, number, linecache.getline(file, number).strip()[:120], grown[file, number],
-                    max(last_count[file, number] - first_count[file, number], 0), 2 * leg_s)
-        for file, number in sorted(grown, key=lambda line: -grown[line])[:_MOST_LINES]
-    )  # fmt: skip
 
 
 def _by_line(snapshot: tracemalloc.Snapshot) -> tuple[Counter[_Line], Counter[_Line]]:
-    """Return bytes and blocks by the newest line of the user's own code; blocks of holdall's memories are left out."""
+    """Return bytes and blocks by the line that allocated them, without those of holdall's memories."""
     sizes: Counter[_Line] = Counter()
-    counts: Counter[_Line] = Counter()
-    known: dict[tracemalloc.Traceback, _Line | None] = {}
+    blocks: Counter[_Line] = Counter()
     for trace in snapshot.traces:
-        where = trace.traceback
-        if where not in known:
-            known[where] = _line_of(where)
-        if (line := known[where]) is not None:
-            sizes[line] += trace.size
-            counts[line] += 1
-    return sizes, counts
+        frame = trace.traceback[-1]
+        if not frame.filename.startswith(_OWN):
+            sizes[frame.filename, frame.lineno] += trace.size
+            blocks[frame.filename, frame.lineno] += 1
+    return sizes, blocks
 
 
-def _line_of(traceback: tracemalloc.Traceback) -> _Line | None:
-    frames = [(frame.filename, frame.lineno) for frame in reversed(traceback)]
-    if any(file.startswith(_OWN) for file, _ in frames):
-        return None
-    return next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), frames[0])
+def _callers(held: list[tracemalloc.Snapshot]) -> dict[_Line, _Line]:
+    """Return by line of a library the newest line of the user's own code that most of its blocks come from."""
+    found: dict[_Line, Counter[_Line]] = {}
+    for trace in (trace for snapshot in held for trace in snapshot.traces):
+        frames = [(frame.filename, frame.lineno) for frame in reversed(trace.traceback)]
+        own = next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), None)
+        if own is not None and own != frames[0] and not own[0].startswith(_OWN):
+            found.setdefault(frames[0], Counter())[own] += trace.size
+    return {line: callers.most_common(1)[0][0] for line, callers in found.items()}
