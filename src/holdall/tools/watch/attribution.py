@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import mmap
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from holdall.machine import Mapping, mappings
@@ -66,8 +66,12 @@ class _Claim:
     region: Region | None = None
 
 
-def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPart]:
-    """Read a process and return where its memory is."""
+def attribute_memory(pid: int, report: AgentReport | None, arrays: Sequence[Region] = ()) -> list[AttributedPart]:
+    """Read a process and return where its memory is.
+
+    Args:
+        arrays: Regions that are known beside those of the report.
+    """
     found = mappings(pid)
     if not found:  # its memory is gone, and its exit code waits to be read
         raise ProcessLookupError(pid)
@@ -78,7 +82,7 @@ def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPar
     whole = {mapping.start for mapping, _, _ in named}
     plain = [one for one in found if one.start not in whole]
     libraries = [(mapping, name) for mapping, group, name in named if group == "libraries"]
-    claims = _claims(pid, found, libraries, report)
+    claims = _claims(pid, found, libraries, [*arrays, *(() if report is None else report.regions)])
     heap = nameless = named_heap = 0
     blocks = _Sum()
     with PageMap(pid) as pages, ProcessMemory(pid) as memory:
@@ -111,15 +115,12 @@ def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPar
     return sums.parts()
 
 
-def _claims(
-    pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], report: AgentReport | None
-) -> list[_Claim]:
+def _claims(pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], known: list[Region]) -> list[_Claim]:
     claims = [_Claim(start, end, _HEAP) for start, end in ranges.heap_ranges(found)]
     claims += [_Claim(start, end, _STACK) for start, end in ranges.stack_ranges(pid, found).values()]
     zeroed = ranges.bss_ranges(pid, libraries)
     regions = [Region("libraries", name, start, end - start, in_heap=False) for start, end, name in zeroed]
-    regions += () if report is None else report.regions
-    claims += [_Claim(one.address, one.address + one.nbytes, one.group, one) for one in regions]
+    claims += [_Claim(one.address, one.address + one.nbytes, one.group, one) for one in [*regions, *known]]
     return sorted(claims, key=lambda claim: claim.start)
 
 

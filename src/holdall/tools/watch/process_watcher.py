@@ -23,15 +23,19 @@ from typing import Any
 import psutil
 
 from holdall.errors import WatchError
-from holdall.machine import LINUX, disk, held_bytes, memory_limits, page_cache, peak_bytes
+from holdall.machine import LINUX, disk, held_bytes, mappings, memory_limits, page_cache, peak_bytes
 from holdall.threads import usable_cores
 from holdall.tools.watch import agent_files
+from holdall.tools.watch.address_ranges import ProcessMemory
 from holdall.tools.watch.attribution import attribute_memory
 from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import LIVE_OBJECTS, WatchVerdict, verdicts_for
 
 _STALE_S = 120.0
 """An agent report that is older than this is not used."""
+_SHARE_OF_A_CORE = 0.02
+_SCAN_AGAIN_S = 120.0
+"""Arrays of a process without an agent are looked for again after this time."""
 _HELPER_PROCESSES = ("resource_tracker", "forkserver")
 """Helpers of multiprocessing, recognised by their command lines."""
 _PRESSURE_FILES = ("/sys/fs/cgroup/memory.pressure", "/proc/pressure/memory")
@@ -54,6 +58,8 @@ class ProcessWatcher:
         self.latest_report: agent_files.AgentReport | None = None  # of the process's agent
         self._cores = usable_cores()
         self._highest = 0
+        self._arrays: list[agent_files.Region] = []  # of a process without an agent
+        self._scan_due = self.scan_seconds = 0.0
         self._has_ended = False
         try:
             self._process = psutil.Process(pid)
@@ -89,7 +95,10 @@ class ProcessWatcher:
     def _read(self) -> MemoryReading:
         report = self._read_report()
         now = time.time()
-        own = attribute_memory(self.pid, report) if LINUX else self._sums_alone(report)
+        if report is None and LINUX and now >= self._scan_due:
+            self._scan(now)
+        arrays = self._arrays if report is None else ()
+        own = attribute_memory(self.pid, report, arrays) if LINUX else self._sums_alone(report)
         parts = [*own, *worker_parts(self.pid, self._without)]
         pss = sum(part.resident for part in parts)
         limit = None if self._limit_bytes is None else self._limit_bytes - pss
@@ -113,6 +122,19 @@ class ProcessWatcher:
             disk_free=None if report is None else _free_on_disk(report),
             exact=LINUX,
         )
+
+    def _scan(self, now: float) -> None:
+        """Look for the arrays of a process that has no agent to name them."""
+        from holdall.tools.watch.object_scan import scan_arrays  # noqa: PLC0415  it needs NumPy, a watch does not
+
+        begun = time.process_time()
+        found = mappings(self.pid)
+        with ProcessMemory(self.pid) as memory:
+            if memory.is_readable and any("_multiarray_umath" in one.name for one in found):
+                self._arrays = scan_arrays(memory, found)
+        spent = time.process_time() - begun
+        self.scan_seconds += spent
+        self._scan_due = now + max(_SCAN_AGAIN_S, spent / _SHARE_OF_A_CORE)
 
     def _peak(self, pss: int, report: agent_files.AgentReport | None) -> int:
         """Return the highest of all peaks: an agent that reports phases resets the kernel's own."""
@@ -267,7 +289,6 @@ def stalled_percent() -> float | None:
 
 
 _VERDICTS_EVERY_S = 5.0
-_SHARE_OF_A_CORE = 0.02
 _POLL_AGENT_EVERY_S = 0.25
 _REPEAT_AFTER_S = 60.0
 _TRACE_AGAIN_S = 60.0
@@ -314,7 +335,7 @@ class WatchLoop:
 
     def run_pass(self) -> WatchPass:
         """Read and judge."""
-        begun = time.process_time()
+        begun = time.process_time() - self.watcher.scan_seconds  # a scan has a time of its own
         self._poll_agent()
         reading = self.watcher.read()
         self.history.add(reading)
@@ -331,7 +352,8 @@ class WatchLoop:
         self._phases = phases
         events = [] if report is None else [event for event in report.events if event[0] > self._last_event]
         self._last_event = max([self._last_event, *(when for when, _ in events)])
-        self.pause_s = max(self._interval_s, (time.process_time() - begun) / _SHARE_OF_A_CORE)
+        spent = time.process_time() - self.watcher.scan_seconds - begun
+        self.pause_s = max(self._interval_s, spent / _SHARE_OF_A_CORE)
         return WatchPass(reading, self._verdicts, new, changed, events)
 
     def _trace_leaks(self, now: float) -> None:
