@@ -1,4 +1,4 @@
-/* What the loader in library.py asks first: the version, the structs, and the processor. */
+/* What the loader in library.py asks first: the version, the structs, the processor, and the compression inside. */
 #include "holdall.h"
 #include "structs.h"
 
@@ -288,3 +288,50 @@ EXPORT const struct_field *holdall_structs(int64_t *count) {
     *count = (int64_t)(sizeof FIELDS / sizeof *FIELDS);
     return FIELDS;
 }
+
+/* A function of Zstandard or LZ4; Python casts it to its real type. */
+typedef void (*named_function)(void);
+
+#ifdef HOLDALL_COMPRESSION /* wheels; a build on the user's machine uses the libraries that are installed there */
+#include <lz4.h>
+#include <lz4hc.h>
+#include <string.h>
+#include <zstd.h>
+
+#define FUNCTION(name) {#name, (named_function)name}
+
+static const struct {
+    const char *name;
+    named_function function;
+} COMPRESSION[] = {
+    FUNCTION(ZSTD_createCCtx),
+    FUNCTION(ZSTD_freeCCtx),
+    FUNCTION(ZSTD_CCtx_setParameter),
+    FUNCTION(ZSTD_CCtx_refCDict),
+    FUNCTION(ZSTD_compress2),
+    FUNCTION(ZSTD_createDCtx),
+    FUNCTION(ZSTD_freeDCtx),
+    FUNCTION(ZSTD_decompress_usingDDict),
+    FUNCTION(ZSTD_createCDict),
+    FUNCTION(ZSTD_freeCDict),
+    FUNCTION(ZSTD_createDDict),
+    FUNCTION(ZSTD_freeDDict),
+    FUNCTION(ZSTD_isError),
+    FUNCTION(LZ4_decompress_safe),
+    FUNCTION(LZ4_compress_default),
+    FUNCTION(LZ4_compress_HC),
+};
+
+/* A function of Zstandard or LZ4 that is linked in; NULL if there is none of this name. */
+EXPORT named_function holdall_compression(const char *name) {
+    for (size_t i = 0; i < sizeof COMPRESSION / sizeof *COMPRESSION; i++)
+        if (strcmp(COMPRESSION[i].name, name) == 0) return COMPRESSION[i].function;
+    return NULL;
+}
+#else
+/* None is linked in. */
+EXPORT named_function holdall_compression(const char *name) {
+    (void)name;
+    return NULL;
+}
+#endif

@@ -1,6 +1,6 @@
 """The compiled library: loaded once, and refused if it does not agree with this file.
 
-In:  _kernels.so (.dylib, .dll) beside this file, and the system's Zstandard and LZ4.
+In:  _kernels.so (.dylib, .dll) beside this file; Zstandard and LZ4, linked into it or the system's.
 Out: their functions, with the types of all arguments declared; the structs that C and Python share.
 Invariant: a library is used only if its version, and the size and every offset of its structs, are those of this file.
 Where there is none, NumPy and the zstandard and lz4 packages do the same work.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes.util
 import functools
-import logging
 import os
 import sys
 from pathlib import Path
@@ -24,7 +23,6 @@ from holdall.storage import COLUMN_FIELDS, RECORD_FIELDS, TRANSFORM_FIELDS
 _VERSION = 13
 """What holdall_version must return; raised with every change of an exported function."""
 
-_LOG = logging.getLogger("holdall")
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 
 POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int64
@@ -299,6 +297,7 @@ def _struct_problem(library: ctypes.CDLL) -> str | None:
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_structs": (ctypes.POINTER(_StructField), [POINTER]),
+    "holdall_compression": (POINTER, [ctypes.c_char_p]),
     "holdall_append": (NUMBER, [POINTER] * 5),
     "holdall_write_tick": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_fast_add": (POINTER, [POINTER, POINTER, NUMBER]),
@@ -346,7 +345,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def open_library(path: Path) -> ctypes.CDLL:
     """Load a library and declare its functions; raise OSError with the reason if it cannot be used."""
     if not path.exists():
-        raise OSError(f"{path.name} was not built")
+        reason = path.with_suffix(".txt")  # written by the build
+        raise OSError(f"{path.name} was not built{': ' + reason.read_text('utf-8') if reason.exists() else ''}")
     library = ctypes.CDLL(str(path))
     try:
         library.holdall_version.restype = NUMBER
@@ -369,13 +369,17 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     try:
         return open_library(Path(__file__).with_name("_kernels" + _SUFFIX)), ""
     except OSError as error:
-        _LOG.warning("the compiled loops cannot be used (%s); NumPy does their work, several times slower", error)
         return None, str(error)
 
 
 def compiled_library() -> ctypes.CDLL | None:
     """Return the compiled library, or None if it was not built or does not agree with this version."""
     return _loaded()[0]
+
+
+def library_problem() -> str:
+    """Say why the compiled library is not used; empty if it is."""
+    return "HOLDALL_KERNELS is portable" if os.environ.get("HOLDALL_KERNELS") == "portable" else _loaded()[1]
 
 
 def chosen_library() -> ctypes.CDLL | None:
@@ -435,6 +439,16 @@ class CompressionLibraries:
     def addresses(self) -> dict[str, int]:
         """Where the functions lie, for C to call them."""
         return {name: ctypes.cast(function, POINTER).value or 0 for name, function in self.functions.items()}
+
+
+def linked_libraries(library: ctypes.CDLL) -> CompressionLibraries | None:
+    """Return the functions that were linked into the compiled library, as in wheels; None if it has none."""
+    functions: dict[str, Any] = {}
+    for name, (result, arguments) in (_COMPRESSION["zstd"] | _COMPRESSION["lz4"]).items():
+        if not (address := library.holdall_compression(name.encode())):
+            return None
+        functions[name] = ctypes.CFUNCTYPE(result, *arguments)(address)
+    return CompressionLibraries(functions)
 
 
 @functools.cache
