@@ -27,6 +27,7 @@ from holdall.tools.lint.rules import RULES
 from holdall.tools.lint.run import ConfiguredRun, Machine, detect_machine
 from holdall.tools.lint.source.hyperparameters import YamlError, read_runs
 from holdall.tools.lint.source.models import TrainingReader
+from holdall.tools.lint.source.repository import Repository
 from holdall.tools.lint.source.script import Script
 from holdall.tools.plan.buffer_layout import parse_version
 from holdall.units import parse_bytes
@@ -117,10 +118,18 @@ def read_settings(file: Path) -> LintSettings:
     return LintSettings().but(**given)
 
 
-def check_text(text: str, path: str, rules: Rules, machine: Machine) -> list[Finding]:
-    """Return what is wrong with a file: a Python script, or YAML by its name's ending."""
-    check = _check_yaml if path.endswith(YAML_SUFFIXES) else _check_script
-    found = list(check(text, path, rules, machine))
+def check_text(
+    text: str, path: str, rules: Rules, machine: Machine, repository: Repository | None = None
+) -> list[Finding]:
+    """Return what is wrong with a file: a Python script, or YAML by its name's ending.
+
+    Args:
+        repository: The files around a script that its imports may mean; None: the script stands alone.
+    """
+    if path.endswith(YAML_SUFFIXES):
+        found = list(_check_yaml(text, path, rules, machine))
+    else:
+        found = list(_check_script(text, path, rules, machine, repository or Repository(None)))
     kept = drop_stale_edits(text, _not_ignored(found, text, path, rules))
     return sorted(kept, key=lambda one: (one.place, one.rule))
 
@@ -132,12 +141,21 @@ def check_runs(runs: Iterable[ConfiguredRun], rules: Rules, machine: Machine) ->
             if rule.about in {"run", "search"}:
                 variants = (run,) if rule.about == "search" else run.variants
                 found: dict[SourceRange, Finding] = {}
-                for one in (one for variant in variants for one in rule.findings(variant, machine)):
-                    found.setdefault(one.place, one)
+                for variant in variants:
+                    for one in _when(variant.condition, rule.findings(variant, machine)):
+                        found.setdefault(one.place, one)
                 yield from found.values()
 
 
-def _check_script(text: str, path: str, rules: Rules, machine: Machine) -> Iterator[Finding]:
+def _when(condition: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield findings, each with the condition under which it holds."""
+    for one in findings:
+        yield replace(one, message=f"{one.message} (when {condition})") if condition else one
+
+
+def _check_script(
+    text: str, path: str, rules: Rules, machine: Machine, repository: Repository
+) -> Iterator[Finding]:
     try:
         script = Script.parse(text, path)
     except SyntaxError as error:
@@ -147,11 +165,14 @@ def _check_script(text: str, path: str, rules: Rules, machine: Machine) -> Itera
     except (ValueError, RecursionError, MemoryError) as error:
         yield from _not_parsed(rules, str(error) or type(error).__name__, SourceRange.whole(path))
         return
-    training = TrainingReader(script)
+    training = TrainingReader(script, repository)
     yield from check_runs(training.runs, rules, machine)
     for rule in rules.values():
         if rule.about == "script":
             yield from rule.findings(script, training, machine)
+        elif rule.about == "buffer":
+            for buffer in training.buffers:
+                yield from _when(buffer.condition, rule.findings(buffer, machine))
 
 
 def _check_yaml(text: str, path: str, rules: Rules, machine: Machine) -> Iterator[Finding]:
