@@ -274,8 +274,8 @@ class StoredField:
     @property
     def is_image(self) -> bool:
         """Whether it looks like a picture, or a stack of them."""
-        sides = sorted(self.shape)[-2:]
-        return len(self.shape) >= 2 and min(sides) >= 32
+        sides = sorted(self.shape)
+        return len(sides) >= 3 and sides[-2] >= 32 and sides[0] <= 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +400,20 @@ def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     resident, is_certain = layout.resident_bytes(steps), run.algorithm.on_policy or steps is not None
     is_exact = run.environments.action is not None
     return BufferNeed(layout, resident, resident + layout.flatten_bytes, is_exact, is_certain)
+
+
+def buffer_of(run: ConfiguredRun, machine: Machine) -> PlainBuffer | None:
+    """Return the buffer of a run as any other; None if it is not known."""
+    needed = buffer_need(run, machine)
+    if needed is None:
+        return None
+    layout, name = needed.layout, "rollout" if run.algorithm.on_policy else "replay buffer"
+    fields = tuple(StoredField(one.name, one.shape[2:], one.dtype) for one in layout.arrays)
+    return PlainBuffer(
+        title=f"the {name}", rows=layout.transitions, nbytes=layout.nbytes, fields=fields,
+        place=run.place_of("buffer_size", "n_steps"), library="rollout" if run.algorithm.on_policy else "model",
+        is_buffer=True, is_exact=needed.is_exact, stack=run.environments.stack,
+    )  # fmt: skip
 
 
 def _layout(

@@ -74,7 +74,7 @@ def shape_of(value: Any) -> tuple[Any, ...] | None:
 def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
     """Return what a function of an array library makes; NotImplemented if it is none that is known here."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
-    if package not in _PACKAGES:
+    if package not in _PACKAGES or last == "prod":
         return NotImplemented
     if package == "cv2":
         return _image(last, arguments, node)

@@ -38,6 +38,7 @@ from holdall.tools.lint.source.values import (
 
 _MOST_STEPS = 60_000
 _DEEPEST_CALL = 14
+_IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
 _LONGEST_CONDITION = 70
 _CAPACITIES = ("capacity", "max_size", "maxlen", "buffer_size", "memory_size", "max_len", "limit", "size", "_maxsize")
 _ENDS = {"sys.exit", "os._exit"}
@@ -75,7 +76,6 @@ class Interpreter(Expressions):
         self.made: list[Made] = []
         self.registered: dict[str, Any] = {}  # environments that the program registers
         self.entered: set[ast.AST] = set()
-        self._modules: dict[Any, Module] = {}
         self._active: Counter[ast.AST] = Counter()
         self._steps = 0
         self._depth = 0
@@ -148,16 +148,23 @@ class Interpreter(Expressions):
         tree = self.repository.tree(found) if found is not None else None
         if found is None or tree is None:
             return Reference(dotted) if dotted and not level else UNKNOWN
-        module = self._modules.get(found)
+        module = self.repository.modules.get(found)
         if module is None:
-            module = self._modules[found] = Module(str(found), tree)
-        if not module.is_run and self._depth < _DEEPEST_CALL:
-            self._depth += 1
-            try:
-                self.run_module(module)
-            finally:
-                self._depth -= 1
+            module = self.repository.modules[found] = Module(str(found), tree)
+        if not module.is_run:
+            self._run_imported(module)
         return ModuleValue(module)
+
+    def _run_imported(self, module: Module) -> None:
+        """Follow a module that the script imports: within bounds of its own, and once for all scripts."""
+        outer = self._steps, self._depth, self.anchor, self.repeats, self._active
+        self._steps, self._depth, self.anchor, self.repeats, self._active = 0, _IMPORTED_DEPTH, None, 1, Counter()
+        try:
+            self.run_module(module)
+        except OutOfStepsError:
+            pass
+        finally:
+            self._steps, self._depth, self.anchor, self.repeats, self._active = outer
 
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:

@@ -525,6 +525,8 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: PLR0911  one 
         if isinstance(index, str | int | float | bool | None | Reference):
             return base.get(index, UNKNOWN)
         return one_of((one, f"for {key!r}") for key, one in base.items()) if base and base.is_complete else UNKNOWN
+    if isinstance(base, Reference | ClassValue):
+        return base  # a generic class with its parameters
     number = whole(index)
     if isinstance(base, tuple) and number is not None and -len(base) <= number < len(base):
         return base[number]

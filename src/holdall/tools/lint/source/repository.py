@@ -16,7 +16,7 @@ from typing import Any
 
 _ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 _MOST_BYTES = 2 * 2**20
-_MOST_MODULES = 200
+_MOST_MODULES = 400
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +35,7 @@ class Repository:
 
     def __init__(self, root: Path | None) -> None:
         self.root = root
+        self.modules: dict[Path, Module] = {}  # those that a script imported; the next script finds them as they are
         self._trees: dict[Path, ast.Module | None] = {}
         self._found: dict[tuple[Path, str, int], Path | None] = {}
         self._exists: dict[Path, bool] = {}
