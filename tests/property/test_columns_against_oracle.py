@@ -90,7 +90,7 @@ class Vectors:
 
     def _spoil(self, row: NDArray[Any]) -> None:
         """Change one value, most often to one that compares as if nothing had happened."""
-        i, bits = self.rng.integers(len(row)), row.view(f"u{self.dtype.itemsize}")
+        i, bits = int(self.rng.integers(len(row))), row.view(f"u{self.dtype.itemsize}")
         if self.rng.random() < 0.5:
             row[i] = -row[i] if self.rng.random() < 0.5 else -0.0
         else:
@@ -105,8 +105,8 @@ class Vectors:
                 self._step(lane)
             next_obs.append(self._shown())
             ended[t] = self.rng.random(self.lanes) < self.ends
-            for lane in np.flatnonzero(ended[t]):
-                self._reset(int(lane))
+            for lane in np.flatnonzero(ended[t]).tolist():
+                self._reset(lane)
             self.seen = self._shown() if ended[t].any() else next_obs[-1]
             if ended[t].any():  # lanes that go on show again what they showed
                 for key, rows in self.seen.items():
