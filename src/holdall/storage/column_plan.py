@@ -69,13 +69,13 @@ class Finding(NamedTuple):
     in_histories: int
     histories: int  # terms whose past values are columns, too
 
-    def describe(self, *, are_constant: bool) -> str:
+    def describe(self, changed: int = 0) -> str:
         """Say it for people; nothing if nothing was found.
 
         Args:
-            are_constant: Whether those that never changed in the rows looked at never did in others either.
+            changed: How many of the constant columns changed in rows that the plan was not made for.
         """
-        constant, held = (self.constant, self.held) if are_constant else (0, self.constant + self.held)
+        constant, held = self.constant - changed, self.held + changed
         words = [
             f"{constant} never change" if constant else "",
             f"{self.copied} equal others" if self.copied else "",
@@ -97,7 +97,10 @@ class ColumnPlan:
     def __init__(self, leaves: Sequence[Leaf], groups: Sequence[_Group], copies: dict[int, int], varied: Mask) -> None:
         self.varied = varied
         starts = _Columns(leaves)
-        self.group_count, self.has_constants = len(groups), groups[0].is_constant
+        self.group_count = len(groups)
+        self.constants = [chain[0] for chain in groups[0].chains] if groups[0].is_constant else []
+        self._constant_starts = np.cumsum([0, *(starts.sizes[column] for column in self.constants)])
+        self.columns_of = starts.of  # by field
         self.largest_window = max(sum(starts.sizes[c] for chain in group.chains for c in chain) for group in groups)
         places: dict[int, tuple[int, int]] = {}  # by column: its group, and the byte behind the first frame shown
         frame_bytes = []
@@ -138,6 +141,16 @@ class ColumnPlan:
         self._struct = np.array(numbers, np.int64)
         self.address = address(self._struct)
         self.findings = [_finding(starts, i, groups, copies) for i in range(len(leaves))]
+
+    def frame_bytes(self, group: int) -> int:
+        """Return the bytes of one frame of a group."""
+        return int(self._groups[group, 1])
+
+    def changed_constants(self, frames: Bytes) -> list[int]:
+        """Return the columns of the first group that are not the same in all of its frames, (frames, bytes)."""
+        different = np.flatnonzero((frames != frames[0]).any(axis=0))
+        places = np.searchsorted(self._constant_starts, different, side="right") - 1
+        return [self.constants[place] for place in np.unique(places).tolist()]
 
     def group_bytes(
         self, frames: NDArray[np.int64], has_cursor: Mask, rows: int, cursor_bytes: int
@@ -239,7 +252,7 @@ def _finding(starts: _Columns, leaf: int, groups: Sequence[_Group], copies: dict
 # ---------------------------------------------------------------- finding one
 
 
-def find_plan(leaves: Sequence[Leaf], rows: Sequence[Bytes], varied: Mask | None = None) -> ColumnPlan | None:
+def find_plan(leaves: Sequence[Leaf], rows: Sequence[Bytes], varied: Mask) -> ColumnPlan | None:
     """Look for what repeats; None if nothing does.
 
     Args:
@@ -250,8 +263,7 @@ def find_plan(leaves: Sequence[Leaf], rows: Sequence[Bytes], varied: Mask | None
     starts = _Columns(leaves)
     changes = (columns[:, :, 1:] != columns[:, :, :-1]).mean(axis=(1, 2))
     constant = (columns == columns[:, :1, :1]).all(axis=(1, 2))
-    if varied is not None:
-        constant &= ~varied
+    constant &= ~varied
     varying = np.flatnonzero(~constant).tolist()
     copies = _copies(columns, starts, varying)
     kept = np.array([column for column in varying if column not in copies], np.int64)

@@ -24,6 +24,7 @@ from holdall.storage.column_plan import (
     ColumnPlan,
     find_plan,
     rows_to_look_at,
+    word_bytes,
 )
 from holdall.storage.layout import as_bytes
 from holdall.storage.slices import Kernels
@@ -77,10 +78,13 @@ class ColumnRun:
         described = dict(zip(RUN_FIELDS, self._run.tolist(), strict=True))
         return self.plan.group_bytes(self._logs[:, 1], self._logs[:, 2] >= 0, rows, described["cursor_bytes"])
 
-    @property
-    def has_new_constants(self) -> bool:
-        """Whether columns changed in it that never did in the run that its plan was made for."""
-        return bool(self.plan.has_constants and self._logs[0, 1] > 1)
+    def changed_constants(self) -> list[int]:
+        """Return the columns that change here and did not in the run that the plan was made for."""
+        first, count = self._logs[0, :2].tolist()
+        if not self.plan.constants or count < 2:
+            return []
+        nbytes = self.plan.frame_bytes(0)
+        return self.plan.changed_constants(self._data[first : first + count * nbytes].reshape(count, nbytes))
 
     def arrays(self) -> list[Array]:
         """Return the arrays that it lies in."""
@@ -114,6 +118,7 @@ class ColumnRuns:
         self._planned_bytes = 0  # of the run that the plan was made for
         self._room = np.empty(0, np.uint8)
         self._is_read = False
+        self._varied = np.zeros(sum(leaf.nbytes // word_bytes(leaf) for leaf in self.leaves), np.bool_)
 
     @classmethod
     def over(cls, kernels: Kernels, rings: Sequence[ObservationRing]) -> ColumnRuns | None:
@@ -151,7 +156,8 @@ class ColumnRuns:
         number, run = self._next, None
         if self.plan is not None:
             run = self._packed(self.plan, number)
-        if run is None or number >= self._search_at or (number >= self._searched + _PATIENCE and self._is_off(run)):
+        is_off = run is not None and self._is_off(run)
+        if run is None or number >= self._search_at or (is_off and number >= self._searched + _PATIENCE):
             run = self._searching(number, run)
         if run is None:
             self._next = number + (1 if self.runs else self._wait)
@@ -167,16 +173,18 @@ class ColumnRuns:
 
     def _is_off(self, run: ColumnRun) -> bool:
         """Whether a run takes much more than the one that its plan was made for, or constants in it are none."""
-        return run.nbytes > _WORSE * self._planned_bytes or run.has_new_constants
+        changed = run.changed_constants()
+        self._varied[changed] = True
+        return run.nbytes > _WORSE * self._planned_bytes or bool(changed)
 
     def _searching(self, number: int, run: ColumnRun | None) -> ColumnRun | None:
         """Look for a plan in a run, and return the run packed by it, if that is no larger; else as it was."""
         self._wait = min(2 * self._wait, _LONGEST_WAIT)
         self._searched, self._search_at = number, number + self._wait
-        plan = find_plan(self.leaves, self._looked_at(number), None if self.plan is None else self.plan.varied)
+        plan = find_plan(self.leaves, self._looked_at(number), self._varied)
         found = None if plan is None else self._packed(plan, number)
         if found is not None and (run is None or found.nbytes < _AS_GOOD * run.nbytes):
-            self.plan, run = plan, found
+            self.plan, run, self._varied = plan, found, found.plan.varied
         if run is not None:
             self._planned_bytes = run.nbytes
         return run
@@ -261,8 +269,9 @@ class ColumnRuns:
         """Say what was found about a leaf by the newest plan, for people."""
         if self.plan is None or not self.runs:
             return ""
-        changed = any(run.plan is self.plan and run.has_new_constants for run in self.runs.values())
-        found = self.plan.findings[leaf].describe(are_constant=not changed)
+        own = self.plan.columns_of(leaf)
+        changed = sum(bool(self._varied[column]) for column in self.plan.constants if column in own)
+        found = self.plan.findings[leaf].describe(changed)
         return f"; {found}" if found else ""
 
     def arrays(self) -> list[Array]:
