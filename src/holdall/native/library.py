@@ -12,15 +12,16 @@ import ctypes.util
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
-from holdall.storage import COLUMN_FIELDS, RECORD_FIELDS, TRANSFORM_FIELDS
+from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 13
+_VERSION = 14
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -152,7 +153,7 @@ class TickWriterStruct(ctypes.Structure):
     _fields_ = [
         *_numbers("next_tick first_tick ring_ticks packed_bytes"),
         *_pointers("flat sliced"),
-        *_numbers("flat_count sliced_count"),
+        *_numbers("flat_count sliced_count pause_tick"),
     ]
 
 
@@ -194,6 +195,11 @@ class RowColumnStruct(ctypes.Structure):
     """A row of a table of columns; Python writes such rows as arrays."""
 
     _fields_ = _numbers(" ".join(COLUMN_FIELDS))
+
+
+def _table(name: str, fields: Sequence[str]) -> type[ctypes.Structure]:
+    """Describe a row of a table that Python writes as an array."""
+    return type(name, (ctypes.Structure,), {"_fields_": _numbers(" ".join(fields))})
 
 
 class NamesStruct(ctypes.Structure):
@@ -266,6 +272,7 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "fast_tick": FastTickStruct, "part": PartStruct, "row_column": RowColumnStruct, "names": NamesStruct,
     "device_field": DeviceFieldStruct, "assembly": AssemblyStruct, "sliced_source": SlicedSourceStruct,
     "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct, "batch_request": BatchRequestStruct,
+    **{name: _table(name, fields) for name, fields in COLUMN_TABLES.items()},
 }  # fmt: skip
 """By the name of the struct in C."""
 
@@ -306,6 +313,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_encode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
+    "holdall_pack_columns": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, POINTER]),
+    "holdall_release": (NUMBER, [POINTER, NUMBER]),
     "holdall_read_rows": (NUMBER, [POINTER, NUMBER, POINTER, *[NUMBER] * 4, POINTER, POINTER]),
     "holdall_draw": (None, [POINTER, POINTER, *[NUMBER] * 5, POINTER, POINTER]),
     "holdall_find": (None, [POINTER, NUMBER, POINTER, NUMBER, NUMBER, POINTER, POINTER]),
