@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 13; }
+EXPORT int64_t holdall_version(void) { return 14; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -50,10 +50,15 @@ static const struct_field FIELDS[] = {
     FIELD(sealed_block, offsets),
     FIELD(sealed_block, checks),
     FIELD(sealed_block, palette),
+    FIELD(sealed_block, places),
     FIELD(sealed_block, ddict),
+    FIELD(sealed_block, common),
+    FIELD(sealed_block, common_bytes),
+    FIELD(sealed_block, place_bytes),
     FIELD(sealed_block, data_bytes),
     FIELD(sealed_block, slice_count),
     FIELD(sealed_block, group),
+    FIELD(sealed_block, key),
     FIELD(sealed_block, method),
     FIELD(sealed_block, file),
     FIELD(sealed_block, file_start),
@@ -64,8 +69,10 @@ static const struct_field FIELDS[] = {
     FIELD(decoded_slice, number),
     FIELD(decoded_slice, slice),
     STRUCT(decoder),
-    FIELD(decoder, lz4_decompress_safe),
+    FIELD(decoder, lz4_decompress_using_dict),
     FIELD(decoder, zstd_decompress_using_ddict),
+    FIELD(decoder, zstd_ref_prefix),
+    FIELD(decoder, zstd_decompress_dctx),
     FIELD(decoder, dctx),
     FIELD(decoder, scratch),
     FIELD(decoder, scratch_bytes),
@@ -73,6 +80,9 @@ static const struct_field FIELDS[] = {
     FIELD(decoder, unit_bytes),
     FIELD(decoder, unit_of),
     FIELD(decoder, unit_number),
+    FIELD(decoder, key),
+    FIELD(decoder, key_of),
+    FIELD(decoder, key_number),
     FIELD(decoder, read),
     FIELD(decoder, read_bytes),
     FIELD(decoder, read_of),
@@ -85,12 +95,21 @@ static const struct_field FIELDS[] = {
     STRUCT(encoder),
     FIELD(encoder, lz4_compress_default),
     FIELD(encoder, lz4_compress_hc),
+    FIELD(encoder, lz4_reset_hc),
+    FIELD(encoder, lz4_load_dict_hc),
+    FIELD(encoder, lz4_continue_hc),
     FIELD(encoder, zstd_compress2),
+    FIELD(encoder, zstd_ref_prefix),
     FIELD(encoder, zstd_is_error),
     FIELD(encoder, cctx),
+    FIELD(encoder, stream),
     FIELD(encoder, scratch),
     FIELD(encoder, scratch_bytes),
+    FIELD(encoder, common),
+    FIELD(encoder, common_bytes),
     FIELD(encoder, group),
+    FIELD(encoder, key),
+    FIELD(encoder, keeps_keys_raw),
     FIELD(encoder, method),
     FIELD(encoder, level),
     STRUCT(slice_block),
