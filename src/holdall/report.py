@@ -8,7 +8,7 @@ that was never touched is not counted. USS from the operating system is the judg
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -127,3 +127,8 @@ class Tracked(Protocol):
 
 LIVING: weakref.WeakSet[Tracked] = weakref.WeakSet()
 """The memories of this process; each adds itself, and is in here for as long as it lives."""
+
+GrowthCheck = Callable[[int], bool]
+GROWTH_CHECKS: list[GrowthCheck] = []
+"""Guards of this process. A thread that added so many bytes asks them, outside of the memory's lock; where one says
+that memory is short, it waits until the memory has compressed and spilled what it was asked to."""

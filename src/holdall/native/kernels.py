@@ -33,6 +33,7 @@ class NativeKernels(NativeWriting, NativeReading):
     def __init__(self, library: ctypes.CDLL) -> None:
         libraries = linked_libraries(library) or system_libraries()
         self._library = library
+        self.packs_columns = bool(library.holdall_release(0, 0))
         self.coder: Coder = PortableCoder() if libraries is None else NativeCoder(library, libraries)
 
 

@@ -12,15 +12,16 @@ import ctypes.util
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
-from holdall.storage import COLUMN_FIELDS, RECORD_FIELDS, TRANSFORM_FIELDS
+from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 13
+_VERSION = 14
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -51,8 +52,8 @@ class SealedBlockStruct(ctypes.Structure):
     """A sealed block, in memory or in a file."""
 
     _fields_ = [
-        *_pointers("data offsets checks palette ddict"),
-        *_numbers("data_bytes slice_count group method file file_start"),
+        *_pointers("data offsets checks palette places ddict common"),
+        *_numbers("common_bytes place_bytes data_bytes slice_count group key method file file_start"),
         ("form", TransformStruct),
     ]
 
@@ -67,8 +68,10 @@ class DecoderStruct(ctypes.Structure):
     """The functions and the memory of one thread that decodes."""
 
     _fields_ = [
-        *_pointers("lz4_decompress_safe zstd_decompress_using_ddict dctx scratch"), *_numbers("scratch_bytes"),
+        *_pointers("lz4_decompress_using_dict zstd_decompress_using_ddict zstd_ref_prefix zstd_decompress_dctx"),
+        *_pointers("dctx scratch"), *_numbers("scratch_bytes"),
         *_pointers("unit"), *_numbers("unit_bytes"), *_pointers("unit_of"), *_numbers("unit_number"),
+        *_pointers("key key_of"), *_numbers("key_number"),
         *_pointers("read"), *_numbers("read_bytes"), *_pointers("read_of"), *_numbers("read_first read_end error"),
         ("batch", _NATURAL), *_numbers("decoded_places"), *_pointers("decoded"),
     ]  # fmt: skip
@@ -78,8 +81,11 @@ class EncoderStruct(ctypes.Structure):
     """The functions and the memory of one thread that encodes."""
 
     _fields_ = [
-        *_pointers("lz4_compress_default lz4_compress_hc zstd_compress2 zstd_is_error cctx scratch"),
-        *_numbers("scratch_bytes group method level"),
+        *_pointers("lz4_compress_default lz4_compress_hc lz4_reset_hc lz4_load_dict_hc lz4_continue_hc"),
+        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream scratch"),
+        *_numbers("scratch_bytes"),
+        *_pointers("common"),
+        *_numbers("common_bytes group key keeps_keys_raw method level"),
     ]
 
 
@@ -152,7 +158,7 @@ class TickWriterStruct(ctypes.Structure):
     _fields_ = [
         *_numbers("next_tick first_tick ring_ticks packed_bytes"),
         *_pointers("flat sliced"),
-        *_numbers("flat_count sliced_count"),
+        *_numbers("flat_count sliced_count pause_tick"),
     ]
 
 
@@ -194,6 +200,11 @@ class RowColumnStruct(ctypes.Structure):
     """A row of a table of columns; Python writes such rows as arrays."""
 
     _fields_ = _numbers(" ".join(COLUMN_FIELDS))
+
+
+def _table(name: str, fields: Sequence[str]) -> type[ctypes.Structure]:
+    """Describe a row of a table that Python writes as an array."""
+    return type(name, (ctypes.Structure,), {"_fields_": _numbers(" ".join(fields))})
 
 
 class NamesStruct(ctypes.Structure):
@@ -266,6 +277,7 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "fast_tick": FastTickStruct, "part": PartStruct, "row_column": RowColumnStruct, "names": NamesStruct,
     "device_field": DeviceFieldStruct, "assembly": AssemblyStruct, "sliced_source": SlicedSourceStruct,
     "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct, "batch_request": BatchRequestStruct,
+    **{name: _table(name, fields) for name, fields in COLUMN_TABLES.items()},
 }  # fmt: skip
 """By the name of the struct in C."""
 
@@ -303,9 +315,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_fast_add": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_fast_pack": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
-    "holdall_encode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
+    "holdall_encode": (NUMBER, [*[POINTER] * 4, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
+    "holdall_pack_columns": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, POINTER]),
+    "holdall_release": (NUMBER, [POINTER, NUMBER]),
     "holdall_read_rows": (NUMBER, [POINTER, NUMBER, POINTER, *[NUMBER] * 4, POINTER, POINTER]),
     "holdall_draw": (None, [POINTER, POINTER, *[NUMBER] * 5, POINTER, POINTER]),
     "holdall_find": (None, [POINTER, NUMBER, POINTER, NUMBER, NUMBER, POINTER, POINTER]),
@@ -410,9 +424,12 @@ _COMPRESSION: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "ZSTD_freeCCtx": (_SIZE, [POINTER]),
         "ZSTD_CCtx_setParameter": (_SIZE, [POINTER, ctypes.c_int, ctypes.c_int]),
         "ZSTD_CCtx_refCDict": (_SIZE, [POINTER, POINTER]),
+        "ZSTD_CCtx_refPrefix": (_SIZE, [POINTER, POINTER, _SIZE]),
         "ZSTD_compress2": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE]),
         "ZSTD_createDCtx": (POINTER, []),
         "ZSTD_freeDCtx": (_SIZE, [POINTER]),
+        "ZSTD_DCtx_refPrefix": (_SIZE, [POINTER, POINTER, _SIZE]),
+        "ZSTD_decompressDCtx": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE]),
         "ZSTD_decompress_usingDDict": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE, POINTER]),
         "ZSTD_createCDict": (POINTER, [POINTER, _SIZE, ctypes.c_int]),
         "ZSTD_freeCDict": (_SIZE, [POINTER]),
@@ -421,11 +438,18 @@ _COMPRESSION: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "ZSTD_isError": (ctypes.c_uint, [_SIZE]),
     },
     "lz4": {
-        "LZ4_decompress_safe": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
+        "LZ4_decompress_safe_usingDict": (
+            ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, POINTER, ctypes.c_int],
+        ),
         "LZ4_compress_default": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
         "LZ4_compress_HC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
+        "LZ4_createStreamHC": (POINTER, []),
+        "LZ4_freeStreamHC": (ctypes.c_int, [POINTER]),
+        "LZ4_resetStreamHC_fast": (None, [POINTER, ctypes.c_int]),
+        "LZ4_loadDictHC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int]),
+        "LZ4_compress_HC_continue": (ctypes.c_int, [POINTER, POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
     },
-}
+}  # fmt: skip
 _FILES = {"zstd": ("libzstd.so.1", "libzstd.1.dylib"), "lz4": ("liblz4.so.1", "liblz4.1.dylib")}
 
 
