@@ -15,10 +15,10 @@ KERNELS := $(wildcard src/holdall/*/*.[ch])
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test check format shape nightly docs notebooks wheels workflows clean
+.PHONY: help setup demo test check format shape nightly docs notebooks rehearsal wheels workflows clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP) ## Create .venv with the pinned versions and build the C loops
 
@@ -48,6 +48,9 @@ nightly: $(STAMP) $(OLDER_SB3) $(SB3_TESTS) ## The slow suites: every test, and 
 
 wheels: ## Build the source distribution and a wheel for every platform into dist, and check and test them
 	$(PYTHON) release/wheels.py
+
+rehearsal: ## Release what `make wheels` built to a package index on this machine: upload, install, test, yank
+	$(PYTHON) release/rehearse.py
 
 docs: $(DOCS) ## Build the documentation site to .cache/site; a broken link is an error
 	$(dir $(DOCS))bin/mkdocs build --strict --quiet

@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[1]
 TOOLS = Path(sys.executable).parent
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TESTS = ("tests/contract/test_codecs.py", "tests/contract/test_kernels.py", "tests/unit/test_sealed_memory.py",
-         "tests/unit/test_replay.py", "tests/unit/native/test_thread_pool.py")  # fmt: skip
+         "tests/unit/native/test_thread_pool.py")  # fmt: skip
+"""They need neither torch nor a framework."""
 LICENCES = {"holdall/native/LICENSE.zstd.txt", "holdall/native/LICENSE.lz4.txt"}
 SYSTEM = re.compile(r"(?i)^(/usr/lib/libSystem\.B\.dylib|KERNEL32\.dll|api-ms-win-crt-.*\.dll|ucrtbase\.dll)$")
 
