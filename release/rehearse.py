@@ -49,7 +49,7 @@ def environment(folder: Path, *packages: str) -> tuple[str | Path, ...]:
     """Make an environment with these packages; return its pip."""
     venv.create(folder, with_pip=True, clear=True)
     pip = (folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "install", "--quiet", *packages)
+    run(*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", *packages)
     return pip
 
 
