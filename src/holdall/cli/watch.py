@@ -111,7 +111,7 @@ def _watch_process(
         return process_view(turn, turns.history, title, width, "" if has_names else shlex.join(command))
 
     with contextlib.suppress(KeyboardInterrupt):
-        outputs.show(_passes(turns, launched), record_header(pid, command, settings[0]), draw)
+        outputs.show(_passes(turns, launched), record_header(pid, command, *settings), draw)
 
 
 def _passes(turns: WatchLoop, launched: LaunchedCommand | None) -> Iterator[WatchPass]:
