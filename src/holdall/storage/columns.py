@@ -47,8 +47,8 @@ _RUN_BYTES = 1 << 19
 """Rows that are packed at once, about: it takes less than a millisecond."""
 _LEAST_TICKS, _MOST_TICKS, _MOST_RUN_BYTES = 64, 4096, 1 << 23
 """A run has that many ticks: histories begin again with every run and lane."""
-_LEAST_RUNS = 4
-"""Rings that hold fewer runs stay as they are."""
+_LEAST_RUNS = 16
+"""Rings that hold fewer runs stay as they are: what is spared would not pay for the room to pack one."""
 _WORTH = 0.875
 """The share of its rows that a run may take to be worth the time of putting rows together."""
 _WORSE = 1.2
@@ -116,7 +116,6 @@ class ColumnRuns:
         self._next = 0  # the run that is packed next
         self._searched, self._search_at, self._wait = 0, 0, 1
         self._planned_bytes = 0  # of the run that the plan was made for
-        self._room = np.empty(0, np.uint8)
         self._is_read = False
         self._varied = np.zeros(sum(leaf.nbytes // word_bytes(leaf) for leaf in self.leaves), np.bool_)
 
@@ -205,11 +204,10 @@ class ColumnRuns:
         named = {"plan": plan.address, "first_tick": number * self.run_ticks, "ticks": self.run_ticks}
         named["logs"] = address(logs)
         run = np.array([named.get(name, 0) for name in RUN_FIELDS], np.int64)
-        if not self._room.size:
-            self._room = np.empty(int(_WORTH * self._raw_bytes), np.uint8)
+        room = np.empty(int(_WORTH * self._raw_bytes), np.uint8)
         scratch = np.empty((plan.group_count + 2) * rows, np.uint32), np.empty(plan.row_bytes, np.uint8)
-        used = self._kernels.pack_columns(run, self._addresses, self._ring_ticks, self._lanes, self._room, scratch)
-        return None if used < 0 else ColumnRun(plan, run, logs, self._room[:used].copy())
+        used = self._kernels.pack_columns(run, self._addresses, self._ring_ticks, self._lanes, room, scratch)
+        return None if used < 0 else ColumnRun(plan, run, logs, room[:used].copy())
 
     def _release(self, number: int, end_tick: int) -> None:
         """Give back the pages of rings that held a run; the first one too if none but packed ticks are before it."""
@@ -276,7 +274,7 @@ class ColumnRuns:
 
     def arrays(self) -> list[Array]:
         """Return all arrays of runs."""
-        return [self._room, *(array for run in self.runs.values() for array in run.arrays())]
+        return [array for run in self.runs.values() for array in run.arrays()]
 
     def _leaf_bytes(self) -> NDArray[np.int64]:
         """Return the bytes of all runs, shared out among leaves."""
