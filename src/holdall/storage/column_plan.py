@@ -59,7 +59,7 @@ class _Group(NamedTuple):
         return len(self.chains[0])
 
 
-class Finding(NamedTuple):
+class ColumnFinding(NamedTuple):
     """What a plan found about one field: columns by how they are kept."""
 
     columns: int
@@ -237,14 +237,14 @@ def _shares(sources: list[list[int]], groups: int, leaves: int) -> NDArray[np.fl
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 
 
-def _finding(starts: _Columns, leaf: int, groups: Sequence[_Group], copies: dict[int, int]) -> Finding:
+def _finding(starts: _Columns, leaf: int, groups: Sequence[_Group], copies: dict[int, int]) -> ColumnFinding:
     own = starts.of(leaf)
     chains = [(group, chain) for group in groups for chain in group.chains if chain[-1] in own]
     histories = [chain for group, chain in chains if group.window > 1]
     single = [group for group, _ in chains if group.window == 1 and not group.is_dense]
     constant = sum(group.is_constant for group in single)
     copied = sum(column in copies for column in own)
-    return Finding(
+    return ColumnFinding(
         len(own), constant, copied, len(single) - constant, sum(map(len, histories)) - len(histories), len(histories)
     )
 
