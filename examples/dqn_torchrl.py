@@ -25,7 +25,7 @@ from torchrl.objectives import DQNLoss, HardUpdate
 
 from holdall.torchrl import HoldallStorage  # 1
 
-SIZE, BATCH, BLOCK = 20, 32, 64
+SIZE, BATCH, BLOCK = 12, 32, 64
 
 
 class Catch(gym.Env[np.ndarray, np.int64]):
@@ -67,7 +67,7 @@ class Network(torch.nn.Module):
         super().__init__()
         self.layers = torch.nn.Sequential(
             torch.nn.Conv2d(4, 16, 4, stride=2), torch.nn.ReLU(), torch.nn.Flatten(),
-            torch.nn.Linear(16 * 9 * 9, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3),
+            torch.nn.Linear(16 * 5 * 5, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3),
         )  # fmt: skip
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -87,14 +87,14 @@ def train(storage: Storage, steps: int) -> tuple[torch.nn.Module, float]:
     buffer = TensorDictReplayBuffer(storage=storage, batch_size=BATCH)  # 2
     loss = DQNLoss(actor, action_space="categorical", delay_value=True, double_dqn=True)
     loss.make_value_estimator(gamma=0.97)
-    target, optimizer = HardUpdate(loss, value_network_update_interval=200), torch.optim.Adam(actor.parameters(), 5e-4)
+    target, optimizer = HardUpdate(loss, value_network_update_interval=100), torch.optim.Adam(actor.parameters(), 1e-3)
     policy = TensorDictSequential(actor, explore)
     caught: list[float] = []
     for block in Collector(env, policy, frames_per_batch=BLOCK, total_frames=steps):
         buffer.extend(block)
         explore.step(BLOCK)
         caught += (block["next", "reward"][block["next", "done"]] > 0).float().tolist()
-        for _ in range(BLOCK // 4):
+        for _ in range(BLOCK // 2):
             optimizer.zero_grad()
             loss(buffer.sample())["loss"].backward()
             optimizer.step()
@@ -104,6 +104,6 @@ def train(storage: Storage, steps: int) -> tuple[torch.nn.Module, float]:
 
 if __name__ == "__main__":
     storage = HoldallStorage(100_000, budget=None)  # 3: compress everything
-    _, share = train(storage, int(sys.argv[1]) if len(sys.argv) > 1 else 30_000)
+    _, share = train(storage, int(sys.argv[1]) if len(sys.argv) > 1 else 29_952)
     print(f"caught {share:.0%} of the last 100 balls")
     print(storage.memory.report())

@@ -26,16 +26,21 @@ typedef struct {
 } transform;
 
 /* A sealed block. Its slices are compressed in units of `group` neighbours, which lie one after another in memory
- * or in a file. */
+ * or in a file. The first of `key` units is a key: the others are compressed against what it decompresses to. */
 typedef struct {
     const uint8_t *data;     /* NULL: in a file */
     const uint32_t *offsets; /* unit i lies in [offsets[i], offsets[i + 1]) */
     const uint32_t *checks;  /* checksums of the units in a file */
     const uint8_t *palette;  /* 256 words */
+    const void *places;      /* which slice of the units a number names; NULL: the one with that number */
     const void *ddict;       /* ZSTD_DDict *, or NULL */
+    const uint8_t *common;   /* the dictionary's bytes, for LZ4, or NULL */
+    int64_t common_bytes;
+    int64_t place_bytes; /* of an entry of `places`: 2 or 4 */
     int64_t data_bytes;
     int64_t slice_count;
     int64_t group;
+    int64_t key; /* 0: no unit needs another */
     int64_t method;
     int64_t file;       /* descriptor */
     int64_t file_start; /* where the first unit lies in it */
@@ -52,8 +57,10 @@ typedef struct {
 
 /* The decompressors' functions, which Python finds, and the memory of one thread that decodes. */
 typedef struct {
-    int (*lz4_decompress_safe)(const char *, char *, int, int);
+    int (*lz4_decompress_using_dict)(const char *, char *, int, int, const char *, int);
     size_t (*zstd_decompress_using_ddict)(void *, void *, size_t, const void *, size_t, const void *);
+    size_t (*zstd_ref_prefix)(void *, const void *, size_t);
+    size_t (*zstd_decompress_dctx)(void *, void *, size_t, const void *, size_t);
     void *dctx;       /* ZSTD_DCtx * */
     uint8_t *scratch; /* two coded slices, and one decoded */
     int64_t scratch_bytes;
@@ -61,6 +68,9 @@ typedef struct {
     int64_t unit_bytes;
     const sealed_block *unit_of;
     int64_t unit_number;
+    uint8_t *key; /* the last key that was decompressed, as large as a unit: unit `key_number` of `key_of` */
+    const sealed_block *key_of;
+    int64_t key_number;
     uint8_t *read; /* units [read_first, read_end) of the block `read_of`, as they stand in a file */
     int64_t read_bytes;
     const sealed_block *read_of;
@@ -76,12 +86,21 @@ typedef struct {
 typedef struct {
     int (*lz4_compress_default)(const char *, char *, int, int);
     int (*lz4_compress_hc)(const char *, char *, int, int, int);
+    void (*lz4_reset_hc)(void *, int);
+    int (*lz4_load_dict_hc)(void *, const char *, int);
+    int (*lz4_continue_hc)(void *, const char *, char *, int, int);
     size_t (*zstd_compress2)(void *, void *, size_t, const void *, size_t);
+    size_t (*zstd_ref_prefix)(void *, const void *, size_t);
     unsigned (*zstd_is_error)(size_t);
     void *cctx;       /* ZSTD_CCtx * with its level and dictionary */
-    uint8_t *scratch; /* two coded slices, a unit of coded ones and a compressed unit */
+    void *stream;     /* LZ4_streamHC_t *, where LZ4 compresses against other bytes */
+    uint8_t *scratch; /* two coded slices, a unit of coded ones, a key and a compressed unit */
     int64_t scratch_bytes;
+    const uint8_t *common; /* a dictionary's bytes, for LZ4, or NULL */
+    int64_t common_bytes;
     int64_t group; /* slices of a unit */
+    int64_t key;   /* units that share a key; 0: there are none */
+    int64_t keeps_keys_raw;
     int64_t method;
     int64_t level; /* of LZ4: 0 the fast one, above 0 the high compression */
 } encoder;
