@@ -329,7 +329,8 @@ class NativeCoder(NativeDecoder):
         form = _form(transform)
         used = self._library.holdall_encode(
             ctypes.addressof(compressor.encoder), ctypes.addressof(form), address(slices),
-            0 if order is None else address(order), count, address(data), room, address(offsets), address(palette), address(slots),
+            0 if order is None else address(order), count, address(data), room, address(offsets),
+            address(palette), address(slots),
         )  # fmt: skip
         if used < 0:
             return None
