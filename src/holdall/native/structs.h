@@ -180,6 +180,7 @@ typedef struct {
     sliced_field *sliced;
     int64_t flat_count;
     int64_t sliced_count;
+    int64_t pause_tick; /* before this tick is written, there is more to do */
 } tick_writer;
 
 /* ---- arguments as Python passes them ----------------------------------------------- */
@@ -259,7 +260,78 @@ typedef struct {
     int64_t apart_ids;   /* ... the address of their ids, ascending ... */
     int64_t apart_rows;  /* ... and of the rows */
     int64_t unless;      /* address of a second ring of flags: 1.0f where the first flag is set and this one is not; or 0 */
+    int64_t runs;        /* address of the column_runs that hold ticks whose rows are not in the ring, or 0 ... */
+    int64_t leaf;        /* ... and which leaf of theirs this is */
 } row_column;
+
+/* ---- short observations without what repeats in them, see columns.c ----------------- */
+
+/* All of these are tables of int64_t that Python writes: GROUP_FIELDS, PIECE_FIELDS and so on in storage/columns.py. */
+
+/* Columns that share a log of frames. */
+typedef struct {
+    int64_t window;       /* frames that a row shows */
+    int64_t frame_bytes;
+    int64_t is_dense;     /* there is no log: a row's frame stands in its record */
+    int64_t home;         /* address of a frame that is expected often and begins the log, or 0 */
+    int64_t first_source; /* of the pieces that a frame is collected from */
+    int64_t end_source;
+} column_group;
+
+/* Bytes that lie in one piece in an observation: `count` times `bytes` from `offset` on. */
+typedef struct {
+    int64_t leaf;
+    int64_t group;
+    int64_t at; /* behind the first frame that a row shows */
+    int64_t offset;
+    int64_t bytes;
+    int64_t count;
+    int64_t at_step;
+} column_piece;
+
+/* How the short observations of a transition are shared out. */
+typedef struct {
+    int64_t groups;
+    int64_t group_count;
+    int64_t pieces;      /* leaf by leaf: all of an observation */
+    int64_t piece_ends;  /* address of numbers: leaf i has pieces [i] to [i + 1] */
+    int64_t sources;     /* group by group: the pieces that are kept */
+    int64_t leaf_bytes;  /* addresses of numbers, by leaf: bytes, ... */
+    int64_t leaf_starts; /* ... and where a leaf stands in a row that is kept whole */
+    int64_t leaves;
+    int64_t row_bytes;
+} column_plan;
+
+/* A group's log in a run. */
+typedef struct {
+    int64_t first; /* byte of the data */
+    int64_t count;
+    int64_t cursor_at; /* byte of a record; -1: every cursor is 0 */
+} column_log;
+
+/* The short observations of a run of ticks, lane after lane. */
+typedef struct {
+    int64_t plan;
+    int64_t first_tick;
+    int64_t ticks;
+    int64_t data; /* address */
+    int64_t logs;
+    int64_t records; /* byte of the data, as are `numbers` and `wholes` */
+    int64_t record_bytes;
+    int64_t cursor_bytes;
+    int64_t dense_at;
+    int64_t exceptions; /* rows that are kept whole: their numbers, ascending, and they */
+    int64_t numbers;
+    int64_t wholes;
+} column_run;
+
+/* Where the runs are: run n holds the ticks from n << shift on. */
+typedef struct {
+    int64_t runs; /* address of addresses, by n & mask; 0: those ticks lie in rings */
+    int64_t mask;
+    int64_t shift;
+    int64_t lanes;
+} column_runs;
 
 /* The slices of a batch, each named once, and the table that finds them. */
 typedef struct {

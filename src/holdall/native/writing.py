@@ -70,6 +70,28 @@ class NativeWriting:
 
     _library: ctypes.CDLL
 
+    packs_columns: bool
+
+    def pack_columns(
+        self,
+        run: NDArray[np.int64],
+        rings: NDArray[np.int64],
+        ring_ticks: int,
+        lanes: int,
+        out: Bytes,
+        scratch: tuple[NDArray[np.uint32], Bytes],
+    ) -> int:
+        """See `Kernels.pack_columns`."""
+        room, (numbers, row) = (address(out), out.size), scratch
+        used = self._library.holdall_pack_columns(
+            address(run), address(rings), ring_ticks, lanes, *room, address(numbers), address(row)
+        )
+        return int(used)
+
+    def release(self, first: int, nbytes: int) -> None:
+        """See `Kernels.release`."""
+        self._library.holdall_release(first, nbytes)
+
     def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
         """Make an empty block in `arena`."""
         return NativeBlock(slice_bytes, arena)
