@@ -1,7 +1,7 @@
 """What codecs make of recorded frames beside Stable-Baselines3's buffer: bytes a transition, and the time of a batch.
 
     python benchmarks/trace_codecs.py FOLDER [--traces seaquest,dog] [--prefer balanced,memory] [--json FILE]
-    python benchmarks/trace_codecs.py FOLDER --lanes 16     bytes of 16 lanes over those of one
+    python benchmarks/trace_codecs.py FOLDER --lanes 16     compressed bytes of 16 lanes over those of one
     python benchmarks/trace_codecs.py FOLDER --video        beside FFV1 and x264 in groups of 16; needs imageio-ffmpeg
 
 FOLDER holds traces as `holdall.tools.bench.trace` describes them. A trace is played again and again, each time
@@ -109,12 +109,16 @@ def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, held: in
     observation = sum(part.nbytes for part in _parts(next(stream.steps).obs)) // lanes
     held = min(held, SB3_BYTES // (2 * observation)) // lanes * lanes
     opened = [Side(name, stream, held, prefer) for name in sides]
-    readings = []
+    readings, sealed = [], [(0, 0)]
     for tick, step in enumerate(itertools.islice(stream.steps, held // lanes), start=1):
         for side in opened:
             side.add(*side.arguments(step))
         if tick % max(1, held // lanes // READINGS) == 0 and tick * lanes >= held * 0.3:
             readings.append((tick * lanes, held_bytes().anonymous))
+        if sides == ["core"] and tick % max(1, 128 // lanes) == 0:
+            opened[0].memory.drain()
+            total = sum(field.sealed_bytes for field in opened[0].memory.report().fields)
+            sealed += [(tick * lanes, total)] if total > sealed[-1][1] else []
     found = {}
     for side in opened:
         if side.name != "sb3":
@@ -126,6 +130,9 @@ def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, held: in
     result: dict[str, Any] = {"transitions": held, "found": found, "sample_us": times}
     if len(sides) == 1:
         result["bytes_per_transition"] = line_through(readings)[0]
+    if sides == ["core"]:
+        # From one sealed block to the last: what lies raw between them is another in every lane.
+        result["bytes_per_transition"] = (sealed[-1][1] - sealed[1][1]) / (sealed[-1][0] - sealed[1][0])
     return result
 
 

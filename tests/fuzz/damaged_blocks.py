@@ -223,7 +223,7 @@ def mistake_the_key(block: Block, generator: np.random.Generator) -> None:
 
 def spoil_places(block: Block, generator: np.random.Generator) -> None:
     """Let slices stand in places that others have or nobody has, in too few of them, or in numbers of another size."""
-    places = block.places.copy() if len(block.places) else np.arange(COUNT, dtype=np.uint16)
+    places = np.resize(block.places, COUNT) if len(block.places) else np.arange(COUNT, dtype=np.uint16)
     match generator.integers(4):
         case 0:
             places[generator.integers(0, COUNT, 3)] = generator.integers(0, 1 << 16, 3)
