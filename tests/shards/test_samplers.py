@@ -149,7 +149,7 @@ def add_episodes(memory: Any, lanes: int, ticks: int, first: int = 0) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("lanes", [1])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.nightly), 7])
 def test_episodes_stay_together_over_shards(lanes: int) -> None:
     """Returns and sequences are as long as their episodes allow, whichever shard these are on."""
     with ReplayMemory(BOX, ACTION, 40_000, lanes, shards=3, seed=1, sampler=NStep(4, 1.0)) as memory:

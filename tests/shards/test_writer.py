@@ -105,7 +105,7 @@ class Feeder:
             add(self.writer, number)
 
     def leave(self) -> None:
-        ray.actor.exit_actor()
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]  # it has no types
 
 
 def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(memory: ReplayMemory) -> None:

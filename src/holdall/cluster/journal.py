@@ -303,7 +303,7 @@ class Committer:
 
     def __init__(
         self, journal: Journal, next_row: int, apply: Callable[[list[Staged]], int],
-        priorities: Callable[[], Mapping[str, Any] | None],
+        priorities: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.journal = journal
         self._apply = apply

@@ -189,7 +189,7 @@ class Roster:
         self._looked_at = 0.0
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
         self._first_life = 1 + secrets.randbelow(MOST_LIVES - 1) if _is_restarted() else 0
-        self._recentres = _is_restarted()
+        self._recentres = True  # also over journals, and with a checkpoint
         self._shards: dict[int, tuple[Any, bool]] = {}  # handle, and whether it takes new segments
         self._lives: dict[int, int] = {}
         self._codecs: dict[str, bytes] = {}

@@ -77,9 +77,7 @@ class Shard:
         self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock, neighbours)
         checkpoint = None if saved is None else _checkpoint_of(*saved)
         first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
-        roster: Any = ray.get_actor(memory, NAMESPACE)
-        self._epoch: int
-        self._epoch, highest = ray.get(roster.begin_life.remote(number, first_life))
+        self._epoch, highest = _begun(memory, number, first_life, has_journal=url is not None)
         if url is None:
             self._data.begin_at(protocol.first_row_of(self._epoch))
         else:
@@ -401,6 +399,18 @@ class Shard:
         rows = (store.first_tick, store.next_tick, store.transitions)
         mass, highest = data.mass(), data.highest  # in this order: what is new gets its priority with the first
         return protocol.ShardCounters(self._epoch, *rows, data.inserted, self._changes, backlog, mass, highest)
+
+
+def _begun(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
+    """Return which life of a shard this is, and the highest priority of the memory, as its roster has them."""
+    try:
+        roster: Any = ray.get_actor(memory, NAMESPACE)
+    except ValueError:
+        if has_journal:  # which has both, as they were
+            return first_life, 0.0
+        raise
+    begun: tuple[int, float] = ray.get(roster.begin_life.remote(number, first_life))
+    return begun
 
 
 def _checkpoint_of(url: str, number: int) -> Restored:
