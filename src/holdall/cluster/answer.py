@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -333,6 +336,63 @@ def _merged(parts: Sequence[Array], shares: Sequence[_Share]) -> Array:
     return merged
 
 
+_BORROWED_BYTES = 2**18
+"""Smaller arrays are copied: Ray does not hold them in shared memory."""
+_MOST_BORROWED = 8
+
+
+class ObjectStore:
+    """Arrays that Ray's object store holds, handed out as a caller's own where that can be: without a copy.
+
+    An answer is made for one learner, so that nobody else reads it. Ray maps the store's memory for writing, and does
+    not say so: it is looked up. Where it is not so, and where a caller keeps many batches, arrays are copied.
+    """
+
+    def __init__(self) -> None:
+        self._mapped: list[tuple[int, int]] = []
+        self._lent = 0
+        self._lock = threading.Lock()
+
+    def writable(self, array: Bytes) -> Bytes | None:
+        """Return the array as one that may be written to; None where it cannot be."""
+        address = array.ctypes.data
+        if array.nbytes < _BORROWED_BYTES or self._lent >= _MOST_BORROWED or not self._is_mapped(address, array.nbytes):
+            return None
+        lender = _Lender(array)
+        with self._lock:
+            self._lent += 1
+        weakref.finalize(lender, self._return).atexit = False
+        return np.asarray(lender)
+
+    def _return(self) -> None:
+        with self._lock:
+            self._lent -= 1
+
+    def _is_mapped(self, address: int, nbytes: int) -> bool:
+        if not any(start <= address and address + nbytes <= end for start, end in self._mapped):
+            self._mapped = _shared_for_writing()
+        return any(start <= address and address + nbytes <= end for start, end in self._mapped)
+
+
+class _Lender:
+    """Keeps an array of the store from being freed while something that was made of it is used."""
+
+    def __init__(self, array: Bytes) -> None:
+        self._array = array
+        self.__array_interface__ = array.__array_interface__ | {"data": (array.ctypes.data, False)}
+
+
+def _shared_for_writing() -> list[tuple[int, int]]:
+    """Return where this process has memory that others share and that it may write to."""
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = [line.split(maxsplit=2)[:2] for line in lines]
+    bounds = [places.split("-") for places, may in found if may.startswith("rw") and may.endswith("s")]
+    return [(int(start, 16), int(end, 16)) for start, end in bounds]
+
+
 class Deliverer:
     """Decodes the rows of answers, and makes batches of them as a local memory does of its own."""
 
@@ -340,6 +400,7 @@ class Deliverer:
         self._schema = schema
         self._kernels = kernels
         self.assembler = ObservationAssembler(kernels, 1 << 62)
+        self._store = ObjectStore()
         self.batches = HostBatches(schema, self.assembler, Delivery(device, schema.leaves))
 
     def batch(
@@ -392,7 +453,8 @@ class Deliverer:
         schema, pairs = self._schema, {}
         for i, leaf in enumerate(schema.observation.leaves):
             if i in shares[0].answer.fields:
-                pairs[i] = self.assembler.assemble(self._places(i, shares), 0, leaf, wanted)
+                pair = self._borrowed(shares, i, leaf)
+                pairs[i] = pair or self.assembler.assemble(self._places(i, shares), 0, leaf, wanted)
             else:
                 pairs[i] = column(f"obs.{i}"), column(f"next.{i}")
         action = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
@@ -400,6 +462,28 @@ class Deliverer:
         reward, terminated, truncated = (column(f"{name}.0") for name in ("reward", "terminated", "truncated"))
         ended = (terminated > truncated).astype(np.float32)
         return storage.Rows(pairs, (), None, action, reward, terminated, truncated, extras, ended)
+
+    def _borrowed(self, shares: Sequence[_Share], i: int, leaf: Leaf) -> tuple[Array, Array] | None:
+        """Return the arrays of one answer as they are, if the batch is all of it, or None; nothing is copied."""
+        share, found = shares[0], shares[0].answer.fields[i]
+        count, total, slices = len(share.ids), found.log.size // 2, found.forms[0].slices if found.forms else None
+        if len(shares) > 1 or len(found.forms) > 1 or not isinstance(slices, np.ndarray) or not count:
+            return None
+        cursors = found.cursors[share.rows]
+        first = int(cursors[0]) // 2
+        in_order = np.arange(count, dtype=np.uint32)
+        log = np.arange(2 * total, dtype=np.uint32).reshape(2, total).T.reshape(-1)
+        if not all(
+            np.array_equal(*pair)
+            for pair in ((share.positions, in_order), (cursors, 2 * (first + in_order)), (found.log, log))
+        ):
+            return None
+        owned = self._store.writable(slices)
+        if owned is None:
+            return None
+        pair = owned.reshape(2, total, leaf.nbytes)[:, first : first + count]
+        obs, next_obs = (side.reshape(-1).view(leaf.dtype).reshape(count, *leaf.shape) for side in pair)
+        return obs, next_obs
 
     def _places(self, leaf: int, shares: Sequence[_Share]) -> storage.Places:
         """Describe where the slices of a leaf lie, to the loops that decode them."""
