@@ -148,7 +148,8 @@ class Life:
             while len(actors) < count:
                 number = 1_000 * self._life + self._started
                 self._started += 1
-                made: Any = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=3)(kind)
+                remote: Any = ray.remote
+                made = remote(num_cpus=0, max_restarts=0, max_concurrency=3)(kind)
                 actors.append(made.remote(self._name, number, self._folder))
         return {}
 
