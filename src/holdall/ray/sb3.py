@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch as th
 from gymnasium import spaces
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.cluster.collect import MakeAct
 from holdall.cluster.memory import ReplayMemory
+from holdall.cluster.status import this_node
 from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
 from holdall.sb3 import ReplayBuffer as LocalReplayBuffer
@@ -87,7 +87,7 @@ class ReplayBuffer(LocalReplayBuffer):
     def __getstate__(self) -> dict[str, Any]:
         """Return everything, with the files of a checkpoint in place of the memory: shards stay where they are."""
         memory: Any = self.memory
-        here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # it has no types
+        here = this_node()
         elsewhere = [status.node for status in memory.shards() if status.node not in {"", here}]
         if elsewhere:
             raise ArgumentError(
