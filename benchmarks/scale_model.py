@@ -73,7 +73,7 @@ class Costs:
             shard_held=inserted["shard_bytes_per_transition"]["holdall"],
             learner_row_us=drawn["ahead"]["learner_cpu_us"]["holdall"] / BATCH,
             shard_row_us=drawn["ahead"]["shard_cpu_us"]["holdall"] / BATCH,
-            wire_row=drawn["wire"]["answer_bytes"] / BATCH,
+            wire_row=drawn["wire"].get("answer_bytes_between_hosts", drawn["wire"]["answer_bytes"]) / BATCH,
             plain=drawn["wire"]["decoded_bytes"] / BATCH,
             call_us=(spread["4"]["cpu_us"] - spread["1"]["cpu_us"]) / 3,
         )

@@ -377,8 +377,11 @@ class Writer:
         self.flush()
 
     def _is_listed(self, shard: int) -> bool:
-        """Whether a shard is still one of the memory's."""
-        _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
+        """Whether a shard is still one of the memory's, as far as can be known."""
+        try:
+            _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
+        except ray.exceptions.RayError:
+            return True
         return shards is None or shard in shards
 
     def look_around(self, now: bool = False) -> None:

@@ -20,7 +20,7 @@ import ray
 
 import holdall
 import holdall.ray
-from holdall import ArgumentError, CheckpointError, ShardError
+from holdall import ArgumentError, CheckpointError, FencedError, ShardError
 from holdall.ray import ReplayMemory
 
 from .ledger import ACTION, EXTRAS, MOST_OF_ONE, OBSERVATION, acknowledged, checked, held, settle, step, written
@@ -44,6 +44,8 @@ class WriterProcess:
             handle = holdall.ray.attach(memory)
             with handle.writer() as writer, (self._folder / "ledger" / str(feeder)).open("a") as page:
                 self._feed(writer, feeder, page)
+        except FencedError:  # the driver was killed, and the next one was quicker than the end of this process
+            pass
         except BaseException:
             if not self._over.is_set():
                 (self._folder / "errors" / f"writer {feeder}").write_text(traceback.format_exc())
@@ -86,6 +88,8 @@ class LearnerProcess:
                     self.drawn += 64
                 except (ArgumentError, ShardError):  # nothing is held yet, or no shard answers
                     time.sleep(0.1)
+        except FencedError:  # likewise
+            pass
         except BaseException:
             (folder / "errors" / f"learner {number}").write_text(traceback.format_exc())
 
