@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -12,9 +13,10 @@ import ray
 from gymnasium import spaces
 from stable_baselines3 import DQN
 from stable_baselines3.common.logger import configure
+from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 import holdall.ray.sb3
-from holdall import Prioritized, ShardError
+from holdall import NStep, Prioritized, ShardError
 from holdall.ray import ReplayMemory, collect
 
 from .processes import kill, process_of, wait_until
@@ -81,3 +83,29 @@ def test_an_actor_that_fails_says_why() -> None:
         with pytest.raises(ShardError, match="no display"):
             wait_until(lambda: bool(actors.progress()) and False)
         actors.stop()
+
+
+def test_a_replay_buffer_over_shards_is_saved_with_its_model(tmp_path: Path) -> None:
+    """All transitions and priorities come back, and draws go on where they were."""
+    settings: dict[str, Any] = {"shards": 2, "sampler": NStep(3, 0.9, by=Prioritized()), "seed": 1, "patience_s": 60.0}
+    buffer: Any = holdall.ray.sb3.ReplayBuffer(
+        5_000, Counting.observation_space, Counting.action_space, "cpu", **settings
+    )
+    env = Counting()
+    obs, _ = env.reset()
+    for step in range(900):
+        next_obs, reward, ended, _, _ = env.step(step % 2)
+        buffer.add(obs, next_obs, np.array([step % 2]), np.array([reward]), np.array([ended]), [{}])
+        obs = env.reset()[0] if ended else next_obs
+    samples = buffer.sample(64)
+    assert (samples.discounts[:, 0] > 0.7).all()
+    buffer.update_priorities(samples.ids, np.arange(64.0))
+    save_to_pkl(tmp_path / "buffer.pkl", buffer)
+    again: Any = load_from_pkl(tmp_path / "buffer.pkl")
+    with buffer.memory, again.memory:
+        assert again.size() == buffer.size() == 900
+        for _ in range(3):
+            one, other = buffer.sample(32), again.sample(32)
+            assert (one.ids == other.ids).all()
+            assert (one.weights == other.weights).all()
+            assert (one.observations == other.observations).all()
