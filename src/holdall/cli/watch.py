@@ -103,7 +103,7 @@ def _watch_process(
     outputs: Outputs,
 ) -> None:  # fmt: skip
     """Watch a process until it ends, or until an interrupt."""
-    turns = WatchLoop(pid, *settings)
+    turns = WatchLoop(pid, *settings, scans=launched is None)
     title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
 
     def draw(turn: WatchPass, width: int) -> RenderableType:
