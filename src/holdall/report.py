@@ -46,6 +46,7 @@ class MemoryReport:
     failure: str = ""  # what went wrong when a block was compressed or spilled last; it then stays as it is
     budget_bytes: int | None = None  # the limit over everything, if one was named
     capacity_that_fits: int | None = None  # transitions that the limit holds, if fewer than asked for
+    fallback: str = ""  # what is done without compiled code, why, and how much slower it is
 
     @property
     def total_bytes(self) -> int:
@@ -104,6 +105,8 @@ class MemoryReport:
                 f"the budget of {format_bytes(self.budget_bytes)} holds about {self.capacity_that_fits} transitions; "
                 "from then on the oldest leave early"
             )
+        if self.fallback:
+            lines.append(self.fallback)
         if self.failure:
             lines.append(f"the worker failed last with {self.failure}; what it concerns stays as it is")
         return "\n".join(lines)
