@@ -36,12 +36,12 @@ WATCH = [sys.executable, "-m", "holdall", "watch"]
 TRAININGS = str(HERE / "watch_trainings.py")
 GROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 2**20
-LIMIT = 700 * MIB
+LIMIT = 400 * MIB
 Row = dict[str, Any]
 TITLES = {
     "ends": "starts and ends of trainings", "imports": "scripts that only import, on a busy machine",
     "clean": "trainings without a leak", "lines": "planted leaks",
-    "spill": '`on_pressure="spill"` at full speed, in a control group of 700 MiB', "trace": "cost of a trace",
+    "spill": '`on_pressure="spill"` at full speed, in a control group of 400 MiB', "trace": "cost of a trace",
 }  # fmt: skip
 
 SMALL_DQN = """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import sys
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import typer
 
@@ -65,12 +65,15 @@ class ForgivingOutput(io.FileIO):
 
 def main() -> None:
     """Run the command line; the entry point of the `holdall` script."""
-    with ForgivingOutput(1, "w", closefd=False) as raw:
-        known = sys.stdout
+    known: Any = sys.stdout
+    if known is not None and sys.platform != "win32":
+        raw = ForgivingOutput(1, "w", closefd=False)
+        is_direct = bool(known.write_through)
         sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(raw), known.encoding, known.errors, line_buffering=known.isatty()
+            cast("io.BufferedWriter", raw) if is_direct else io.BufferedWriter(raw),
+            known.encoding,
+            known.errors,
+            line_buffering=known.isatty(),
+            write_through=is_direct,
         )
-        try:
-            app(prog_name="holdall")
-        finally:
-            sys.stdout.flush()
+    app(prog_name="holdall")
