@@ -190,6 +190,7 @@ def ends(wanted: argparse.Namespace) -> Row:
             told = done.stderr.replace("RuntimeError: planned", "").count("Traceback") - (code == 1)
             if done.returncode != code or told > 0 or "without it" in done.stderr:
                 wrong.append(f"run {run}: {done.returncode} for {code}: {done.stderr[-300:]}")
+            print(f"run {run}: exit code {done.returncode}, {len(wrong)} wrong so far", file=sys.stderr)
 
     _in_parallel(one, wanted.runs or 200)
     runs = wanted.runs or 200
