@@ -196,7 +196,7 @@ class FileChecker:
             return check_text(text, str(path), self._rules, self._machine, self._repository(path))
         except MissingPackageError:
             raise
-        except Exception as error:  # noqa: BLE001  a mistake of lint's own ends no run over other files
+        except Exception as error:
             message = f"lint failed on it ({type(error).__name__}: {error}); please report the file"
             return list(_not_parsed(self._rules, message, SourceRange.whole(str(path)), Severity.WARNING))
 

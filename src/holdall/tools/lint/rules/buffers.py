@@ -12,7 +12,7 @@ from holdall.tools.lint.run import Machine, PlainBuffer, sized, whole
 from holdall.tools.lint.source.buffers import SMALL
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script, argument_of
-from holdall.tools.lint.source.values import InstanceValue, TableValue, candidates_of
+from holdall.tools.lint.source.values import InstanceValue, TableValue, likely
 
 _GIB = 2**30
 _WORTH_SAVING = 2**28
@@ -141,7 +141,7 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
     seen = set()
     for made in training.recorded("appended"):
         container, call = made.value, made.node
-        limit = whole(candidates_of(container.maxlen)[0][0])
+        limit = whole(likely(container.maxlen))
         parts = _parts(script, call, made.detail["item"])
         is_next = len(parts) >= 4 and any(_NEXT.search(part) for part in parts)
         if not is_next or call in seen or not _is_replay(training, container, limit):
@@ -169,7 +169,7 @@ def _is_replay(training: TrainingReader, container: object, limit: int | None) -
 
 def _parts(script: Script, call: ast.AST, item: object) -> list[str]:
     """Return the names that an appended tuple, record or dict is made of; empty for what is no name."""
-    item = candidates_of(item)[0][0]
+    item = likely(item)
     if isinstance(item, TableValue):
         return [str(key) for key in item]
     if isinstance(item, InstanceValue) and item.attributes:

@@ -32,6 +32,7 @@ from holdall.tools.lint.source.values import (
     candidates_of,
     known_items,
     length_of,
+    likely,
     one_of,
     put,
     spread,
@@ -550,7 +551,7 @@ class Expressions:
                 given.named[keyword.arg] = value
                 given.nodes[keyword.arg] = keyword.value
                 continue
-            value = candidates_of(value)[0][0]
+            value = likely(value)
             if isinstance(value, TableValue):
                 given.named |= {str(name): one for name, one in value.items()}
                 given.nodes |= {str(name): keyword.value for name in value}
@@ -615,7 +616,7 @@ class Expressions:
         if isinstance(value, FunctionValue | ClassValue | InstanceValue | Environments | ModuleValue):
             return True
         if isinstance(value, OneOf):
-            truths = {Expressions.truth(one) for one in value.values}
+            truths = {Expressions.truth(one) for one in value.values if one is not UNKNOWN}
             return truths.pop() if len(truths) == 1 else None
         return None
 

@@ -32,8 +32,8 @@ from holdall.tools.lint.source.values import (
     candidates_of,
     known_items,
     length_of,
+    likely,
     one_of,
-    put,
 )
 
 _MOST_STEPS = 60_000
@@ -116,7 +116,7 @@ class Interpreter(Expressions):
         """Return the size that the object which holds a list limits it to, by the name of its attribute."""
         for owner in self.instances:
             if any(value is container for value in owner.attributes.values()):
-                sizes = (candidates_of(owner.attributes.get(name, UNKNOWN))[0][0] for name in _CAPACITIES)
+                sizes = (likely(owner.attributes.get(name, UNKNOWN)) for name in _CAPACITIES)
                 return next((number for number in map(whole, sizes) if number), None)
         return None
 
@@ -194,7 +194,7 @@ class Interpreter(Expressions):
         """Follow statements; True if what stands behind them is not reached."""
         return any(self.statement(one) for one in statements)
 
-    def statement(self, node: ast.stmt) -> bool:  # noqa: C901, PLR0911, PLR0912  one case for each kind of statement
+    def statement(self, node: ast.stmt) -> bool:  # noqa: C901, PLR0912  one case for each kind of statement
         """Follow one statement; True if it leaves the block."""
         match node:
             case ast.Expr(value=value):
@@ -465,7 +465,7 @@ class Interpreter(Expressions):
     def _enter_alone(self, node: Any, scope: Scope) -> None:
         self.scope, self.path, self.repeats = scope, (), None
         value = scope.names.get(node.name, UNKNOWN)
-        value = candidates_of(value)[0][0]
+        value = likely(value)
         if isinstance(value, FunctionValue) and value.node is node:
             self._call_alone(value, None)
         elif isinstance(value, ClassValue) and value.node is node:

@@ -22,9 +22,9 @@ from holdall.tools.lint.source.values import (
     ListValue,
     SuperValue,
     TableValue,
-    candidates_of,
     known_items,
     length_of,
+    likely,
     one_of,
     put,
     spread,
@@ -194,10 +194,10 @@ def from_data(data: Any, root: Any = None, attributes: bool = False, depth: int 
 def _loaded(interpreter: Any, last: str, arguments: Any, package: str) -> Any:
     if last not in _LOADERS:
         return arguments.get(0, "") if last in {"to_container", "create", "structured"} else UNKNOWN
-    source = candidates_of(arguments.get(0, "stream"))[0][0]
+    source = likely(arguments.get(0, "stream"))
     if isinstance(source, InstanceValue) and source.kind == "builtins.open":
         source = source.arguments.get("0", source.arguments.get("file", UNKNOWN))
-        source = candidates_of(source)[0][0]
+        source = likely(source)
     if not isinstance(source, str):
         return UNKNOWN
     here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
@@ -380,7 +380,7 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
     return UNKNOWN
 
 
-def _table_method(interpreter: Any, table: TableValue, name: str, arguments: Any) -> Any:  # noqa: PLR0911  one line for each method
+def _table_method(interpreter: Any, table: TableValue, name: str, arguments: Any) -> Any:
     key, other = arguments.get(0, "", UNKNOWN), arguments.get(1, "default", None)
     match name:
         case "get" | "pop" | "setdefault":
@@ -410,7 +410,7 @@ def _table_method(interpreter: Any, table: TableValue, name: str, arguments: Any
 
 def update(interpreter: Any, table: TableValue, other: Any) -> None:
     """Add the entries of another dict."""
-    other = candidates_of(other)[0][0]
+    other = likely(other)
     if isinstance(other, TableValue):
         for key, value in other.items():
             put(table, key, value, table.path, interpreter.path)
@@ -595,7 +595,7 @@ def suggested(name: str, arguments: Any) -> Any:
 
 def called_value(interpreter: Any, value: Any) -> Any:
     """Return what calling a value without arguments returns: a class, a function, a partial."""
-    value = candidates_of(value)[0][0]
+    value = likely(value)
     node = interpreter.anchor or interpreter.main.tree
     if isinstance(value, InstanceValue) and value.kind == "functools.partial":
         given = value.arguments["arguments"]

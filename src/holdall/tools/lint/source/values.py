@@ -180,6 +180,13 @@ def candidates_of(value: Any) -> tuple[tuple[Any, str], ...]:
     return ((value, ""),)
 
 
+def likely(value: Any) -> Any:
+    """Return the first candidate that is known: the default, where there is one."""
+    if not isinstance(value, OneOf):
+        return value
+    return next((one for one in value.values if one is not UNKNOWN and one is not None), value.values[0])
+
+
 def one_of(pairs: Iterable[tuple[Any, str]]) -> Any:
     """Join candidates: one value if they are all the same."""
     kept: list[tuple[Any, str]] = []
