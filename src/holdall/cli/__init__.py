@@ -6,12 +6,14 @@ on the command line, 3 the command ran and its check failed.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 
-from holdall.cli.conventions import OneLineErrors, Verbose
+from holdall.cli.conventions import OneLineErrors, PipeWriter, Verbose
 
 __all__ = ["app", "main"]
 
@@ -43,11 +45,23 @@ class LazyCommands(OneLineErrors):
 app = typer.Typer(cls=LazyCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"holdall {version('holdall')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+]
+
+
 @app.callback()
-def holdall(verbose: Verbose = False) -> None:
+def holdall(verbose: Verbose = False, version: Version = False) -> None:
     """Experience memory for deep reinforcement learning."""
 
 
 def main() -> None:
     """Run the command line; the entry point of the `holdall` script."""
+    sys.stdout = PipeWriter(sys.stdout)  # type: ignore[assignment]  # it has all that a stream has
     app(prog_name="holdall")

@@ -146,6 +146,8 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
 
 def _function(package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each function
     match last:
+        case "isscalar":
+            return isinstance(first, int | float | str) if first is not UNKNOWN else UNKNOWN
         case "device":
             return first if isinstance(first, str) else UNKNOWN
         case "dtype":

@@ -111,6 +111,8 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         return _space(interpreter, last, arguments, node)
     if (package in _GYMS and last in _MAKERS) or dotted == "gym_super_mario_bros.make" or dotted.endswith("retro.make"):
         return _made(interpreter, arguments, node, last)
+    if dotted == "dmc2gym.make":
+        return _control_suite(interpreter, arguments, node)
     if last == "register" and (package in _GYMS or ".registration" in dotted):
         name = arguments.get(0, "id")
         if isinstance(name, str):
@@ -216,6 +218,8 @@ def _one_made(interpreter: Any, name: Any, arguments: Any, node: ast.AST, maker:
     place = place_of(interpreter, node)
     steps = arguments.get(None, "max_episode_steps", UNKNOWN)
     plain = name if isinstance(name, str) else ""
+    if ":" in plain:
+        interpreter.import_module(plain.partition(":")[0])  # which registers it
     own = interpreter.registered.get(plain.rpartition(":")[2])
     if own is not None:
         made = _registered(interpreter, own, arguments, node)
@@ -236,6 +240,17 @@ def _one_made(interpreter: Any, name: Any, arguments: Any, node: ast.AST, maker:
         count=count, vector="single" if maker != "make_vec" else "sync", observation=seen, action=acted,
         episode_steps=limit if steps is UNKNOWN else steps, place=place, origin=object(), env_id=plain,
     )  # fmt: skip
+
+
+def _control_suite(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
+    """Make an environment of the DeepMind Control Suite as dmc2gym does: pixels with the channels first."""
+    sides = [whole(likely(arguments.get(None, name, 84))) for name in ("height", "width")]
+    place, seen = place_of(interpreter, node), None
+    pixels = likely(arguments.get(None, "from_pixels", False))
+    if pixels is True and None not in sides:
+        shape = (3, sides[0] or 0, sides[1] or 0)
+        seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)})
+    return Environments(1, "single", None, seen, None, place=place, origin=object())
 
 
 def _continuous(name: str, arguments: Any, action: SpaceInfo) -> SpaceInfo:

@@ -352,8 +352,9 @@ class Expressions:
 
     def _on_IfExp(self, node: ast.IfExp) -> Any:
         outer, self.is_soft = self.is_soft, False
-        truth = self.truth(self.value(node.test))
-        is_soft, self.is_soft = self.is_soft, outer or self.is_soft
+        tested = self.value(node.test)
+        truth = self.truth(tested)
+        is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer or self.is_soft
         body, other = self.value(node.body), self.value(node.orelse)
         if truth is not None and not is_soft:
             return body if truth else other

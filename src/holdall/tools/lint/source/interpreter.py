@@ -36,7 +36,8 @@ from holdall.tools.lint.source.values import (
     one_of,
 )
 
-_MOST_STEPS = 60_000
+_LIBRARIES = {"stable_baselines3", "sb3_contrib", "torchrl", "tensordict", "tianshou", "gymnasium", "gym", "torch", "numpy"}
+_MOST_STEPS = 30_000
 _DEEPEST_CALL = 14
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
 _LONGEST_CONDITION = 70
@@ -144,7 +145,8 @@ class Interpreter(Expressions):
 
     def import_module(self, dotted: str, level: int = 0) -> Any:
         """Return a module of the repository, or a reference to one of a library."""
-        found = self.repository.find(dotted, level, self.scope.module.path)
+        known = not level and dotted.partition(".")[0] in _LIBRARIES  # described here, also in their own repositories
+        found = None if known else self.repository.find(dotted, level, self.scope.module.path)
         tree = self.repository.tree(found) if found is not None else None
         if found is None or tree is None:
             return Reference(dotted) if dotted and not level else UNKNOWN
@@ -257,8 +259,9 @@ class Interpreter(Expressions):
 
     def _if(self, node: ast.If) -> bool:
         outer_soft, self.is_soft = self.is_soft, False
-        truth = self.truth(self.value(node.test))
-        is_soft, self.is_soft = self.is_soft, outer_soft or self.is_soft
+        tested = self.value(node.test)
+        truth = self.truth(tested)
+        is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer_soft or self.is_soft
         if truth is not None and not is_soft:
             return self.block(node.body if truth else node.orelse)
         return self._branches([(_condition(node.test), node.body), (_condition(node.test, negate=True), node.orelse)], truth)
