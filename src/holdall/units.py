@@ -32,6 +32,11 @@ def format_bytes(count: float) -> str:
     return f"{value:.1f} GiB"
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Write a count with its noun: `1 thread`, `4 processes`."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Write a time: `60 ms`, `45 s`, `12 min`, `3 h 20 min`."""
     if 0 < seconds < _TENTH:
