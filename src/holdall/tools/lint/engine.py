@@ -130,7 +130,10 @@ def check_text(
         found = list(_check_yaml(text, path, rules, machine))
     else:
         found = list(_check_script(text, path, rules, machine, repository or Repository(None)))
-    kept = drop_stale_edits(text, _not_ignored(found, text, path, rules))
+    once: dict[tuple[str, SourceRange, str], Finding] = {}  # what holds under several conditions is said once
+    for one in found:
+        once.setdefault((one.rule, one.place, repr(one.numbers) if one.numbers else one.message), one)
+    kept = drop_stale_edits(text, _not_ignored(list(once.values()), text, path, rules))
     return sorted(kept, key=lambda one: (one.place, one.rule))
 
 

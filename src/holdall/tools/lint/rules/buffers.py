@@ -12,7 +12,7 @@ from holdall.tools.lint.run import Machine, PlainBuffer, sized, whole
 from holdall.tools.lint.source.buffers import SMALL
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script, argument_of
-from holdall.tools.lint.source.values import InstanceValue, TableValue, likely
+from holdall.tools.lint.source.values import InstanceValue, ListValue, TableValue, likely
 
 _GIB = 2**30
 _WORTH_SAVING = 2**28
@@ -144,11 +144,10 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
         limit = whole(likely(container.maxlen))
         parts = _parts(script, call, made.detail["item"])
         is_next = len(parts) >= 4 and any(_NEXT.search(part) for part in parts)
-        if not is_next or call in seen or not _is_replay(training, container, limit):
+        if not is_next or call in seen or not _is_replay(container, limit):
             continue
         seen.add(call)
-        name = training.interpreter.container_name(container)
-        name = _written(call) or name
+        name = _written(call) or container.name
         size = "" if limit is None else f" of {limit:,}"
         place = script.place(call)
         cost = f": {sized(sizes[place])} once it is full" if place in sizes else ""
@@ -156,11 +155,11 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
         yield Match(text, place, {"capacity": "unknown" if limit is None else limit})
 
 
-def _is_replay(training: TrainingReader, container: object, limit: int | None) -> bool:
+def _is_replay(container: ListValue, limit: int | None) -> bool:
     """Whether a container is no short window: a deque that is not small, or a list that is named as a buffer."""
-    node = getattr(container, "node", None)
-    if not getattr(container, "is_deque", False):
-        return bool(_BUFFER.search(training.interpreter.container_name(container)))  # type: ignore[arg-type]
+    node = container.node
+    if not container.is_deque:
+        return bool(_BUFFER.search(container.name))
     if limit is not None:
         return limit >= SMALL
     given = argument_of(node, "maxlen", 1) if isinstance(node, ast.Call) else None

@@ -148,7 +148,7 @@ def frequency_ignores_environments(run: ConfiguredRun, machine: Machine) -> Iter
         steps = run.count("n_steps") if run.algorithm.on_policy else None
         if steps:
             rounds = every / steps
-            text += f", which is every {rounds:,.0f} rollouts" if rounds >= 2 else f", which is every {rounds:.2g} rollouts"
+            text += ", which is every rollout" if rounds == 1 else f", which is every {rounds:,.3g} rollouts"
         yield Match(text, setting.place, {"every": every, "every_steps": every * count, "n_envs": count})
 
 

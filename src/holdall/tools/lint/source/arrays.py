@@ -200,13 +200,16 @@ def _stacked(last: str, first: Any, arguments: Any, node: ast.AST) -> Any:
     elif shape:
         at = {"vstack": 0, "hstack": min(1, len(shape) - 1), "dstack": -1}.get(last, axis if axis is not None else 0)
         if -len(shape) <= at < len(shape):
-            each = [unwrapped(one).shape[at] if isinstance(unwrapped(one), ArrayValue) and unwrapped(one).shape else UNKNOWN
-                    for one in items or ()]  # fmt: skip
-            numbers = [whole(one) for one in each]
+            numbers = [_size_along(unwrapped(one), at) for one in items or ()]
             size = whole(shape[at])
             whole_size = None if size is None or count is None else size * count
             shape[at] = sum(n or 0 for n in numbers) if numbers and None not in numbers else (whole_size or UNKNOWN)
     return ArrayValue(tuple(shape), sample.dtype, frozenset({node}))
+
+
+def _size_along(array: Any, axis: int) -> int | None:
+    shape = array.shape if isinstance(array, ArrayValue) else None
+    return whole(shape[axis]) if shape and -len(shape) <= axis < len(shape) else None
 
 
 def _image(last: str, arguments: Any, node: ast.AST) -> Any:

@@ -90,7 +90,7 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
     for group in appended.values():
         container: ListValue = group[0].value
         limit = whole(likely(container.maxlen))
-        title = interpreter.container_name(container)
+        title = container.name
         if limit is None and not container.is_deque:
             limit = interpreter.capacity_of(container)
         if limit is None or limit < SMALL:

@@ -119,7 +119,7 @@ class Expressions:
         self.repeats: int | None = 1  # how often the loops around this line run it
         self.anchor: ast.AST | None = None  # the call of the script that led here
         self.seen_function: Any = UNKNOWN  # what the last call called
-        self.names: dict[object, str] = {}  # of arrays by what made them, and of containers
+        self.names: dict[object, str] = {}  # of arrays by what made them
         self._loops: dict[ast.AST, LoopFacts] = {}
 
     # ------------------------------------------------------------ to be followed by the interpreter
@@ -185,7 +185,7 @@ class Expressions:
             for origin in value.origins:
                 self.names.setdefault(origin, name)
         elif isinstance(value, ListValue):
-            self.names.setdefault(id(value), name)
+            value.name = value.name or name
 
     def assign(self, target: ast.expr, value: Any) -> None:
         """Assign to a name, an attribute, an item, or several of them."""

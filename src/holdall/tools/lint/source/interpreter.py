@@ -109,10 +109,6 @@ class Interpreter(Expressions):
         """Return the name that an array was given first."""
         return self.names.get(origin, "")
 
-    def container_name(self, container: ListValue) -> str:
-        """Return the name that a list or deque was given first."""
-        return self.names.get(id(container), "")
-
     def capacity_of(self, container: ListValue) -> int | None:
         """Return the size that the object which holds a list limits it to, by the name of its attribute."""
         for owner in self.instances:

@@ -58,6 +58,7 @@ class ListValue:
     node: ast.AST | None = None  # where it was made
     path: Path = ()
     added: list[Any] = field(default_factory=list)  # samples of what was appended
+    name: str = ""  # the first that it was given
 
     @property
     def is_known(self) -> bool:
