@@ -174,6 +174,8 @@ def _parts(script: Script, call: ast.AST, item: object) -> list[str]:
     if isinstance(item, InstanceValue) and item.attributes:
         return list(item.attributes)
     node = call.args[0] if isinstance(call, ast.Call) and len(call.args) == 1 else None
+    if isinstance(call, ast.Subscript):  # memory[position] = state, action, ...
+        node = getattr(script.parent(call), "value", None)
     node = (script.assigned(node) or node) if isinstance(node, ast.Name) else node
     items = node.elts if isinstance(node, ast.Tuple | ast.List) else node.args if isinstance(node, ast.Call) else []
     return [_name(one) for one in items]
@@ -188,6 +190,8 @@ def _name(node: ast.expr) -> str:
 
 def _written(call: ast.AST) -> str:
     """Return the container as the call writes it."""
+    if isinstance(call, ast.Subscript):
+        return ast.unparse(call.value)
     func = getattr(call, "func", None)
     return ast.unparse(func.value) if isinstance(func, ast.Attribute) and func.attr in {"append", "appendleft"} else ""
 

@@ -41,9 +41,9 @@ def no_forkserver_preload(script: Script, training: TrainingReader, machine: Mac
         return
     for call in script.calls:
         made = training.environments(call) if _names_subproc(script, call) else None
-        if made and made.vector == "subproc" and made.start_method in {None, "forkserver"}:
-            many = "processes" if made.number is None else counted(made.number, "process", "processes")
-            text = f"{'the' if made.number == 1 else 'each of the'} {many} imports the libraries for itself"
+        if made and made.vector == "subproc" and made.number != 1 and made.start_method in {None, "forkserver"}:
+            many = "processes" if made.number is None else f"{made.number} processes"
+            text = f"each of the {many} imports the libraries for itself"
             yield Match(text, script.place(call), {"processes": made.number or "unknown"})
 
 

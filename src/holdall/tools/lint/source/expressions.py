@@ -198,7 +198,7 @@ class Expressions:
             case ast.Subscript(value=base, slice=index):
                 key = self.value(index)
                 for one, _ in candidates_of(self.value(base)):
-                    self._set_item(one, key, value)
+                    self._set_item(one, key, value, target)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 self._unpack(targets, value)
             case ast.Starred(value=inner):
@@ -228,7 +228,7 @@ class Expressions:
         elif isinstance(owner, TableValue) and owner.has_attributes:
             put(owner, name, value, owner.path, self.path)
 
-    def _set_item(self, owner: Any, key: Any, value: Any) -> None:
+    def _set_item(self, owner: Any, key: Any, value: Any, node: ast.AST) -> None:
         if isinstance(owner, TableValue):
             if isinstance(key, _PLAIN):
                 put(owner, key, value, owner.path, self.path)
@@ -238,8 +238,10 @@ class Expressions:
             number = whole(key)
             if number is not None and owner.is_known and -len(owner.items) <= number < len(owner.items):
                 owner.items[number] = value
-            else:
+            elif len(owner.added) < library.MOST_SAMPLES:
                 owner.added.append(value)
+            if isinstance(value, tuple | TableValue | InstanceValue):
+                self.record("appended", owner, None, node, item=value)
 
     def augmented(self, target: ast.expr, op: ast.operator, value: Any) -> Any:
         """Return what `target op= value` leaves in the target."""

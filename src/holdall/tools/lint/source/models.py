@@ -136,7 +136,8 @@ class TrainingReader:
             if algorithm is None:
                 continue
             for run in self._runs_of(made, algorithm):
-                found.setdefault(repr((run.place, run.condition, run.given, run.environments.count, run.environments.observation, run.learns)), run)
+                env, taught = run.environments, [learn.place for learn in run.learns]
+                found.setdefault(repr((run.place, run.condition, run.given, env.count, env.observation, taught)), run)
         return tuple(found.values())[:_MOST_RUNS]
 
     @cached_property
