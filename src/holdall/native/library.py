@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 14
+_VERSION = 15
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -411,9 +411,7 @@ _COMPRESSION: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "ZSTD_isError": (ctypes.c_uint, [_SIZE]),
     },
     "lz4": {
-        "LZ4_decompress_safe_usingDict": (
-            ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, POINTER, ctypes.c_int],
-        ),
+        "LZ4_decompress_safe_usingDict": (ctypes.c_int, [POINTER, POINTER, *[ctypes.c_int] * 2, POINTER, ctypes.c_int]),
         "LZ4_compress_default": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
         "LZ4_compress_HC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
         "LZ4_createStreamHC": (POINTER, []),
