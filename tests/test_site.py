@@ -18,7 +18,8 @@ PLAIN = [DOCS / f"{name}.md" for name in ("index", "install", "troubleshooting",
 PLAIN += [ROOT / f"{name}.md" for name in ("README", "SECURITY", "RELEASE")]
 """Pages that keep the rules of plain English: short sentences and common words."""
 QUAINT = re.compile(
-    r"\b(tell|tells|told|telling|anew|dear|befall|befalls|befell|ere|is to be|are to be|thereof|hitherto|whilst|oftener)\b",
+    r"\b(tell|tells|told|telling|anew|dear|befall|befalls|befell|ere|is to be|are to be|thereof|hitherto|whilst"
+    r"|oftener)\b",
     re.IGNORECASE,
 )
 MOST_WORDS = 18
