@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -108,8 +109,13 @@ def test_in(python: str, wheel: Path, tests: bool) -> str:
         command = [str(inside), str(ROOT / "release" / "smoke.py"), "--linked"]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=bare, cwd=folder)
         if tests:
+            # Those of the source distribution: the working tree may have gone on since the wheel was built.
+            (archive,) = wheel.parent.glob("holdall-*.tar.gz")
+            with tarfile.open(archive) as opened:
+                opened.extractall(folder, filter="data")
             suite = [str(inside), "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
-            subprocess.run(suite, check=True, env=bare, cwd=ROOT, stdout=subprocess.DEVNULL)
+            tree = Path(folder, archive.name.removesuffix(".tar.gz"))
+            subprocess.run(suite, check=True, env=bare, cwd=tree, stdout=subprocess.DEVNULL)
         return done.stdout.strip()
 
 
