@@ -8,6 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 OLDER_SB3 := .cache/sb3/.stamp
 SB3_TESTS := .cache/sb3-tests/.stamp
+OLDER_RAY := .cache/ray/.stamp
 KERNELS := $(wildcard src/holdall/*/*.[ch])
 
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
@@ -41,7 +42,7 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 shape: $(STAMP) ## Files that a datum passes, files, lines and names with two meanings, before and now
 	$(BIN)/python benchmarks/shape.py
 
-nightly: $(STAMP) $(OLDER_SB3) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
+nightly: $(STAMP) $(OLDER_SB3) $(OLDER_RAY) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
 
 clean: ## Remove .venv, caches and everything that was built
@@ -79,6 +80,11 @@ $(OLDER_SB3): constraints.txt Makefile | $(STAMP)
 	    $(FETCH) --target $(@D)/$$version stable-baselines3==$$version sb3-contrib==$$version || exit 1; \
 	  done; } 2>/dev/null && touch $@ \
 	  || echo "note: older versions of Stable-Baselines3 could not be fetched; the tests with them are skipped"
+
+# The oldest version of Ray that pyproject.toml declares; the newest is in .venv. test_ray_versions.py says if it is not there.
+$(OLDER_RAY): constraints.txt Makefile | $(STAMP)
+	@$(FETCH) --target $(@D)/2.40.0 ray==2.40.0 aiosignal frozenlist 2>/dev/null && touch $@ \
+	  || echo "note: an older version of Ray could not be fetched; the test with it is skipped"
 
 # The tests of Stable-Baselines3 and sb3-contrib, which are in their source distributions.
 $(SB3_TESTS): constraints.txt Makefile | $(STAMP)
