@@ -21,7 +21,7 @@ from gymnasium import spaces
 from rich.console import Console
 
 from holdall import ArgumentError, ShardError
-from holdall.cli.watch import cluster_view
+from holdall.cli.watch_ray import cluster_view
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.security import require_head, use_token
 from holdall.cluster.status import ShardStatus

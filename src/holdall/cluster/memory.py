@@ -126,7 +126,8 @@ class ReplayMemory(MemoryHandle):
     def drain_shard(self, number: int) -> None:
         """Move what a shard holds to the others, and end it; draws and writers go on meanwhile.
 
-        Transitions that were moved have new ids, and the priority of new ones. If it ends with `ShardError`, call it
+        Transitions that were moved have new ids, and the priority of new ones; for samplers that follow episodes each
+        of them stands alone. If it ends with `ShardError`, call it
         again; with journals every transition is there once, whatever is killed meanwhile.
         """
         self.flush()

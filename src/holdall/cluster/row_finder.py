@@ -227,7 +227,7 @@ class RowFinder:
 
 
 def _joinable(held: tuple[storage.Held, ...], segments: list[int]) -> tuple[list[Array], list[storage.Coded]] | None:
-    """Return logs and coded slices of some segments; None unless all units are whole, and in memory."""
+    """Return logs and coded slices of some segments; None unless all units are whole, and can be moved."""
     logs: list[Array] = []
     found: list[storage.Coded] = []
     for segment in segments:
@@ -235,7 +235,8 @@ def _joinable(held: tuple[storage.Held, ...], segments: list[int]) -> tuple[list
         if not isinstance(log, np.ndarray) or not isinstance(content, storage.SealedSlices):
             return None
         coded = content.coded
-        if isinstance(coded.data, storage.Extent) or coded.count % coded.codec.group:
+        codec = coded.codec
+        if isinstance(coded.data, storage.Extent) or coded.count % codec.group or codec.key or len(coded.places):
             return None
         logs.append(log)  # of one lane
         found.append(coded)

@@ -32,6 +32,7 @@ _DICTIONARY_UP_TO = 32 * 1024
 """Slices beyond this fill a compressor's window by themselves: a dictionary adds nothing."""
 
 _MOST_IN_A_UNIT = 64
+_MOST_OF_A_KEY = 2**32 - 1
 
 
 class Method(IntEnum):
@@ -103,13 +104,16 @@ class Codec:
     level: int
     transform: Transform
     dictionary: Dictionary | None = None
-    group: int = 1  # neighbours that are compressed together
+    group: int = 1  # neighbours that are compressed together: a unit
+    key: int = 0  # units of which the first is the key that the others are compressed against; 0: there are none
+    raw_keys: bool = False  # whether keys stay as they are, so that they need no decoding
     reason: str = field(default="", repr=False, compare=False)  # why it was chosen, for people
     is_sound: bool = field(init=False, repr=False, compare=False)  # it may come from a file
 
     def __post_init__(self) -> None:
         # Units are of a size that readers make room for, see codec.h.
         fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
+        fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and self.dictionary)
         object.__setattr__(self, "is_sound", fits and self.transform.is_sound())
 
     @property
@@ -117,7 +121,7 @@ class Codec:
         """Whether a dictionary could help."""
         transform = self.transform
         plain = transform == Transform(transform.slice_bytes)  # it is trained on slices as they are
-        alone = self.method is Method.ZSTD and self.group == 1
+        alone = self.method is not Method.STORED and self.level > 0 and self.group == 1 and not self.key
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
 
     def hurried(self) -> Codec:
@@ -139,8 +143,10 @@ class Codec:
             steps.append("shuffle")
         name = {Method.LZ4: "lz4" if self.level == 0 else "lz4hc", Method.ZSTD: "zstd"}[self.method]
         steps.append(f"{name}{self.level or ''}")
-        together = f", {self.group} together" if self.group > 1 else ""
-        return "+".join(steps) + (" with dictionary" if self.dictionary else "") + together
+        beside = " with dictionary" if self.dictionary else ""
+        if self.key:
+            beside = f" behind a {'raw ' if self.raw_keys else ''}key of {self.key * self.group}"
+        return "+".join(steps) + beside + (f", {self.group} together" if self.group > 1 else "")
 
 
 def candidates(leaf: Leaf, window: Window) -> list[Codec]:

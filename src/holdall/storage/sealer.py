@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from holdall.report import GROWTH_CHECKS
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform, choose
@@ -149,6 +150,7 @@ class Sealer:
         self._thread: threading.Thread | None = None
         self._busy = threading.Lock()  # held by the worker: there is never more than one
         self._process = os.getpid()
+        self.grown_bytes = 0  # raw blocks that were filled since a guard was asked
         weakref.finalize(self, self._queue.stop)
 
     def submit(self, frozen: FrozenBlock) -> None:
@@ -202,8 +204,11 @@ class Sealer:
         return sum(job.frozen.block.used_bytes for job in jobs) > _WAIT_WHILE_CHOOSING_BYTES
 
     def wait_for_room(self) -> None:
-        """Wait while too many blocks are queued; not to be called under the memory's lock."""
-        if self.is_crowded:
+        """Wait while too many blocks are queued, or for all if memory is short; not under the memory's lock."""
+        grown, self.grown_bytes = self.grown_bytes, 0
+        if grown and any(is_short(grown) for is_short in tuple(GROWTH_CHECKS)):
+            self.drain()
+        elif self.is_crowded:
             self._wait_until(lambda: not self.is_crowded)
 
     def drain(self) -> None:
