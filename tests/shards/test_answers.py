@@ -26,7 +26,8 @@ from holdall.errors import ArgumentError, DamageError
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.schema import Schema
 from holdall.storage.adopting import AdoptingStore
-from holdall.storage.codec import Codec, Dictionary, Method, Transform, choose
+from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.codec_choice import choose
 from holdall.storage.records import dictionary_name
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels

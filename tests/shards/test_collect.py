@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 import ray
 from gymnasium import spaces
@@ -69,6 +72,25 @@ def test_a_learner_trains_on_what_actors_play_and_they_on_what_it_learnt() -> No
         kill(process_of(actors._actors[0]))
         held = len(memory)
         wait_until(lambda: len(memory) >= held + 600)
+        batch = memory.sample(500)
+        assert (batch.next_obs == batch.obs + 1).all()
+
+
+def test_actors_play_on_after_a_shard_was_frozen_for_longer_than_their_patience() -> None:
+    settings: dict[str, Any] = {"shards": 1, "patience_s": 0.5}
+    with ReplayMemory(Counting.observation_space, Counting.action_space, 100_000, **settings) as memory:
+        with collect(Counting, 1, memory, num_cpus=0) as actors:
+            wait_until(lambda: actors.progress()[0].steps > 300)
+            shard = psutil.Process(process_of(memory._cluster.handle(0)))
+            shard.send_signal(signal.SIGSTOP)
+            try:
+                stopped_at = -1
+                while actors.progress()[0].steps != stopped_at:  # until it has no room left
+                    stopped_at = actors.progress()[0].steps
+                    time.sleep(1.0)
+            finally:
+                shard.send_signal(signal.SIGCONT)
+            wait_until(lambda: actors.progress()[0].steps > stopped_at + 300)
         batch = memory.sample(500)
         assert (batch.next_obs == batch.obs + 1).all()
 

@@ -227,7 +227,7 @@ class RowFinder:
 
 
 def _joinable(held: tuple[storage.Held, ...], segments: list[int]) -> tuple[list[Array], list[storage.Coded]] | None:
-    """Return logs and coded slices of some segments; None unless all units are whole, and can be moved."""
+    """Return logs and coded slices of some segments; None unless all units are whole, in memory, and can be moved."""
     logs: list[Array] = []
     found: list[storage.Coded] = []
     for segment in segments:
