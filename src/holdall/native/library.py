@@ -163,20 +163,12 @@ class FastTickStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
-class PartStruct(ctypes.Structure):
-    """A row of a table of records; Python writes such rows as arrays."""
-
-    _fields_ = _numbers(" ".join(RECORD_FIELDS))
-
-
-class RowColumnStruct(ctypes.Structure):
-    """A row of a table of columns; Python writes such rows as arrays."""
-
-    _fields_ = _numbers(" ".join(COLUMN_FIELDS))
+_TABLES = {"part": RECORD_FIELDS, "row_column": COLUMN_FIELDS, **COLUMN_TABLES}
+"""Rows of these Python writes as arrays."""
 
 
 def _table(name: str, fields: Sequence[str]) -> type[ctypes.Structure]:
-    """Describe a row of a table that Python writes as an array."""
+    """Describe a row of a table."""
     return type(name, (ctypes.Structure,), {"_fields_": _numbers(" ".join(fields))})
 
 
@@ -247,10 +239,10 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "decoder": DecoderStruct, "encoder": EncoderStruct, "slice_block": SliceBlockStruct, "layout": LayoutStruct,
     "open_part": OpenPartStruct, "flat_field": FlatFieldStruct, "sliced_field": SlicedFieldStruct,
     "tick_writer": TickWriterStruct, "python": PythonStruct, "argument_form": ArgumentFormStruct,
-    "fast_tick": FastTickStruct, "part": PartStruct, "row_column": RowColumnStruct, "names": NamesStruct,
+    "fast_tick": FastTickStruct, "names": NamesStruct,
     "device_field": DeviceFieldStruct, "assembly": AssemblyStruct, "sliced_source": SlicedSourceStruct,
     "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct, "batch_request": BatchRequestStruct,
-    **{name: _table(name, fields) for name, fields in COLUMN_TABLES.items()},
+    **{name: _table(name, fields) for name, fields in _TABLES.items()},
 }  # fmt: skip
 """By the name of the struct in C."""
 
