@@ -5,8 +5,8 @@
     python benchmarks/trace_codecs.py FOLDER --video        beside FFV1 and x264 in groups of 16; needs imageio-ffmpeg
 
 FOLDER holds traces as `holdall.tools.bench.trace` describes them. A trace is played again and again, each time
-mirrored, inverted or with its colours in another order, so that no pass repeats an older one. Bytes are the slope of the
-process's own memory. Batches of 256 are drawn by each side alone in a process, and by both in turns in a third.
+mirrored, inverted or with its colours in another order, so that no pass repeats an older one. Bytes are the slope of
+the process's own memory. Batches of 256 are drawn by each side alone in a process, and by both in turns in a third.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def whole_blocks() -> list[Block]:
 
 
 BLOCKS = whole_blocks()
-SINGLES = [block for block in BLOCKS if block.codec.group == 1]
+SINGLES = [block for block in BLOCKS if block.codec.group == 1 and not len(block.places)]
 Damage = Callable[[Block, np.random.Generator], None]
 
 
