@@ -2,8 +2,8 @@
 
 Video is FFV1 and x264 in groups of 16.
 
-x264 (-qp 0) takes RGB as it is where the build can (libx264rgb), gray otherwise; FFV1 likewise. Video has random access by
-group only, holdall by frame. Frames are those of the first block of a memory, each different one once, on both sides.
+x264 (-qp 0) takes RGB as it is (libx264rgb) and gray as gray; FFV1 likewise. Video has random access by group only,
+holdall by frame. Frames are those of the first blocks of a memory, each different one once, on both sides.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def holdall_bytes(frames: NDArray[np.uint8]) -> dict[str, Any]:
     planar = np.moveaxis(frames, -1, 1) if frames.ndim == 4 else frames
     leaf = Leaf("", planar.shape[1:], planar.dtype)
     slices = np.ascontiguousarray(planar).reshape(len(frames), -1)
-    window, coder, found = Window.whole(leaf), chosen_kernels().coder, {}
+    window, coder = Window.whole(leaf), chosen_kernels().coder
+    found: dict[str, Any] = {}
     in_a_block = max(1, BLOCK_BYTES // leaf.nbytes)
     for prefer in ("balanced", "memory"):
         codec = choose(coder, leaf, window, slices[:in_a_block], COST_CAPS[prefer], 2)

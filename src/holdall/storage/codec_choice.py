@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zstandard
@@ -206,7 +206,7 @@ def train(coder: Coder, codec: Codec, slices: Bytes) -> Dictionary | None:
     """
     picked = np.linspace(0, len(slices) - 1, min(2 * _SAMPLED_SLICES, len(slices))).astype(np.int64)
     known = coder.seal(np.ascontiguousarray(slices[picked[::2]]), replace(codec, method=Method.STORED, dictionary=None))
-    learnt = [] if known is None else [known.coded.unit(number) for number in range(known.count)]
+    learnt: list[Any] = [] if known is None else [known.coded.unit(number) for number in range(known.count)]
     unseen = np.ascontiguousarray(slices[picked[1::2]])
     best, best_bytes = None, unseen.nbytes
     for size, arguments in _TRAININGS:
