@@ -2,11 +2,12 @@
 
     python benchmarks/trace_codecs.py FOLDER [--traces seaquest,dog] [--prefer balanced,memory] [--json FILE]
     python benchmarks/trace_codecs.py FOLDER --lanes 16     compressed bytes of 16 lanes over those of one
+    python benchmarks/trace_codecs.py FOLDER --slices       bytes and CPU time of a slice alone, whatever else runs
     python benchmarks/trace_codecs.py FOLDER --video        beside FFV1 and x264 in groups of 16; needs imageio-ffmpeg
 
 FOLDER holds traces as `holdall.tools.bench.trace` describes them. A trace is played again and again, each time
-mirrored, inverted or with its colours in another order, so that no pass repeats an older one. Bytes are the slope of the
-process's own memory. Batches of 256 are drawn by each side alone in a process, and by both in turns in a third.
+mirrored, inverted or with its colours in another order, so that no pass repeats an older one. Bytes are the slope of
+the process's own memory. Batches of 256 are drawn by each side alone in a process, and by both in turns in a third.
 """
 
 from __future__ import annotations
@@ -225,15 +226,19 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--held", type=int, default=MOST_HELD)
     parser.add_argument("--video", action="store_true")
+    parser.add_argument("--slices", action="store_true")
     parser.add_argument("--child", type=lambda text: text.split(","), help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, default=HERE / "results" / "codecs.json")
     wanted = parser.parse_args()
+    wanted.named = {name: TRACES[name] for name in wanted.traces}
     if wanted.child:
         file = wanted.folder / TRACES[wanted.traces[0]]
         emit({"result": measure(file, wanted.child, wanted.prefer[0], wanted.lanes, wanted.held)})
         return
     if wanted.video:
-        kind, found = "video", importlib.import_module("video").beside_video(wanted.folder, TRACES)
+        kind, found = "video", importlib.import_module("video").beside_video(wanted.folder, wanted.named)
+    elif wanted.slices:
+        kind, found = "slices", importlib.import_module("video").slice_costs(wanted.folder, wanted.named, wanted.prefer)
     elif wanted.lanes > 1:
         kind, found = "lanes", beside_one_lane(wanted)
     else:

@@ -184,7 +184,8 @@ def test_a_slice_costs_what_it_has_beyond_its_key(method: tuple[Method, int], co
     scenes = generator.integers(0, 256, (3, 1, 2000), np.uint8).repeat(10, axis=1)
     scenes[:, :, :8] = generator.integers(0, 256, (3, 10, 8), np.uint8)
     slices = scenes.reshape(30, 2000)
-    for settings in ({"key": 10}, {"key": 10, "raw_keys": True}, {"key": 5, "group": 2}):
+    ways: list[dict[str, Any]] = [{"key": 10}, {"key": 10, "raw_keys": True}, {"key": 5, "group": 2}]
+    for settings in ways:
         sealed = coder.seal(slices, Codec(*method, Transform(2000), **settings))
         assert sealed is not None
         assert sealed.coded.data.nbytes < 3 * 2000 * settings.get("group", 1) + 27 * 60

@@ -71,7 +71,7 @@ def main(name: str) -> None:
         sys.exit(f"{folder} was written by the version that first wrote such blocks, and stays as it is")
     segment.SEGMENT_BYTES = 2**14
     if name == "v1_keys":
-        sealer.choose = keyed
+        vars(sealer)["choose"] = keyed
     extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
     with ReplayMemory(SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=None, seed=7, extras=extras) as memory:
         for tick in range(TICKS):

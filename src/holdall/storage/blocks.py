@@ -232,7 +232,8 @@ def places_of(order: Order | None) -> SlicePlaces:
     """Return the place of every slice, given the slice of every place; nothing if they are in order."""
     if order is None or np.array_equal(order, np.arange(len(order))):
         return _IN_ORDER
-    places = np.empty(len(order), np.uint16 if len(order) <= 1 << 16 else np.uint32)
+    dtype: Any = np.uint16 if len(order) <= 1 << 16 else np.uint32
+    places: SlicePlaces = np.empty(len(order), dtype)
     places[order] = np.arange(len(order))
     return places
 

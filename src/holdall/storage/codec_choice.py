@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zstandard
@@ -138,47 +138,44 @@ def measure_behind_keys(
     order: NDArray[np.uint32] | None = None,
 ) -> list[MeasuredCodec]:  # fmt: skip
     """Seal slices against keys, and decode them as a batch does."""
-    if len(slices) < _KEY_SLICES:
-        return []
     length = min(_KEY_SLICES, max(_FEWEST_SAMPLES, _SAMPLED_BYTES // window.slice_bytes))
-    keyed = [
-        replace(one.codec, group=group, key=length // group, raw_keys=raw)
-        for one in bases
-        for group in _KEY_GROUPS
-        for raw in (False, True)
-        if length >= 2 * group and not (raw and group > 1) and group * window.slice_bytes <= _MOST_UNIT_BYTES
-    ]
-    results = []
-    for found in _measure_neighbours(coder, keyed, window, slices, lanes, order, length):
-        ratio, in_all = found.ratio, _KEY_SLICES
-        if found.codec.raw_keys:  # its bytes are spread over more slices than were measured
-            in_all = _RAW_KEY_SLICES
-            beyond_key = max(1 / ratio - 1 / length, 0) * length / (length - 1)
-            ratio = 1 / (beyond_key * (1 - 1 / in_all) + 1 / in_all)
-        results.append(MeasuredCodec(replace(found.codec, key=in_all // found.codec.group), ratio, found.decode_us))
+    results: list[MeasuredCodec] = []
+    for in_all, groups in ((_KEY_SLICES, _KEY_GROUPS), (_RAW_KEY_SLICES, (1,))):
+        if len(slices) < in_all:
+            continue
+        is_raw = in_all == _RAW_KEY_SLICES
+        fitting = [group for group in groups if group * window.slice_bytes <= _MOST_UNIT_BYTES and length >= 2 * group]
+        keyed = [replace(one.codec, group=g, key=length // g, raw_keys=is_raw) for one in bases for g in fitting]
+        # Of many slices that share a key some are measured, as far from it as the others are.
+        step = in_all // length if is_raw else 1
+        for found in _measure_neighbours(coder, keyed, window, slices, lanes, order, length, step):
+            ratio, group = found.ratio, found.codec.group
+            if is_raw:
+                beyond_key = max(1 / ratio - 1 / length, 0) * length / (length - 1)
+                ratio = 1 / (beyond_key * (1 - 1 / in_all) + 1 / in_all)
+            results.append(MeasuredCodec(replace(found.codec, key=in_all // group), ratio, found.decode_us))
     return results
 
 
 def _measure_neighbours(
     coder: Coder, codecs: list[Codec], window: Window, slices: Bytes, lanes: int, order: NDArray[np.uint32] | None,
-    length: int,
+    length: int, step: int = 1,
 ) -> list[MeasuredCodec]:  # fmt: skip
-    """Measure codecs on stretches of `length` neighbours, read as the slices of transitions."""
+    """Measure codecs on stretches of `length` slices, neighbours or every so many, read as those of transitions."""
     lanes = 1 if order is not None else lanes
     reach = (window.count + window.shift - 1) * lanes + 1  # of a transition, in the block
     length = max(reach, length)
     most = min(_SAMPLED_SLICES, _SAMPLED_BYTES // window.slice_bytes)
-    stretches = max(1, min(most // length, len(slices) // length))
-    if len(slices) < length or not codecs:
+    stretches = max(1, min(most // length, len(slices) // (length * step)))
+    if len(slices) < length * step or not codecs:
         return []
-    first = np.linspace(0, len(slices) - length, stretches).astype(np.int64)
-    picked = (first[:, None] + np.arange(length)).reshape(-1)
+    first = np.linspace(0, len(slices) - length * step, stretches).astype(np.int64)
+    picked = (first[:, None] + step * np.arange(length)).reshape(-1)
     samples = np.ascontiguousarray(slices[picked if order is None else order[picked]])
     draws = max(1, min(8, most // (stretches * (window.count + window.shift))))
-    starts = np.random.default_rng(0).integers(0, length - reach + 1, (draws, stretches)) + length * np.arange(
-        stretches
-    )
-    wanted = (starts.reshape(-1, 1) + lanes * np.arange(window.count + window.shift)).reshape(-1).astype(np.int64)
+    starts = np.random.default_rng(0).integers(0, length - reach + 1, (draws, stretches))
+    starts = (starts + length * np.arange(stretches)).reshape(-1, 1)
+    wanted = (starts + lanes * np.arange(window.count + window.shift)).reshape(-1).astype(np.int64)
     results = [_measure_one(coder, codec, samples, wanted) for codec in codecs]
     return [result for result in results if result is not None]
 
@@ -209,7 +206,7 @@ def train(coder: Coder, codec: Codec, slices: Bytes) -> Dictionary | None:
     """
     picked = np.linspace(0, len(slices) - 1, min(2 * _SAMPLED_SLICES, len(slices))).astype(np.int64)
     known = coder.seal(np.ascontiguousarray(slices[picked[::2]]), replace(codec, method=Method.STORED, dictionary=None))
-    learnt = [] if known is None else [known.coded.unit(number) for number in range(known.count)]
+    learnt: list[Any] = [] if known is None else [known.coded.unit(number) for number in range(known.count)]
     unseen = np.ascontiguousarray(slices[picked[1::2]])
     best, best_bytes = None, unseen.nbytes
     for size, arguments in _TRAININGS:

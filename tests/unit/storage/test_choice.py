@@ -24,7 +24,15 @@ from holdall.schema import Bytes, Leaf
 from holdall.storage import codec_choice as choice
 from holdall.storage.blocks import Coder, SealedSlices
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.codec_choice import COST_CAPS, MeasuredCodec, choose, measure, measure_together, train
+from holdall.storage.codec_choice import (
+    COST_CAPS,
+    MeasuredCodec,
+    choose,
+    measure,
+    measure_behind_keys,
+    measure_together,
+    train,
+)
 from holdall.storage.layout import Window
 
 CODERS: list[Any] = [
@@ -153,6 +161,56 @@ def test_neighbours_that_resemble_each_other_are_compressed_together(coder: Code
     assert codec.group > 1
     assert ratio_of(coder, frames, codec) > 3
     assert ratio_of(coder, frames, replace(codec, group=1, dictionary=None)) < 1.1
+
+
+LARGE = Leaf("", (33_000,), np.dtype("u1"))
+
+
+def long_scenes(count: int) -> Bytes:
+    """Draw frames of noise that stay the same for long but for a few bytes, too large for a dictionary."""
+    generator = np.random.default_rng(0)
+    frames = generator.integers(0, 256, (-(-count // 64), 1, LARGE.nbytes), np.uint8).repeat(64, axis=1)
+    frames[:, :, :50] = generator.integers(0, 256, (len(frames), 64, 50))
+    return frames.reshape(-1, LARGE.nbytes)[:count]
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_frames_that_resemble_an_older_one_are_coded_behind_it(coder: Coder) -> None:
+    """The key is paid for once in 64 slices; and a reader that cannot follow keys gets none."""
+    frames, window = long_scenes(128), Window.whole(LARGE)
+    codec = choose(coder, LARGE, window, frames, ANY_COST, 1)
+    assert codec.key * codec.group == 64
+    assert ratio_of(coder, frames, codec) > 25
+    assert "behind a" in codec.describe()
+    assert re.fullmatch(r"\d+\.\d times smaller, decoded in [\d.]+ of [\d.]+ raw copies", codec.reason)
+    assert choose(coder, LARGE, window, frames, ANY_COST, 1, has_keys=False).key == 0
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_slices_are_measured_in_the_order_in_which_they_are_sealed(coder: Coder) -> None:
+    """Four lanes in turn: none has its key beside it, unless they are put in order."""
+    frames = long_scenes(256)
+    order = np.arange(256).reshape(64, 4).T.reshape(-1).astype(np.uint32)
+    in_turn = np.empty_like(frames)
+    in_turn[order] = frames
+    base = MeasuredCodec(Codec(Method.ZSTD, 1, Transform(LARGE.nbytes)), 1.0, 1.0)
+    window = Window.whole(LARGE)
+    sorted_, mixed = (measure_behind_keys(coder, [base], window, in_turn, 4, each)[0] for each in (order, None))
+    assert sorted_.ratio > 10 * mixed.ratio
+
+
+@pytest.mark.parametrize("lasts", [64, 256])
+def test_a_raw_key_is_counted_over_all_slices_that_share_it(lasts: int) -> None:
+    """Samples are fewer than that, and as far from the key: a scene of 64 slices has nothing of it later."""
+    base = MeasuredCodec(Codec(Method.ZSTD, 1, Transform(LARGE.nbytes)), 1.0, 1.0)
+    frames = long_scenes(64 * 256 // lasts).repeat(lasts // 64, axis=0)
+    found = measure_behind_keys(chosen_kernels().coder, [base], Window.whole(LARGE), frames, 1)
+    coded, raw = (
+        next(m for m in found if m.codec.group == 1 and m.codec.raw_keys == is_raw) for is_raw in (False, True)
+    )
+    assert (coded.codec.key, raw.codec.key) == (64, 256)
+    assert 40 < coded.ratio < 64
+    assert 64 < raw.ratio < 256 if lasts == 256 else raw.ratio < 2
 
 
 def test_lanes_in_turn_are_not_neighbours() -> None:
