@@ -16,12 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 13
+_VERSION = 14
 """What holdall_version must return; raised with every change of an exported function."""
 
 _LOG = logging.getLogger("holdall")
@@ -102,31 +100,6 @@ class LayoutStruct(ctypes.Structure):
     ]
 
 
-class DenseLayout:
-    """How C walks through an array whose elements fill its memory, but in another order.
-
-    `order` is the permutation of axes that makes it contiguous, or None if none does.
-    """
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-        self.order = tuple(axes) if array.transpose(axes).flags.c_contiguous else None
-        lengths: list[int] = []
-        strides: list[int] = []
-        for length, stride in zip(array.shape, array.strides, strict=True):
-            if lengths and strides[-1] == length * stride:
-                lengths[-1], strides[-1] = lengths[-1] * length, stride
-            elif length > 1 or not lengths:
-                lengths.append(length)
-                strides.append(stride)
-        if len(lengths) > MOST_DIMENSIONS:
-            self.order = None
-            return
-        numbers = ctypes.c_int64 * MOST_DIMENSIONS
-        self._struct = LayoutStruct(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
-        self.address = ctypes.addressof(self._struct)
-
-
 class OpenPartStruct(ctypes.Structure):
     """One field of the open segment."""
 
@@ -204,6 +177,49 @@ class NamesStruct(ctypes.Structure):
     _fields_ = [*_pointers("part number slots"), *_numbers("mask room count")]
 
 
+_MOST_BATCH_FIELDS, KEPT_MEMORIES = 16, 16
+
+
+class ArrayMakerStruct(ctypes.Structure):
+    """Functions of Python and of NumPy that make arrays, and objects that are known by their addresses."""
+
+    _fields_ = [
+        *_pointers("array_type byte_dtype id_dtype new_array set_base new_tuple set_item as_number number clear_error"),
+        *_pointers("save_thread restore_thread take drop"),
+    ]
+
+
+class BatchArrayStruct(ctypes.Structure):
+    """An array of a batch for the host."""
+
+    _fields_ = [
+        *_pointers("dtype"), *_numbers("dimensions"), ("lengths", NUMBER * MOST_DIMENSIONS),
+        *_numbers("column field is_next"),
+    ]  # fmt: skip
+
+
+class BatchFieldStruct(ctypes.Structure):
+    """A large field of such a batch."""
+
+    _fields_ = [*_pointers("parts"), *_numbers("part_count obs_bytes cursor_column is_sealed")]
+
+
+class BatchReaderStruct(ctypes.Structure):
+    """What batches for the host are read from, and what they are made with."""
+
+    _fields_ = [
+        *_pointers("maker writer columns"), *_numbers("column_count"), *_pointers("arrays"), *_numbers("array_count"),
+        ("field", BatchFieldStruct * _MOST_BATCH_FIELDS), *_numbers("field_count"), *_pointers("first_ticks"),
+        *_numbers("segments"), *_pointers("kept"), *_numbers("first_tick capacity_ticks lanes ring_rows most_rows"),
+        *_pointers("ids drawn_lanes segment lane decoders pool"),
+        *_numbers("most_helpers bytes_per_thread sealed_bytes_per_thread bytes_without_gil one_memory_bytes"),
+        *_numbers("least_kept_bytes most_kept_bytes kept_bytes"), ("kept_owner", POINTER * KEPT_MEMORIES),
+        ("kept_length", NUMBER * KEPT_MEMORIES),
+        *_pointers("generator next_uint32 generator_state generator_is_locked lock_owner is_pending is_changed"),
+        *_numbers("is_open is_busy"),
+    ]  # fmt: skip
+
+
 MOST_DEVICE_FIELDS, _MOST_COPIED = 16, 4
 
 
@@ -266,8 +282,10 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "open_part": OpenPartStruct, "flat_field": FlatFieldStruct, "sliced_field": SlicedFieldStruct,
     "tick_writer": TickWriterStruct, "python": PythonStruct, "argument_form": ArgumentFormStruct,
     "fast_tick": FastTickStruct, "part": PartStruct, "row_column": RowColumnStruct, "names": NamesStruct,
-    "device_field": DeviceFieldStruct, "assembly": AssemblyStruct, "sliced_source": SlicedSourceStruct,
-    "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct, "batch_request": BatchRequestStruct,
+    "array_maker": ArrayMakerStruct, "batch_array": BatchArrayStruct, "batch_field": BatchFieldStruct,
+    "batch_reader": BatchReaderStruct, "device_field": DeviceFieldStruct, "assembly": AssemblyStruct,
+    "sliced_source": SlicedSourceStruct, "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct,
+    "batch_request": BatchRequestStruct,
 }  # fmt: skip
 """By the name of the struct in C."""
 
@@ -303,6 +321,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_write_tick": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_fast_add": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_fast_pack": (POINTER, [POINTER, POINTER, NUMBER]),
+    "holdall_fast_draw": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_encode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),

@@ -201,9 +201,14 @@ class Segments:
             lane=lane,
             lanes=self._lanes,
             held=tuple(self._index.held),
-            reads_files=self._blocks_on_disk > 0,
+            reads_files=self.reads_files,
             awaits_files=self._awaits_files(),
         )
+
+    @property
+    def reads_files(self) -> bool:
+        """Whether blocks lie in files."""
+        return self._blocks_on_disk > 0
 
     def _awaits_files(self) -> bool:
         """Whether blocks lie in files that are not all here yet."""

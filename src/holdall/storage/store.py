@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Schema
+from holdall.storage.batch_source import BatchSource
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.layout import TINY_BYTES, RowSources, Window, WindowScout, field_layouts, fresh_bytes
 from holdall.storage.rings import Rings, Rows, field_name
@@ -76,8 +77,7 @@ class Store:
         self.fast_tick = kernels.new_fast_tick(lock, self.repair)
         self._schema, self._lanes = schema, schema.num_envs
         self._capacity_ticks, self._ring_ticks = capacity_ticks, capacity_ticks + 1
-        self._kernels, self._lock, self._folder = kernels, lock, folder
-        self._budget = budget
+        self._kernels, self._lock, self._folder, self._budget = kernels, lock, folder, budget
         leaves = schema.observation.leaves
         self._large = budget.choose(field_layouts(schema, self._ring_ticks, large)).large
         small = [i for i in range(len(leaves)) if i not in self._large]
@@ -88,6 +88,8 @@ class Store:
         self.large_segments = Segments(
             kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick, self.repair
         )
+        is_changed, staging = self.large_segments.index.is_changed, budget.staging_bytes // 2  # the rest: other batches
+        self.batch_reader = kernels.new_batch_reader(lock, self.repair, is_changed, staging, budget.threads)
         self._writer = self._new_writer(first_tick, first_tick)
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
@@ -125,6 +127,7 @@ class Store:
                 self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
             ticks = self._writer.write(rows, sliced, is_kept=is_kept)
             if ticks == NOT_CONTINUED:
+                self.batch_reader.end()
                 self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
                 is_kept = True
             elif ticks == NO_ROOM:
@@ -135,6 +138,7 @@ class Store:
             raise DamageError("a segment ran over; nothing of the tick was written. Report this")
 
     def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
+        self.batch_reader.end()
         return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
 
     def write_fast(self, packed: bytes, obs: Any, next_obs: Any) -> int:
@@ -148,6 +152,7 @@ class Store:
             self.large_segments.lengthen_logs()
             ticks = write(packed, sliced, is_kept=False)
         if ticks == NOT_CONTINUED:
+            self.batch_reader.end()
             self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
             if self._writer.writes(self._rings.flat()):
                 ticks = write(packed, sliced, is_kept=True)
@@ -257,18 +262,15 @@ class Store:
             warn_of_small_budget(fits, self._capacity_ticks * self._lanes)
 
     def relieve(self, nbytes: int) -> None:
-        """Hold that much less in memory from now on: raw blocks are sealed, and spilled where there is a disk tier.
-
-        Nothing is evicted for it. It takes effect as the worker gets to it.
-        """
+        """Hold that much less as the worker gets to it: raw blocks are sealed and spilled, and nothing is evicted."""
         self._change(lambda: self._tiers.relieve(nbytes))
         self._settle(may_evict=False)
 
     @property
     def _fixed_bytes(self) -> int:
         """What rings and cursors take once all of their rows were written."""
-        cursors = self.large_segments.cursor_bytes * len(self._large)
-        return self._ring_ticks * self._lanes * (self._rings.row_bytes + cursors)
+        row_bytes = self._rings.row_bytes + self.large_segments.cursor_bytes * len(self._large)
+        return self._ring_ticks * self._lanes * row_bytes
 
     @property
     def _ticks_that_fit(self) -> int | None:
@@ -316,6 +318,13 @@ class Store:
         columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
         places = segments.places(wanted, columns[-len(large) :]) if large else None
         return self._rings.rows(columns, large, places)
+
+    def offer_batches(self, rows: int) -> None:
+        """Have batches of up to so many rows drawn in one call from now on, if there is such a way."""
+        reader, segments = self.batch_reader, self.large_segments
+        if reader.needs(rows) and self.reward_dtype is not None and not segments.reads_files:
+            ticks = max(self._not_before, segments.first_tick if self._large else 0), self._capacity_ticks
+            reader.offer(BatchSource.of(self.sources(), self._rings, self._writer, ticks), rows)
 
     def sources(self) -> RowSources:
         """Return what batches are read from, as it is now."""
@@ -430,6 +439,7 @@ class Store:
         held = chunk.since(self.first_tick, self._lanes)
         if held is None:
             return
+        self.batch_reader.end()
         self._rings.put(held.first_tick, held.columns, held.apart)
         for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
             put_rows(cursors, held.first_tick, held.columns[f"cursors.{i}"])
@@ -484,6 +494,7 @@ class Store:
 
     def close(self) -> None:
         """End the sealer and delete what was spilled."""
+        self.batch_reader.close()
         self.sealer.stop()
         if self._folder is not None:
             self._folder.close()
