@@ -111,7 +111,7 @@ class NativeBatchReader(BatchReader):
         columns, row_bytes = table.columns(), sum(table.spans(ALIGNMENT_BYTES)[1:3]) // ALIGNMENT_BYTES
         room = min(max(rows, struct.most_rows), _MOST_SHORT_BYTES // max(row_bytes, 1))
         is_readable = len(columns) <= _MOST_COLUMNS and len(source.rows.large) <= _MOST_FIELDS
-        is_readable &= all(len(array.shape) < MOST_DIMENSIONS for array in source.arrays)
+        is_readable &= all(0 not in array.shape and len(array.shape) < MOST_DIMENSIONS for array in source.arrays)
         if struct.is_busy or not is_readable or room < rows or not self._can_decode(source):
             return
         self._is_changed[0] = 0
