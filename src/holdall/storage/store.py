@@ -223,6 +223,7 @@ class Store:
                 break
             freed += self._let_go(gone)
         tiers.try_again()
+        self.sealer.spare_bytes = tiers.spare_bytes(allowance)
 
     def _send_orders(self) -> None:
         """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
@@ -248,9 +249,12 @@ class Store:
         """Collect what the worker did; called by its thread."""
         with self._lock:
             self.repair.run()
-            for block, sealed, _ in self.sealer.collect():
-                if sealed is not None:
-                    self.large_segments.seal(block, sealed)
+            for block, sealed, _, is_again in self.sealer.collect():
+                change = partial(self.large_segments.seal, block, sealed) if sealed is not None else None
+                if is_again and change is not None:
+                    self._tiers.exchange(block, change)
+                elif change is not None:
+                    change()
                 self._tiers.take_back(block)
             # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
             self._settle(may_evict=False)
