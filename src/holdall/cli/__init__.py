@@ -1,11 +1,14 @@
 """The command line: `holdall COMMAND`; one module for each command, imported when it is called.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake
-on the command line, 3 the command ran and its check failed.
+on the command line, 3 the command ran and its check failed. A reader of stdout that goes away, as `head` does, changes
+none of them.
 """
 
 from __future__ import annotations
 
+import io
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -30,13 +33,14 @@ class LazyCommands(OneLineErrors):
         """Import a command; None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
-        found = getattr(import_module(f"holdall.cli.{cmd_name}"), cmd_name)
+        module = import_module(f"holdall.cli.{cmd_name}")
+        found = getattr(module, cmd_name)
         if isinstance(found, typer.Typer):
             group = typer.main.get_group(found)
             group.name = cmd_name
             return group
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name)(found)
+        alone.command(cmd_name, cls=getattr(module, "COMMAND_CLASS", None))(found)
         return typer.main.get_command(alone)
 
 
@@ -48,6 +52,25 @@ def holdall(verbose: Verbose = False) -> None:
     """Experience memory for deep reinforcement learning."""
 
 
+class ForgivingOutput(io.FileIO):
+    """Stdout, whose reader may go away: what it does not want is dropped."""
+
+    def write(self, data: Any, /) -> int:
+        """Write some bytes, and return how many were taken."""
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            return len(data)
+
+
 def main() -> None:
     """Run the command line; the entry point of the `holdall` script."""
-    app(prog_name="holdall")
+    with ForgivingOutput(1, "w", closefd=False) as raw:
+        known = sys.stdout
+        sys.stdout = io.TextIOWrapper(
+            io.BufferedWriter(raw), known.encoding, known.errors, line_buffering=known.isatty()
+        )
+        try:
+            app(prog_name="holdall")
+        finally:
+            sys.stdout.flush()

@@ -67,7 +67,7 @@ def lint(
     )
     fails_from = settings.fails_from
     files = engine.find_files(paths, settings.exclude)
-    findings = _check(files, settings, fix)
+    findings = _check(files, paths, settings, fix)
     typer.echo(_format_findings(findings, len(files), LintFormat.JSON if json else form))
     if fails_from is not None and any(finding.severity >= fails_from for finding in findings):
         raise typer.Exit(FOUND)
@@ -78,18 +78,18 @@ def _ids(given: list[str] | None) -> tuple[str, ...] | None:
     return None if given is None else tuple(one.strip() for item in given for one in item.split(",") if one.strip())
 
 
-def _check(files: list[Path], settings: engine.LintSettings, fix: bool) -> list[Finding]:
-    rules, machine = settings.rules(), settings.machine()
+def _check(files: list[Path], named: list[Path], settings: engine.LintSettings, fix: bool) -> list[Finding]:
+    checker = engine.FileChecker(settings.rules(), settings.machine())
     findings: list[Finding] = []
     for path in files:
-        text = engine.read_text(path)
-        found = engine.check_text(text, str(path), rules, machine)
-        corrected, made = apply_edits(text, found) if fix else (text, [])
+        found = checker.check(path, walked=path not in named)
+        fixable = fix and any(one.edit for one in found)
+        corrected, made = apply_edits(engine.read_text(path), found) if fixable else ("", [])
         if made:
             engine.write_text(path, corrected)
             rules_and_lines = ", ".join(f"{one.rule} in line {one.place.line}" for one in made)
             typer.echo(f"{path}: corrected {rules_and_lines}", err=True)
-            found = engine.check_text(corrected, str(path), rules, machine)
+            found = checker.check(path, corrected)
         findings += found
     return findings
 

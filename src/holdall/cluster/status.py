@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 import ray
 from ray.util import metrics
 
-from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, is_newer
+from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, client_name, is_newer
 from holdall.errors import ShardError
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 from holdall.report import FieldReport
@@ -224,7 +224,7 @@ class _Member:
 
     handle: Any
     counters: ShardCounters | None = None
-    client: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    client: bytes = field(default_factory=client_name)
     calls: int = 0
     lost: bool = False
     probe: Any = None  # a question to a shard that was lost, or not heard of for a while
@@ -246,14 +246,15 @@ class _Member:
 
     def begin_again(self) -> None:
         """Number calls from 0 on, under another name."""
-        self.client, self.calls = secrets.token_bytes(16), 0
+        self.client, self.calls = client_name(), 0
 
 
 class Cluster:
     """All shards of a memory."""
 
-    def __init__(self, roster: Any, patience_s: float) -> None:
+    def __init__(self, roster: Any, patience_s: float, learner: int = 0) -> None:
         self._roster = roster
+        self._learner, self._handle = learner, secrets.randbits(63)
         self._patience_s = patience_s
         self._members: dict[int, _Member] = {}
         self._lock = threading.RLock()
@@ -267,7 +268,7 @@ class Cluster:
         with self._lock:
             member = self._members[shard]
             epoch = -1 if member.counters is None else member.counters.epoch
-            calls = CallOrder(member.client, epoch, member.calls)
+            calls = CallOrder(member.client, epoch, member.calls, self._learner, self._handle)
             member.calls += 1
             return getattr(member.handle, method).remote(calls.packed(), *arguments)
 
@@ -277,6 +278,25 @@ class Cluster:
             return ray.get(getattr(self._roster, method).remote(*arguments), timeout=self._patience_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return None
+
+    def tell_restarted_roster(self) -> None:
+        """Say to a roster that was restarted which shards there are: it knows none."""
+        if self.roster_was_lost:
+            self.roster_was_lost = False
+            self._roster.admit.remote(self.handles)
+
+    @property
+    def handles(self) -> dict[int, Any]:
+        """The actors of all shards, by number."""
+        with self._lock:
+            return {number: member.handle for number, member in sorted(self._members.items())}
+
+    @property
+    def highest(self) -> dict[int, float]:
+        """The highest scaled priority that each shard knows of, of those that answer."""
+        with self._lock:
+            members = self._members.items()
+            return {n: m.counters.highest for n, m in members if m.counters is not None and not m.lost}
 
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""

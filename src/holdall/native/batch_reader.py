@@ -118,7 +118,7 @@ class NativeBatchReader(BatchReader):
         generator = _global_generator()
         arrays = (BatchArrayStruct * len(source.arrays))(*map(_array_struct, source.arrays))
         scratch = [np.empty(room, dtype) for dtype in (np.int64, np.int64, np.int32, np.int32)]
-        kept = (source, columns)
+        kept = (source, columns, tuple(source.rows.records))  # of the tables, whose list changes
         self._described[:] = [kept, arrays, scratch, generator]
         struct.writer, struct.columns = ctypes.addressof(source.writer.places[0]), address(columns)
         struct.column_count, struct.arrays, struct.array_count = len(columns), ctypes.addressof(arrays), len(arrays)
@@ -237,7 +237,8 @@ def _array_interface() -> Any:
 def _array_maker() -> ArrayMakerStruct:
     """Return the functions and objects that batch.c makes arrays with; they live as long as the process."""
     functions = {
-        field: ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for field, name in _MAKERS.items()
+        field: ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value or 0
+        for field, name in _MAKERS.items()
     }
     table = _array_interface()
     return ArrayMakerStruct(

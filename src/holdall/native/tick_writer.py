@@ -124,6 +124,15 @@ class NativeTickWriter(TickWriter):
     def next_tick(self, tick: int) -> None:
         self._struct.next_tick = tick
 
+    @property
+    def pause_tick(self) -> int:
+        """See `TickWriter`."""
+        return int(self._struct.pause_tick)
+
+    @pause_tick.setter
+    def pause_tick(self, tick: int) -> None:
+        self._struct.pause_tick = tick
+
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter.write`."""
         return self.write_packed(b"".join([row.tobytes() for row in rows]), sliced, is_kept=is_kept)

@@ -1,4 +1,4 @@
-"""Batches in one call: what a batch consists of, and where it is read from, for who draws and copies it at once.
+"""Reading: rows under their ids; and what a batch consists of and is read from, for who draws and copies it at once.
 
 In:  where the fields of a memory lie.  Out: a function that draws rows and returns new arrays.
 Invariant: what is drawn and returned is what the general way draws and returns. Whatever changes where fields lie ends
@@ -7,16 +7,20 @@ this way, or is seen by it; it is offered again with the next batch that goes th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from holdall.schema import Array
-from holdall.storage.layout import RowSources
+from holdall.schema import Array, Bytes
+from holdall.storage.layout import RowSources, fresh_bytes
 
 if TYPE_CHECKING:
-    from holdall.storage.rings import Rings
+    from holdall.storage.rings import Rings, Rows
+    from holdall.storage.segment import Segments
+    from holdall.storage.slices import Kernels
     from holdall.storage.ticks import TickWriter
 
 
@@ -98,3 +102,79 @@ class BatchReader:
 
 def _nothing(*_: Any) -> int:
     return 0
+
+
+class StoredRows(ABC):
+    """The part of a `Store` that reads."""
+
+    large_segments: Segments
+    batch_reader: BatchReader
+    _kernels: Kernels
+    _rings: Rings
+    _writer: TickWriter
+    _large: list[int]
+    _lanes: int
+    _ring_ticks: int
+    _capacity_ticks: int
+    _not_before: int
+
+    @property
+    @abstractmethod
+    def next_tick(self) -> int:
+        """Number of the tick that is written next."""
+
+    @property
+    @abstractmethod
+    def first_tick(self) -> int:
+        """Oldest tick held."""
+
+    @property
+    @abstractmethod
+    def disk_bytes(self) -> int:
+        """Bytes of all fields on disk."""
+
+    def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
+        """Copy the small fields of `ids`, all of them held, and find the large ones.
+
+        Args:
+            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
+        """
+        held, large = (self.first_tick * self._lanes, self.next_tick * self._lanes), tuple(self._large)
+        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
+        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
+        places = segments.places(wanted, columns[-len(large) :]) if large else None
+        return self._rings.rows(columns, large, places)
+
+    def offer_batches(self, rows: int) -> None:
+        """Have batches of up to so many rows drawn in one call from now on, if there is such a way."""
+        reader, oldest = self.batch_reader, self.large_segments.first_tick if self._large else 0
+        if reader.needs(rows) and self._rings.reward is not None and not self.disk_bytes:
+            ticks = max(self._not_before, oldest), self._capacity_ticks
+            reader.offer(BatchSource.of(self.sources(), self._rings, self._writer, ticks), rows)
+
+    def sources(self) -> RowSources:
+        """Return what batches are read from, as it is now."""
+        held, segments = (self.first_tick * self._lanes, self.next_tick * self._lanes), self.large_segments
+        cursors, index, table = segments.cursors, segments.index, self._rings.table(segments.cursors)
+        rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
+        return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
+
+    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell real transitions from lanes that made none."""
+        return self._rings.are_valid(ids)
+
+    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell the last transitions of episodes."""
+        return np.asarray(np.logical_or(*self._rings.flags(ids)))
+
+    def rewards(self, ids: NDArray[np.int64]) -> Array:
+        """Copy the rewards of `ids`, of any shape."""
+        return self._rings.rewards(ids)
+
+    def outcomes(self, ids: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Copy rewards and flags of `ids`, of any shape."""
+        return self._rings.rewards(ids), *self._rings.flags(ids)
+
+    def extra(self, number: int, ids: NDArray[np.int64]) -> Array:
+        """Copy one extra of `ids`, of any shape."""
+        return self._rings.extra(number, ids)

@@ -155,6 +155,8 @@ def numbers(content: bytes, dtype: str) -> NDArray[Any]:
 SLICES, DICTIONARY = "slices", "dictionary"
 _MOST_DICTIONARY_BYTES = 16 * 2**20
 _MOST_SETTING = 2**32 - 1
+_LATER_METHODS = 16
+"""Added to the method of a block with keys, places, or a dictionary for LZ4."""
 
 
 def dictionary_name(dictionary: Dictionary) -> str:
@@ -181,13 +183,15 @@ def pack_slices(coded: Coded, checks: NDArray[np.uint32]) -> list[Buffer]:
     """Return a block as a record, its units last."""
     if isinstance(coded.data, Extent):
         raise TypeError("the block lies in a file already")
-    head = {"count": coded.count} | codec_words(coded.codec)
+    head = {"count": coded.count} | codec_words(coded.codec, is_placed=len(coded.places) > 0)
     parts: dict[str, Buffer] = {
         "palette": coded.palette.data,
         "offsets": coded.offsets.astype("<u4").data,
         "checks": checks.astype("<u4").data,
-        "units": coded.data.data,
     }
+    if len(coded.places):
+        parts["places"] = coded.places.astype(coded.places.dtype.newbyteorder("<")).data
+    parts["units"] = coded.data.data
     return pack(SLICES, head, parts, frozenset({"units"}))
 
 
@@ -224,13 +228,23 @@ def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary]
     with malformed_refused(f"the block at byte {record.start}"):
         codec, count = codec_of(record.head, dictionaries), count_of(record.head["count"], _MOST_SETTING)
     palette, offsets = (record.part(name, read) for name in ("palette", "offsets"))
-    return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), data)
+    width = 2 if count <= 1 << 16 else 4
+    places = record.part("places", read) if "places" in record.parts else b""
+    palette_words = np.frombuffer(palette, np.uint8)
+    return Coded(codec, count, numbers(offsets, "u4"), palette_words, data, numbers(places, f"u{width}"))
 
 
-def codec_words(codec: Codec) -> dict[str, Any]:
-    """Describe a codec; its dictionary by name."""
-    return {
-        "method": int(codec.method),
+def codec_words(codec: Codec, *, is_placed: bool = False) -> dict[str, Any]:
+    """Describe a codec; its dictionary by name.
+
+    Args:
+        is_placed: Whether the slices are in another order than their numbers. Readers that do not know of that, of keys
+            or of dictionaries for LZ4 must refuse the record: they know no such method.
+    """
+    is_later = codec.key > 0 or is_placed or (codec.method is Method.LZ4 and codec.dictionary is not None)
+    keys = {"key": codec.key, "raw_keys": int(codec.raw_keys)} if is_later else {}
+    return keys | {
+        "method": int(codec.method) + (_LATER_METHODS if is_later else 0),
         "level": codec.level,
         "group": codec.group,
         "transform": {name: int(getattr(codec.transform, name)) for name in TRANSFORM_FIELDS},
@@ -248,7 +262,10 @@ def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) ->
     name = head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
     method, level, group = (count_of(head[key], _MOST_SETTING) for key in ("method", "level", "group"))
-    return Codec(Method(method), level, transform, dictionary, group)
+    if method < _LATER_METHODS:
+        return Codec(Method(method), level, transform, dictionary, group)
+    key, raw_keys = (count_of(head[name], _MOST_SETTING) for name in ("key", "raw_keys"))
+    return Codec(Method(method - _LATER_METHODS), level, transform, dictionary, group, key, bool(raw_keys))
 
 
 ROWS, LOGS, PIECE, STATE, FILE = "rows", "logs", "piece", "state", "file"

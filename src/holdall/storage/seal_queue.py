@@ -39,15 +39,15 @@ class HurriedBlock:
     """A block that was sealed in a hurry; it goes with its last segment all the same."""
 
     def __init__(self, frozen: FrozenBlock) -> None:
-        self._block, self._lanes = weakref.ref(frozen.block), frozen.lanes
-        self._field = frozen.field, frozen.leaf, frozen.window
+        self._block = weakref.ref(frozen.block)
+        self._before, self._behind = (frozen.field, frozen.leaf, frozen.window), (frozen.lanes, frozen.logs)
 
     def frozen(self) -> FrozenBlock | None:
         """Return it; None if it is gone, or no longer in memory."""
         block = self._block()
         if block is None or block.sealed is None or block.is_on_disk:
             return None
-        return FrozenBlock(*self._field, block, self._lanes)
+        return FrozenBlock(*self._before, block, *self._behind)
 
 
 class SealQueue:

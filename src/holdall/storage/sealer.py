@@ -20,8 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdall.report import GROWTH_CHECKS
 from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
-from holdall.storage.codec import Codec, Method, Transform, choose
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec_choice import choose
 from holdall.storage.layout import Window
 from holdall.storage.seal_queue import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
 
@@ -98,6 +100,7 @@ class Sealer:
         self._busy = threading.Lock()  # held by the worker: there is never more than one
         self._process = os.getpid()
         self.spare_bytes = 0
+        self.grown_bytes = 0  # raw blocks that were filled since a guard was asked
         weakref.finalize(self, self._queue.stop)
 
     def submit(self, frozen: FrozenBlock) -> None:
@@ -154,8 +157,11 @@ class Sealer:
         return waiting > self.spare_bytes
 
     def wait_for_room(self) -> None:
-        """Wait while too many blocks are queued; not to be called under the memory's lock."""
-        if self.is_crowded:
+        """Wait while too many blocks are queued, or for all if memory is short; not under the memory's lock."""
+        grown, self.grown_bytes = self.grown_bytes, 0
+        if grown and any(is_short(grown) for is_short in tuple(GROWTH_CHECKS)):
+            self.drain()
+        elif self.is_crowded:
             self._wait_until(lambda: not self.is_crowded)
 
     def drain(self) -> None:
@@ -263,19 +269,20 @@ class _Work:
             return None
         rate = queue.bytes_per_second
         is_late = rate > _FAST_BYTES_PER_SECOND and rate * chosen.seconds_per_byte > _BUSY_SHARE
-        hurry = (is_late or bool(queue.jobs)) and chosen.hurried != chosen.codec
-        if hurry:
+        order = frozen.lane_order()
+        ordered = () if order is None else (order,)  # a coder need not know of orders where there is one lane
+        if (is_late or queue.jobs) and chosen.hurried != chosen.codec:
             queue.hurried.append(HurriedBlock(frozen))
-            return _smaller(self._coder.seal(slices, chosen.hurried), slices.nbytes)
+            return _smaller(self._coder.seal(slices, chosen.hurried, *ordered), slices.nbytes)
         began = time.thread_time()
-        sealed = self._coder.seal(slices, chosen.codec)
+        sealed = self._coder.seal(slices, chosen.codec, *ordered)
         chosen.seconds_per_byte = (time.thread_time() - began) / max(slices.nbytes, 1)
         ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
         chosen.ratio = chosen.ratio or ratio
         if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not queue.jobs:
             self._chosen[key] = chosen = self._choose(frozen)
             stays = chosen.codec.method is Method.STORED
-            sealed = None if stays else self._coder.seal(slices, chosen.codec)
+            sealed = None if stays else self._coder.seal(slices, chosen.codec, *ordered)
             chosen.ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
         return _smaller(sealed, slices.nbytes)
 
@@ -287,7 +294,9 @@ class _Work:
         numbers = np.arange(frozen.block.used)
         slices = np.empty((len(numbers), frozen.block.slice_bytes), np.uint8)
         self._coder.decode(before, numbers, slices)
-        return _smaller(self._coder.seal(slices, chosen.codec), before.nbytes)
+        order = frozen.lane_order()
+        ordered = () if order is None else (order,)
+        return _smaller(self._coder.seal(slices, chosen.codec, *ordered), before.nbytes)
 
     @property
     def is_choosing(self) -> bool:
@@ -329,7 +338,8 @@ class _Work:
 
     def _choose(self, frozen: FrozenBlock) -> _ChosenCodec:
         slices, cap, threads = frozen.block.raw, self._cap, self._threads
-        codec = choose(self._coder, frozen.leaf, frozen.window, slices, cap, threads, frozen.lanes)
+        order = frozen.lane_order()
+        codec = choose(self._coder, frozen.leaf, frozen.window, slices, cap, threads, frozen.lanes, order)
         return _ChosenCodec(codec, codec.hurried())
 
 

@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.report import FieldReport
-from holdall.schema import Array, Bytes, Schema
-from holdall.storage.batch_source import BatchSource
+from holdall.schema import Array, Schema
+from holdall.storage.batch_source import StoredRows
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import TINY_BYTES, RowSources, Window, WindowScout, field_layouts, fresh_bytes
-from holdall.storage.rings import Rings, Rows, field_name
+from holdall.storage.layout import TINY_BYTES, Window, WindowScout, field_layouts
+from holdall.storage.rings import Rings, field_name
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import Kernels
@@ -34,6 +34,7 @@ from holdall.storage.snapshot import (
     FrozenRows,
     FrozenStore,
     FullBlock,
+    Ring,
     RowChunk,
     RowSnapshots,
     StoreContent,
@@ -56,7 +57,7 @@ from holdall.storage.ticks import (
 from holdall.storage.tiers import Budget, Tiers, warn_of_small_budget
 
 
-class Store:
+class Store(StoredRows):
     """All fields of a memory. Not locked: the memory that owns it is.
 
     Args:
@@ -116,6 +117,7 @@ class Store:
             self.after_write(sliced)
         if self._rings.scouts:
             self._look_for_windows(tick)
+        self._pack(self.next_tick)
         if not self._snapshots.pending and self._writer.writes(self._rings.flat()):
             self.fast_tick.offer(self._writer, partial(self._rings.fast_arguments, self._large))
 
@@ -141,6 +143,12 @@ class Store:
         self.batch_reader.end()
         return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
 
+    def _pack(self, end_tick: int) -> None:
+        """Keep short observations up to a tick without what repeats in them, once enough ticks are complete."""
+        if end_tick >= self._rings.pause_tick:
+            self.batch_reader.end()
+            self._rings.pack(self._kernels, self.first_tick, end_tick, self._writer)
+
     def write_fast(self, packed: bytes, obs: Any, next_obs: Any) -> int:
         """Write a tick that `fast_tick` packed; return what `TickWriter.write` does."""
         self.repair.run()
@@ -158,6 +166,7 @@ class Store:
                 ticks = write(packed, sliced, is_kept=True)
         if ticks > 0 and sliced is not None:
             self.after_write(sliced)
+        self._pack(self.next_tick)
         return ticks
 
     def write_steps(self, runs: StepRuns, first: int) -> None:
@@ -169,12 +178,14 @@ class Store:
             self.write(runs.steps.cut(first))
         elif sliced is not None:
             self.after_write(sliced)
+        self._pack(self.next_tick)
 
     def after_write(self, sliced: SlicedTick) -> None:
         """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
         segments, now = self.large_segments, self.next_tick
         segments.look(now - 1, sliced.obs, sliced.next_obs)
         if segments.frozen:
+            self.sealer.grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
             self._settle(may_evict=True)
         self._evict_before(now - self._capacity_ticks)
 
@@ -250,11 +261,8 @@ class Store:
         with self._lock:
             self.repair.run()
             for block, sealed, _, is_again in self.sealer.collect():
-                change = partial(self.large_segments.seal, block, sealed) if sealed is not None else None
-                if is_again and change is not None:
-                    self._tiers.exchange(block, change)
-                elif change is not None:
-                    change()
+                if sealed is not None:
+                    self._tiers.exchange(block, partial(self.large_segments.seal, block, sealed), is_again=is_again)
                 self._tiers.take_back(block)
             # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
             self._settle(may_evict=False)
@@ -310,52 +318,6 @@ class Store:
     def reward_dtype(self) -> np.dtype[Any] | None:
         """Of all rewards: that of the first."""
         return None if self._rings.reward is None else self._rings.reward.dtype
-
-    def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
-        """Copy the small fields of `ids`, all of them held, and find the large ones.
-
-        Args:
-            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
-        """
-        held, large = (self.first_tick * self._lanes, self.next_tick * self._lanes), tuple(self._large)
-        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
-        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
-        places = segments.places(wanted, columns[-len(large) :]) if large else None
-        return self._rings.rows(columns, large, places)
-
-    def offer_batches(self, rows: int) -> None:
-        """Have batches of up to so many rows drawn in one call from now on, if there is such a way."""
-        reader, segments = self.batch_reader, self.large_segments
-        if reader.needs(rows) and self.reward_dtype is not None and not segments.reads_files:
-            ticks = max(self._not_before, segments.first_tick if self._large else 0), self._capacity_ticks
-            reader.offer(BatchSource.of(self.sources(), self._rings, self._writer, ticks), rows)
-
-    def sources(self) -> RowSources:
-        """Return what batches are read from, as it is now."""
-        held, segments = (self.first_tick * self._lanes, self.next_tick * self._lanes), self.large_segments
-        cursors, index, table = segments.cursors, segments.index, self._rings.table(segments.cursors)
-        rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
-        return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
-
-    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell real transitions from lanes that made none."""
-        return self._rings.are_valid(ids)
-
-    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell the last transitions of episodes."""
-        return np.asarray(np.logical_or(*self._rings.flags(ids)))
-
-    def rewards(self, ids: NDArray[np.int64]) -> Array:
-        """Copy the rewards of `ids`, of any shape."""
-        return self._rings.rewards(ids)
-
-    def outcomes(self, ids: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Copy rewards and flags of `ids`, of any shape."""
-        return self._rings.rewards(ids), *self._rings.flags(ids)
-
-    def extra(self, number: int, ids: NDArray[np.int64]) -> Array:
-        """Copy one extra of `ids`, of any shape."""
-        return self._rings.extra(number, ids)
 
     def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
@@ -447,6 +409,7 @@ class Store:
         self._rings.put(held.first_tick, held.columns, held.apart)
         for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
             put_rows(cursors, held.first_tick, held.columns[f"cursors.{i}"])
+        self._pack(held.first_tick + held.ticks)
 
     @property
     def chunk_ticks(self) -> int:
@@ -457,7 +420,7 @@ class Store:
         """Return the shape and dtype of one tick of every column."""
         return {name: (ring.shape[1:], ring.dtype) for name, ring in self._columns().items()}
 
-    def _columns(self) -> dict[str, Array]:
+    def _columns(self) -> dict[str, Ring]:
         """All rings by name, those of cursors too: what a chunk of rows consists of."""
         cursors = zip(self._large, self.large_segments.cursors, strict=True)
         return self._rings.columns() | {f"cursors.{i}": ring for i, ring in cursors}

@@ -245,6 +245,7 @@ class TickWriter(ABC):
         self.first_tick = first_tick
 
     next_tick: int
+    pause_tick: int  # before this tick is written, there is more to do than a short way does
 
     @abstractmethod
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:

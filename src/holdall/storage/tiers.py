@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from holdall.errors import ArgumentError
 from holdall.machine import memory_limits
 from holdall.storage.blocks import FrozenBlock, SliceBlock
-from holdall.storage.codec import COST_CAPS
+from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.layout import FieldLayout
 from holdall.units import format_bytes, parse_bytes
 
@@ -228,9 +228,12 @@ class Tiers:
             self._sealed.put_back(back)
         return {id(other.block) for other in waiting}
 
-    def exchange(self, block: SliceBlock, exchange: Callable[[], None]) -> None:
-        """Give a sealed block another form, if it is still in memory and about to stay there."""
-        self._sealed.exchange(block, exchange)
+    def exchange(self, block: SliceBlock, exchange: Callable[[], None], *, is_again: bool) -> None:
+        """Give a block its next form; one that was sealed before, only if it is still in memory and about to stay."""
+        if is_again:
+            self._sealed.exchange(block, exchange)
+        else:
+            exchange()
 
     def forget(self, evicted: Iterable[SliceBlock]) -> set[int]:
         """Let go of blocks that were evicted; return those that need not be sealed or spilled any more."""

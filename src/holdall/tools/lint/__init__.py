@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holdall.tools.lint.engine import LintSettings, check_runs, check_text, find_files, read_text
+from holdall.tools.lint.engine import FileChecker, LintSettings, check_runs, check_text, find_files
 from holdall.tools.lint.finding import Finding
 from holdall.tools.lint.source.models import read_model
 
@@ -25,8 +25,11 @@ def files(paths: Iterable[Path], settings: LintSettings | None = None) -> list[F
     """Return what is wrong with files, and with the scripts and YAML files in directories."""
     chosen = settings or LintSettings()
     rules, machine = chosen.rules(), chosen.machine()
-    found = find_files(paths, chosen.exclude)
-    return [finding for path in found for finding in check_text(read_text(path), str(path), rules, machine)]
+    given = list(paths)
+    checker = FileChecker(rules, machine)
+    named = {path for path in given if not path.is_dir()}
+    found = find_files(given, chosen.exclude)
+    return [finding for path in found for finding in checker.check(path, walked=path not in named)]
 
 
 def model(

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange, drop_stale_edits, read_ignores
 from holdall.tools.lint.rule import Rule, RuleExample, not_parsed, unused_ignore
 from holdall.tools.lint.rules import RULES
-from holdall.tools.lint.run import ConfiguredRun, Machine, detect_machine
+from holdall.tools.lint.run import ConfiguredRun, Machine, buffer_of, detect_machine
 from holdall.tools.lint.source.hyperparameters import YamlError, read_runs
 from holdall.tools.lint.source.models import TrainingReader
+from holdall.tools.lint.source.repository import Repository
 from holdall.tools.lint.source.script import Script
 from holdall.tools.plan.buffer_layout import parse_version
 from holdall.units import parse_bytes
@@ -117,10 +118,18 @@ def read_settings(file: Path) -> LintSettings:
     return LintSettings().but(**given)
 
 
-def check_text(text: str, path: str, rules: Rules, machine: Machine) -> list[Finding]:
-    """Return what is wrong with a file: a Python script, or YAML by its name's ending."""
-    check = _check_yaml if path.endswith(YAML_SUFFIXES) else _check_script
-    found = list(check(text, path, rules, machine))
+def check_text(
+    text: str, path: str, rules: Rules, machine: Machine, repository: Repository | None = None
+) -> list[Finding]:
+    """Return what is wrong with a file: a Python script, or YAML by its name's ending.
+
+    Args:
+        repository: The files around a script that its imports may mean; None: the script stands alone.
+    """
+    if path.endswith(YAML_SUFFIXES):
+        found = list(_check_yaml(text, path, rules, machine))
+    else:
+        found = list(_check_script(text, path, rules, machine, repository or Repository(None)))
     kept = drop_stale_edits(text, _not_ignored(found, text, path, rules))
     return sorted(kept, key=lambda one: (one.place, one.rule))
 
@@ -129,15 +138,25 @@ def check_runs(runs: Iterable[ConfiguredRun], rules: Rules, machine: Machine) ->
     """Yield what is wrong with runs, whatever they were read from."""
     for run in runs:
         for rule in rules.values():
-            if rule.about in {"run", "search"}:
+            if rule.about in {"run", "search", "buffer"}:
                 variants = (run,) if rule.about == "search" else run.variants
                 found: dict[SourceRange, Finding] = {}
-                for one in (one for variant in variants for one in rule.findings(variant, machine)):
-                    found.setdefault(one.place, one)
+                for variant in variants:
+                    of = buffer_of(variant, machine) if rule.about == "buffer" else variant
+                    for one in _when(variant.condition, rule.findings(of, machine) if of is not None else ()):
+                        found.setdefault(one.place, one)
                 yield from found.values()
 
 
-def _check_script(text: str, path: str, rules: Rules, machine: Machine) -> Iterator[Finding]:
+def _when(condition: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield findings, each with the condition under which it holds."""
+    for one in findings:
+        yield replace(one, message=f"{one.message} (when {condition})") if condition else one
+
+
+def _check_script(
+    text: str, path: str, rules: Rules, machine: Machine, repository: Repository
+) -> Iterator[Finding]:
     try:
         script = Script.parse(text, path)
     except SyntaxError as error:
@@ -147,11 +166,48 @@ def _check_script(text: str, path: str, rules: Rules, machine: Machine) -> Itera
     except (ValueError, RecursionError, MemoryError) as error:
         yield from _not_parsed(rules, str(error) or type(error).__name__, SourceRange.whole(path))
         return
-    training = TrainingReader(script)
+    training = TrainingReader(script, repository)
     yield from check_runs(training.runs, rules, machine)
     for rule in rules.values():
         if rule.about == "script":
             yield from rule.findings(script, training, machine)
+        elif rule.about == "buffer":
+            for buffer in training.buffers:
+                yield from _when(buffer.condition, rule.findings(buffer, machine))
+
+
+class FileChecker:
+    """Checks files one after the other, and keeps what it has read of their repositories."""
+
+    def __init__(self, rules: Rules, machine: Machine) -> None:
+        self._rules, self._machine = rules, machine
+        self._repositories: dict[Path | None, Repository] = {}
+        self._roots: dict[Path, Repository] = {}
+
+    def check(self, path: Path, text: str | None = None, *, walked: bool = False) -> list[Finding]:
+        """Return what is wrong with a file; `text` stands for what it holds."""
+        try:
+            text = read_text(path) if text is None else text
+        except ArgumentError as error:
+            if not walked:
+                raise
+            return list(_not_parsed(self._rules, str(error), SourceRange.whole(str(path))))
+        try:
+            return check_text(text, str(path), self._rules, self._machine, self._repository(path))
+        except MissingPackageError:
+            raise
+        except Exception as error:  # noqa: BLE001  a mistake of lint's own ends no run over other files
+            message = f"lint failed on it ({type(error).__name__}: {error}); please report the file"
+            return list(_not_parsed(self._rules, message, SourceRange.whole(str(path)), Severity.WARNING))
+
+    def _repository(self, path: Path) -> Repository:
+        if path.suffix in YAML_SUFFIXES:
+            return Repository(None)
+        directory = path.resolve().parent
+        if directory not in self._roots:
+            found = Repository.around(path)
+            self._roots[directory] = self._repositories.setdefault(found.root, found)
+        return self._roots[directory]
 
 
 def _check_yaml(text: str, path: str, rules: Rules, machine: Machine) -> Iterator[Finding]:
@@ -163,9 +219,11 @@ def _check_yaml(text: str, path: str, rules: Rules, machine: Machine) -> Iterato
     yield from check_runs(runs, rules, machine)
 
 
-def _not_parsed(rules: Rules, message: str, place: SourceRange) -> Iterator[Finding]:
+def _not_parsed(
+    rules: Rules, message: str, place: SourceRange, severity: Severity = Severity.ERROR
+) -> Iterator[Finding]:
     if not_parsed.id in rules:
-        yield from not_parsed.findings(message, place)
+        yield from (replace(one, severity=severity) for one in not_parsed.findings(message, place))
 
 
 def _not_ignored(found: list[Finding], text: str, path: str, rules: Rules) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange
-from holdall.tools.lint.run import ConfiguredRun, Machine
+from holdall.tools.lint.run import ConfiguredRun, Machine, PlainBuffer
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
 from holdall.units import parse_bytes
@@ -111,7 +111,7 @@ class Rule:
     id: str
     name: str
     severity: Severity
-    about: Literal["run", "search", "script", "file"]
+    about: Literal["run", "search", "script", "buffer", "file"]
     check: Callable[..., Iterator[Match]]
 
     @cached_property
@@ -126,6 +126,7 @@ class Rule:
 
 
 RunCheck = Callable[[ConfiguredRun, Machine], Iterator[Match]]
+BufferCheck = Callable[[PlainBuffer, Machine], Iterator[Match]]
 ScriptCheck = Callable[[Script, TrainingReader, Machine], Iterator[Match]]
 
 
@@ -141,6 +142,11 @@ def run_rule(number: str, name: str, severity: Severity, *, sees_searches: bool 
 def script_rule(number: str, name: str, severity: Severity) -> Callable[[ScriptCheck], Rule]:
     """Make a rule about the text of a script."""
     return partial(Rule, number, name, severity, "script")
+
+
+def buffer_rule(number: str, name: str, severity: Severity) -> Callable[[BufferCheck], Rule]:
+    """Make a rule about one buffer, of a model or of the program's own."""
+    return partial(Rule, number, name, severity, "buffer")
 
 
 @partial(Rule, "F01", "not-parsed", Severity.ERROR, "file")

@@ -28,6 +28,7 @@ from holdall.tools.plan import buffer_layout
 from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
 
 # The names that rl-baselines3-zoo gives to files and folders.
+_MOST_VARIANTS = 4
 _ZOO_NAMES = {name.lower(): name for name in ALGORITHM_CLASSES} | {"ppo_lstm": "RecurrentPPO"}
 
 
@@ -45,9 +46,10 @@ UNKNOWN: Final = Unknown()
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """One of several values: a loop over constants, or a search space."""
+    """One of several values: a loop over constants, a search space, the branches of a condition."""
 
     values: tuple[object, ...]
+    conditions: tuple[str, ...] = field(default=(), compare=False)  # when each of them holds; empty: always
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class SpaceInfo:
     is_dict: bool
     place: SourceRange
     bounds: Mapping[str, tuple[object, object]] = field(default_factory=dict)
+    counts: tuple[int, ...] = ()  # of a discrete space: how many values each of its numbers has
 
     @property
     def nbytes(self) -> int:
@@ -149,6 +152,8 @@ class Environments:
     episode_steps: object = UNKNOWN  # the time limit
     place: SourceRange | None = None
     origin: object = None  # the same for the same object; None where that is not known
+    is_lazy: bool = False  # a stack's frames are objects that it shares with the stacks around it
+    env_id: str = ""
 
     @property
     def number(self) -> int | None:
@@ -193,6 +198,7 @@ class ConfiguredRun:
     learns: tuple[LearnCall, ...]
     place: SourceRange
     has_more: bool = False  # further arguments were passed that could not be read
+    condition: str = ""  # under which the model is made so
 
     def setting(self, name: str) -> Setting:
         """What an argument is: given, the default, or UNKNOWN."""
@@ -234,12 +240,74 @@ class ConfiguredRun:
 
     @property
     def variants(self) -> tuple[ConfiguredRun, ...]:
-        """The run once for every value of a searched argument; a single argument is searched at a time."""
+        """The run once for every value of its arguments: those of a search, or of the branches that set them."""
+        found = [self]
         for name, setting in self.given.items():
-            if isinstance(setting.value, OneOf):
-                each = [Setting(value, setting.place) for value in setting.value.values]
-                return tuple(replace(self, given={**self.given, name: chosen}) for chosen in each)
-        return (self,)
+            if isinstance(setting.value, OneOf) and len(found) <= _MOST_VARIANTS:
+                found = [run.chosen(name, at) for run in found for at in range(len(setting.value.values))]
+        return tuple(found)
+
+    def chosen(self, name: str, at: int) -> ConfiguredRun:
+        """Return the run with one of the values that an argument may have."""
+        setting = self.given[name]
+        if not isinstance(setting.value, OneOf):
+            return self
+        given = {**self.given, name: replace(setting, value=setting.value.values[at])}
+        text = setting.value.conditions[at] if setting.value.conditions else ""
+        both = " and ".join(dict.fromkeys(filter(None, (self.condition, text))))
+        return replace(self, given=given, condition=both)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredField:
+    """One thing that a buffer keeps of every transition."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one transition's."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it looks like a picture, or a stack of them."""
+        sides = sorted(self.shape)
+        return len(sides) >= 3 and sides[-2] >= 32 and sides[0] <= 16
+
+
+@dataclass(frozen=True, slots=True)
+class PlainBuffer:
+    """A buffer that is no part of a model of Stable-Baselines3."""
+
+    title: str
+    rows: int | None
+    nbytes: int  # once it is full
+    fields: tuple[StoredField, ...]
+    place: SourceRange
+    condition: str = ""
+    library: str = ""  # cleanrl, sb3, torchrl, tianshou; empty: the program's own
+    is_container: bool = False  # a deque or list of objects
+    is_buffer: bool = False  # False: arrays that may be something else
+    is_on_gpu: bool = False
+    is_on_disk: bool = False
+    is_exact: bool = True
+    stack: int = 1
+
+    @property
+    def repeated_bytes(self) -> int:
+        """Bytes that hold what is there already: next observations, and frames of stacks."""
+        if self.is_container or self.rows is None:
+            return 0
+        largest = max(self.fields, key=lambda one: one.nbytes, default=None)
+        if largest is None:
+            return 0
+        alike = [one for one in self.fields if (one.shape, one.dtype) == (largest.shape, largest.dtype)]
+        copies = min(len(alike), 2)
+        share = 1 - 1 / (copies * self.stack)
+        return int(self.rows * largest.nbytes * copies * share)
 
 
 _UNITS = ((10**9, "GB", 2**30, "GiB"), (10**6, "MB", 2**20, "MiB"), (10**3, "kB", 2**10, "KiB"))
@@ -332,6 +400,20 @@ def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     resident, is_certain = layout.resident_bytes(steps), run.algorithm.on_policy or steps is not None
     is_exact = run.environments.action is not None
     return BufferNeed(layout, resident, resident + layout.flatten_bytes, is_exact, is_certain)
+
+
+def buffer_of(run: ConfiguredRun, machine: Machine) -> PlainBuffer | None:
+    """Return the buffer of a run as any other; None if it is not known."""
+    needed = buffer_need(run, machine)
+    if needed is None:
+        return None
+    layout, name = needed.layout, "rollout" if run.algorithm.on_policy else "replay buffer"
+    fields = tuple(StoredField(one.name, one.shape[2:], one.dtype) for one in layout.arrays)
+    return PlainBuffer(
+        title=f"the {name}", rows=layout.transitions, nbytes=layout.nbytes, fields=fields,
+        place=run.place_of("buffer_size", "n_steps"), library="rollout" if run.algorithm.on_policy else "model",
+        is_buffer=True, is_exact=needed.is_exact, stack=run.environments.stack,
+    )  # fmt: skip
 
 
 def _layout(

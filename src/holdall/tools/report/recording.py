@@ -1,6 +1,6 @@
 """A record of `holdall watch`, read for a page.
 
-In:  lines.  Out: series over time, the parts of the last reading, phases, verdicts, events.
+In:  lines.  Out: series over time, the parts of the highest reading, phases, verdicts, events.
 Memory stays small for long records: only the sums of a reading are kept, as numbers in arrays.
 """
 
@@ -38,7 +38,7 @@ _NO_NAME = "without a name"
 
 @dataclass(frozen=True, slots=True)
 class RecordedPart:
-    """A part of the last reading."""
+    """A part of a reading."""
 
     group: str
     name: str
@@ -90,10 +90,12 @@ class Recording:
     series: _Columns = field(default_factory=lambda: _Columns(("time", "pss", *_MEASURED)))
     groups: _Columns = field(default_factory=lambda: _Columns(GROUP_TITLES))
     gpu: _Columns = field(default_factory=lambda: _Columns(_GPU))
-    parts: list[RecordedPart] = field(default_factory=list)
+    parts: list[RecordedPart] = field(default_factory=list)  # of the highest reading
+    kernel_peak: float = 0.0  # the highest by the kernel's count, which sees what lies between two readings
     phases: dict[str, RecordedPhase] = field(default_factory=dict)
     verdicts: dict[str, RecordedVerdict] = field(default_factory=dict)
     events: list[tuple[float | None, str]] = field(default_factory=list)  # when, and what happened
+    _highest: float = -1.0
 
     @classmethod
     def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> Recording:
@@ -144,16 +146,17 @@ class Recording:
     def _reading(self, line: JsonLine) -> None:
         previous = self.series["time"][-1] if self.series["time"] else 0.0
         time = line.number("time")
-        self.parts = [_part(part) for part in line.inners("parts")]
+        parts = [_part(part) for part in line.inners("parts")]
         sums = dict.fromkeys(GROUP_TITLES, 0.0)
-        for part in self.parts:
+        for part in parts:
             sums[part.group] += part.resident
-        pss, gpu = line.size("pss"), line.inner("gpu")
+        told, gpu = line.size("pss"), line.inner("gpu")
+        pss = sum(sums.values()) if told is None else told
         self.series.append({name: line.size(name) for name in _MEASURED})
-        self.series.append({
-            "time": previous if time is None else max(time, previous),  # clocks are set back at times
-            "pss": sum(sums.values()) if pss is None else pss,
-        })  # fmt: skip
+        self.series.append({"time": previous if time is None else max(time, previous), "pss": pss})  # clocks go back
+        if pss > self._highest or not self.parts:
+            self._highest, self.parts = pss, parts
+        self.kernel_peak = max(self.kernel_peak, line.size("peak") or 0.0)
         self.groups.append(sums)
         self.gpu.append({name: None if gpu is None else gpu.size(name) for name in _GPU})
 

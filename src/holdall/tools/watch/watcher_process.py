@@ -54,13 +54,18 @@ def record_header(pid: int, command: Sequence[str], interval_s: float) -> dict[s
 
 
 class WatchRecorder:
-    """Writes a record, line by line; to stdout if there is no path."""
+    """Writes a record, line by line, to a file or an open descriptor: that of stdout by default."""
 
-    def __init__(self, path: Path | None, first: dict[str, Any]) -> None:
+    def __init__(self, target: Path | int = 1, first: dict[str, Any] | None = None) -> None:
         try:
-            self._file = sys.stdout if path is None else path.open("w", encoding="utf-8")
+            self._file = open(target, "w", encoding="utf-8", closefd=isinstance(target, Path))  # noqa: SIM115  see close
         except OSError as error:
-            raise WatchError(f"--record ({path}) cannot be written ({error.strerror}); name another file") from error
+            raise WatchError(f"--record ({target}) cannot be written ({error.strerror}); name another file") from error
+        if first is not None:
+            self.begin(first)
+
+    def begin(self, first: dict[str, Any]) -> None:
+        """Write the first line."""
         self._write([first])
 
     def show(self, latest: WatchPass) -> None:
@@ -69,8 +74,7 @@ class WatchRecorder:
 
     def close(self) -> None:
         """End the file."""
-        if self._file is not sys.stdout:
-            self._file.close()
+        self._file.close()
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))

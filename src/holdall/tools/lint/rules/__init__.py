@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from holdall.tools.lint import rule
 from holdall.tools.lint.rule import Rule
-from holdall.tools.lint.rules import allocator, callbacks, memory, observations, processes, saving, tensors, transitions
+from holdall.tools.lint.rules import allocator, buffers, callbacks, memory, observations, processes, saving, tensors, transitions
 from holdall.tools.lint.rules import training_loop as loop
 
-_FAMILIES = (rule, allocator, callbacks, memory, observations, processes, saving, tensors, loop, transitions)
+_FAMILIES = (rule, allocator, buffers, callbacks, memory, observations, processes, saving, tensors, loop, transitions)
 _FOUND = [found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Rule)]
 RULES = {found.id: found for found in sorted(_FOUND, key=lambda found: found.id)}

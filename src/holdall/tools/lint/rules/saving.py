@@ -107,19 +107,24 @@ def loads_beside_old_buffer(script: Script, training: TrainingReader, machine: M
         for n in script.nodes
     ):
         return
-    runs = dict(zip((call for call, _ in training.constructions), training.runs, strict=True))
-    for call, model in script.method_calls("load_replay_buffer"):
-        made = training.constructed(model)
-        learnt = [learn for learn, taught in training.learn_calls if taught is made and learn.lineno < call.lineno]
-        needed = buffer_need(runs[made], machine) if made in runs and learnt else None
+    runs = {run.place: run for run in training.runs}
+    for loaded in training.recorded("load_replay_buffer"):
+        run = runs.get(training.interpreter.place(loaded.value.node))
+        taught = [one.node for one in training.recorded("learn") if one.value is loaded.value]
+        learnt = any(_line(node) < _line(loaded.node) for node in taught)
+        needed = buffer_need(run, machine) if run is not None and learnt else None
         if needed and needed.resident_bytes + needed.layout.nbytes > machine.limit_bytes:
             yield Match(
                 f"the old buffer of {sized(needed.resident_bytes)} and the loaded one of "
                 f"{sized(needed.layout.nbytes)} are in memory together; {machine.limit_name} is "
                 f"{sized(machine.limit_bytes)}",
-                script.place(call),
+                script.place(loaded.node),
                 {"needed_bytes": needed.resident_bytes + needed.layout.nbytes, "limit_bytes": machine.limit_bytes},
             )
+
+
+def _line(node: ast.AST) -> int:
+    return getattr(node, "lineno", 0)
 
 
 @script_rule("S06", "resumes-with-empty-buffer", Severity.WARNING)
@@ -144,13 +149,13 @@ def resumes_with_empty_buffer(script: Script, training: TrainingReader, machine:
     """
     if {"load_replay_buffer", "replay_buffer"} & script.attributes:
         return
-    for call, model in script.method_calls("learn"):
-        match script.assigned(model):
-            case ast.Call(func=ast.Attribute(attr="load", value=loaded)):
-                made = algorithm_by_import(script.dotted(loaded))
-                if made and not made.on_policy:
-                    text = f"{made.name} is loaded and goes on learning with an empty replay buffer"
-                    yield Match(text, script.place(call))
+    loaded = {id(one.value) for one in training.recorded("loaded")}
+    for learn in training.recorded("learn"):
+        made = algorithm_by_import(learn.value.kind) if id(learn.value) in loaded else None
+        if made and not made.on_policy:
+            when = f" (when {' and '.join(learn.path)})" if learn.path else ""
+            text = f"{made.name} is loaded and goes on learning with an empty replay buffer{when}"
+            yield Match(text, script.place(learn.node))
 
 
 @script_rule("S08", "normalisation-not-saved", Severity.WARNING)

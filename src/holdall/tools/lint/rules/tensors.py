@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.rule import Match, script_rule
-from holdall.tools.lint.run import Machine, whole
+from holdall.tools.lint.run import Machine
 from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Script, argument_of
+from holdall.tools.lint.source.script import Script
 
 _JOINS = {"torch.cat", "torch.stack", "torch.concat", "torch.concatenate"}
-_NEXT = ("next_", "new_")
-_BUFFER = re.compile(r"buffer|memory|replay|experience", re.IGNORECASE)
-_SMALL = 1_000  # transitions; a deque for n-step returns is no replay buffer
 
 
 @script_rule("P01", "tensor-kept-with-graph", Severity.WARNING)
@@ -53,56 +49,6 @@ def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Ma
                 continue
         if (script.scope(node), name) in differentiated and script.loop(node) is not None:
             yield Match(f"{keeper} keeps {name} with its graph, step after step", script.place(node))
-
-
-@script_rule("P04", "buffer-of-tuples", Severity.WARNING)
-def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
-    """Finds replay buffers that are a deque or list of tuples of arrays.
-
-    Why: Every transition is a tuple of small objects, each observation is there twice, and sampling gathers them one by
-    one in Python. A view into a larger array keeps all of it alive, and is written whole when it is pickled.
-    Fix: Arrays that are allocated once, or `holdall.ReplayMemory`, which stores each observation once.
-
-    Bad:
-        from collections import deque
-        buffer = deque(maxlen=50_000)
-        for step in range(100):
-            buffer.append((state, action, reward, next_state, done))
-
-    Good:
-        import holdall
-        memory = holdall.ReplayMemory(env.observation_space, env.action_space, capacity=50_000)
-        for step in range(100):
-            memory.add(obs, action, reward, next_obs, terminated, truncated)
-    """
-    containers = dict(_containers(training))
-    for call, kept in script.method_calls("append"):
-        name, parts = ast.unparse(kept), _tuple_names(call.args[0]) if len(call.args) == 1 else []
-        if name in containers and len(parts) >= 4 and any(part.startswith(_NEXT) for part in parts):
-            limit = containers[name]
-            size = "" if limit is None else f" of {limit:,}"
-            text = f"{name}{size} keeps each transition as {len(parts)} objects, both observations among them"
-            yield Match(text, script.place(call), {"capacity": "unknown" if limit is None else limit})
-
-
-def _containers(training: TrainingReader) -> Iterator[tuple[str, int | None]]:
-    """Yield what is a list named as a buffer, or a deque that is not small, with the deque's length if known."""
-    for node in training.script.nodes:
-        match node:
-            case ast.Assign(targets=[target], value=ast.Call() as made):
-                if training.script.dotted(made.func) != "collections.deque":
-                    continue
-                limit = whole(training.evaluator.value(argument_of(made, "maxlen", 1)))
-                if limit is None or limit >= _SMALL:
-                    yield ast.unparse(target), limit
-            case ast.Assign(targets=[target], value=ast.List(elts=[])) if _BUFFER.search(ast.unparse(target)):
-                yield ast.unparse(target), None
-
-
-def _tuple_names(node: ast.expr) -> list[str]:
-    """Return the names that a tuple, or a record's constructor, is made of; empty for what is no name."""
-    items = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
-    return [item.id if isinstance(item, ast.Name) else getattr(item, "attr", "") for item in items]
 
 
 @script_rule("P05", "moved-then-joined", Severity.WARNING)

@@ -376,5 +376,5 @@ def reset_by_hand(script: Script, training: TrainingReader, machine: Machine) ->
         and training.evaluator.value(argument_of(call, "reset_num_timesteps")) is False
     }
     for call, env in script.method_calls("reset"):
-        if isinstance(env, ast.Name) and id(script.loop(call)) in loops and script.definition(env) in origins:
+        if id(script.loop(call)) in loops and training.environments(env).origin in origins:
             yield Match("the environment is reset by hand between two calls of learn", script.place(call))

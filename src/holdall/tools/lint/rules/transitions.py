@@ -103,7 +103,7 @@ def _mode(training: TrainingReader, env: ast.expr | None, depth: int = 0) -> str
     if isinstance(env, ast.Name):
         env = script.assigned(env)
     elif isinstance(env, ast.Attribute):
-        env = training.evaluator.attribute_node(env)
+        env = script.attribute_node(env)
     if not isinstance(env, ast.Call) or depth > _DEEPEST:
         return None
     name = script.dotted(env.func)

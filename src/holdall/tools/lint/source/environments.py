@@ -1,15 +1,20 @@
-"""Spaces and environments as a script writes them: shapes, dtypes, how many, in which processes.
+"""Spaces and environments as programs make them: by constructor, by id, in vectors, through wrappers.
 
-In:  `spaces.Box(0, 255, (84, 84, 3), np.uint8)`, a gymnasium space, or the expression that was passed as `env`.
-Out: a SpaceInfo or an Environments record; None or UNKNOWN where a part is not known.
+In:  the name of a library's function or class and its arguments, or an object of the program's own environment class.
+Out: a SpaceInfo, an Environments record, or UNKNOWN.
+Ids are looked up in environments.json, which docs/lint_environments.py makes from the installed packages.
 Invariant: a wrapper that is not known here makes the observation unknown.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import json
+import re
 from dataclasses import replace
+from functools import cache
+from importlib import resources
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,28 +22,34 @@ import numpy as np
 from holdall.errors import HoldallError
 from holdall.schema import Leaf
 from holdall.tools.lint.finding import SourceRange
-from holdall.tools.lint.run import UNKNOWN, Environments, KnownLength, OneOf, Reference, SpaceInfo, whole
-from holdall.tools.lint.source.evaluate import Evaluator
-from holdall.tools.lint.source.script import Function, argument_of
-from holdall.tools.plan.buffer_layout import leaves_of
-
-_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
-_PACKAGES = ("gymnasium", "gym")
-
-# AtariWrapper's own output; WarpFrame resizes to this by default.
-ATARI_SHAPE = (84, 84, 1)
-_VECTORS = {"DummyVecEnv": "dummy", "SubprocVecEnv": "subproc", "SyncVectorEnv": "sync", "AsyncVectorEnv": "async"}
-# Wrappers that leave observations, actions and the number of environments as they are.
-_TRANSPARENT = frozenset(
-    {"Monitor", "VecMonitor", "VecCheckNan", "VecTransposeImage", "RecordEpisodeStatistics", "RecordVideo"}
-    | {"VecVideoRecorder", "OrderEnforcing", "PassiveEnvChecker", "NormalizeReward", "ClipReward", "ClipRewardEnv"}
+from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
+from holdall.tools.lint.source.arrays import ReturnedValues, dtype_of, shape_of, space_sample
+from holdall.tools.lint.source.values import (
+    BoundMethod,
+    ClassValue,
+    FunctionValue,
+    InstanceValue,
+    ListValue,
+    TableValue,
+    candidates_of,
+    known_items,
+    length_of,
+    one_of,
 )
-_DEEPEST = 12
+from holdall.tools.lint.source.wrappers import ATARI_WRAPPERS, wrapped
+from holdall.tools.plan.buffer_layout import leaves_of
+from holdall.tools.plan.environments import parse_observation, parse_space
 
-
-def atari_space(place: SourceRange) -> SpaceInfo:
-    """Return what AtariWrapper gives: one grey frame of 84 x 84."""
-    return SpaceInfo((Leaf("", ATARI_SHAPE, np.dtype(np.uint8)),), is_dict=False, place=place, bounds={"": (0, 255)})
+_SPACES = {"Box", "Discrete", "MultiDiscrete", "MultiBinary", "Dict", "Tuple"}
+_GYMS = ("gymnasium", "gym", "gymnasium_robotics")
+_NOWHERE = SourceRange("", 0, 0, 0, 0)
+_VECTORS = {
+    "DummyVecEnv": "dummy", "SubprocVecEnv": "subproc", "SyncVectorEnv": "sync", "AsyncVectorEnv": "async",
+    "DummyVectorEnv": "dummy", "SubprocVectorEnv": "subproc", "ShmemVectorEnv": "subproc", "RayVectorEnv": "subproc",
+    "SharedMemoryVecEnv": "subproc", "ShmemVecEnv": "subproc",
+}  # fmt: skip
+_MAKERS = {"make", "make_vec", "make_gym", "make_gymnasium"}
+_ALE = re.compile(r"^(?:ALE/)?(?P<game>[A-Za-z]+?)(?:-ram)?(?P<kind>NoFrameskip|Deterministic)?-v\d+$")
 
 
 def space_of(space: Any, argument: str, place: SourceRange) -> SpaceInfo | None:
@@ -47,254 +58,452 @@ def space_of(space: Any, argument: str, place: SourceRange) -> SpaceInfo | None:
         leaves = leaves_of(space, argument)
     except HoldallError:
         return None
-    children: Mapping[str, Any] = space.spaces if hasattr(space, "spaces") else {"": space}
+    children: dict[str, Any] = dict(space.spaces) if hasattr(space, "spaces") else {"": space}
     bounds = {
         name: (float(child.low.min()), float(child.high.max()))
         for name, child in children.items()
         if hasattr(child, "low") and hasattr(child, "high") and child.low.size
     }
-    return SpaceInfo(leaves, hasattr(space, "spaces"), place, bounds)
+    counts = tuple(int(one) for one in np.atleast_1d(getattr(space, "n", getattr(space, "nvec", ())))) if not hasattr(space, "spaces") else ()
+    return SpaceInfo(leaves, hasattr(space, "spaces"), place, bounds, counts)
 
 
-def read_space(evaluator: Evaluator, node: ast.expr | None) -> SpaceInfo | None:
-    """Read an expression that makes a space."""
-    node = evaluator.script.assigned(node) if isinstance(node, ast.Name) else node
-    if not isinstance(node, ast.Call):
+@cache
+def known_environments() -> dict[str, tuple[str, int | None]]:
+    """Return the spaces of known ids, as text, and their time limits."""
+    text = resources.files("holdall.tools.lint").joinpath("environments.json").read_text(encoding="utf-8")
+    table = json.loads(text)
+    return {
+        name: (pair, table["steps"].get(name)) for pair, names in table["spaces"].items() for name in names.split()
+    }
+
+
+def by_id(name: str) -> tuple[SpaceInfo | None, SpaceInfo | None, object]:
+    """Return the spaces of a known environment, and its time limit."""
+    plain = name.rpartition(":")[2]
+    known = known_environments()
+    found = known.get(plain)
+    if found is None and (game := _ALE.match(plain)):
+        alike = known.get(f"ALE/{game['game']}-v5") or known.get(f"{game['game']}NoFrameskip-v4")
+        if alike and "-ram" in plain:
+            alike = ("128:uint8 " + alike[0].rpartition(" ")[2], alike[1])
+        found = alike
+    if found is None:
+        return None, None, UNKNOWN
+    observation, _, action = found[0].rpartition(" ")
+    texts = observation.split("+") if "=" in observation else [observation]
+    try:
+        seen = space_of(parse_observation(texts, "obs"), "obs", _NOWHERE)
+        acted = space_of(parse_space(action, "action"), "action", _NOWHERE)
+    except HoldallError:
+        return None, None, UNKNOWN
+    return seen, acted, UNKNOWN if found[1] is None else found[1]
+
+
+# ------------------------------------------------------------ calls
+
+
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each kind of function
+    """Return a space or environments; NotImplemented for any other function."""
+    package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
+    if last in _SPACES and (package in _GYMS or ".spaces" in dotted):
+        return _space(interpreter, last, arguments, node)
+    if package in _GYMS and last in _MAKERS or dotted == "gym_super_mario_bros.make" or dotted.endswith("retro.make"):
+        return _made(interpreter, arguments, node, last)
+    if last == "register" and (package in _GYMS or ".registration" in dotted):
+        name = arguments.get(0, "id")
+        if isinstance(name, str):
+            interpreter.registered[name] = arguments
         return None
-    dotted = evaluator.script.dotted(node.func)
-    if dotted.partition(".")[0] not in _PACKAGES:
-        return None
-    kind = dotted.rpartition(".")[2]
-    place = evaluator.script.place(node)
-    if kind == "Dict":
-        return _dict(evaluator, node, place)
-    leaf = _leaf(evaluator, node, kind)
-    if leaf is None:
-        return None
-    bounds = {"": (evaluator.argument(node, 0, "low"), evaluator.argument(node, 1, "high"))} if kind == "Box" else {}
-    return SpaceInfo((leaf,), is_dict=False, place=place, bounds=bounds)
+    if last in _VECTORS and package not in {"builtins"}:
+        return _vector(interpreter, _VECTORS[last], arguments, node)
+    if last in {"make_vec_env", "make_atari_env", "make_dmc_env"} and package in {"stable_baselines3", "sb3_contrib", "rl_zoo3"}:
+        return _sb3_vector(interpreter, last, arguments, node)
+    if package == "envpool" and last in {"make", "make_gym", "make_gymnasium"}:
+        return _envpool(interpreter, arguments, node)
+    if dotted == "stable_baselines3.common.monitor.load_results":
+        return UNKNOWN
+    first = arguments.get(0, "env", None)
+    if first is None or first is UNKNOWN:
+        first = arguments.get(0, "venv", None)
+    inner = environment_of(interpreter, first) if isinstance(first, Environments | InstanceValue | OneOf) else None
+    if inner is None or isinstance(first, InstanceValue) and not is_environment(first):
+        return NotImplemented
+    if not (last[:1].isupper() or last in ATARI_WRAPPERS) or package in {"torchrl", "tianshou"} and "Collector" in last:
+        return NotImplemented
+    return wrapped(inner, dotted, arguments, place_of(interpreter, node))
 
 
-def _dict(evaluator: Evaluator, node: ast.Call, place: SourceRange) -> SpaceInfo | None:
-    leaves: list[Leaf] = []
-    bounds: dict[str, tuple[object, object]] = {}
-    for name, value in _children(evaluator, node):
-        child = read_space(evaluator, value)
-        if name is None or child is None or child.is_dict:
-            return None
-        leaves.append(Leaf(name, child.leaves[0].shape, child.leaves[0].dtype))
-        bounds |= {name: child.bounds[""]} if child.bounds else {}
-    return SpaceInfo(tuple(leaves), is_dict=True, place=place, bounds=bounds) if leaves else None
+def place_of(interpreter: Any, node: ast.AST | None) -> SourceRange:
+    """Return where something of the script stands."""
+    at = node if interpreter.scope.module is interpreter.main else interpreter.anchor
+    return interpreter.place(at)
 
 
-def _children(evaluator: Evaluator, node: ast.Call) -> Iterator[tuple[str | None, ast.expr | None]]:
-    """Yield the entries of a Dict space; one without a name stands for entries that are not known."""
-    given = [*node.args, *(k.value for k in node.keywords if k.arg in {"spaces", None})]
-    for argument in given:
-        entries = evaluator.script.assigned(argument) or argument
-        if not isinstance(entries, ast.Dict):
-            yield None, None
-            return
-        for key, value in zip(entries.keys, entries.values, strict=True):
-            name = evaluator.value(key) if key is not None else UNKNOWN
-            yield (name if isinstance(name, str) else None), value
-    for keyword in node.keywords:
-        if keyword.arg and keyword.arg not in {"spaces", "seed"}:
-            yield keyword.arg, keyword.value
-
-
-def _leaf(evaluator: Evaluator, node: ast.Call, kind: str) -> Leaf | None:
+def _space(interpreter: Any, kind: str, arguments: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case for each kind
+    place = place_of(interpreter, node)
     match kind:
         case "Box":
-            return _box(evaluator, node)
+            return _box(arguments, place)
         case "Discrete":
-            return Leaf("", (), np.dtype(np.int64))
+            count = whole(arguments.get(0, "n"))
+            return SpaceInfo((Leaf("", (), np.dtype(np.int64)),), False, place, {}, (count or 0,) if count else ())
         case "MultiBinary":
-            count = whole(evaluator.argument(node, 0, "n"))
-            return None if count is None else Leaf("", (count,), np.dtype(np.int8))
+            shape = shape_of(arguments.get(0, "n"))
+            if shape is None or any(whole(one) is None for one in shape):
+                return UNKNOWN
+            return SpaceInfo((Leaf("", tuple(map(int, shape)), np.dtype(np.int8)),), False, place)
         case "MultiDiscrete":
-            counts = evaluator.argument(node, 0, "nvec")
-            return Leaf("", (len(counts),), np.dtype(np.int64)) if isinstance(counts, list | tuple) else None
-    return None
-
-
-def _box(evaluator: Evaluator, node: ast.Call) -> Leaf | None:
-    dtype = evaluator.argument(node, 3, "dtype", Reference("numpy.float32"))
-    name = dtype.last if isinstance(dtype, Reference) else dtype
-    shape = evaluator.argument(node, 2, "shape")
-    if not isinstance(name, str) or name not in _DTYPES or not isinstance(shape, list | tuple):
-        return None
-    axes = [whole(axis) for axis in shape]
-    known = tuple(axis for axis in axes if axis is not None and axis >= 0)
-    return Leaf("", known, np.dtype(name)) if len(known) == len(axes) else None
-
-
-class EnvironmentReader:
-    """Reads the environments of one script."""
-
-    def __init__(self, evaluator: Evaluator) -> None:
-        self._evaluator = evaluator
-        self._script = evaluator.script
-        self._depth = 0
-
-    def read(self, node: ast.expr | None) -> Environments:
-        """Describe what an expression makes, as far as it is certain."""
-        if node is None or self._depth > _DEEPEST:
-            return Environments()
-        self._depth += 1
-        try:
-            return self._read(node)
-        finally:
-            self._depth -= 1
-
-    def _read(self, node: ast.expr) -> Environments:
-        match node:
-            case ast.Constant(value=str()):
-                return Environments(count=1, vector="single", place=self._script.place(node))
-            case ast.Name():
-                found = self._script.definition(node)
-                made = self.read(found.value) if found and found.value else Environments()
-                return replace(made, origin=found)
-            case ast.Attribute():
-                return self.read(self._evaluator.attribute_node(node))
-            case ast.Call():
-                return replace(self._called(node), place=self._script.place(node))
-        return Environments()
-
-    def _called(self, node: ast.Call) -> Environments:
-        dotted = self._script.dotted(node.func)
-        kind = dotted.rpartition(".")[2]
-        if dotted in self._script.classes:
-            return self._instance(self._script.classes[dotted])
-        if dotted in self._script.functions:
-            return self._returned(self._script.functions[dotted])
-        if kind in _VECTORS:
-            return self._vector(node, _VECTORS[kind])
-        if kind in {"make_vec_env", "make_atari_env"}:
-            return self._made(node, is_atari=kind == "make_atari_env")
-        if kind == "make" and dotted.partition(".")[0] in {"gymnasium", "gym"}:
-            steps = self._evaluator.argument(node, 99, "max_episode_steps")
-            return Environments(count=1, vector="single", episode_steps=steps)
-        return self._wrapped(node, kind) if node.args else Environments()
-
-    # ------------------------------------------------------------ one environment
-
-    def _instance(self, made: ast.ClassDef) -> Environments:
-        observation, action = self._space_of(made, "observation_space"), self._space_of(made, "action_space")
-        return Environments(count=1, vector="single", observation=observation, action=action)
-
-    def _space_of(self, made: ast.ClassDef, name: str) -> SpaceInfo | None:
-        in_class = self._script.bindings(made, name)
-        stored = [
-            self._script.parent(node)
-            for node in ast.walk(made)
-            if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Store)
-        ]
-        if len(stored) + len(in_class) != 1:
-            return None
-        statement = in_class[0].node if in_class else stored[0]
-        return read_space(self._evaluator, getattr(statement, "value", None))
-
-    def _callable(self, node: ast.expr | None) -> Environments:
-        """Describe what calling a value makes: a class, a function, a lambda, or a call that returns one of them."""
-        match node:
-            case ast.Lambda(body=body):
-                return self.read(body)
-            case ast.Call():
-                name = self._script.dotted(node.func)
-                outer = self._script.functions.get(name)
-                return self._callable(_only_return(outer)) if outer else Environments()
-            case ast.Name(id=name):
-                if name in self._script.classes:
-                    return self._instance(self._script.classes[name])
-                found = self._script.definition(node)
-                if found and isinstance(found.node, Function):
-                    return self._returned(found.node)
-        return Environments()
-
-    def _returned(self, function: Function) -> Environments:
-        return self.read(_only_return(function))
-
-    # ------------------------------------------------------------ several
-
-    def _vector(self, node: ast.Call, vector: str) -> Environments:
-        functions = node.args[0] if node.args else None
-        count, start = (
-            _length(self._evaluator.value(functions)),
-            self._evaluator.argument(node, 1, "start_method", None),
-        )
-        return replace(self._callable(_first(functions)), count=count, vector=vector, start_method=start)
-
-    def _made(self, node: ast.Call, is_atari: bool) -> Environments:
-        first = argument_of(node, "env_id", 0)
-        one = self.read(first) if isinstance(first, ast.Constant) else self._callable(first)
-        wrapper = self._evaluator.argument(node, 5, "wrapper_class", None) if not is_atari else None
-        if is_atari or (isinstance(wrapper, Reference) and wrapper.last == "AtariWrapper"):
-            one = replace(one, observation=self._atari(node))
-        elif wrapper is not None:
-            one = replace(one, observation=None)
-        kind = self._evaluator.argument(node, 7, "vec_env_cls", None)
-        vector = _VECTORS.get(kind.last, "") if isinstance(kind, Reference) else "dummy" if kind is None else ""
-        kwargs = self._evaluator.argument(node, 99, "vec_env_kwargs", None)
-        start = kwargs.get("start_method") if isinstance(kwargs, dict) else UNKNOWN if kwargs is UNKNOWN else None
-        return replace(one, count=self._evaluator.argument(node, 1, "n_envs", 1), vector=vector, start_method=start)
-
-    def _atari(self, node: ast.Call) -> SpaceInfo | None:
-        kwargs = self._evaluator.argument(node, 99, "wrapper_kwargs", None)
-        is_standard = kwargs is None or (isinstance(kwargs, dict) and "screen_size" not in kwargs)
-        return atari_space(self._script.place(node)) if is_standard else None
-
-    # ------------------------------------------------------------ wrappers
-
-    def _wrapped(self, node: ast.Call, kind: str) -> Environments:
-        inner = self.read(node.args[0])
-        if kind in _TRANSPARENT:
-            return inner
-        if kind == "TimeLimit":
-            return replace(inner, episode_steps=self._evaluator.argument(node, 1, "max_episode_steps"))
-        if kind == "AtariWrapper" and len(node.args) == 1 and not node.keywords:
-            return replace(inner, observation=atari_space(self._script.place(node)))
-        if kind == "VecFrameStack":
-            return self._stacked(inner, self._evaluator.argument(node, 1, "n_stack"))
-        if kind == "VecNormalize" and inner.observation and not inner.observation.images:
-            return inner
-        return replace(inner, observation=None, action=None)
-
-    @staticmethod
-    def _stacked(inner: Environments, stack: object) -> Environments:
-        count = whole(stack)
-        if count is None or count < 1:
-            return replace(inner, observation=None)
-        observation = inner.observation.stacked(count) if inner.observation else None
-        return replace(inner, observation=observation, stack=inner.stack * count)
-
-
-def _length(value: object) -> object:
-    match value:
-        case KnownLength(length=length):
-            return length
-        case OneOf(values=values):
-            return OneOf(tuple(_length(one) for one in values))
-        case list() | tuple():
-            return len(value)
+            counts = arguments.get(0, "nvec")
+            length = length_of(counts)
+            values = tuple(whole(one) or 0 for one in known_items(counts) or ())
+            return UNKNOWN if length is None else SpaceInfo((Leaf("", (length,), np.dtype(np.int64)),), False, place, {}, values)
+        case "Dict":
+            return _dict(arguments, place)
     return UNKNOWN
 
 
-def _first(node: ast.expr | None) -> ast.expr | None:
-    """Return the expression of a list's first item."""
-    match node:
-        case ast.List(elts=[first, *_]) | ast.Tuple(elts=[first, *_]):
-            return first
-        case ast.ListComp(elt=item):
-            return item
-        case ast.BinOp(op=ast.Mult(), left=ast.List(elts=[first, *_])):
-            return first
-    return None
+def _box(arguments: Any, place: SourceRange) -> Any:
+    low, high = arguments.get(0, "low"), arguments.get(1, "high")
+    dtype = dtype_of(candidates_of(arguments.get(3, "dtype", Reference("numpy.float32")))[0][0])
+    given = candidates_of(arguments.get(2, "shape", None))[0][0]
+    shape = shape_of(given)
+    if given is None:
+        bound = next((one for one in (low, high) if getattr(one, "shape", None) is not None), None)
+        shape = None if bound is None else bound.shape
+    axes = [whole(one) for one in shape or ()]
+    if dtype is None or shape is None or any(axis is None or axis < 0 for axis in axes):
+        return UNKNOWN
+    leaf = Leaf("", tuple(axis for axis in axes if axis is not None), dtype)
+    return SpaceInfo((leaf,), False, place, {"": (_number(low), _number(high))})
 
 
-def _only_return(function: Function) -> ast.expr | None:
-    """Return what a function returns, if there is exactly one place where it does."""
-    nodes = [node for statement in function.body for node in ast.walk(statement)]
-    of_others = {part for inner in nodes if isinstance(inner, Function | ast.Lambda) for part in ast.walk(inner)}
-    returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value and node not in of_others]
-    return returned[0] if len(returned) == 1 else None
+def _number(value: Any) -> object:
+    return value if isinstance(value, int | float) else UNKNOWN
+
+
+def _dict(arguments: Any, place: SourceRange) -> Any:
+    given = arguments.get(0, "spaces", None)
+    entries: dict[Any, Any] = {}
+    if isinstance(given, TableValue) and given.is_complete:
+        entries |= given
+    elif isinstance(given, SpaceInfo) or given not in (None,):
+        items = known_items(given)
+        if items is None or not all(isinstance(one, tuple) and len(one) == 2 for one in items):
+            return UNKNOWN
+        entries |= dict(items)
+    entries |= {name: value for name, value in arguments.named.items() if name not in {"spaces", "seed"}}
+    leaves, bounds = [], {}
+    for name, child in entries.items():
+        child = candidates_of(child)[0][0]
+        if not isinstance(child, SpaceInfo) or child.is_dict or not isinstance(name, str):
+            return UNKNOWN
+        leaves.append(Leaf(name, child.leaves[0].shape, child.leaves[0].dtype))
+        bounds |= {name: child.bounds[""]} if child.bounds else {}
+    return SpaceInfo(tuple(leaves), True, place, bounds) if leaves and arguments.is_complete else UNKNOWN
+
+
+def _made(interpreter: Any, arguments: Any, node: ast.AST, maker: str) -> Any:
+    """Make an environment by its id."""
+    name = arguments.get(0, "id" if "id" in arguments.named else "env_id")
+    if isinstance(name, OneOf):
+        return one_of((_one_made(interpreter, one, arguments, node, maker), text) for one, text in candidates_of(name))
+    return _one_made(interpreter, name, arguments, node, maker)
+
+
+def _one_made(interpreter: Any, name: Any, arguments: Any, node: ast.AST, maker: str) -> Any:
+    place = place_of(interpreter, node)
+    steps = arguments.get(None, "max_episode_steps", UNKNOWN)
+    plain = name if isinstance(name, str) else ""
+    own = interpreter.registered.get(plain.rpartition(":")[2])
+    if own is not None:
+        made = _registered(interpreter, own, arguments, node)
+        limit = own.get(None, "max_episode_steps", UNKNOWN) if steps is UNKNOWN else steps
+        if made is not None:
+            return replace(made, episode_steps=limit, place=place, origin=object(), env_id=plain)
+    seen, acted, limit = by_id(plain) if plain else (None, None, UNKNOWN)
+    if plain.startswith(("CarRacing", "LunarLander")) and acted is not None:
+        acted = _continuous(plain, arguments, acted)
+    kind = arguments.get(None, "obs_type", None)
+    if seen is not None and kind in {"grayscale", "ram"} and len(seen.leaves[0].shape) == 3:
+        shape = seen.leaves[0].shape[:2] if kind == "grayscale" else (128,)
+        seen = replace(seen, leaves=(replace(seen.leaves[0], shape=shape),))
+    count: object = 1
+    if maker == "make_vec":
+        count = arguments.get(1, "num_envs", 1)
+    return Environments(
+        count=count, vector="single" if maker != "make_vec" else "sync", observation=seen, action=acted,
+        episode_steps=limit if steps is UNKNOWN else steps, place=place, origin=object(), env_id=plain,
+    )  # fmt: skip
+
+
+def _continuous(name: str, arguments: Any, action: SpaceInfo) -> SpaceInfo:
+    """Return the action space of an environment that has a continuous and a discrete form."""
+    asked = arguments.get(None, "continuous", None)
+    if not isinstance(asked, bool):
+        return action
+    choices = 5 if name.startswith("CarRacing") else 4
+    if not asked:
+        return SpaceInfo((Leaf("", (), np.dtype(np.int64)),), False, action.place, {}, (choices,))
+    return SpaceInfo((Leaf("", (3 if choices == 5 else 2,), np.dtype(np.float32)),), False, action.place)
+
+
+def _registered(interpreter: Any, own: Any, arguments: Any, node: ast.AST) -> Environments | None:
+    entry = own.get(None, "entry_point", UNKNOWN)
+    kwargs = own.get(None, "kwargs", None)
+    if isinstance(entry, str) and ":" in entry:
+        module, _, name = entry.partition(":")
+        entry = interpreter.member(interpreter.import_module(module), name)
+    if not isinstance(entry, ClassValue | FunctionValue):
+        return None
+    named = dict(kwargs) if isinstance(kwargs, TableValue) else {}
+    named |= {name: value for name, value in arguments.named.items() if name not in {"id", "render_mode", "max_episode_steps"}}
+    given = type(arguments)([], {str(name): value for name, value in named.items()})
+    return environment_of(interpreter, interpreter.call(entry, given, node))
+
+
+def _vector(interpreter: Any, vector: str, arguments: Any, node: ast.AST) -> Any:
+    functions = arguments.get(0, "env_fns")
+    start = arguments.get(1, "start_method", None)
+    place = place_of(interpreter, node)
+
+    def one(made: Any) -> Environments:
+        items = getattr(made, "items", None) if isinstance(made, ListValue) else known_items(made)
+        inner = environment_of(interpreter, interpreter.called(items[0])) if items else None
+        length = length_of(made)
+        count: object = UNKNOWN if length is None else length
+        base = inner or Environments()
+        return replace(base, count=count, vector=vector, start_method=start, place=place, origin=object())
+
+    if isinstance(functions, OneOf):
+        found = [one(made) for made, _ in candidates_of(functions)]
+        counts = tuple(made.count for made in found)
+        return replace(found[0], count=OneOf(counts) if len(set(map(str, counts))) > 1 else counts[0])
+    return one(functions)
+
+
+def _sb3_vector(interpreter: Any, last: str, arguments: Any, node: ast.AST) -> Any:
+    place = place_of(interpreter, node)
+    first = candidates_of(arguments.get(0, "env_id"))[0][0]
+    kwargs = arguments.get(None, "env_kwargs", None)
+    named = dict(kwargs) if isinstance(kwargs, TableValue) else {}
+    given = type(arguments)([], {str(name): value for name, value in named.items()}, kwargs is None or isinstance(kwargs, TableValue))
+    if isinstance(first, str):
+        given.values.append(first)
+        one = _made(interpreter, given, node, "make")
+        one = candidates_of(one)[0][0]
+    else:
+        made = interpreter.call(first, given, node) if isinstance(first, ClassValue | FunctionValue) else interpreter.called(first)
+        one = environment_of(interpreter, made) or Environments()
+    wrapper = arguments.get(5, "wrapper_class", None) if last == "make_vec_env" else None
+    more = arguments.get(None, "wrapper_kwargs", None)
+    if last == "make_atari_env":
+        wrapper = Reference("stable_baselines3.common.atari_wrappers.AtariWrapper")
+    if wrapper is not None:
+        one = _apply_wrapper(interpreter, wrapper, one, more, node)
+    kind = arguments.get(7 if last == "make_vec_env" else 6, "vec_env_cls", None)
+    vector = _VECTORS.get(kind.last, "") if isinstance(kind, Reference) else "dummy" if kind is None else ""
+    settings = arguments.get(None, "vec_env_kwargs", None)
+    start = settings.get("start_method") if isinstance(settings, TableValue) else UNKNOWN if settings is UNKNOWN else None
+    count = arguments.get(1, "n_envs", 1)
+    return replace(one, count=count, vector=vector, start_method=start, place=place, origin=object())
+
+
+def _apply_wrapper(interpreter: Any, wrapper: Any, one: Environments, more: Any, node: ast.AST) -> Environments:
+    named = {str(name): value for name, value in more.items()} if isinstance(more, TableValue) else {}
+    given = type(interpreter.no_arguments)([one], named, more is None or isinstance(more, TableValue))
+    made = interpreter.call(candidates_of(wrapper)[0][0], given, node)
+    return environment_of(interpreter, made) or replace(one, observation=None)
+
+
+def _envpool(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
+    name, place = arguments.get(0, "task_id"), place_of(interpreter, node)
+    seen, acted, _ = by_id(name) if isinstance(name, str) else (None, None, UNKNOWN)
+    if seen is not None and seen.images and len(seen.images[0].shape) == 3 and seen.images[0].shape[0] in {210, 250}:
+        stack = whole(arguments.get(None, "stack_num", 4)) or 4
+        seen = replace(seen, leaves=(Leaf("", (stack, 84, 84), np.dtype(np.uint8)),))
+    return Environments(arguments.get(None, "num_envs", 1), "sync", None, seen, acted, place=place, origin=object())
+
+
+# ------------------------------------------------------------ the program's own classes
+
+
+def is_environment(value: Any) -> bool:
+    """Whether an object is one of the program's environments or wrappers."""
+    if not isinstance(value, InstanceValue):
+        return isinstance(value, Environments)
+    made_of = value.made_of
+    if isinstance(made_of, Reference):
+        return False
+    names = [one.rpartition(".")[2] for one in made_of.libraries()]
+    looks = any(name.endswith(("Env", "Wrapper", "VecEnv", "VectorEnv")) for name in names)
+    return looks or "observation_space" in value.attributes or made_of.find("observation_space") is not UNKNOWN or (
+        "env" in value.attributes and "step" in {name for one in made_of.lineage() for name in one.attributes}
+    )
+
+
+def environment_of(interpreter: Any, value: Any) -> Environments | None:
+    """Return what is known of an environment, or a vector of them; None if the value is none."""
+    value = candidates_of(value)[0][0]
+    if isinstance(value, Environments):
+        return value
+    if not is_environment(value):
+        return None
+    inner = environment_of(interpreter, value.attributes.get("env", value.attributes.get("venv", UNKNOWN)))
+    found = inner or Environments(count=1, vector="single", origin=value)
+    seen, acted = (_own_space(interpreter, value, name) for name in ("observation_space", "action_space"))
+    is_given = any(seen_ is not None for seen_ in (seen, acted))
+    base = replace(found, origin=found.origin or value)
+    if seen is not None:
+        base = replace(base, observation=seen if isinstance(seen, SpaceInfo) else None, is_lazy=False)
+        base = replace(base, stack=base.stack if inner is not None and inner.observation == seen else 1)
+    elif inner is None and not is_given:
+        base = replace(base, observation=None)
+    if acted is not None:
+        base = replace(base, action=acted if isinstance(acted, SpaceInfo) else None)
+    return base
+
+
+def _own_space(interpreter: Any, value: InstanceValue, name: str) -> Any:
+    """Return the space that an object has of its own; None if it has none, UNKNOWN if it is not known."""
+    found = value.attributes.get(name)
+    if found is None and isinstance(value.made_of, ClassValue):
+        found = value.made_of.find(name)
+        if isinstance(found, FunctionValue):
+            found = interpreter.call_function(found, interpreter.no_arguments, value)
+        elif found is UNKNOWN:
+            return None
+    if isinstance(found, OneOf):
+        known = [one for one in found.values if isinstance(one, SpaceInfo)]
+        return max(known, key=lambda one: one.nbytes) if known else UNKNOWN
+    return found
+
+
+def start(interpreter: Any, instance: InstanceValue, arguments: Any) -> None:
+    """Do what a library's constructor does to an object of the program: a wrapper keeps what it wraps."""
+    made_of = instance.made_of
+    if not isinstance(made_of, ClassValue):
+        return
+    first = arguments.get(0, "env", UNKNOWN)
+    first = arguments.get(0, "venv", UNKNOWN) if first is UNKNOWN else first
+    if first is UNKNOWN:
+        return
+    known = [one for one in made_of.libraries() if one.rpartition(".")[2].endswith(("Wrapper", "WarpFrame", "FrameStack")) or "wrappers" in one]
+    if known and (inner := environment_of(interpreter, first)) is not None:
+        result = wrapped(inner, known[0], arguments, place_of(interpreter, instance.node))
+        instance.attributes.setdefault("env", result)
+    elif known:
+        instance.attributes.setdefault("env", first)
+
+
+def instance_member(interpreter: Any, base: InstanceValue, name: str, node: ast.AST | None) -> Any:
+    """Return an attribute that an object of the program inherits from a library's class."""
+    if is_environment(base):
+        found = environment_of(interpreter, base)
+        if found is not None and name in {"observation_space", "action_space", "unwrapped", "num_envs", "single_observation_space", "single_action_space"}:
+            return member(interpreter, found, name, node) if name != "unwrapped" else base
+    return BoundMethod(base, name)
+
+
+def instance_method(interpreter: Any, owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
+    """Return what a method that is inherited from a library's environment returns."""
+    found = environment_of(interpreter, owner) if is_environment(owner) else None
+    return NotImplemented if found is None else call_method(interpreter, found, name, arguments, node)
+
+
+# ------------------------------------------------------------ members and methods of environments and spaces
+
+
+def member(interpreter: Any, env: Environments, name: str, node: ast.AST | None) -> Any:
+    """Return an attribute of environments."""
+    is_gym_vector = env.vector in {"sync", "async"}
+    match name:
+        case "single_observation_space":
+            return env.observation or UNKNOWN
+        case "single_action_space":
+            return env.action or UNKNOWN
+        case "observation_space" | "action_space":
+            space = env.observation if name == "observation_space" else env.action
+            if is_gym_vector and space is not None:
+                count = env.number
+                return UNKNOWN if count is None else replace(space, leaves=tuple(replace(one, shape=(count, *one.shape)) for one in space.leaves))
+            return space or UNKNOWN
+        case "num_envs":
+            return env.count
+        case "unwrapped" | "env" | "venv" | "envs":
+            return env
+        case "_max_episode_steps":
+            return env.episode_steps
+        case "spec":
+            return InstanceValue(Reference("gymnasium.EnvSpec"), {"max_episode_steps": env.episode_steps, "id": env.env_id or UNKNOWN})
+    return BoundMethod(env, name)
+
+
+def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: ast.AST) -> Any:
+    """Return what a method of environments or of a space returns."""
+    if isinstance(owner, SpaceInfo):
+        return space_sample(owner, node) if name == "sample" else UNKNOWN
+    if name in {"reset", "step"}:
+        return _returned(owner, name, node)
+    if name in {"get_env", "unwrapped"}:
+        return owner
+    return UNKNOWN
+
+
+def _returned(env: Environments, name: str, node: ast.AST) -> Any:
+    rest = (UNKNOWN,) if name == "reset" else (UNKNOWN,) * 4
+    if env.observation is None:
+        return ReturnedValues((UNKNOWN, *rest))
+    space = env.observation
+    if env.vector not in {"", "single"}:
+        axis: Any = env.number if env.number is not None else None
+        if axis is None:
+            return ReturnedValues((UNKNOWN, *rest))
+        space = replace(space, leaves=tuple(replace(one, shape=(axis, *one.shape)) for one in space.leaves))
+    frames = env.stack if env.is_lazy else 1
+    return ReturnedValues((space_sample(space, node, frames), *rest))
+
+
+def space_member(space: SpaceInfo, name: str) -> Any:
+    """Return an attribute of a space."""
+    leaf = space.leaves[0] if space.leaves and not space.is_dict else None
+    match name:
+        case "shape" if leaf is not None:
+            return leaf.shape
+        case "dtype" if leaf is not None:
+            return Reference(f"numpy.{leaf.dtype.name}")
+        case "n" if leaf is not None:
+            return space.counts[0] if len(space.counts) == 1 else UNKNOWN
+        case "nvec" if leaf is not None:
+            return space.counts or UNKNOWN
+        case "low" | "high" if leaf is not None:
+            return space_sample(replace(space, is_dict=False), name)
+        case "spaces" if space.is_dict:
+            return TableValue((one.name, child(space, one.name)) for one in space.leaves)
+    return BoundMethod(space, name)
+
+
+def child(space: SpaceInfo, name: str) -> SpaceInfo:
+    """Return one of the spaces of a Dict."""
+    leaf = next(one for one in space.leaves if one.name == name)
+    bounds = {"": space.bounds[name]} if name in space.bounds else {}
+    return SpaceInfo((replace(leaf, name=""),), False, space.place, bounds)
+
+
+def item(base: Any, index: Any) -> Any:
+    """Return `space[key]`."""
+    if isinstance(base, SpaceInfo) and base.is_dict and isinstance(index, str):
+        return child(base, index) if any(one.name == index for one in base.leaves) else UNKNOWN
+    return UNKNOWN
+
+
+def enum_member(value: Any, owner: ClassValue) -> Any:
+    """Return a member of an enumeration as an object that knows its value."""
+    if not owner.extends("Enum", "IntEnum", "StrEnum") or isinstance(value, FunctionValue):
+        return value
+    return InstanceValue(owner, {"value": value, "name": UNKNOWN})
+
+
+def flat_size(space: SpaceInfo) -> int:
+    """Return how many numbers a flattened value has."""
+    return sum(prod(leaf.shape) for leaf in space.leaves)

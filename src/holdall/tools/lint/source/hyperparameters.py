@@ -7,7 +7,6 @@ Nothing in the file is executed: strings such as "dict(net_arch=[64])" are read 
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
@@ -26,9 +25,9 @@ from holdall.tools.lint.run import (
     algorithm_by_zoo_name,
     whole,
 )
-from holdall.tools.lint.source.environments import atari_space, space_of
-from holdall.tools.lint.source.evaluate import Evaluator
-from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.environments import space_of
+from holdall.tools.lint.source.wrappers import atari_space
+from holdall.tools.plan.config import read_literal
 from holdall.tools.plan.environments import parse_observation
 from holdall.tools.plan.spec import Algorithm
 
@@ -149,11 +148,9 @@ def _plain(value: object) -> object:
 def _expression(text: str) -> object:
     """Return what a string of Python is, if it is constant."""
     try:
-        script = Script.parse(f"value = ({text})", "hyperparameters")
-    except (SyntaxError, ValueError, RecursionError):
+        return read_literal(text, "value")
+    except HoldallError:
         return UNKNOWN
-    statement = script.tree.body[0]
-    return Evaluator(script).value(statement.value) if isinstance(statement, ast.Assign) else UNKNOWN
 
 
 # ------------------------------------------------------------ YAML with places

@@ -1,6 +1,7 @@
 """The runs of models: those that a script constructs, with their environments and calls of `learn`; and a live model.
 
-In:  a parsed script, or a model of Stable-Baselines3 and what `learn` will get.  Out: one ConfiguredRun a model.
+In:  a parsed script and the repository around it, or a model of Stable-Baselines3 and what `learn` will get.
+Out: one ConfiguredRun a model, and the buffers that are no part of a model.
 Stable-Baselines3 is not imported here: a live model brings it along.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -18,19 +20,38 @@ from holdall.tools.lint.run import (
     Callback,
     ConfiguredRun,
     Environments,
+    KnownLength,
     LearnCall,
+    OneOf,
+    PlainBuffer,
     Reference,
     Setting,
+    SpaceInfo,
     algorithm_by_import,
     whole,
 )
-from holdall.tools.lint.source.environments import EnvironmentReader, space_of
-from holdall.tools.lint.source.evaluate import Evaluator
-from holdall.tools.lint.source.script import Script, argument_of
+from holdall.tools.lint.source.buffers import plain_buffers
+from holdall.tools.lint.source.environments import by_id, environment_of, space_of
+from holdall.tools.lint.source.interpreter import Interpreter, Made
+from holdall.tools.lint.source.repository import Repository
+from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.values import (
+    ClassValue,
+    FunctionValue,
+    InstanceValue,
+    ListValue,
+    ModuleValue,
+    TableValue,
+    candidates_of,
+    known_items,
+    length_of,
+    one_of,
+)
 from holdall.tools.plan.environments import read_vec_env
 from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
 
 _DEEPEST = 4  # names that stand for names that ...
+_MOST_RUNS = 24
 
 # The leading arguments of Stable-Baselines3's callbacks.
 _CALLBACK_ARGUMENTS = {
@@ -46,128 +67,173 @@ _POLICIES = {
     "ActorCriticCnnPolicy": "CnnPolicy",
     "ActorCriticPolicy": "MlpPolicy",
 }
+_MARKS = (
+    "stable_baselines3", "sb3_contrib", "Replay", "replay", "deque", "buffer", "memory", "torchrl", "tianshou",
+    "elegantrl", "zeros", "VectorEnv", "VecEnv", "append", "thread", "divided", "1024", "1e9", "num_threads", "use(",
+)  # fmt: skip
+"""Words without one of which a script makes nothing that rules ask for."""
+
+
+class SeenValues:
+    """Constants of one script: what its expressions are, whenever they are reached."""
+
+    def __init__(self, seen: dict[ast.AST, Any]) -> None:
+        self._seen = seen
+
+    def value(self, node: ast.expr | None) -> object:
+        """Return what an expression is, as far as it is certain."""
+        return UNKNOWN if node is None else plain(self._seen.get(node, UNKNOWN))
+
+
+def plain(value: Any) -> object:  # noqa: PLR0911  one line for each kind of value
+    """Return a value as rules read it: constants, references, sequences of them."""
+    match value:
+        case OneOf():
+            several = [plain(one) for one in value.values]
+            return UNKNOWN if all(one is UNKNOWN for one in several) else OneOf(tuple(several), value.conditions)
+        case tuple() | ListValue():
+            items = known_items(value)
+            inner = [UNKNOWN] if items is None else [plain(one) for one in items]
+            if UNKNOWN in inner:
+                length = length_of(value)
+                return UNKNOWN if length is None else KnownLength(length)
+            return tuple(inner) if isinstance(value, tuple) else inner
+        case TableValue():
+            return {key: plain(one) for key, one in value.items()} if value.is_complete else UNKNOWN
+        case ClassValue() | FunctionValue():
+            return Reference(value.node.name if isinstance(value, ClassValue) else value.name)
+        case InstanceValue() | ModuleValue():
+            return UNKNOWN
+    return value if isinstance(value, int | float | str | bytes | None | Reference) else UNKNOWN
 
 
 class TrainingReader:
     """What one script trains."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, repository: Repository | None = None) -> None:
         self.script = script
-        self.evaluator = Evaluator(script)
-        self._environments = EnvironmentReader(self.evaluator)
+        self.interpreter = Interpreter(script, repository or Repository(None))
+        if any(mark in script.text for mark in _MARKS):
+            self.interpreter.run()
+        self.evaluator = SeenValues(self.interpreter.seen)
+
+    def recorded(self, *what: str) -> list[Made]:
+        """Return what the program makes or does, once for each object and line."""
+        kept: dict[tuple[int, str, ast.AST], Made] = {}
+        for made in self.interpreter.made:
+            if made.what in what:
+                kept[id(made.value), made.what, made.node] = made
+        return list(kept.values())
+
+    @cached_property
+    def buffers(self) -> list[PlainBuffer]:
+        """The buffers that are no part of a model."""
+        return plain_buffers(self.interpreter)
 
     @cached_property
     def runs(self) -> tuple[ConfiguredRun, ...]:
-        """Every model that the script constructs."""
-        return tuple(self._run(call, made) for call, made in self.constructions)
+        """Every model that the script constructs, once for each environment that it may get."""
+        found: dict[str, ConfiguredRun] = {}
+        for made in self.recorded("model"):
+            algorithm = algorithm_by_import(made.detail.get("dotted", made.value.kind))
+            if algorithm is None:
+                continue
+            for run in self._runs_of(made, algorithm):
+                found.setdefault(repr((run.place, run.condition, run.given, run.environments.count, run.environments.observation, run.learns)), run)
+        return tuple(found.values())[:_MOST_RUNS]
 
     @cached_property
-    def constructions(self) -> list[tuple[ast.Call, Algorithm]]:
-        """The calls that construct a model."""
-        found = [(call, algorithm_by_import(self.script.dotted(call.func))) for call in self.script.calls]
-        return [(call, algorithm) for call, algorithm in found if algorithm is not None]
-
-    @cached_property
-    def learn_calls(self) -> list[tuple[ast.Call, ast.Call | None]]:
+    def learn_calls(self) -> list[tuple[ast.Call, ast.AST | None]]:
         """The calls of `learn`, each with the construction of its model if that is certain."""
-        return [(call, self.constructed(model)) for call, model in self.script.method_calls("learn")]
+        taught = {made.node: made.value.node for made in self.recorded("learn")}
+        return [(call, taught.get(call)) for call, _ in self.script.method_calls("learn")]
 
-    def constructed(self, node: ast.expr | None) -> ast.Call | None:
+    def constructed(self, node: ast.expr | None) -> ast.AST | None:
         """Return the call that constructed the model that an expression means."""
-        match node:
-            case ast.Call() if algorithm_by_import(self.script.dotted(node.func)):
-                return node
-            case ast.Call(func=ast.Attribute(attr="learn", value=model)):
-                return self.constructed(model)
-            case ast.Name():
-                return self.constructed(self.script.assigned(node))
-            case ast.Attribute():
-                return self.constructed(self.evaluator.attribute_node(node))
-        return None
+        value = self.interpreter.seen.get(node, UNKNOWN) if node is not None else UNKNOWN
+        models = {id(made.value): made.node for made in self.recorded("model")}
+        return next((models[id(one)] for one, _ in candidates_of(value) if id(one) in models), None)
 
     def environments(self, node: ast.expr | None) -> Environments:
         """Describe the environments that an expression makes."""
-        return self._environments.read(node)
+        value = self.interpreter.seen.get(node, UNKNOWN) if node is not None else UNKNOWN
+        return self._described(value)
 
-    def settings(self, call: ast.Call, positional: tuple[str, ...]) -> tuple[dict[str, Setting], bool]:
+    def _described(self, value: Any) -> Environments:
+        if isinstance(value, str):
+            seen, acted, steps = by_id(value)
+            return Environments(1, "single", None, seen, acted, episode_steps=steps, env_id=value)
+        return environment_of(self.interpreter, value) or Environments()
+
+    def settings(self, made: Any, positional: tuple[str, ...]) -> tuple[dict[str, Setting], bool]:
         """Return the arguments of a call by name, and whether there are some that cannot be read."""
-        has_more = len(call.args) > len(positional) or any(isinstance(a, ast.Starred) for a in call.args)
-        given: dict[str, Setting] = {}
-        for name, argument in zip(positional, call.args, strict=False):
-            if isinstance(argument, ast.Starred):
-                break
-            given[name] = self._setting(argument)
-        for keyword in call.keywords:
-            unpacked = None if keyword.arg else self.evaluator.value(keyword.value)
-            if keyword.arg:
-                given[keyword.arg] = self._setting(keyword.value)
-            elif isinstance(unpacked, dict):
-                place = self.script.place(keyword.value)
-                given |= {str(name): Setting(value, place) for name, value in unpacked.items()}
-            else:
-                has_more = True
+        has_more = len(made.values) > len(positional) or not made.is_complete
+        given = {}
+        for name, (value, node) in made.by_name(positional).items():
+            own = node if node in self.interpreter.seen else None
+            place = self.interpreter.place(own or made.node)
+            divisors = tuple(self._divisors(own)) if own is not None else None
+            given[name] = Setting(plain(value), place, divisors=divisors)
         return given, has_more
 
-    def _setting(self, node: ast.expr) -> Setting:
-        divisors = tuple(number for number in self._divisors(node) if number is not None)
-        return Setting(self.evaluator.value(node), self.script.place(node), divisors=divisors)
-
-    def _divisors(self, node: ast.expr, depth: int = 0) -> Iterator[int | None]:
-        """Yield what an expression, or one that it names, divides by."""
+    def _divisors(self, node: ast.AST, depth: int = 0) -> Iterator[int]:
+        """Yield what an expression, or one that it names, divides by; 0 for what is not known."""
         for part in ast.walk(node):
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.FloorDiv | ast.Div):
-                yield whole(self.evaluator.value(part.right))
-            elif isinstance(part, ast.Name) and depth < _DEEPEST:
-                value = self.script.assigned(part)
+                yield whole(self.evaluator.value(part.right)) or 0
+            elif isinstance(part, ast.Name | ast.Attribute) and depth < _DEEPEST:
+                value = self.script.assigned(part) if isinstance(part, ast.Name) else self.script.attribute_node(part)
                 if value is not None:
                     yield from self._divisors(value, depth + 1)
 
-    def _run(self, call: ast.Call, algorithm: Algorithm) -> ConfiguredRun:
-        given, has_more = self.settings(call, algorithm.positional)
-        given.setdefault("policy", Setting(UNKNOWN, self.script.place(call)))
-        learns = tuple(self._learn(learn, call) for learn, made in self.learn_calls if made is call)
+    def _runs_of(self, made: Made, algorithm: Algorithm) -> Iterator[ConfiguredRun]:
+        given, has_more = self.settings(made.arguments, algorithm.positional)
+        place = self.interpreter.place(made.node)
+        given.setdefault("policy", Setting(UNKNOWN, place))
+        learns = [one for one in self.recorded("learn") if one.value is made.value]
+        teaches = tuple(self._learn(one, made) for one in learns)
+        followed = {one.node for one in self.recorded("learn")}
+        places = [self.script.place(call) for call, _ in self.script.method_calls("learn") if call not in followed]
         # A call on a model that is not certain may be this run's, so the steps are not known.
-        places = [self.script.place(learn) for learn, made in self.learn_calls if made is None]
-        learns += tuple(LearnCall(Setting(UNKNOWN, at), (), at, reset_num_timesteps=UNKNOWN) for at in places)
-        environments, place = self.environments(argument_of(call, "env", 1)), self.script.place(call)
-        return ConfiguredRun(algorithm.name, algorithm, given, environments, learns, place, has_more)
+        teaches += tuple(LearnCall(Setting(UNKNOWN, at), (), at, reset_num_timesteps=UNKNOWN) for at in places)
+        path = " and ".join(made.path)
+        for env, condition in candidates_of(made.value.attributes.get("env", UNKNOWN)):
+            if env is None:
+                continue
+            both = " and ".join(dict.fromkeys(filter(None, (path, condition))))
+            yield ConfiguredRun(algorithm.name, algorithm, given, self._described(env), teaches, place, has_more, both)
 
     # ------------------------------------------------------------ learn and its callbacks
 
-    def _learn(self, call: ast.Call, model: ast.Call) -> LearnCall:
-        given, has_more = self.settings(call, ("total_timesteps", "callback"))
-        place = self.script.place(call)
-        loop = self.script.loop(call)
+    def _learn(self, made: Made, model: Made) -> LearnCall:
+        given, has_more = self.settings(made.arguments, ("total_timesteps", "callback"))
+        place = self.interpreter.place(made.node)
+        loop = self.script.loop(made.node)
         return LearnCall(
             given.get("total_timesteps", Setting(UNKNOWN, place)),
-            tuple(self._callbacks(argument_of(call, "callback", 1))),
+            tuple(self._callbacks(made.arguments.get(1, "callback", None))),
             place,
-            loop is not None and loop not in self.script.ancestors(model),
+            loop is not None and loop not in self.script.ancestors(model.node),
             given["reset_num_timesteps"].value if "reset_num_timesteps" in given else UNKNOWN if has_more else True,
         )
 
-    def _callbacks(self, node: ast.expr | None) -> Iterator[Callback]:
-        """Yield the callbacks that an expression holds, as far as they are known."""
-        match node:
-            case ast.List(elts=items) | ast.Tuple(elts=items):
-                for item in items:
-                    yield from self._callbacks(item)
-            case ast.Name():
-                yield from self._callbacks(self.script.assigned(node))
-            case ast.Attribute():
-                yield from self._callbacks(self.evaluator.attribute_node(node))
-            case ast.Call():
-                yield from self._callback(node)
+    def _callbacks(self, value: Any, depth: int = 0) -> Iterator[Callback]:
+        """Yield the callbacks that a value holds, as far as they are known."""
+        for one, _ in candidates_of(value):
+            if isinstance(one, tuple | ListValue) and depth < _DEEPEST:
+                for item in one if isinstance(one, tuple) else (*one.items, *one.added):
+                    yield from self._callbacks(item, depth + 1)
+            elif isinstance(one, InstanceValue) and "call" in one.arguments:
+                yield from self._callback(one, depth)
 
-    def _callback(self, call: ast.Call) -> Iterator[Callback]:
-        kind = self.script.dotted(call.func).rpartition(".")[2]
-        if not kind:
-            return
+    def _callback(self, made: InstanceValue, depth: int) -> Iterator[Callback]:
+        kind, call = made.kind.rpartition(".")[2], made.arguments["call"]
         given, _ = self.settings(call, _CALLBACK_ARGUMENTS.get(kind, ()))
-        evaluated = argument_of(call, "eval_env", 0) if "Eval" in kind else None
-        yield Callback(kind, given, self.script.place(call), self.environments(evaluated) if evaluated else None)
-        if kind == "CallbackList":
-            yield from self._callbacks(argument_of(call, "callbacks", 0))
+        evaluated = call.get(0, "eval_env", None) if "Eval" in kind else None
+        environments = self._described(evaluated) if evaluated is not None else None
+        yield Callback(kind, given, self.interpreter.place(made.node), environments)
+        if kind in {"CallbackList", "EveryNTimesteps"} and depth < _DEEPEST:
+            yield from self._callbacks(call.get(0 if kind == "CallbackList" else 1, "callbacks", None), depth + 1)
 
 
 def read_model(model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = ()) -> ConfiguredRun:

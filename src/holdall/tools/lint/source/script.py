@@ -211,6 +211,31 @@ class Script:
         found = self.definition(node) if isinstance(node, ast.Name) else None
         return found.value if found else None
 
+    def attribute_node(self, node: ast.Attribute) -> ast.expr | None:
+        """Return the expression that `self.x`, `Class.x` or `instance.x` was given, if there is only one."""
+        if not isinstance(node.value, ast.Name):
+            return None
+        owner = self.enclosing_class(node) if node.value.id == "self" else self._class_of(node.value)
+        if owner is None:
+            return None
+        same = [one for one in self.nodes if isinstance(one, ast.Attribute) and one.attr == node.attr]
+        stored = [one for one in same if isinstance(one.ctx, ast.Store | ast.Del)]
+        in_class = self.bindings(owner, node.attr)
+        if len(stored) == 1 and not in_class and self.enclosing_class(stored[0]) is owner:
+            parent = self.parent(stored[0])
+            value = parent.value if isinstance(parent, ast.Assign | ast.AnnAssign) else None
+            return None if value is None or self.loop(stored[0]) else value
+        return in_class[0].value if len(in_class) == 1 and not stored else None
+
+    def _class_of(self, name: ast.Name) -> ast.ClassDef | None:
+        """Return the class that a name is, or is a bare instance of."""
+        if name.id in self.classes:
+            return self.classes[name.id]
+        match self.assigned(name):
+            case ast.Call(func=ast.Name(id=called), args=[], keywords=[]):
+                return self.classes.get(called)
+        return None
+
     def _reaching(self, found: list[Binding], use: ast.Name) -> Binding | None:
         """Of several assignments in one scope, return the one that certainly holds at `use`."""
         blocks = dict(self._blocks(use))

@@ -1,0 +1,204 @@
+"""The buffers that a program makes itself, or takes from a library other than Stable-Baselines3's models.
+
+In:  what the interpreter recorded: arrays, containers and what is appended to them, buffers of libraries.
+Out: one PlainBuffer for each: what it keeps, how many times, and the bytes of all of it once it is full.
+Arrays that one object allocates are one buffer. Of a container the bytes are those of the arrays that it keeps; an
+array that two transitions share counts once.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from holdall.errors import HoldallError
+from holdall.schema import Leaf
+from holdall.tools.lint.run import UNKNOWN, OneOf, PlainBuffer, SpaceInfo, StoredField, whole
+from holdall.tools.lint.source.arrays import leaf_arrays
+from holdall.tools.lint.source.frameworks import held_env
+from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValue, candidates_of
+from holdall.tools.plan import buffer_layout
+
+_NAMED_BUFFER = re.compile(r"buffer|memory|replay|experience|rollout|transition|storage|dataset", re.IGNORECASE)
+SMALL = 1_000  # transitions; a deque for n-step returns is no replay buffer
+_OBJECT_BYTES = 112  # of the object of an array, beside its elements
+
+
+def plain_buffers(interpreter: Any) -> list[PlainBuffer]:
+    """Return every buffer that is no part of a model."""
+    found = [*_libraries(interpreter), *_allocated(interpreter), *_containers(interpreter)]
+    seen: dict[tuple[Any, ...], PlainBuffer] = {}
+    for one in found:
+        seen.setdefault((one.place, one.title, one.nbytes), one)
+    return list(seen.values())
+
+
+# ------------------------------------------------------------ arrays
+
+
+def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
+    groups: dict[Any, list[Any]] = {}
+    for made in interpreter.made:
+        if made.what == "array":
+            groups.setdefault(id(made.owner), []).append(made)
+    for group in groups.values():
+        by_node = {(id(one.value.origins), one.value.shape, id(one.node), next(iter(one.value.origins), 0)): one for one in group}
+        unique = list({next(iter(one.value.origins), id(one)): one for one in by_node.values()}.values())
+        rows = _leading(unique)
+        owner = unique[0].owner
+        kept = [one for one in unique if rows is None or whole((one.value.shape or (None,))[0]) == rows]
+        fields = tuple(_field(interpreter, one, rows) for one in kept)
+        total = sum(one.value.nbytes * max(one.detail.get("times") or 1, 1) for one in kept)
+        title = owner.made_of.node.name if isinstance(owner, InstanceValue) and hasattr(owner.made_of, "node") else ""
+        place = interpreter.place(kept[0].node)
+        title = title or fields[0].name or "array"
+        yield PlainBuffer(
+            title=title, rows=rows, nbytes=total, fields=fields, place=place, condition=" and ".join(kept[0].path),
+            is_on_gpu=any(one.value.device.startswith("cuda") for one in kept),
+            is_buffer=bool(_NAMED_BUFFER.search(title)) or _stores_next(fields),
+        )  # fmt: skip
+
+
+def _leading(group: list[Any]) -> int | None:
+    """Return the first axis that the largest array has."""
+    largest = max(group, key=lambda one: one.value.nbytes)
+    return whole(largest.value.shape[0]) if largest.value.shape else None
+
+
+def _field(interpreter: Any, made: Any, rows: int | None) -> StoredField:
+    shape = tuple(whole(one) or 0 for one in made.value.shape or ())
+    origin = next(iter(made.value.origins), None)
+    name = interpreter.name_of(origin)
+    return StoredField(name, shape[1:] if rows else shape, made.value.dtype)
+
+
+def _stores_next(fields: tuple[StoredField, ...]) -> bool:
+    return any(re.search(r"next|new|obs2|s2|_prime", one.name) for one in fields)
+
+
+# ------------------------------------------------------------ deques and lists
+
+
+def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
+    appended: dict[int, list[Any]] = {}
+    for made in interpreter.made:
+        if made.what == "appended":
+            appended.setdefault(id(made.value), []).append(made)
+    for group in appended.values():
+        container: ListValue = group[0].value
+        limit = whole(candidates_of(container.maxlen)[0][0])
+        title = interpreter.container_name(container)
+        if limit is None and not container.is_deque:
+            limit = interpreter.capacity_of(container)
+        if limit is None or limit < SMALL:
+            continue
+        item = _fullest(group)
+        arrays = _distinct(list(leaf_arrays(item)))
+        sizes = [(one, one.nbytes) for one in arrays]
+        known = [(one, size) for one, size in sizes if size]
+        if not known:
+            continue
+        per_item = sum(size // one.shared_frames + _OBJECT_BYTES for one, size in known)
+        fields = tuple(StoredField("", tuple(whole(a) or 0 for a in one.shape or ()), one.dtype or np.dtype("f4")) for one, _ in known)
+        yield PlainBuffer(
+            title=title or "deque", rows=limit, nbytes=limit * per_item, fields=fields,
+            place=interpreter.place(group[0].node), condition=" and ".join(group[0].path), is_container=True,
+            is_buffer=True, is_exact=len(known) == len(sizes),
+        )  # fmt: skip
+
+
+def _fullest(group: list[Any]) -> Any:
+    return max((one.detail["item"] for one in group), key=lambda item: sum(a.nbytes or 0 for a in leaf_arrays(item)))
+
+
+def _distinct(arrays: list[ArrayValue]) -> list[ArrayValue]:
+    """Leave out arrays whose memory is that of another one: the next step's observation is this one's next."""
+    kept: list[ArrayValue] = []
+    for array in sorted(arrays, key=lambda one: -(one.nbytes or 0)):
+        if not any(array.origins & other.origins for other in kept):
+            kept.append(array)
+    return kept
+
+
+# ------------------------------------------------------------ libraries
+
+
+def _libraries(interpreter: Any) -> Iterator[PlainBuffer]:
+    for made in interpreter.made:
+        if made.what != "buffer":
+            continue
+        kind = made.value.kind
+        package = kind.partition(".")[0]
+        last = kind.rpartition(".")[2]
+        build = {"torchrl": _torchrl, "tianshou": _tianshou}.get(package, _sb3)
+        found = build(interpreter, made, last)
+        if found is not None:
+            yield found
+
+
+def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
+    given = made.arguments
+    size = whole(candidates_of(given.get(0, "buffer_size"))[0][0])
+    seen, acted = (candidates_of(given.get(at, name))[0][0] for at, name in ((1, "observation_space"), (2, "action_space")))
+    count = whole(candidates_of(given.get(6 if "Rollout" in last else 4, "n_envs", 1))[0][0])
+    if size is None or not count or not isinstance(seen, SpaceInfo):
+        return None
+    action = acted.leaves[0] if isinstance(acted, SpaceInfo) else Leaf("", (0,), np.dtype(np.uint8))
+    options = {name: given.get(None, name, default) for name, default in (("optimize_memory_usage", False), ("handle_timeout_termination", True))}
+    try:
+        if "Rollout" in last:
+            layout = buffer_layout.rollout_buffer(seen.leaves, action, size, count, buffer_class=last)
+        else:
+            if not all(isinstance(one, bool) for one in options.values()):
+                options = {"optimize_memory_usage": False, "handle_timeout_termination": True}
+            name = "DictReplayBuffer" if seen.is_dict and last == "ReplayBuffer" else last
+            layout = buffer_layout.replay_buffer(seen.leaves, action, size, count, buffer_class=name, **options)
+    except HoldallError:
+        return None
+    fields = tuple(StoredField(one.name, one.shape[2:], one.dtype) for one in layout.arrays)
+    return PlainBuffer(
+        title=last, rows=layout.transitions, nbytes=layout.nbytes, fields=fields, place=interpreter.place(made.node),
+        condition=" and ".join(made.path), is_buffer=True, library="cleanrl" if made.value.kind.startswith("cleanrl") else "sb3",
+        is_exact=isinstance(acted, SpaceInfo), stack=1,
+    )  # fmt: skip
+
+
+def _torchrl(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
+    storage = candidates_of(made.arguments.get(None, "storage", UNKNOWN))[0][0]
+    if not isinstance(storage, InstanceValue):
+        return None
+    size = whole(candidates_of(storage.arguments.get("max_size", storage.arguments.get("0", UNKNOWN)))[0][0])
+    env = held_env(interpreter.torchrl_env) if interpreter.torchrl_env is not None else None
+    seen = env.observation if env is not None else None
+    if size is None or seen is None:
+        return None
+    fields = tuple(StoredField(prefix + (leaf.name or "observation"), leaf.shape, leaf.dtype) for prefix in ("", "next.") for leaf in seen.leaves)
+    nbytes = size * sum(one.nbytes for one in fields)
+    on_disk = "Memmap" in storage.kind
+    return PlainBuffer(
+        title=last, rows=size, nbytes=nbytes, fields=fields, place=interpreter.place(made.node), is_buffer=True,
+        condition=" and ".join(made.path), library="torchrl", is_exact=False, is_on_disk=on_disk, stack=env.stack if env else 1,
+    )  # fmt: skip
+
+
+def _tianshou(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
+    given = made.arguments
+    size = whole(candidates_of(given.get(0, "total_size" if "Vector" in last else "size"))[0][0])
+    env = held_env(made.value)
+    seen = env.observation if env is not None else None
+    if size is None or seen is None or env is None:
+        return None
+    last_only = given.get(None, "save_only_last_obs", False) is True
+    no_next = given.get(None, "ignore_obs_next", False) is True
+    leaves = [Leaf(one.name, one.shape[1:] if last_only and one.shape else one.shape, one.dtype) for one in seen.leaves]
+    prefixes = ("",) if no_next else ("", "next.")
+    fields = tuple(StoredField(prefix + (leaf.name or "obs"), leaf.shape, leaf.dtype) for prefix in prefixes for leaf in leaves)
+    return PlainBuffer(
+        title=last, rows=size, nbytes=size * sum(one.nbytes for one in fields), fields=fields,
+        place=interpreter.place(made.node), condition=" and ".join(made.path), is_buffer=True, library="tianshou",
+        is_exact=False, stack=1 if last_only else env.stack,
+    )  # fmt: skip

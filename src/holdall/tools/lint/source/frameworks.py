@@ -1,0 +1,191 @@
+"""What the classes and functions of reinforcement learning libraries make: models, buffers, collectors.
+
+In:  the full name of a class or function, or an object of one and a method's name, and the arguments.
+Out: an object whose arguments are kept, and a record of it with the interpreter. Stable-Baselines3 and its contrib
+package, CleanRL's buffer, TorchRL, Tianshou; other programs' own buffers are followed as plain arrays and containers.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from holdall.schema import Leaf
+from holdall.tools.lint.run import UNKNOWN, Environments, Reference, SpaceInfo, algorithm_by_import, whole
+from holdall.tools.lint.source import environments
+from holdall.tools.lint.source.arrays import shape_of
+from holdall.tools.lint.source.values import BoundMethod, InstanceValue, ListValue, candidates_of, known_items
+
+_SB3 = ("stable_baselines3", "sb3_contrib")
+_SB3_BUFFERS = {"ReplayBuffer", "DictReplayBuffer", "RolloutBuffer", "DictRolloutBuffer", "NStepReplayBuffer", "HerReplayBuffer"}
+_TORCHRL_STORAGES = {"LazyTensorStorage", "LazyMemmapStorage", "ListStorage", "TensorStorage"}
+_TORCHRL_BUFFERS = {"ReplayBuffer", "TensorDictReplayBuffer", "TensorDictPrioritizedReplayBuffer", "PrioritizedReplayBuffer"}
+_TIANSHOU_BUFFERS = {
+    "ReplayBuffer", "VectorReplayBuffer", "PrioritizedReplayBuffer", "PrioritizedVectorReplayBuffer", "CachedReplayBuffer"
+}
+_FLOAT32 = np.dtype(np.float32)
+
+
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case for each library
+    """Return what a library's class or function makes; NotImplemented if it is none of those here."""
+    package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
+    if package in _SB3:
+        return _sb3(interpreter, dotted, last, arguments, node)
+    if last == "ReplayBuffer" and dotted.startswith("cleanrl_utils."):
+        return _made(interpreter, "buffer", dotted, arguments, node)
+    if package in {"torchrl", "tensordict"}:
+        return _torchrl(interpreter, dotted, last, arguments, node)
+    if package == "tianshou":
+        return _tianshou(interpreter, dotted, last, arguments, node)
+    return NotImplemented
+
+
+def _made(interpreter: Any, what: str, dotted: str, arguments: Any, node: ast.AST, **detail: Any) -> InstanceValue:
+    made = InstanceValue(Reference(dotted), {}, {"call": arguments}, node, interpreter.path)
+    interpreter.record(what, made, arguments, node, **detail)
+    return made
+
+
+def _sb3(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:
+    owner = dotted.rpartition(".")[0]
+    if algorithm_by_import(dotted):
+        return _model(interpreter, dotted, arguments, node)
+    if last == "load" and algorithm_by_import(owner):
+        made = InstanceValue(Reference(owner), {"env": arguments.get(1, "env", None)}, {"call": arguments}, node)
+        interpreter.record("loaded", made, arguments, node)
+        return made
+    if last in _SB3_BUFFERS:
+        return _made(interpreter, "buffer", dotted, arguments, node)
+    if ".callbacks" in dotted and last[:1].isupper():
+        return InstanceValue(Reference(dotted), {}, {"call": arguments}, node, interpreter.path)
+    return NotImplemented
+
+
+def _model(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> InstanceValue:
+    env = arguments.get(1, "env", None)
+    made = InstanceValue(Reference(dotted), {"env": env}, {"call": arguments}, node, interpreter.path)
+    interpreter.record("model", made, arguments, node)
+    return made
+
+
+def start_model(interpreter: Any, instance: InstanceValue, dotted: str, arguments: Any) -> None:
+    """Record a model of a class of the program that extends one of Stable-Baselines3's."""
+    instance.arguments["call"] = arguments
+    instance.attributes.setdefault("env", arguments.get(1, "env", None))
+    interpreter.record("model", instance, arguments, instance.node or interpreter.anchor, dotted=dotted)
+
+
+def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
+    """Return what a method of a library's object returns."""
+    if name == "learn":
+        interpreter.record("learn", owner, arguments, node)
+        return owner
+    if name in {"load_replay_buffer", "save_replay_buffer", "save"}:
+        interpreter.record(name, owner, arguments, node)
+        return None
+    if name == "get_env":
+        return owner.attributes.get("env", UNKNOWN)
+    if name == "append_transform":
+        transform = arguments.get(0, "transform")
+        held = owner.attributes.get("env")
+        if isinstance(held, Environments):
+            owner.attributes["env"] = interpreter.torchrl_env = transformed(held, transform)
+    return UNKNOWN
+
+
+# ------------------------------------------------------------ TorchRL
+
+
+def _torchrl(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:
+    if last in {"GymEnv", "GymWrapper", "ParallelEnv", "SerialEnv", "TransformedEnv"}:
+        made = InstanceValue(Reference(dotted), {"env": _torchrl_env(interpreter, last, arguments, node)}, node=node)
+        interpreter.torchrl_env = made.attributes["env"]
+        return made
+    if last in _TORCHRL_BUFFERS:
+        return _made(interpreter, "buffer", dotted, arguments, node)
+    named = {str(i): value for i, value in enumerate(arguments.values)} | arguments.named
+    return InstanceValue(Reference(dotted), {}, named | {"call": arguments}, node, interpreter.path)
+
+
+def _torchrl_env(interpreter: Any, last: str, arguments: Any, node: ast.AST) -> Any:
+    first = candidates_of(arguments.get(0, "env_name"))[0][0]
+    if last == "GymEnv":
+        made = environments.call(interpreter, "gymnasium.make", type(arguments)([first], {}), node)
+        env = candidates_of(made)[0][0]
+        if not isinstance(env, Environments) or env.observation is None:
+            return env
+        is_image = bool(env.observation.images)
+        if arguments.get(None, "from_pixels", False) is True and not is_image:
+            return replace(env, observation=None)
+        return env
+    if last == "GymWrapper":
+        return environments.environment_of(interpreter, first) or UNKNOWN
+    if last in {"ParallelEnv", "SerialEnv"}:
+        made = interpreter.called(arguments.get(1, "create_env_fn"))
+        inner = held_env(made)
+        return replace(inner, count=first, vector="subproc") if inner is not None else UNKNOWN
+    inner = held_env(first)
+    return UNKNOWN if inner is None else transformed(inner, arguments.get(1, "transform", None))
+
+
+def held_env(value: Any) -> Environments | None:
+    """Return the environments that an object of TorchRL holds."""
+    value = candidates_of(value)[0][0]
+    held = value.attributes.get("env") if isinstance(value, InstanceValue) else value
+    return held if isinstance(held, Environments) else None
+
+
+def transformed(env: Environments, transform: Any) -> Environments:
+    """Return environments after one of TorchRL's transforms."""
+    transform = candidates_of(transform)[0][0]
+    if not isinstance(transform, InstanceValue) or env.observation is None:
+        return env
+    given, kind = transform.arguments.get("call"), transform.kind.rpartition(".")[2]
+    if kind == "Compose" and given is not None:
+        for inner in given.values:
+            env = transformed(env, inner)
+        return env
+    leaf = env.observation.leaves[0]
+    match kind:
+        case "ToTensorImage" if len(leaf.shape) == 3:
+            shape, dtype = (leaf.shape[2], *leaf.shape[:2]), _FLOAT32
+        case "GrayScale" if len(leaf.shape) == 3:
+            shape, dtype = (1, *leaf.shape[1:]), leaf.dtype
+        case "Resize" if given is not None and len(leaf.shape) == 3:
+            sides = [whole(one) for one in given.values[:2]] or [None]
+            if None in sides:
+                return replace(env, observation=None)
+            shape, dtype = (leaf.shape[0], sides[0] or 0, sides[-1] or 0), leaf.dtype
+        case "CatFrames" if given is not None and leaf.shape:
+            count = whole(given.get(0, "N"))
+            if count is None:
+                return replace(env, observation=None)
+            axis = 0 if len(leaf.shape) == 3 else -1
+            axes = list(leaf.shape)
+            axes[axis] *= count
+            shape, dtype = tuple(axes), leaf.dtype
+            env = replace(env, stack=env.stack * count)
+        case "DoubleToFloat":
+            shape, dtype = leaf.shape, _FLOAT32
+        case _:
+            return env
+    space = replace(env.observation, leaves=(Leaf(leaf.name, tuple(shape), dtype), *env.observation.leaves[1:]))
+    return replace(env, observation=space)
+
+
+# ------------------------------------------------------------ Tianshou
+
+
+def _tianshou(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:
+    if last in _TIANSHOU_BUFFERS:
+        return _made(interpreter, "buffer", dotted, arguments, node)
+    if last in {"Collector", "AsyncCollector"}:
+        env = environments.environment_of(interpreter, arguments.get(1, "env"))
+        buffer = candidates_of(arguments.get(2, "buffer", None))[0][0]
+        if isinstance(buffer, InstanceValue) and env is not None:
+            buffer.attributes["env"] = env
+        return InstanceValue(Reference(dotted), {}, {"call": arguments}, node)
+    return NotImplemented

@@ -1,0 +1,510 @@
+"""Follow a program as a reader would: what its names, calls and objects are, without running any of it.
+
+In:  a parsed script and the repository around it.  Out: the value of every expression, and what the program makes:
+models, buffers, arrays, calls of `learn`, each with the conditions under which it is made.
+Both branches of an `if` are followed where its condition is not a constant; a loop's body once or twice; a function of
+the program once a call. Functions that nothing calls are followed with their defaults.
+Invariant: the work is bounded, whatever the program says. Nothing of the program is executed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdall.tools.lint.finding import SourceRange
+from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
+from holdall.tools.lint.source import library
+from holdall.tools.lint.source.expressions import CallArguments, Expressions, Scope
+from holdall.tools.lint.source.repository import Module, Repository
+from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.values import (
+    ClassValue,
+    FunctionValue,
+    InstanceValue,
+    ListValue,
+    ModuleValue,
+    Path,
+    TableValue,
+    candidates_of,
+    known_items,
+    length_of,
+    one_of,
+    put,
+)
+
+_MOST_STEPS = 60_000
+_DEEPEST_CALL = 14
+_IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
+_LONGEST_CONDITION = 70
+_CAPACITIES = ("capacity", "max_size", "maxlen", "buffer_size", "memory_size", "max_len", "limit", "size", "_maxsize")
+_ENDS = {"sys.exit", "os._exit"}
+_DATA_CLASSES = {"dataclass", "NamedTuple", "struct", "define", "frozen", "s", "attrs"}
+
+
+class OutOfStepsError(Exception):
+    """The program is too large to be followed to its end."""
+
+
+@dataclass(eq=False, slots=True)
+class Made:
+    """Something that the program makes or does and that rules are about."""
+
+    what: str  # model, learn, buffer, array, collect
+    value: Any
+    arguments: CallArguments | None
+    node: ast.AST  # in the script that is read
+    path: Path
+    owner: Any = None  # the instance whose method makes it, or the scope
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+class Interpreter(Expressions):
+    """Follows one script."""
+
+    def __init__(self, script: Script, repository: Repository) -> None:
+        super().__init__()
+        self.script = script
+        self.main = Module(script.path, script.tree, is_main=True)
+        self.repository = repository
+        self.no_arguments = CallArguments()
+        self.flags: dict[str, Any] = {}  # of absl
+        self.torchrl_env: Any = None  # the last one that was made
+        self.made: list[Made] = []
+        self.registered: dict[str, Any] = {}  # environments that the program registers
+        self.entered: set[ast.AST] = set()
+        self._active: Counter[ast.AST] = Counter()
+        self._steps = 0
+        self._depth = 0
+
+    def run(self) -> None:
+        """Follow the script, then the functions that it does not call itself."""
+        try:
+            self.run_module(self.main)
+            for function, scope in self._uncalled():
+                if function not in self.entered:
+                    self._enter_alone(function, scope)
+        except (OutOfStepsError, RecursionError):
+            return
+
+    def step(self) -> None:
+        """Count one expression."""
+        self._steps += 1
+        if self._steps > _MOST_STEPS:
+            raise OutOfStepsError
+
+    def place(self, node: ast.AST | None) -> SourceRange:
+        """Return where a node of the script stands."""
+        return self.script.place(node) if node is not None else SourceRange.whole(self.script.path)
+
+    def called(self, value: Any) -> Any:
+        """Return what calling a value without arguments returns."""
+        return library.called_value(self, value)
+
+    def name_of(self, origin: object) -> str:
+        """Return the name that an array was given first."""
+        return self.names.get(origin, "")
+
+    def container_name(self, container: ListValue) -> str:
+        """Return the name that a list or deque was given first."""
+        return self.names.get(id(container), "")
+
+    def capacity_of(self, container: ListValue) -> int | None:
+        """Return the size that the object which holds a list limits it to, by the name of its attribute."""
+        for owner in self.instances:
+            if any(value is container for value in owner.attributes.values()):
+                sizes = (candidates_of(owner.attributes.get(name, UNKNOWN))[0][0] for name in _CAPACITIES)
+                return next((number for number in map(whole, sizes) if number), None)
+        return None
+
+    def record(self, what: str, value: Any, arguments: CallArguments | None, node: ast.AST, **detail: Any) -> None:
+        """Keep what the program makes, at the line of the script that leads to it."""
+        at = node if self.scope.module is self.main else self.anchor
+        if at is not None:
+            owner = self.scope.instance or self.scope
+            self.made.append(Made(what, value, arguments, at, self.path, owner, detail))
+
+    # ------------------------------------------------------------ modules
+
+    def run_module(self, module: Module) -> None:
+        """Follow a module's own level."""
+        module.is_run = True
+        module.names["__name__"] = "__main__" if module.is_main else "module"
+        module.names["__file__"] = module.path
+        outer = self.scope, self.path
+        self.scope, self.path = Scope(module, module.names), ()
+        try:
+            self.block(module.tree.body)
+        finally:
+            module.names = self.scope.names
+            self.scope, self.path = outer
+
+    def import_module(self, dotted: str, level: int = 0) -> Any:
+        """Return a module of the repository, or a reference to one of a library."""
+        found = self.repository.find(dotted, level, self.scope.module.path)
+        tree = self.repository.tree(found) if found is not None else None
+        if found is None or tree is None:
+            return Reference(dotted) if dotted and not level else UNKNOWN
+        module = self.repository.modules.get(found)
+        if module is None:
+            module = self.repository.modules[found] = Module(str(found), tree)
+        if not module.is_run:
+            self._run_imported(module)
+        return ModuleValue(module)
+
+    def _run_imported(self, module: Module) -> None:
+        """Follow a module that the script imports: within bounds of its own, and once for all scripts."""
+        outer = self._steps, self._depth, self.anchor, self.repeats, self._active
+        self._steps, self._depth, self.anchor, self.repeats, self._active = 0, _IMPORTED_DEPTH, None, 1, Counter()
+        try:
+            self.run_module(module)
+        except OutOfStepsError:
+            pass
+        finally:
+            self._steps, self._depth, self.anchor, self.repeats, self._active = outer
+
+    def _import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            first = alias.name.partition(".")[0]
+            value = self.import_module(alias.name)
+            if not alias.asname and "." in alias.name and isinstance(value, ModuleValue):
+                value = self.import_module(first)
+            self.bind(alias.asname or first, value if alias.asname or isinstance(value, ModuleValue) else Reference(first))
+
+    def _import_from(self, node: ast.ImportFrom) -> None:
+        package = node.module or ""
+        source = self.import_module(package, node.level)
+        for alias in node.names:
+            if alias.name == "*":
+                if isinstance(source, ModuleValue):
+                    self.scope.names |= {n: v for n, v in source.module.names.items() if not n.startswith("_")}
+                continue
+            value = self.member(source, alias.name)
+            if value is UNKNOWN and not isinstance(source, Reference):
+                inner = self.import_module(f"{package}.{alias.name}" if package else alias.name, node.level)
+                value = inner if isinstance(inner, ModuleValue) else UNKNOWN
+            self.bind(alias.asname or alias.name, value)
+
+    # ------------------------------------------------------------ statements
+
+    def block(self, statements: Iterable[ast.stmt]) -> bool:
+        """Follow statements; True if what stands behind them is not reached."""
+        return any(self.statement(one) for one in statements)
+
+    def statement(self, node: ast.stmt) -> bool:  # noqa: C901, PLR0911, PLR0912  one case for each kind of statement
+        """Follow one statement; True if it leaves the block."""
+        match node:
+            case ast.Expr(value=value):
+                return self._ends_program(self.value(value), value)
+            case ast.Assign(targets=targets, value=value):
+                made = self.value(value)
+                for target in targets:
+                    self.assign(target, made)
+            case ast.AnnAssign(target=target, value=value):
+                if value is not None:
+                    self.assign(target, self.value(value))
+                elif isinstance(target, ast.Name) and target.id not in self.scope.names:
+                    return False
+            case ast.AugAssign(target=target, op=op, value=value):
+                self.assign(target, self.augmented(target, op, self.value(value)))
+            case ast.If():
+                return self._if(node)
+            case ast.For() | ast.AsyncFor() | ast.While():
+                self._loop(node)
+            case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
+                for item in items:
+                    opened = self.value(item.context_expr)
+                    if item.optional_vars is not None:
+                        self.assign(item.optional_vars, opened)
+                return self.block(body)
+            case ast.Try() | ast.TryStar():
+                return self._try(node)
+            case ast.Return(value=value):
+                self.scope.returned.append((self.value(value) if value else None, self._inner_path()))
+                return True
+            case ast.Raise() | ast.Break() | ast.Continue():
+                return True
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self.bind(node.name, self._define(node))
+            case ast.ClassDef():
+                self.bind(node.name, self._define_class(node))
+            case ast.Import():
+                self._import(node)
+            case ast.ImportFrom():
+                self._import_from(node)
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                self.scope.outer |= set(names)
+            case ast.Match(subject=subject, cases=cases):
+                self._match(self.value(subject), ast.unparse(subject), cases)
+            case ast.Delete(targets=targets):
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        self.scope.names.pop(target.id, None)
+        return False
+
+    def _ends_program(self, value: Any, node: ast.expr) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
+        called = self.seen_function
+        return isinstance(called, Reference) and called.dotted in _ENDS and value is UNKNOWN
+
+    def _inner_path(self) -> str:
+        """Return the conditions that hold here and did not yet hold where the function began."""
+        return " and ".join(self.path[len(self.scope.path) :])
+
+    def _if(self, node: ast.If) -> bool:
+        outer_soft, self.is_soft = self.is_soft, False
+        truth = self.truth(self.value(node.test))
+        is_soft, self.is_soft = self.is_soft, outer_soft or self.is_soft
+        if truth is not None and not is_soft:
+            return self.block(node.body if truth else node.orelse)
+        return self._branches([(_condition(node.test), node.body), (_condition(node.test, negate=True), node.orelse)], truth)
+
+    def _branches(self, branches: list[tuple[str, list[ast.stmt]]], truth: bool | None = None) -> bool:
+        """Follow alternatives, and join what they leave behind; the default one holds without its condition."""
+        before, path, ends = self.scope.names, self.path, []
+        default = None if truth is None else 0 if truth else 1
+        for index, (condition, body) in enumerate(branches):
+            self.scope.names = dict(before)
+            text = "" if index == default else condition
+            self.path = (*path, text) if text else path
+            left = self.block(body)
+            ends.append((text, self.scope.names, left))
+        self.path = path
+        going_on = [(text, names) for text, names, left in ends if not left]
+        if default is not None:
+            going_on.sort(key=lambda one: one[0] != "")
+        self.scope.names = _joined(going_on) if going_on else before
+        return not going_on
+
+    def _match(self, subject: Any, text: str, cases: list[ast.match_case]) -> None:
+        branches = []
+        for case in cases:
+            value = self.value(case.pattern.value) if isinstance(case.pattern, ast.MatchValue) else UNKNOWN
+            if value is UNKNOWN or subject is UNKNOWN or value == subject:
+                branches.append((f"{text} is {ast.unparse(case.pattern)}"[:_LONGEST_CONDITION], case.body))
+        if branches:
+            self._branches(branches)
+
+    def _try(self, node: ast.Try | ast.TryStar) -> bool:
+        before = dict(self.scope.names)
+        left = self.block([*node.body, *node.orelse])
+        after = self.scope.names
+        for handler in node.handlers:
+            self.scope.names = before | after
+            self.block(handler.body)
+            after = self.scope.names | after
+        self.scope.names = after
+        return self.block(node.finalbody) or (left and not node.handlers)
+
+    # ------------------------------------------------------------ loops
+
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        facts = self.loop_facts(node)
+        for name in facts.counted:
+            if isinstance(self.scope.names.get(name), int | float):
+                self.scope.names[name] = UNKNOWN
+        before = dict(self.scope.names)
+        times = None
+        if isinstance(node, ast.While):
+            self.value(node.test)
+        else:
+            over = self.value(node.iter)
+            times = length_of(over)
+            self.assign(node.target, self.item_of_loop(over))
+        outer, self.repeats = self.repeats, None if times is None or self.repeats is None else self.repeats * times
+        self.block(node.body)
+        changed = [n for n in facts.carried if n in before and before[n] is not self.scope.names.get(n, before[n])]
+        if changed:
+            for name in changed:
+                self.scope.names[name] = one_of([(before[name], ""), (self.scope.names[name], "")])
+            self.block(node.body)
+        self.repeats = outer
+        self.scope.names = _joined([("", self.scope.names), ("", before)])
+        self.block(node.orelse)
+
+    def item_of_loop(self, over: Any) -> Any:
+        """Return what a loop's variable is: one of the items."""
+        items = known_items(over)
+        if items is None and isinstance(over, TableValue):
+            items = list(over)
+        if items is None and isinstance(over, ListValue):
+            return one_of((item, "") for item in over.items) if over.items else UNKNOWN
+        if items is None and isinstance(over, OneOf):
+            return one_of((self.item_of_loop(one), condition) for one, condition in candidates_of(over))
+        return one_of((item, "") for item in items) if items else UNKNOWN
+
+    # ------------------------------------------------------------ functions and classes
+
+    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef, owner: ClassValue | None = None) -> Any:
+        defaults = tuple(self.value(one) for one in node.args.defaults)
+        keyword = tuple(UNKNOWN if one is None else self.value(one) for one in node.args.kw_defaults)
+        made = [self.value(one) for one in node.decorator_list]
+        names = frozenset(ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list)
+        function = FunctionValue(node, self.scope, owner, defaults, keyword, None, names)
+        function.wrapped = tuple(one for one in made if isinstance(one, InstanceValue))
+        return function
+
+    def _define_class(self, node: ast.ClassDef) -> ClassValue:
+        bases = tuple(one for base in node.bases for one, _ in candidates_of(self.value(base))[:1])
+        names = frozenset(
+            ast.unparse(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2] for one in node.decorator_list
+        )
+        made = ClassValue(node, self.scope, bases, decorators=names)
+        outer, self.scope = self.scope, Scope(self.scope.module, {}, self.scope, is_class=True)
+        fields = []
+        for statement in node.body:
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.scope.names[statement.name] = self._define(statement, made)
+                continue
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                fields.append(statement.target.id)
+            self.statement(statement)
+        made.attributes, made.fields = self.scope.names, tuple(fields)
+        self.scope = outer
+        return made
+
+    def call_function(self, function: FunctionValue, arguments: CallArguments, owner: Any = None) -> Any:
+        """Follow a function of the program."""
+        if self._active[function.node] > 1 or self._depth >= _DEEPEST_CALL:
+            return UNKNOWN
+        self.entered.add(function.node)
+        scope = Scope(function.scope.module, {}, function.scope, instance=owner, owner=function.owner, path=self.path)
+        self._bind(function, arguments, owner, scope)
+        outer, self.scope = self.scope, scope
+        soft, self.is_soft = self.is_soft, False
+        self._active[function.node] += 1
+        self._depth += 1
+        try:
+            if isinstance(function.node, ast.Lambda):
+                return self.value(function.node.body)
+            left = self.block(function.node.body)
+            if scope.yielded:
+                return ListValue(scope.yielded, None)
+            ends = scope.returned if left or any(value is not None for value, _ in scope.returned) else []
+            return one_of(ends) if ends else None
+        finally:
+            self._depth -= 1
+            self._active[function.node] -= 1
+            self.scope, self.is_soft = outer, soft
+
+    def _bind(self, function: FunctionValue, given: CallArguments, owner: Any, scope: Scope) -> None:
+        spec = function.node.args
+        names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
+        is_method = owner is not None and not {"staticmethod"} & function.decorators
+        positional = [owner, *given.values] if is_method and names else list(given.values)
+        if not positional and function.wrapped and (configured := self.configured_argument(function)) is not None:
+            positional = [configured]
+        with_default = dict(zip(names[len(names) - len(function.defaults) :], function.defaults, strict=True))
+        with_default |= dict(zip((one.arg for one in spec.kwonlyargs), function.keyword_defaults, strict=True))
+        values = scope.names
+        missing = UNKNOWN if not given.is_complete else None
+        for name in (*names, *(one.arg for one in spec.kwonlyargs)):
+            values[name] = with_default.get(name, UNKNOWN) if missing is None or name in with_default else UNKNOWN
+        values |= dict(zip(names, positional, strict=False))
+        for name, default in library.click_defaults(function):
+            if name in values and name not in given.named:
+                values[name] = default
+                scope.soft.add(name)
+        if not given.is_complete:
+            scope.soft |= set(with_default) - set(names[: len(positional)]) - set(given.named)
+        values |= {name: value for name, value in given.named.items() if name in values}
+        if spec.vararg:
+            rest = positional[len(names) :]
+            values[spec.vararg.arg] = tuple(rest) if given.is_complete else ListValue(rest, None)
+        if spec.kwarg:
+            extra = {name: value for name, value in given.named.items() if name not in names}
+            table = TableValue(extra.items(), path=self.path)
+            table.is_complete = given.is_complete
+            values[spec.kwarg.arg] = table
+
+    def instantiate(self, made_of: ClassValue, arguments: CallArguments, node: ast.AST | None) -> Any:
+        """Make an object of a class of the program."""
+        instance = InstanceValue(made_of, node=node, path=self.path)
+        self.instances.append(instance)
+        if made_of.decorators & _DATA_CLASSES or made_of.extends("NamedTuple", "BaseModel", "Tap", "BaseSettings"):
+            self._fill_fields(instance, arguments)
+        start = made_of.find("__init__")
+        if isinstance(start, FunctionValue):
+            self.call_function(start, arguments, instance)
+        else:
+            self.library_start(instance, arguments)
+        after = made_of.find("__post_init__")
+        if isinstance(after, FunctionValue):
+            self.call_function(after, CallArguments(), instance)
+        return instance
+
+    def _fill_fields(self, instance: InstanceValue, arguments: CallArguments) -> None:
+        made_of = instance.made_of
+        if not isinstance(made_of, ClassValue):
+            return
+        names = [name for one in reversed(list(made_of.lineage())) for name in one.fields]
+        for name in names:
+            value = made_of.find(name)
+            instance.attributes[name] = self.fresh_default(value)
+        instance.attributes |= dict(zip(names, arguments.values, strict=False))
+        instance.attributes |= {name: value for name, value in arguments.named.items() if name in names}
+
+    # ------------------------------------------------------------ what nothing calls
+
+    def _uncalled(self) -> Iterator[tuple[Any, Scope]]:
+        """Yield the functions of the script, those first whose names nothing else mentions."""
+        scope = Scope(self.main, self.main.names)
+        used = Counter(n.id for n in ast.walk(self.main.tree) if isinstance(n, ast.Name))
+        used.update(n.attr for n in ast.walk(self.main.tree) if isinstance(n, ast.Attribute))
+        outside = [one for one in self.main.tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+        classes = [one for one in self.main.tree.body if isinstance(one, ast.ClassDef)]
+        for node in sorted(outside, key=lambda one: used[one.name] > 0):
+            yield node, scope
+        for node in sorted(classes, key=lambda one: used[one.name] > 0):
+            yield node, scope
+
+    def _enter_alone(self, node: Any, scope: Scope) -> None:
+        self.scope, self.path, self.repeats = scope, (), None
+        value = scope.names.get(node.name, UNKNOWN)
+        value = candidates_of(value)[0][0]
+        if isinstance(value, FunctionValue) and value.node is node:
+            self._call_alone(value, None)
+        elif isinstance(value, ClassValue) and value.node is node:
+            methods = [one for one in value.attributes.values() if isinstance(one, FunctionValue)]
+            if all(one.node in self.entered for one in methods):
+                return
+            instance = self._existing(value) or self._alone(value)
+            for method in methods:
+                if method.node not in self.entered:
+                    self._call_alone(method, instance)
+
+    def _existing(self, value: ClassValue) -> InstanceValue | None:
+        found = [one for one in self.instances if one.made_of is value]
+        return found[-1] if found else None
+
+    def _alone(self, value: ClassValue) -> Any:
+        instance = self.instantiate(value, CallArguments(is_complete=False), value.node)
+        return instance
+
+    def _call_alone(self, function: FunctionValue, owner: Any) -> None:
+        self.call_function(function, CallArguments(is_complete=False), owner)
+
+
+def _condition(test: ast.expr, negate: bool = False) -> str:
+    """Write a condition in a few words."""
+    text = ast.unparse(test)
+    if negate:
+        inner = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else None
+        text = ast.unparse(inner) if inner is not None else f"not ({text})" if " " in text else f"not {text}"
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_CONDITION else text[: _LONGEST_CONDITION - 3] + "..."
+
+
+def _joined(ends: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Join the names that alternatives leave behind."""
+    if len(ends) == 1:
+        return ends[0][1]
+    names = dict(ends[0][1])
+    for name in {name for _, one in ends for name in one}:
+        values = [(one[name], text) for text, one in ends if name in one]
+        names[name] = values[0][0] if all(v is values[0][0] for v, _ in values) else one_of(values)
+    return names

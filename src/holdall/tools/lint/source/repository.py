@@ -1,0 +1,123 @@
+"""The modules and data files of one repository, by what a script imports and opens.
+
+In:  the path of a script.  Out: parsed modules beside it, and the contents of YAML, JSON and TOML files.
+Invariant: only files below the repository's root are read, each once; nothing is imported or executed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
+_MOST_BYTES = 2 * 2**20
+_MOST_MODULES = 400
+
+
+@dataclass(eq=False, slots=True)
+class Module:
+    """One file of Python: its tree, and the names that running its own level gives values."""
+
+    path: str
+    tree: ast.Module
+    is_main: bool = False
+    names: dict[str, Any] = field(default_factory=dict)
+    is_run: bool = False
+
+
+class Repository:
+    """Files around a script."""
+
+    def __init__(self, root: Path | None) -> None:
+        self.root = root
+        self.modules: dict[Path, Module] = {}  # those that a script imported; the next script finds them as they are
+        self._trees: dict[Path, ast.Module | None] = {}
+        self._found: dict[tuple[Path, str, int], Path | None] = {}
+        self._exists: dict[Path, bool] = {}
+
+    @classmethod
+    def around(cls, path: Path) -> Repository:
+        """Return the repository of a file: the nearest directory above it that looks like a root, or its own."""
+        if not path.is_file():
+            return cls(None)
+        start = path.resolve().parent
+        marked = (one for one in (start, *start.parents) if any((one / mark).exists() for mark in _ROOT_MARKS))
+        return cls(next(marked, start))
+
+    def tree(self, path: Path) -> ast.Module | None:
+        """Parse a file; None if that is not possible."""
+        if path not in self._trees:
+            self._trees[path] = self._parse(path) if len(self._trees) < _MOST_MODULES else None
+        return self._trees[path]
+
+    @staticmethod
+    def _parse(path: Path) -> ast.Module | None:
+        try:
+            return ast.parse(path.read_bytes()) if path.stat().st_size <= _MOST_BYTES else None
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+
+    def find(self, dotted: str, level: int, importer: str) -> Path | None:
+        """Return the file that an import means, if it is one of this repository."""
+        if self.root is None:
+            return None
+        key = (Path(importer).resolve().parent, dotted, level)
+        if key not in self._found:
+            self._found[key] = next(self._candidates(*key), None)
+        return self._found[key]
+
+    def _candidates(self, here: Path, dotted: str, level: int) -> Iterator[Path]:
+        root = self.root
+        if root is None or not here.is_relative_to(root):
+            return
+        parts = dotted.split(".") if dotted else []
+        if level:
+            bases = [here.parents[level - 2]] if level > 1 else [here]
+        else:
+            above = [one for one in here.parents if one.is_relative_to(root)]
+            bases = [here, *above, root / "src"]
+        for base in bases:
+            if not base.is_relative_to(root):
+                continue
+            target = base.joinpath(*parts)
+            for file in (target.with_suffix(".py") if parts else target, target / "__init__.py"):
+                if self._is_file(file):
+                    yield file
+
+    def _is_file(self, path: Path) -> bool:
+        if path not in self._exists:
+            self._exists[path] = path.is_file()
+        return self._exists[path]
+
+    def data(self, name: str, importer: str) -> Any:
+        """Return what a YAML, JSON or TOML file beside a script holds; None if there is none."""
+        if self.root is None or not name or "\0" in name:
+            return None
+        here = Path(importer).resolve().parent
+        for base in (here, self.root, Path.cwd()):
+            file = (base / name).resolve()
+            if file.is_relative_to(self.root) and self._is_file(file):
+                return read_data(file)
+        return None
+
+
+def read_data(file: Path) -> Any:
+    """Parse a data file by its ending; None if that is not possible."""
+    try:
+        if file.stat().st_size > _MOST_BYTES:
+            return None
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            return json.loads(text)
+        if file.suffix == ".toml":
+            return tomllib.loads(text)
+        import yaml  # noqa: PLC0415  an extra: scripts are read without it
+
+        return yaml.safe_load(text)
+    except Exception:  # noqa: BLE001  PyYAML raises errors of many classes on what is no YAML
+        return None

@@ -1,0 +1,250 @@
+"""What an expression of a program can be, as far as it is known without running it.
+
+Constants and tuples stand for themselves. Lists, dicts, functions, classes, instances and arrays have a class here.
+`Reference` (a thing of a library), `OneOf` (several candidates, each under its condition) and `UNKNOWN` are in run.py.
+Invariant: lists, dicts and instances are shared as Python shares them; a change where the program may not come along
+keeps the old value as a candidate.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
+
+MOST_CANDIDATES = 6
+Path = tuple[str, ...]
+"""The conditions under which a line is reached, from the outside in."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayValue:
+    """An array or tensor, by its shape and dtype."""
+
+    shape: tuple[object, ...] | None = None  # UNKNOWN for an axis that is not known; None: not even their number
+    dtype: np.dtype[Any] | None = None
+    origins: frozenset[object] = frozenset()  # what made its memory: two arrays with a common one share it
+    device: str = ""
+    shared_frames: int = 1  # of a stack whose frames are objects of their own, shared with the stacks around it
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of all elements, if known."""
+        if self.shape is None or self.dtype is None:
+            return None
+        axes = [whole(axis) for axis in self.shape]
+        known = [axis for axis in axes if axis is not None and axis >= 0]
+        return prod(known) * self.dtype.itemsize if len(known) == len(axes) else None
+
+    def made_by(self, node: object, **changes: Any) -> ArrayValue:
+        """Return an array in memory of its own, which a copy or a calculation made."""
+        return replace(self, origins=frozenset({node}), shared_frames=1, **changes)
+
+
+@dataclass(eq=False, slots=True)
+class ListValue:
+    """A list, set or deque: its items as far as they are known, and how many there are."""
+
+    items: list[Any] = field(default_factory=list)
+    length: int | None = 0  # None: not known
+    maxlen: object = None  # of a deque
+    is_deque: bool = False
+    node: ast.AST | None = None  # where it was made
+    path: Path = ()
+    added: list[Any] = field(default_factory=list)  # samples of what was appended
+
+    @property
+    def is_known(self) -> bool:
+        """Whether every item is known."""
+        return self.length == len(self.items)
+
+
+class TableValue(dict[object, Any]):
+    """A dict; also a configuration whose keys are read as attributes."""
+
+    __slots__ = ("has_attributes", "is_complete", "path")
+
+    def __init__(self, entries: Iterable[tuple[object, Any]] = (), *, path: Path = (), attributes: bool = False):
+        super().__init__(entries)
+        self.path, self.has_attributes, self.is_complete = path, attributes, True
+
+    def forget(self) -> None:
+        """Something that cannot be followed may have changed the entries."""
+        self.clear()
+        self.is_complete = False
+
+
+@dataclass(eq=False, slots=True)
+class FunctionValue:
+    """A function or lambda of the program."""
+
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    scope: Any  # the scope that it was defined in
+    owner: ClassValue | None = None
+    defaults: tuple[Any, ...] = ()
+    keyword_defaults: tuple[Any, ...] = ()
+    wrapped: Any = None  # what a decorator made of it
+    decorators: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """Its name; lambdas have none."""
+        return getattr(self.node, "name", "<lambda>")
+
+
+@dataclass(eq=False, slots=True)
+class ClassValue:
+    """A class of the program."""
+
+    node: ast.ClassDef
+    scope: Any
+    bases: tuple[Any, ...] = ()
+    attributes: dict[str, Any] = field(default_factory=dict)
+    decorators: frozenset[str] = frozenset()
+    fields: tuple[str, ...] = ()  # annotated names, in their order
+
+    def lineage(self) -> Iterator[ClassValue]:
+        """Yield the class and those of the program that it extends."""
+        yield self
+        for base in self.bases:
+            if isinstance(base, ClassValue) and base is not self:
+                yield from base.lineage()
+
+    def libraries(self) -> Iterator[str]:
+        """Yield the full names of the library classes that it extends."""
+        for one in self.lineage():
+            yield from (base.dotted for base in one.bases if isinstance(base, Reference))
+
+    def find(self, name: str) -> Any:
+        """Return an attribute of the class or of one that it extends; UNKNOWN if there is none."""
+        return next((one.attributes[name] for one in self.lineage() if name in one.attributes), UNKNOWN)
+
+    def extends(self, *names: str) -> bool:
+        """Whether one of the classes that it extends has one of these names."""
+        own = [base.node.name for base in self.lineage()]
+        return any(name in names for name in (*own, *(dotted.rpartition(".")[2] for dotted in self.libraries())))
+
+
+@dataclass(eq=False, slots=True)
+class InstanceValue:
+    """An object: of a class of the program, or of a library's class that is worth following."""
+
+    made_of: ClassValue | Reference
+    attributes: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)  # of a library's class, by name or position
+    node: ast.AST | None = None
+    path: Path = ()
+    is_default: bool = False  # its attributes are defaults that a user can override
+
+    @property
+    def kind(self) -> str:
+        """The full name of its class; a class of the program has only its own."""
+        return self.made_of.dotted if isinstance(self.made_of, Reference) else self.made_of.node.name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundMethod:
+    """A method with the object that it belongs to; `function` is None for one of a library."""
+
+    owner: Any
+    name: str
+    function: FunctionValue | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SuperValue:
+    """`super()` in a method of a class."""
+
+    owner: InstanceValue
+    above: ClassValue
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleValue:
+    """A module of the same repository."""
+
+    module: Any
+
+
+def candidates_of(value: Any) -> tuple[tuple[Any, str], ...]:
+    """Return what a value can be, each with its condition."""
+    if isinstance(value, OneOf):
+        conditions = value.conditions or ("",) * len(value.values)
+        return tuple(zip(value.values, conditions, strict=True))
+    return ((value, ""),)
+
+
+def one_of(pairs: Iterable[tuple[Any, str]]) -> Any:
+    """Join candidates: one value if they are all the same."""
+    kept: list[tuple[Any, str]] = []
+    for pair in pairs:
+        for value, inner in candidates_of(pair[0]):
+            condition = inner or pair[1]
+            at = next((i for i, (other, _) in enumerate(kept) if _is_same(value, other)), None)
+            if at is None:
+                kept.append((value, condition))
+            elif isinstance(value, ArrayValue):
+                joined = replace(kept[at][0], origins=kept[at][0].origins | value.origins)
+                kept[at] = (joined, kept[at][1])
+    if not kept:
+        return UNKNOWN
+    if len(kept) == 1:
+        return kept[0][0]
+    kept = kept[:MOST_CANDIDATES]
+    return OneOf(tuple(value for value, _ in kept), tuple(condition for _, condition in kept))
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, ArrayValue):
+        return (left.shape, left.dtype, left.device) == (right.shape, right.dtype, right.device)
+    return bool(left == right) if not isinstance(left, TableValue) else False
+
+
+def spread(function: Callable[..., Any], *values: Any) -> Any:
+    """Call a function once for each combination of candidates."""
+    if not any(isinstance(value, OneOf) for value in values):
+        return function(*values)
+    combinations: list[tuple[tuple[Any, ...], str]] = [((), "")]
+    for value in values:
+        combinations = [
+            ((*chosen, one), condition or inner)
+            for chosen, condition in combinations
+            for one, inner in candidates_of(value)
+        ][: 4 * MOST_CANDIDATES]
+    return one_of((function(*chosen), condition) for chosen, condition in combinations)
+
+
+def known_items(value: Any) -> list[Any] | None:
+    """Return the items of a list or tuple, if all of them are known."""
+    if isinstance(value, tuple | list):
+        return list(value)
+    return value.items if isinstance(value, ListValue) and value.is_known else None
+
+
+def length_of(value: Any) -> int | None:
+    """Return how many items a value has."""
+    if isinstance(value, ListValue):
+        return value.length
+    if isinstance(value, TableValue):
+        return len(value) if value.is_complete else None
+    if isinstance(value, ArrayValue):
+        return whole(value.shape[0]) if value.shape else None
+    return len(value) if isinstance(value, tuple | str | list) else None
+
+
+def put(table: dict[Any, Any], key: object, value: Any, made: Path, here: Path) -> None:
+    """Change an entry; where the change happens only under further conditions, the old value stays a candidate."""
+    further = here[len(made) :] if here[: len(made)] == made else ()
+    if further and key in table and not _is_same(table[key], value):
+        value = one_of([(table[key], ""), (value, " and ".join(further))])
+    table[key] = value
