@@ -66,7 +66,8 @@ def feed(side: str, trace: Path | None, steps: int, rate: float) -> dict[str, An
     buffer = kind(CAPACITY, space, spaces.Box(-1, 1, (8,), np.float32), device="cpu", **SIDES[side])
     seen = [{"image": images[None, i], "vector": vectors[None, i]} for i in range(len(images))]
     action, reward = np.zeros((1, 8), np.float32), np.ones(1, np.float32)
-    done, infos, took, most = np.zeros(1, np.bool_), [{}], np.zeros(steps), 0
+    infos: list[dict[str, Any]] = [{}]
+    done, took, most = np.zeros(1, np.bool_), np.zeros(steps), 0
     before, began, cpu = unique_bytes(), time.perf_counter(), time.thread_time()
     for step in range(steps):
         obs, next_obs = seen[step % (len(seen) - 1)], seen[step % (len(seen) - 1) + 1]

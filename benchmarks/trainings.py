@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/trainings.py [--case dqn|camera|vectors] [--rounds 5] [--json FILE]
 
-`dqn` is DQN on made-up stacks of four frames, batches of 32; `camera` is SAC on a Dict of an image and a vector, batches
-of 64; `vectors` is TD3 on Pendulum, batches of 256. Every side of every round is a fresh process, and the sides take
+`dqn` is DQN on made-up stacks of four frames, batches of 32; `camera` is SAC on a Dict of image and vector, batches of
+64; `vectors` is TD3 on Pendulum, batches of 256. Every side of every round is a fresh process, and the sides take
 turns. Environments and networks are small, so that buffers count for much. Shown are the best rounds: steps a second by
 the CPU time of the process, and the medians of calls by the CPU time of the thread. Exit status 1 if a bar is not met:
 1.0 of Stable-Baselines3's steps a second, and in `dqn` 0.8 (raw) and 1.1 (compressed) of the time of its `sample`.

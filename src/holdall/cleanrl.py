@@ -124,8 +124,8 @@ class ReplayBuffer:
         require_count("batch_size", batch_size)
         found = self._drawn_at_once(batch_size)
         if type(found) is tuple:
-            action, ended, reward, obs, next_obs = map(torch.from_numpy, found)
-            return self._samples(obs, action, next_obs, ended, reward)
+            acted, ends, rewards, *observed = map(torch.from_numpy, found)
+            return self._samples(observed[0], acted, observed[1], ends, rewards)
         ids = self._held(self._drawn(batch_size)) if type(found) is int else found
         if self.device.type == "cuda":
             batch = self.memory.follow(of_ids(ids), device=str(self.device))

@@ -25,6 +25,7 @@ from holdall.storage import sealer as seal
 from holdall.storage import segment
 from holdall.storage.blocks import FrozenBlock, KeptBlock, Order, SealedSlices, SliceBlock, address
 from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec_choice import choose
 from holdall.storage.layout import Window
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -672,6 +673,7 @@ def test_a_block_that_is_sealed_while_it_is_pickled_is_pickled_whole() -> None:
 EXIT = """
 import threading, time
 import numpy as np
+from holdall.storage.codec_choice import choose
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.native import native_kernels
 
@@ -762,7 +764,7 @@ def test_a_block_that_left_is_not_sealed_again(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("_small_segments")
 def test_blocks_do_not_wait_for_a_codec_that_is_being_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where `add` would have to wait, they are sealed in a plain way, and better when it is chosen."""
-    may_choose, choose = threading.Event(), seal.choose
+    may_choose = threading.Event()
 
     def choose_late(*arguments: Any) -> Codec:
         assert may_choose.wait(PATIENCE_S)
