@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import holdall
 from holdall import watch
 
-STEPS = 60_000
+STEPS = 20_000
 SIDE = 84
 MADE = 500
 CHECKED = 512

@@ -36,8 +36,13 @@ WATCH = [sys.executable, "-m", "holdall", "watch"]
 TRAININGS = str(HERE / "watch_trainings.py")
 GROUPS = Path("/sys/fs/cgroup/memory")
 MIB = 2**20
-LIMIT = 700 * MIB
+LIMIT = 400 * MIB
 Row = dict[str, Any]
+TITLES = {
+    "ends": "starts and ends of trainings", "imports": "scripts that only import, on a busy machine",
+    "clean": "trainings without a leak", "lines": "planted leaks",
+    "spill": '`on_pressure="spill"` at full speed, in a control group of 400 MiB', "trace": "cost of a trace",
+}  # fmt: skip
 
 SMALL_DQN = """
     import gymnasium, torch
@@ -185,6 +190,7 @@ def ends(wanted: argparse.Namespace) -> Row:
             told = done.stderr.replace("RuntimeError: planned", "").count("Traceback") - (code == 1)
             if done.returncode != code or told > 0 or "without it" in done.stderr:
                 wrong.append(f"run {run}: {done.returncode} for {code}: {done.stderr[-300:]}")
+            print(f"run {run}: exit code {done.returncode}, {len(wrong)} wrong so far", file=sys.stderr)
 
     _in_parallel(one, wanted.runs or 200)
     runs = wanted.runs or 200
@@ -347,6 +353,17 @@ def _limited(limit_bytes: int, command: list[str]) -> tuple[int, str, int]:
                 time.sleep(0.2)
 
 
+def _write_docs(rows: list[Row]) -> None:
+    """Put the figures into docs/watch.md."""
+    page = HERE.parent / "docs" / "watch.md"
+    before, begin, rest = page.read_text(encoding="utf-8").partition(
+        "<!-- showings: python benchmarks/watch_showings.py -->\n"
+    )
+    _, end, after = rest.partition("<!-- end of showings -->")
+    lines = ["| what | measured |", "|---|---|", *(f"| {TITLES[row['showing']]} | {row['figure']} |" for row in rows)]
+    page.write_text(before + begin + "\n".join(lines) + "\n" + end + after, encoding="utf-8")
+
+
 def main() -> int:
     """Run the showings that are named, and keep their rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -359,13 +376,10 @@ def main() -> int:
     for row in rows:
         print(f"{row['showing']}: {row['figure']}{'' if row['holds'] else '  (DOES NOT HOLD)'}")
     rest = [row for row in kept if row["showing"] not in wanted.showing]
-    order = list(CASES)
-    text = {
-        "machine": machine(),
-        "versions": versions(),
-        "rows": sorted(rest + rows, key=lambda r: order.index(r["showing"])),
-    }
+    known = sorted(rest + rows, key=lambda row: list(CASES).index(row["showing"]))
+    text = {"machine": machine(), "versions": versions(), "rows": known}
     RESULTS.write_text(json.dumps(text, indent=1) + "\n", encoding="utf-8")
+    _write_docs(known)
     return 0 if all(row["holds"] for row in rows) else 1
 
 

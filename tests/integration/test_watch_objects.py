@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -67,7 +65,3 @@ def names_in(python: str) -> dict[str, list[int]] | None:
     for region in found:
         named.setdefault(region.name, []).append(region.nbytes)
     return named
-
-
-if __name__ == "__main__":
-    print(json.dumps({Path(python).name: names_in(python) for python in sys.argv[1:]}, indent=1))

@@ -1,20 +1,19 @@
 """The command line: `holdall COMMAND`; one module for each command, imported when it is called.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake
-on the command line, 3 the command ran and its check failed. A reader of stdout that goes away, as `head` does, changes
-none of them.
+on the command line, 3 the command ran and its check failed.
 """
 
 from __future__ import annotations
 
-import io
 import sys
 from importlib import import_module
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 
-from holdall.cli.conventions import OneLineErrors, Verbose
+from holdall.cli.conventions import OneLineErrors, PipeWriter, Verbose
 
 __all__ = ["app", "main"]
 
@@ -47,30 +46,23 @@ class LazyCommands(OneLineErrors):
 app = typer.Typer(cls=LazyCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"holdall {version('holdall')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+]
+
+
 @app.callback()
-def holdall(verbose: Verbose = False) -> None:
+def holdall(verbose: Verbose = False, version: Version = False) -> None:
     """Experience memory for deep reinforcement learning."""
-
-
-class ForgivingOutput(io.FileIO):
-    """Stdout, whose reader may go away: what it does not want is dropped."""
-
-    def write(self, data: Any, /) -> int:
-        """Write some bytes, and return how many were taken."""
-        try:
-            return super().write(data) or 0
-        except BrokenPipeError:
-            return len(data)
 
 
 def main() -> None:
     """Run the command line; the entry point of the `holdall` script."""
-    with ForgivingOutput(1, "w", closefd=False) as raw:
-        known = sys.stdout
-        sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(raw), known.encoding, known.errors, line_buffering=known.isatty()
-        )
-        try:
-            app(prog_name="holdall")
-        finally:
-            sys.stdout.flush()
+    sys.stdout = PipeWriter(sys.stdout)  # type: ignore[assignment]  # it has all that a stream has
+    app(prog_name="holdall")

@@ -6,6 +6,7 @@ after the command's name.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from holdall.errors import ArgumentError, HoldallError
 _VERBOSE = "holdall.verbose"
 ERROR_CODE = "holdall.error_code"
 """A command sets it in its context's `meta` where 1, the exit code of errors, means something else."""
+_USAGE_CODES = {"plan": 64}
+"""Exit codes of mistakes on the command line, of commands whose 2 means something else."""
 # The types of options that may be left out.
 OptBool = bool | None
 OptInt = int | None
@@ -58,6 +61,41 @@ class OneLineErrors(TyperGroup):
                 raise
             typer.echo(f"holdall: {error}", err=True)
             raise typer.Exit(ctx.meta.get(ERROR_CODE, 1)) from error
+        except Exception as error:
+            code = _USAGE_CODES.get(str(ctx.invoked_subcommand))
+            if code is not None and hasattr(error, "show"):  # a mistake on the command line knows how to show itself
+                error.exit_code = code  # type: ignore[attr-defined]  # of typer's own click, which has no public name
+            raise
+
+
+class PipeWriter:
+    """Standard output that goes on silently when who reads it is gone (`holdall plan ... | head`)."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, as long as somebody reads it."""
+        try:
+            return int(self._stream.write(text))
+        except BrokenPipeError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, as long as somebody reads it."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())  # what is still in the stream's buffer goes there
+        os.close(nowhere)
 
 
 @contextmanager

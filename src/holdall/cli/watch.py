@@ -32,7 +32,7 @@ from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, R
 from holdall.tools.watch.session import LaunchedCommand
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
-from holdall.units import count_of, format_bytes, parse_bytes
+from holdall.units import counted, format_bytes, parse_bytes
 
 _TARGET = "A process id; or, after --, a command to start and watch; or, with --ray, the address of Ray's head."
 _JSON = (
@@ -86,11 +86,14 @@ def watch(
     with options.opened() as outputs:
         if is_pid:
             # What runs has a command line; what was just started may not have its own yet.
-            _watch_process(int(target[0]), _command_line_of(int(target[0])), None, (interval, limit_bytes), outputs)
+            with contextlib.suppress(KeyboardInterrupt):
+                _watch_process(int(target[0]), _command_line_of(int(target[0])), None, (interval, limit_bytes), outputs)
             return
         launched = LaunchedCommand(target, captured=options.shows_live)
         try:
             _watch_process(launched.pid, target, launched, (interval, limit_bytes), outputs)
+        except KeyboardInterrupt:  # it was for the command, too
+            pass
         except Exception as error:  # whatever it is, the command is not to suffer
             typer.echo(f"holdall watch: {type(error).__name__} {error}; the command goes on without it", err=True)
         code = launched.wait()
@@ -102,16 +105,15 @@ def _watch_process(
     pid: int, command: list[str], launched: LaunchedCommand | None, settings: tuple[float, int | None],
     outputs: Outputs,
 ) -> None:  # fmt: skip
-    """Watch a process until it ends, or until an interrupt."""
-    turns = WatchLoop(pid, *settings)
+    """Watch a process until it ends."""
+    turns = WatchLoop(pid, *settings, scans=launched is None)
     title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
 
     def draw(turn: WatchPass, width: int) -> RenderableType:
         has_names = launched is not None or turns.watcher.latest_report is not None
         return process_view(turn, turns.history, title, width, "" if has_names else shlex.join(command))
 
-    with contextlib.suppress(KeyboardInterrupt):
-        outputs.show(_passes(turns, launched), record_header(pid, command, settings[0]), draw)
+    outputs.show(_passes(turns, launched), record_header(pid, command, *settings), draw)
 
 
 def _passes(turns: WatchLoop, launched: LaunchedCommand | None) -> Iterator[WatchPass]:
@@ -255,12 +257,14 @@ class Outputs:
         for output in list(self.open):
             try:
                 do(output)
-            except BrokenPipeError:
+            except OSError as error:
                 self.open.remove(output)
+                if not isinstance(error, BrokenPipeError):
+                    typer.echo(f"holdall watch: {error.strerror}; no more is written there", err=True)
 
 
 def _close(output: WatchOutput) -> None:
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         output.close()
 
 
@@ -314,7 +318,7 @@ def _headline(title: str, reading: MemoryReading, width: int) -> Text:
         facts.append(f"{reading.steps_per_second:,.0f}/s")
     if reading.phase:
         facts.append(reading.phase)
-    facts.append(count_of(reading.threads, "thread"))
+    facts.append(counted(reading.threads, "thread"))
     tail = "  ".join(facts)
     text.append(title[: max(width - len(tail) - 2, 10)], style="bold")
     return text.append("  " + tail)

@@ -71,7 +71,7 @@ class RecordedVerdict:
     times: int
 
 
-class _Columns(dict[str, "array[float]"]):
+class _ReadingColumns(dict[str, "array[float]"]):
     """Readings, column by column; what is not known is nan."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -87,9 +87,9 @@ class Recording:
     """Everything of a file that a page shows; what is not known is nan in a series and None elsewhere."""
 
     header: JsonLine
-    series: _Columns = field(default_factory=lambda: _Columns(("time", "pss", *_MEASURED)))
-    groups: _Columns = field(default_factory=lambda: _Columns(GROUP_TITLES))
-    gpu: _Columns = field(default_factory=lambda: _Columns(_GPU))
+    series: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(("time", "pss", *_MEASURED)))
+    groups: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(GROUP_TITLES))
+    gpu: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(_GPU))
     parts: list[RecordedPart] = field(default_factory=list)  # of the highest reading
     kernel_peak: float = 0.0  # the highest by the kernel's count, which sees what lies between two readings
     phases: dict[str, RecordedPhase] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Recording:
     def limit(self) -> tuple[float, str] | None:
         """The smallest limit on the host's memory, and its name; None if none was recorded."""
         limits = self.header.inner("limits")
-        names = {"cgroup": "control group", "memory": "memory of the machine"}
+        names = {"given": "named for this run", "cgroup": "control group", "memory": "memory of the machine"}
         known = [(limits.size(key) or 0.0, name) for key, name in names.items()] if limits else []
         return min((limit for limit in known if limit[0] > 0), default=None)
 

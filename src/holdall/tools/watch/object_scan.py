@@ -29,6 +29,8 @@ _TYPE, _TYPE_NAME, _TYPE_SIZE, _TYPE_BASE = 8, 24, 32, 256
 _CACHED_KEYS = (872, 880)
 """Where a class has the names of its objects' attributes: Python 3.11; 3.12 and 3.13."""
 _KEYS_HEADER, _MOST_ATTRIBUTES = 32, 30
+_MOST_KEYS = 11
+"""Keys of the largest dict that is recognised, as a power of two."""
 _MOST_DIMENSIONS = 64
 
 Words = NDArray[np.uint64]
@@ -84,8 +86,7 @@ class _Scan:
         attributes: dict[int, int] = {}  # where an object stands among attributes
         for one, places in self._places_of(objects).items():
             for place in places:
-                key = self._string(self._word(place - 8))
-                if key and one not in names:
+                if one not in names and (key := self._dict_key(place)):
                     names[one] = key
                 attributes.setdefault(place, one)
         left = {place: one for place, one in attributes.items() if one not in names}
@@ -176,6 +177,24 @@ class _Scan:
             here = self._found[at].end
             at += 1
         return nbytes >= LEAST_BYTES and here >= address + nbytes
+
+    def _dict_key(self, place: int) -> str:
+        """Return the key of a dict's value; nothing if no dict with texts as keys stands around it."""
+        length = _KEYS_HEADER + (16 << _MOST_KEYS) + 8
+        before = self._memory.read(place - length, length)
+        for size in range(3, _MOST_KEYS + 1) if len(before) == length else ():
+            index_bytes = size if size < 8 else size + 1  # as a power of two
+            most = (2 << size) // 3
+            for entry in range(most):
+                at = length - 8 - 16 * entry - (1 << index_bytes) - _KEYS_HEADER
+                if at < 0:
+                    break
+                if before[at + 8 : at + 11] != bytes([size, index_bytes, 1]):
+                    continue
+                free, used = (int.from_bytes(before[at + i : at + i + 8], "little") for i in (16, 24))
+                if entry < used and free + used == most:
+                    return self._string(self._word(place - 8))
+        return ""
 
     def _attribute_in_object(self, place: int) -> str:
         """Name an attribute that stands in its object, behind what the class says is its size."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -48,9 +49,12 @@ class ProcessWatcher:
         pid: The process; its children are its workers.
         limit_bytes: A limit of the user's own, besides those of the system, over the tree's memory.
         without: Processes below it that are no part of the training.
+        scans: Whether arrays are looked for in its memory if it has no agent.
     """
 
-    def __init__(self, pid: int, limit_bytes: int | None = None, without: Collection[int] = ()) -> None:
+    def __init__(
+        self, pid: int, limit_bytes: int | None = None, without: Collection[int] = (), *, scans: bool = False
+    ) -> None:
         self.pid = pid
         self._limit_bytes = limit_bytes
         self._without = without
@@ -59,7 +63,7 @@ class ProcessWatcher:
         self._cores = usable_cores()
         self._highest = 0
         self._arrays: list[agent_files.Region] = []  # of a process without an agent
-        self._scan_due = self.scan_seconds = 0.0
+        self._scan_due, self.scan_seconds = 0.0 if scans and LINUX else math.inf, 0.0
         self._has_ended = False
         try:
             self._process = psutil.Process(pid)
@@ -95,7 +99,7 @@ class ProcessWatcher:
     def _read(self) -> MemoryReading:
         report = self._read_report()
         now = time.time()
-        if report is None and LINUX and now >= self._scan_due:
+        if report is None and now >= self._scan_due:
             self._scan(now)
         arrays = self._arrays if report is None else ()
         own = attribute_memory(self.pid, report, arrays) if LINUX else self._sums_alone(report)
@@ -320,9 +324,11 @@ class WatchLoop:
     """Reads a process tree again and again, remembers, and judges, in at most 2 % of one core's time."""
 
     def __init__(
-        self, pid: int, interval_s: float, limit_bytes: int | None = None, without: Collection[int] = ()
-    ) -> None:
-        self.watcher = ProcessWatcher(pid, limit_bytes, without)
+        self, pid: int, interval_s: float, limit_bytes: int | None = None, without: Collection[int] = (),
+        *,
+        scans: bool = False,
+    ) -> None:  # fmt: skip
+        self.watcher = ProcessWatcher(pid, limit_bytes, without, scans=scans)
         self.history = ReadingHistory()
         self._interval_s = interval_s
         self._verdicts: list[WatchVerdict] = []
