@@ -1,4 +1,4 @@
-"""Whole trainings: steps a second, and `add` and `sample` inside them, with the drop-in and Stable-Baselines3's buffers.
+"""Whole trainings with the drop-in and with Stable-Baselines3's buffers: steps a second, and `add` and `sample` inside.
 
     OMP_NUM_THREADS=1 python benchmarks/trainings.py [--case dqn|camera|vectors] [--rounds 5] [--json FILE]
 

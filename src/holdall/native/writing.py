@@ -17,10 +17,8 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.native.library import (
-    MOST_DIMENSIONS,
     CompressionLibraries,
     EncoderStruct,
-    LayoutStruct,
     OpenPartStruct,
     SealedBlockStruct,
     SliceBlockStruct,
@@ -110,31 +108,6 @@ class NativeWriting:
     def new_fast_tick(self, lock: Any, repair: Repair) -> FastTick:
         """Make a short way to write ticks, for a memory with this lock."""
         return NativeFastTick(self._library, lock, repair) if has_expected_objects(lock) else FastTick()
-
-
-class DenseLayout:
-    """How C walks through an array whose elements fill its memory, but in another order.
-
-    `order` is the permutation of axes that makes it contiguous, or None if none does.
-    """
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-        self.order = tuple(axes) if array.transpose(axes).flags.c_contiguous else None
-        lengths: list[int] = []
-        strides: list[int] = []
-        for length, stride in zip(array.shape, array.strides, strict=True):
-            if lengths and strides[-1] == length * stride:
-                lengths[-1], strides[-1] = lengths[-1] * length, stride
-            elif length > 1 or not lengths:
-                lengths.append(length)
-                strides.append(stride)
-        if len(lengths) > MOST_DIMENSIONS:
-            self.order = None
-            return
-        numbers = ctypes.c_int64 * MOST_DIMENSIONS
-        self._struct = LayoutStruct(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
-        self.address = ctypes.addressof(self._struct)
 
 
 class NativeBlock(SliceBlock):
