@@ -10,7 +10,6 @@ wait for each other, so that a transition is drawn 8 times, about, however fast 
 with kill -9 if you like, and run it again: it goes on with the transitions, their priorities and the network.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -117,7 +116,7 @@ class Learner:
         """Write everything, or nothing."""
         states = {name: getattr(self, name).state_dict() for name in ("network", "target", "optimizer")}
         torch.save(states | {"update": self.update}, self.file.with_suffix(".new"))
-        os.replace(self.file.with_suffix(".new"), self.file)
+        self.file.with_suffix(".new").replace(self.file)
 
 
 def main(updates: int, folder: Path) -> None:

@@ -95,6 +95,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Transform]]] = {
     "palette": lambda: (Transform(words * size, size) for size in (2, 4, 8) for words in (1, 5, 16, 333)),
     "left": lambda: images(Predictor.LEFT),
     "up": lambda: images(Predictor.UP),
+    "pixels": lambda: (form for form in images(Predictor.PIXELS) if not (form.interleaved or form.green)),
     "palette and left": lambda: images(Predictor.LEFT, 4),
     "palette and up": lambda: images(Predictor.UP, 8),
     "shuffle": lambda: (

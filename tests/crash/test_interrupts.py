@@ -251,9 +251,7 @@ def test_an_interrupted_add_is_made_or_is_not(
 
 
 @pytest.mark.parametrize("points", POINTS)
-@pytest.mark.parametrize(
-    "name", ["first tick", "rings, full", "rings, packed, full", "Dict, segment closes", "Dict, spills"]
-)
+@pytest.mark.parametrize("name", ["first tick", "rings, full", "rings, packed", "Dict, segment closes", "Dict, spills"])
 def test_an_interrupted_extend_is_made_or_is_not(
     name: str, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

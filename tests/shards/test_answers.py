@@ -17,16 +17,17 @@ from numpy.typing import NDArray
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.batch import Batch
-from holdall.cluster import shard_data
+from holdall.cluster import row_finder
 from holdall.cluster.answer import Answer, AnswerReader, Deliverer, FoundField, Payload, RowDraw, pack_answer
 from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.shard_data import RowFinder
+from holdall.cluster.row_finder import RowFinder
 from holdall.errors import ArgumentError, DamageError
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.schema import Schema
 from holdall.storage.adopting import AdoptingStore
-from holdall.storage.codec import Codec, Dictionary, Method, Transform, choose
+from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.codec_choice import choose
 from holdall.storage.records import dictionary_name
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels
@@ -114,7 +115,7 @@ class Desk:
 @pytest.fixture(params=[0.0, 1e9], ids=["decoded", "compressed"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """Have answers decoded at the shard, or sent as they are, whatever pays."""
-    monkeypatch.setattr(shard_data, "_DECODED_FROM", request.param)
+    monkeypatch.setattr(row_finder, "_DECODED_FROM", request.param)
     share: float = request.param
     return share
 
@@ -147,7 +148,7 @@ def test_what_was_sent_is_what_is_found(
     assert (desk.store.first_tick, desk.store.next_tick) == (desk.oracle.first_id, desk.oracle.next_id)
     ids = generator.choice(desk.oracle.ids, 20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_data, "_DECODED_FROM", share)
+        patch.setattr(row_finder, "_DECODED_FROM", share)
         for _ in range(2):  # what was decoded for the first batch is there for the second
             assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
 
@@ -170,7 +171,7 @@ def test_windows_codecs_and_dictionaries_may_change_between_segments(kernels: Ke
 def test_decoded_slices_are_kept_within_a_limit_and_go_with_their_segment(
     kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_data, "_DECODED_NEAR_FROM", 0.0)
+    monkeypatch.setattr(row_finder, "_DECODED_NEAR_FROM", 0.0)
     stream, room = Stream(FRAMES, spaces.Discrete(2), 1, plans=[LeafPlan()], seed=1), 40 * 4 * 24 * 24
     desk = Desk(stream, 60, 10, kernels, room)
     kept = desk.finder._kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
 import sys
 from typing import Any
 
@@ -72,3 +73,22 @@ def test_every_learner_draws_all_rows_alike() -> None:
         for rank in range(2):
             with holdall.ray.attach(memory.name, rank=rank, seed=7) as learner:
                 assert chi_square_p(drawn(learner, 200_000, 2_000), np.ones(2_000)) > 0.001
+
+
+PROGRAM = """
+import sys
+import holdall.ray
+with holdall.ray.attach(sys.argv[1], address=sys.argv[2]) as memory:
+    print(len(memory), len(memory.sample(32)))
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_of_its_own_attaches_too() -> None:
+    with ReplayMemory(SPACE, ACTION, 2_000, shards=1, seed=2, patience_s=60.0) as memory:
+        add(memory, 0, 300)
+        head = ray.get_runtime_context().gcs_address
+        ran = subprocess.run(
+            [sys.executable, "-c", PROGRAM, memory.name, head], capture_output=True, text=True, check=True
+        )
+    assert ran.stdout.split() == ["300", "32"]

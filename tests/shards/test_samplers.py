@@ -13,10 +13,10 @@ from gymnasium import spaces
 import holdall
 from holdall import Hindsight, NStep, Prioritized, Sequence
 from holdall.batch import Batch
-from holdall.cluster.answer import AnswerReader, Deliverer
+from holdall.cluster.answer import Answer, AnswerReader, Deliverer
 from holdall.cluster.encode import Encoder
 from holdall.cluster.fleet import for_shards
-from holdall.cluster.learner import checked, weights_of
+from holdall.cluster.learner import assigned, checked, weights_of
 from holdall.cluster.protocol import ShardCounters, shards_of
 from holdall.cluster.shard_data import ShardData
 from holdall.json_state import schema_words
@@ -26,6 +26,8 @@ from holdall.sampling.draw import Sampler
 from holdall.schema import Schema
 from holdall.storage import Dictionary, Tick, pack_segment
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
+
+from .chaos.chi_square import chi_square_p
 
 GOALS = spaces.Dict(
     achieved_goal=spaces.Box(-9, 9, (2,), np.float32),
@@ -149,7 +151,7 @@ def add_episodes(memory: Any, lanes: int, ticks: int, first: int = 0) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("lanes", [1])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.nightly), 7])
 def test_episodes_stay_together_over_shards(lanes: int) -> None:
     """Returns and sequences are as long as their episodes allow, whichever shard these are on."""
     with ReplayMemory(BOX, ACTION, 40_000, lanes, shards=3, seed=1, sampler=NStep(4, 1.0)) as memory:
@@ -164,3 +166,72 @@ def test_episodes_stay_together_over_shards(lanes: int) -> None:
             assert cut.sum() == 0
             first = batch.obs[:, 1]
             assert (batch.reward == steps * first + steps * (steps - 1) / 2).all()
+
+
+class Lane:
+    """A shard with one writer of one lane, and episodes of some lengths; rewards tell the transition."""
+
+    def __init__(self, number: int, lengths: list[int], sampler: Sampler, first: int) -> None:
+        schema = Schema.of(BOX, ACTION, None, 1)
+        self.shard = ShardData(
+            schema_words(schema), 4_000, sampler, np.random.default_rng([7, number]), threading.Lock()
+        )
+        encoder, nothing, no = Encoder(schema, 1, 64, chosen_kernels()), np.zeros((1, 2), np.float32), np.zeros(1, bool)
+        self.starts: list[int] = []  # transitions that a sequence may begin with, by hand
+        self.numbers = np.arange(first, first + sum(lengths))
+        was_end = False
+        for tick, is_end in enumerate(is_end for length in lengths for is_end in [*[False] * (length - 1), True]):
+            if was_end or tick % 3 == 0:
+                self.starts.append(first + tick)
+            was_end = is_end
+            reward, action = np.array([first + tick], np.float64), np.zeros(1, np.int64)
+            encoder.add(Tick([nothing], [action], reward, [nothing], np.array([is_end]), no, [], None))
+            if encoder.is_full or tick == sum(lengths) - 1:
+                self.shard.take(b"w" * 16, encoder.close({}))
+
+
+@pytest.mark.parametrize("by", ["uniform", "priority"])
+@pytest.mark.parametrize("kind", ["n-step", "sequences, every third"])
+def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> None:
+    """Every transition for n-step returns, every start for sequences; weights say by how much it was not so."""
+    generator = np.random.default_rng(3)
+
+    def sampler() -> Any:
+        single = Prioritized(alpha=1.0, beta=1.0, floor=1e-6) if by == "priority" else None
+        return NStep(3, 0.9, by=single) if kind == "n-step" else Sequence(5, burn_in=2, stride=3, by=single)
+
+    lanes, first = [], 0
+    for number, episodes in enumerate((60, 12, 3)):
+        lanes.append(Lane(number, generator.integers(2, 25, episodes).tolist(), sampler(), first))
+        first += len(lanes[-1].numbers)
+    chances = np.zeros(first)
+    for lane in lanes:
+        allowed = lane.numbers if kind == "n-step" else np.array(lane.starts)
+        chances[allowed] = 1.0
+        if by == "priority":
+            chances[allowed] = generator.uniform(0.5, 4.0, len(allowed))
+            lane.shard.sampler.update_priorities(  # type: ignore[attr-defined]
+                lane.shard.held(), allowed - lane.numbers[0], chances[allowed] - 1e-6
+            )
+    masses = {number: lane.shard.mass() for number, lane in enumerate(lanes)}
+    assert np.allclose(sum(masses.values()), chances.sum())
+    counts, sums = np.zeros(first, np.int64), np.zeros(first)
+    where = assigned(masses, 200_000, generator)
+    answers = []
+    for number, rows in where.items():
+        shard, numbers = lanes[number].shard, lanes[number].numbers
+        drawn = shard.draw([(len(rows), 0)])
+        scaled, _ = shard.found(drawn)
+        steps = drawn.rows[: len(drawn.rows) - len(drawn.others)].reshape(len(rows), -1)
+        starts = numbers[steps[:, 2 if drawn.steps else 0]]
+        counts += np.bincount(starts, minlength=first)
+        counters = ShardCounters(0, 0, 0, 0, 0, 0, 0, masses[number])
+        answers.append((starts, Answer(counters, drawn, scaled, {}, {})))
+    weights = weights_of([answer for _, answer in answers], list(where.values()), list(masses.values()), beta=1.0)
+    for (starts, _), rows in zip(answers, where.values(), strict=True):
+        sums += np.bincount(starts, weights[rows], minlength=first)
+    assert counts[chances == 0].sum() == 0
+    kept = chances > 0
+    assert chi_square_p(counts[kept], chances[kept]) > 0.001
+    worth = sums[kept] / counts[kept] * chances[kept]
+    assert np.allclose(worth, worth[0], rtol=1e-5)

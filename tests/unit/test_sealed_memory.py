@@ -22,7 +22,7 @@ from holdall.native import native_kernels
 from holdall.native.kernels import _warn_once
 from holdall.report import FieldReport
 from holdall.storage import segment
-from holdall.storage.codec import COST_CAPS
+from holdall.storage.codec_choice import COST_CAPS
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from holdall import storage
 from holdall.batch import Batch, Draw
 from holdall.cluster.encode import column_leaves
+from holdall.cluster.lent_arrays import LentArrays
 from holdall.cluster.protocol import ShardCounters, ids_of, whole
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
@@ -340,6 +341,7 @@ class Deliverer:
         self._schema = schema
         self._kernels = kernels
         self.assembler = ObservationAssembler(kernels, 1 << 62)
+        self._store = LentArrays()
         self.batches = HostBatches(schema, self.assembler, Delivery(device, schema.leaves))
 
     def batch(
@@ -392,7 +394,8 @@ class Deliverer:
         schema, pairs = self._schema, {}
         for i, leaf in enumerate(schema.observation.leaves):
             if i in shares[0].answer.fields:
-                pairs[i] = self.assembler.assemble(self._places(i, shares), 0, leaf, wanted)
+                pair = self._borrowed(shares, i, leaf)
+                pairs[i] = pair or self.assembler.assemble(self._places(i, shares), 0, leaf, wanted)
             else:
                 pairs[i] = column(f"obs.{i}"), column(f"next.{i}")
         action = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
@@ -400,6 +403,28 @@ class Deliverer:
         reward, terminated, truncated = (column(f"{name}.0") for name in ("reward", "terminated", "truncated"))
         ended = (terminated > truncated).astype(np.float32)
         return storage.Rows(pairs, (), None, action, reward, terminated, truncated, extras, ended)
+
+    def _borrowed(self, shares: Sequence[_Share], i: int, leaf: Leaf) -> tuple[Array, Array] | None:
+        """Return the arrays of one answer as they are, if the batch is all of it, or None; nothing is copied."""
+        share, found = shares[0], shares[0].answer.fields[i]
+        count, total, slices = len(share.ids), found.log.size // 2, found.forms[0].slices if found.forms else None
+        if len(shares) > 1 or len(found.forms) > 1 or not isinstance(slices, np.ndarray) or not count:
+            return None
+        cursors = found.cursors[share.rows]
+        first = int(cursors[0]) // 2
+        in_order = np.arange(count, dtype=np.uint32)
+        log = np.arange(2 * total, dtype=np.uint32).reshape(2, total).T.reshape(-1)
+        if not all(
+            np.array_equal(*pair)
+            for pair in ((share.positions, in_order), (cursors, 2 * (first + in_order)), (found.log, log))
+        ):
+            return None
+        owned = self._store.writable(slices)
+        if owned is None:
+            return None
+        pair = owned.reshape(2, total, leaf.nbytes)[:, first : first + count]
+        obs, next_obs = (side.reshape(-1).view(leaf.dtype).reshape(count, *leaf.shape) for side in pair)
+        return obs, next_obs
 
     def _places(self, leaf: int, shares: Sequence[_Share]) -> storage.Places:
         """Describe where the slices of a leaf lie, to the loops that decode them."""

@@ -332,7 +332,9 @@ class SharedCodecs:
 
     def _choose(self, field: int, window: storage.Window, slices: Bytes) -> None:
         try:
-            chosen = storage.choose(self._coder, self._leaves[field], window, slices, self._cap, 1, self._lanes)
+            leaf = self._leaves[field]
+            # Shards send some units of many segments as one block: none may need another.
+            chosen = storage.choose(self._coder, leaf, window, slices, self._cap, 1, self._lanes, has_keys=False)
             codec = _quicker(self._coder, chosen, slices)
             self._questions[field] = window, self._roster.chose.remote(_key(field, window), pack_codec(codec))
         finally:

@@ -102,7 +102,7 @@ class ReplayMemory(MemoryHandle):
         address = Address(
             schema_words(schema), name or f"holdall-{secrets.token_hex(8)}", place is not None, prefer,
             settings.asking_s, settings.writing_s, limit,
-            max(1, shards.rows // _STAYS) if isinstance(sampler, ComposedSampler) else 0,
+            *((max(1, shards.rows // _STAYS), len(shards.places)) if isinstance(sampler, ComposedSampler) else ()),
         )  # fmt: skip
         terms = MemoryTerms(address, sampler, on_shard_loss, shards.rows)
         self._fleet = Fleet(terms, seed, place, settings, len(shards.places))
@@ -126,12 +126,13 @@ class ReplayMemory(MemoryHandle):
     def drain_shard(self, number: int) -> None:
         """Move what a shard holds to the others, and end it; draws and writers go on meanwhile.
 
-        Transitions that were moved have new ids, and the priority of new ones. If it ends with `ShardError`, call it
+        Transitions that were moved have new ids, and the priority of new ones; for samplers that follow episodes each
+        of them stands alone. If it ends with `ShardError`, call it
         again; with journals every transition is there once, whatever is killed meanwhile.
         """
         self.flush()
-        with self._lock:
-            self._fleet.drain(number, self._writer, self._cluster)
+        with self._lock, Writer(replace(self._address, stay_rows=0), 1) as mover:
+            self._fleet.drain(number, mover, self._cluster)
 
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> checkpoint.SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.

@@ -54,6 +54,12 @@ class ShardStatus:
         return cls(number, True, **figures | {"counters": ShardCounters.of(figures["counters"])})
 
 
+def this_node() -> str:
+    """Return the address of the machine that this process runs on, as Ray has it."""
+    address: Any = ray.util.get_node_ip_address  # it has no types
+    return str(address())
+
+
 class Process:
     """The process that a shard runs in."""
 
@@ -76,9 +82,8 @@ class Process:
             self._held = held_bytes()  # the kernel walks all pages for it
             self._read_again_at = now + (time.monotonic() - now) / _SHARE_OF_A_CORE
         limit = memory_limits()[0]
-        address: Any = ray.util.get_node_ip_address
         return {
-            "node": str(address()),
+            "node": this_node(),
             "pid": os.getpid(),
             "uss_bytes": self._held.unique,
             "pss_bytes": self._held.proportional,

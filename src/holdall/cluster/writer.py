@@ -53,6 +53,7 @@ class Address:
     writer_patience_s: float  # of writers, whose error comes when Ray has given a machine up
     limit: RateLimit | None = None
     stay_rows: int = 0  # rows after which a writer may leave a shard within an episode; 0: after every segment
+    lane_groups: int = 1  # in which a writer's lanes go to the shards, as episodes of a group stay on one
 
     def roster(self) -> Any:
         """Find the roster."""
@@ -72,14 +73,18 @@ class Home:
 
     Args:
         stay_rows: See `Address`.
+        first: Which of the shards gets the first segment, counted over and over; -1: any.
     """
 
-    def __init__(self, stay_rows: int) -> None:
+    def __init__(self, stay_rows: int, first: int = -1) -> None:
         self._stay_rows = stay_rows
+        self._first = first
         self._shard = -1
 
     def among(self, streams: list[SegmentStream]) -> list[SegmentStream]:
         """Return the streams that the next segment may be sent on: all of them, or that of the shard alone."""
+        if streams and self._first >= 0:
+            return [streams[self._first % len(streams)]]
         home = [stream for stream in streams if stream.number == self._shard]
         if home and home[0].inserted - min(stream.inserted for stream in streams) < self._stay_rows:
             return home
@@ -87,7 +92,7 @@ class Home:
 
     def sent(self, shard: int, *, may_leave: bool) -> None:
         """Hear where a segment went, and whether all episodes ended with it."""
-        self._shard = -1 if may_leave else shard
+        self._shard, self._first = -1 if may_leave else shard, -1
 
 
 _OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -109,9 +114,11 @@ class Writer:
     Args:
         num_envs: Lanes of this writer.
         spread: Shards that it sends to, chosen at random; None: all of them.
+        first: See `Home`.
     """
 
-    def __init__(self, address: Address, num_envs: int, spread: int | None = None) -> None:
+    def __init__(self, address: Address, num_envs: int, spread: int | None = None, first: int = -1) -> None:
+        self._first = first
         self._address = address
         self._lanes = num_envs
         self._spread = spread
@@ -130,7 +137,7 @@ class Writer:
         )
         self._dictionaries: dict[str, Dictionary] = {}
         self._generator = np.random.default_rng()
-        self._home = Home(self._address.stay_rows)
+        self._home = Home(self._address.stay_rows, self._first)
         self._streams: dict[int, SegmentStream] = {}
         self._open_to: list[int] = []  # shards that take new segments
         self._version = -1
@@ -149,6 +156,7 @@ class Writer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._address, self._lanes, self._spread = state["address"], state["lanes"], state["spread"]
+        self._first = -1
         self._begin()
 
     def __enter__(self) -> Self:
@@ -193,8 +201,16 @@ class Writer:
         """Add one transition per lane, see `holdall.ReplayMemory.add`; after `flush` it can be sampled."""
         self._require_open()
         tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
+        self.make_room()
+        self.take(tick)
+
+    def make_room(self) -> None:
+        """Have room for one more tick; wait until shards take the segment that is full."""
         if self._encoder.is_full:
             self._send()
+
+    def take(self, tick: Tick) -> None:
+        """Add a tick that was checked, and that there is room for."""
         self._encoder.add(tick)
         self._send_if_full()
 
@@ -204,18 +220,21 @@ class Writer:
     ) -> None:  # fmt: skip
         """Add whole trajectories: the same as `add`, with a leading time axis before the lanes."""
         self._require_open()
-        count, taken = len(reward), 0
-        steps = self._fit((count, self._lanes), obs, action, reward, next_obs, terminated, truncated, extras, valid)
+        leading = (len(reward), self._lanes)
+        self.take_steps(self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid))
+
+    def take_steps(self, steps: Tick) -> None:
+        """Add steps that were checked; if that raises, the same call goes on where it stopped."""
+        count, taken = len(steps.reward), 0
         if self._stopped_at is not None:
             steps_before, held = self._stopped_at
-            taken = held if _digest(steps) == steps_before else 0
+            taken = held if digest_of(steps) == steps_before else 0
         try:
             while taken < count:
-                if self._encoder.is_full:
-                    self._send()
+                self.make_room()
                 taken += self._encoder.extend(steps, taken)
         except BaseException:
-            self._stopped_at = _digest(steps), taken
+            self._stopped_at = digest_of(steps), taken
             raise
         self._stopped_at = None
         self._send_if_full()
@@ -358,8 +377,11 @@ class Writer:
         self.flush()
 
     def _is_listed(self, shard: int) -> bool:
-        """Whether a shard is still one of the memory's."""
-        _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
+        """Whether a shard is still one of the memory's, as far as can be known."""
+        try:
+            _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
+        except ray.exceptions.RayError:
+            return True
         return shards is None or shard in shards
 
     def look_around(self, now: bool = False) -> None:
@@ -403,7 +425,7 @@ class Writer:
             time.sleep(_ASK_AGAIN_S)
 
 
-def _digest(steps: Tick) -> bytes:
+def digest_of(steps: Tick) -> bytes:
     """Return what tells the steps of an `extend` from those of another."""
     flags = [steps.terminated, steps.truncated, *([] if steps.valid is None else [steps.valid])]
     digest = xxhash.xxh3_128()

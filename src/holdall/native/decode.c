@@ -21,38 +21,61 @@ enum { MOST_IN_A_UNIT = 64 };
 /* ---- differences ------------------------------------------------------------------- */
 
 #ifdef HAVE_X86
-/* Running sums of 16 bytes in four shifted additions, on top of what the byte before summed to. */
-static inline __m128i running_sum(__m128i v, uint8_t before) {
+/* Running sums of 16 bytes in four shifted additions, on top of what the byte before summed to, which is left in every
+ * byte of `before` for the next 16. */
+__attribute__((target("ssse3"))) static inline void sum_on(uint8_t *at, __m128i *before) {
+    __m128i v = _mm_loadu_si128((const __m128i *)at);
     v = _mm_add_epi8(v, _mm_slli_si128(v, 1));
     v = _mm_add_epi8(v, _mm_slli_si128(v, 2));
     v = _mm_add_epi8(v, _mm_slli_si128(v, 4));
-    v = _mm_add_epi8(v, _mm_slli_si128(v, 8));
-    return _mm_add_epi8(v, _mm_set1_epi8((char)before));
+    v = _mm_add_epi8(_mm_add_epi8(v, *before), _mm_slli_si128(v, 8));
+    _mm_storeu_si128((__m128i *)at, v);
+    *before = _mm_shuffle_epi8(v, _mm_set1_epi8(15));
+}
+
+/* The same for four bytes. */
+__attribute__((target("ssse3"))) static inline void sum_four_on(uint8_t *at, __m128i *before) {
+    int32_t four;
+    memcpy(&four, at, 4);
+    __m128i v = _mm_cvtsi32_si128(four);
+    v = _mm_add_epi8(v, _mm_slli_si128(v, 1));
+    v = _mm_add_epi8(_mm_add_epi8(v, *before), _mm_slli_si128(v, 2));
+    four = _mm_cvtsi128_si32(v);
+    memcpy(at, &four, 4);
+    *before = _mm_shuffle_epi8(v, _mm_set1_epi8(3));
+}
+
+/* Sum up four neighbouring rows as far as 4 divides them; side by side, since each addition waits for the one before in
+ * its own row only. */
+__attribute__((target("ssse3"))) static int64_t undo_left_fast(uint8_t *first, int64_t columns) {
+    uint8_t *const a = first, *const b = a + columns, *const c = b + columns, *const d = c + columns;
+    __m128i sa = _mm_setzero_si128(), sb = sa, sc = sa, sd = sa;
+    int64_t x = 0;
+    for (; x + 16 <= columns; x += 16) {
+        sum_on(a + x, &sa);
+        sum_on(b + x, &sb);
+        sum_on(c + x, &sc);
+        sum_on(d + x, &sd);
+    }
+    for (; x + 4 <= columns; x += 4) {
+        sum_four_on(a + x, &sa);
+        sum_four_on(b + x, &sb);
+        sum_four_on(c + x, &sc);
+        sum_four_on(d + x, &sd);
+    }
+    return x;
 }
 #endif
 
-/* Sum up `rows` neighbouring rows from their first bytes on; side by side, since each addition
- * waits for the one before in its own row only. */
+/* Sum up `rows` neighbouring rows from their first bytes on. */
 static void undo_left_rows(uint8_t *first, int64_t columns, int64_t rows) {
-    int64_t x = 1;
+    int64_t x = 0;
 #ifdef HAVE_X86
-    if (rows == 4) {
-        uint8_t *const a = first, *const b = a + columns, *const c = b + columns, *const d = c + columns;
-        for (; x + 16 <= columns; x += 16) {
-            const __m128i va = running_sum(_mm_loadu_si128((const __m128i *)(a + x)), a[x - 1]);
-            const __m128i vb = running_sum(_mm_loadu_si128((const __m128i *)(b + x)), b[x - 1]);
-            const __m128i vc = running_sum(_mm_loadu_si128((const __m128i *)(c + x)), c[x - 1]);
-            const __m128i vd = running_sum(_mm_loadu_si128((const __m128i *)(d + x)), d[x - 1]);
-            _mm_storeu_si128((__m128i *)(a + x), va);
-            _mm_storeu_si128((__m128i *)(b + x), vb);
-            _mm_storeu_si128((__m128i *)(c + x), vc);
-            _mm_storeu_si128((__m128i *)(d + x), vd);
-        }
-    }
+    if (rows == 4 && has_ssse3()) x = undo_left_fast(first, columns);
 #endif
     for (int64_t y = 0; y < rows; y++) {
         uint8_t *const row = first + y * columns;
-        for (int64_t i = x; i < columns; i++) row[i] = (uint8_t)(row[i] + row[i - 1]);
+        for (int64_t i = x > 1 ? x : 1; i < columns; i++) row[i] = (uint8_t)(row[i] + row[i - 1]);
     }
 }
 
@@ -119,6 +142,41 @@ static void interleave(const transform *form, const uint8_t *planes, uint8_t *ou
 #endif
     for (; i < plane; i++)
         for (int64_t p = 0; p < form->planes; p++) out[i * form->planes + p] = planes[p * plane + i];
+}
+
+#ifdef HAVE_X86
+__attribute__((target("ssse3"))) static int64_t part_pixels_fast(const uint8_t *in, int64_t plane, uint8_t *planes) {
+    const __m128i from_a[3] = {_mm_setr_epi8(0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(2, 5, 8, 11, 14, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1)};
+    const __m128i from_b[3] = {_mm_setr_epi8(-1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, 0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, 1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1)};
+    const __m128i from_c[3] = {_mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1, 4, 7, 10, 13),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 3, 6, 9, 12, 15)};
+    int64_t i = 0;
+    for (; i + 16 <= plane; i += 16) {
+        const __m128i *const at = (const __m128i *)(in + 3 * i);
+        const __m128i a = _mm_loadu_si128(at), b = _mm_loadu_si128(at + 1), c = _mm_loadu_si128(at + 2);
+        for (int p = 0; p < 3; p++) {
+            const __m128i ab = _mm_or_si128(_mm_shuffle_epi8(a, from_a[p]), _mm_shuffle_epi8(b, from_b[p]));
+            _mm_storeu_si128((__m128i *)(planes + p * plane + i), _mm_or_si128(ab, _mm_shuffle_epi8(c, from_c[p])));
+        }
+    }
+    return i;
+}
+#endif
+
+/* Turn pixels back into planes. */
+static void part_pixels(const transform *form, const uint8_t *in, uint8_t *planes) {
+    const int64_t plane = form->rows * form->columns;
+    int64_t i = 0;
+#ifdef HAVE_X86
+    if (form->planes == 3 && has_ssse3()) i = part_pixels_fast(in, plane, planes);
+#endif
+    for (; i < plane; i++)
+        for (int64_t p = 0; p < form->planes; p++) planes[p * plane + i] = in[i * form->planes + p];
 }
 
 /* ---- words ------------------------------------------------------------------------- */
@@ -341,7 +399,9 @@ static int is_sound(const transform *form) {
     if (word != 0 && word != 2 && word != 4 && word != 8) return 0;
     if (word != 0 && form->slice_bytes % word != 0) return 0;
     if (form->predictor == PREDICT_NOTHING) return 1;
-    if (form->predictor != PREDICT_LEFT && form->predictor != PREDICT_UP) return 0;
+    if (form->predictor == PIXELS ? form->interleaved || form->green
+                                  : form->predictor != PREDICT_LEFT && form->predictor != PREDICT_UP)
+        return 0;
     if (form->planes < 1 || form->rows < 1 || form->columns < 1 || (form->green && form->planes < 3)) return 0;
     /* Each is at most the whole, so that the product cannot overflow. */
     const int64_t coded = coded_bytes(form);
@@ -356,13 +416,15 @@ int decode_slice(decoder *d, const sealed_block *b, int64_t number, uint8_t *out
     const int64_t place = place_of_slice(b, number);
     if (place < 0 || 2 * coded > d->scratch_bytes) return 0;
     const int last_is_words = form->word_bytes > 0;
-    const int moves = form->shuffle > 0 || (form->predictor && form->interleaved);
+    const int is_pixels = form->predictor == PIXELS, is_predicted = form->predictor != PREDICT_NOTHING && !is_pixels;
+    const int moves = form->shuffle > 0 || is_pixels || (is_predicted && form->interleaved);
     uint8_t *stage = last_is_words || moves ? d->scratch : out;
     if (!fetch_coded(d, b, place, stage)) return 0;
-    if (form->predictor) undo_differences(form, stage);
+    if (is_predicted) undo_differences(form, stage);
     if (moves) {
         uint8_t *const to = last_is_words ? d->scratch + coded : out;
         if (form->shuffle > 0) unshuffle(form->shuffle, coded, stage, to);
+        else if (is_pixels) part_pixels(form, stage, to);
         else interleave(form, stage, to);
         stage = to;
     }

@@ -11,6 +11,12 @@ static void deinterleave(const transform *form, const uint8_t *in, uint8_t *plan
         for (int64_t p = 0; p < form->planes; p++) planes[p * plane + i] = in[i * form->planes + p];
 }
 
+static void interleave(const transform *form, const uint8_t *planes, uint8_t *out) {
+    const int64_t plane = form->rows * form->columns;
+    for (int64_t i = 0; i < plane; i++)
+        for (int64_t p = 0; p < form->planes; p++) out[i * form->planes + p] = planes[p * plane + i];
+}
+
 /* Turn planes of values into planes of differences, in place. */
 static void take_differences(const transform *form, uint8_t *planes) {
     const int64_t columns = form->columns, plane = form->rows * columns;
@@ -134,7 +140,10 @@ static const uint8_t *transformed(const transform *form, const uint8_t *slice, c
         number_words(form, stage, palette, slots, a);
         stage = a;
     }
-    if (form->predictor) {
+    if (form->predictor == PIXELS) {
+        interleave(form, stage, b);
+        stage = b;
+    } else if (form->predictor) {
         if (form->interleaved) deinterleave(form, stage, b);
         else memcpy(b, stage, (size_t)coded);
         take_differences(form, b);

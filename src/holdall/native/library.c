@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 14; }
+EXPORT int64_t holdall_version(void) { return 15; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -377,18 +377,26 @@ static const struct {
     FUNCTION(ZSTD_freeCCtx),
     FUNCTION(ZSTD_CCtx_setParameter),
     FUNCTION(ZSTD_CCtx_refCDict),
+    FUNCTION(ZSTD_CCtx_refPrefix),
     FUNCTION(ZSTD_compress2),
     FUNCTION(ZSTD_createDCtx),
     FUNCTION(ZSTD_freeDCtx),
+    FUNCTION(ZSTD_DCtx_refPrefix),
+    FUNCTION(ZSTD_decompressDCtx),
     FUNCTION(ZSTD_decompress_usingDDict),
     FUNCTION(ZSTD_createCDict),
     FUNCTION(ZSTD_freeCDict),
     FUNCTION(ZSTD_createDDict),
     FUNCTION(ZSTD_freeDDict),
     FUNCTION(ZSTD_isError),
-    FUNCTION(LZ4_decompress_safe),
+    FUNCTION(LZ4_decompress_safe_usingDict),
     FUNCTION(LZ4_compress_default),
     FUNCTION(LZ4_compress_HC),
+    FUNCTION(LZ4_createStreamHC),
+    FUNCTION(LZ4_freeStreamHC),
+    FUNCTION(LZ4_resetStreamHC_fast),
+    FUNCTION(LZ4_loadDictHC),
+    FUNCTION(LZ4_compress_HC_continue),
 };
 
 /* A function of Zstandard or LZ4 that is linked in; NULL if there is none of this name. */

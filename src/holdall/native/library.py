@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 14
+_VERSION = 15
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -104,31 +102,6 @@ class LayoutStruct(ctypes.Structure):
         ("strides", NUMBER * MOST_DIMENSIONS),
         *_numbers("run_bytes"),
     ]
-
-
-class DenseLayout:
-    """How C walks through an array whose elements fill its memory, but in another order.
-
-    `order` is the permutation of axes that makes it contiguous, or None if none does.
-    """
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-        self.order = tuple(axes) if array.transpose(axes).flags.c_contiguous else None
-        lengths: list[int] = []
-        strides: list[int] = []
-        for length, stride in zip(array.shape, array.strides, strict=True):
-            if lengths and strides[-1] == length * stride:
-                lengths[-1], strides[-1] = lengths[-1] * length, stride
-            elif length > 1 or not lengths:
-                lengths.append(length)
-                strides.append(stride)
-        if len(lengths) > MOST_DIMENSIONS:
-            self.order = None
-            return
-        numbers = ctypes.c_int64 * MOST_DIMENSIONS
-        self._struct = LayoutStruct(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
-        self.address = ctypes.addressof(self._struct)
 
 
 class OpenPartStruct(ctypes.Structure):
@@ -438,9 +411,7 @@ _COMPRESSION: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "ZSTD_isError": (ctypes.c_uint, [_SIZE]),
     },
     "lz4": {
-        "LZ4_decompress_safe_usingDict": (
-            ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, POINTER, ctypes.c_int],
-        ),
+        "LZ4_decompress_safe_usingDict": (ctypes.c_int, [POINTER, POINTER, *[ctypes.c_int] * 2, POINTER, ctypes.c_int]),
         "LZ4_compress_default": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
         "LZ4_compress_HC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
         "LZ4_createStreamHC": (POINTER, []),

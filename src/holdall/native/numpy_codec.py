@@ -200,6 +200,8 @@ def _planes(rows: Bytes, transform: Transform) -> Bytes:
 def _differences(rows: Bytes, transform: Transform) -> Bytes:
     if transform.predictor is Predictor.NOTHING:
         return rows
+    if transform.predictor is Predictor.PIXELS:
+        return rows.reshape(len(rows), transform.planes, -1).transpose(0, 2, 1).reshape(len(rows), -1)
     planes = _planes(rows, transform).copy()
     if transform.green:
         planes[:, 0] -= planes[:, 1]
@@ -216,6 +218,8 @@ def _differences(rows: Bytes, transform: Transform) -> Bytes:
 def _sums(rows: Bytes, transform: Transform) -> Bytes:
     if transform.predictor is Predictor.NOTHING:
         return rows
+    if transform.predictor is Predictor.PIXELS:
+        return rows.reshape(len(rows), -1, transform.planes).transpose(0, 2, 1).reshape(len(rows), -1)
     shape = (len(rows), transform.planes, transform.rows, transform.columns)
     planes = rows.reshape(shape).copy()
     if transform.predictor is Predictor.LEFT:

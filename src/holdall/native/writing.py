@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.native.library import (
     CompressionLibraries,
-    DenseLayout,
     EncoderStruct,
     OpenPartStruct,
     SealedBlockStruct,
@@ -27,7 +26,7 @@ from holdall.native.library import (
     TransformStruct,
 )
 from holdall.native.reading import NativeDecoder
-from holdall.native.tick_writer import NativeFastTick, NativeTickWriter, has_expected_objects
+from holdall.native.tick_writer import DenseLayout, NativeFastTick, NativeTickWriter, has_expected_objects
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,
@@ -289,7 +288,7 @@ class NativeSealed(SealedSlices):
         super().__init__(coded)
         extent, dictionary = self.extent, coded.codec.dictionary
         common = (0, 0)
-        if dictionary is not None and coded.codec.method is Method.LZ4:
+        if dictionary is not None and dictionary.content and coded.codec.method is Method.LZ4:
             common = address(np.frombuffer(dictionary.content, np.uint8)), len(dictionary.content)
         self._struct = SealedBlockStruct(
             data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0,
@@ -351,7 +350,8 @@ class NativeCoder(NativeDecoder):
         form = _form(transform)
         used = self._library.holdall_encode(
             ctypes.addressof(compressor.encoder), ctypes.addressof(form), address(slices),
-            0 if order is None else address(order), count, address(data), room, address(offsets), address(palette), address(slots),
+            0 if order is None else address(order), count, address(data), room, address(offsets),
+            address(palette), address(slots),
         )  # fmt: skip
         if used < 0:
             return None

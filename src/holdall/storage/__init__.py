@@ -22,17 +22,8 @@ from holdall.storage.blocks import (
     release_tail,
     reserve,
 )
-from holdall.storage.codec import (
-    COST_CAPS,
-    TRANSFORM_FIELDS,
-    Codec,
-    Dictionary,
-    Method,
-    Predictor,
-    Transform,
-    candidates,
-    choose,
-)
+from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform, candidates
+from holdall.storage.codec_choice import COST_CAPS, choose
 from holdall.storage.columns import COLUMN_TABLES, NEVER, new_ring
 from holdall.storage.layout import (
     ALIGNMENT_BYTES,

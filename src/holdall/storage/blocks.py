@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -481,3 +482,16 @@ class FrozenBlock:
     window: Window
     block: SliceBlock
     lanes: int = 1  # that brought slices in turn
+    logs: Callable[[], list[NDArray[Any]]] = (
+        list  # numbers of slices, (rows, lanes), of the segments that name the block
+    )
+
+    def lane_order(self) -> Order | None:
+        """Order the slices as lane after lane shows them; None if there is one lane, or nothing names them."""
+        logs = self.logs() if self.lanes > 1 else []
+        if not logs:
+            return None
+        seen, first = np.unique(np.concatenate(logs).T.reshape(-1), return_index=True)
+        named = seen[np.argsort(first)]
+        order = np.concatenate([named, np.setdiff1d(np.arange(self.block.used), seen)])
+        return order.astype(np.uint32) if len(order) == self.block.used else None

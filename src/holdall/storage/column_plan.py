@@ -59,7 +59,7 @@ class _Group(NamedTuple):
         return len(self.chains[0])
 
 
-class Finding(NamedTuple):
+class ColumnFinding(NamedTuple):
     """What a plan found about one field: columns by how they are kept."""
 
     columns: int
@@ -96,7 +96,7 @@ class ColumnPlan:
 
     def __init__(self, leaves: Sequence[Leaf], groups: Sequence[_Group], copies: dict[int, int], varied: Mask) -> None:
         self.varied = varied
-        starts = _Columns(leaves)
+        starts = _WordPlaces(leaves)
         self.group_count = len(groups)
         self.constants = [chain[0] for chain in groups[0].chains] if groups[0].is_constant else []
         self._constant_starts = np.cumsum([0, *(starts.sizes[column] for column in self.constants)])
@@ -164,7 +164,7 @@ class ColumnPlan:
         return np.asarray(group_bytes @ self._shares)
 
 
-class _Columns:
+class _WordPlaces:
     """Numbers the words of all fields: where each begins, and how long it is."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
@@ -188,7 +188,7 @@ def _group(piece: list[int]) -> int:
     return piece[1]
 
 
-def _frame(starts: _Columns, group: _Group) -> Bytes:
+def _frame(starts: _WordPlaces, group: _Group) -> Bytes:
     """Write the frame that a group expects."""
     values = [] if group.home is None else group.home.tolist()
     sizes = [starts.sizes[chain[0]] for chain in group.chains]
@@ -197,7 +197,7 @@ def _frame(starts: _Columns, group: _Group) -> Bytes:
 
 
 def _pieces(
-    starts: _Columns, leaf: int, places: dict[int, tuple[int, int]], copies: dict[int, int] | None
+    starts: _WordPlaces, leaf: int, places: dict[int, tuple[int, int]], copies: dict[int, int] | None
 ) -> list[list[int]]:
     """Describe where the columns of a field are kept, as few pieces; without `copies`, of those that are kept alone."""
     found: list[list[int]] = []
@@ -237,14 +237,14 @@ def _shares(sources: list[list[int]], groups: int, leaves: int) -> NDArray[np.fl
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))
 
 
-def _finding(starts: _Columns, leaf: int, groups: Sequence[_Group], copies: dict[int, int]) -> Finding:
+def _finding(starts: _WordPlaces, leaf: int, groups: Sequence[_Group], copies: dict[int, int]) -> ColumnFinding:
     own = starts.of(leaf)
     chains = [(group, chain) for group in groups for chain in group.chains if chain[-1] in own]
     histories = [chain for group, chain in chains if group.window > 1]
     single = [group for group, _ in chains if group.window == 1 and not group.is_dense]
     constant = sum(group.is_constant for group in single)
     copied = sum(column in copies for column in own)
-    return Finding(
+    return ColumnFinding(
         len(own), constant, copied, len(single) - constant, sum(map(len, histories)) - len(histories), len(histories)
     )
 
@@ -260,7 +260,7 @@ def find_plan(leaves: Sequence[Leaf], rows: Sequence[Bytes], varied: Mask) -> Co
         varied: Columns that are known to change, whatever these rows show.
     """
     columns = _words(leaves, rows)
-    starts = _Columns(leaves)
+    starts = _WordPlaces(leaves)
     changes = (columns[:, :, 1:] != columns[:, :, :-1]).mean(axis=(1, 2))
     constant = (columns == columns[:, :1, :1]).all(axis=(1, 2))
     constant &= ~varied
@@ -301,7 +301,7 @@ def _words(leaves: Sequence[Leaf], rows: Sequence[Bytes]) -> Words:
     return np.concatenate(parts, dtype=np.uint64)
 
 
-def _copies(columns: Words, starts: _Columns, varying: list[int]) -> dict[int, int]:
+def _copies(columns: Words, starts: _WordPlaces, varying: list[int]) -> dict[int, int]:
     """Find columns that equal another one before them, but for so few rows that these may be kept whole."""
     flat = columns.reshape(len(columns), -1)
     row_bytes, quarter = sum(starts.sizes), max(1, flat.shape[1] // 4)
@@ -357,7 +357,7 @@ def _newer(old: Words, new: Words, wanted: Mask) -> dict[int, int]:
     return found
 
 
-def _held_groups(columns: Words, starts: _Columns, held: list[int]) -> list[_Group]:
+def _held_groups(columns: Words, starts: _WordPlaces, held: list[int]) -> list[_Group]:
     """Put columns that change together into groups, if these cost less than to write all values."""
     groups: list[tuple[list[int], Mask, Mask, float]] = []
     for column in held:
@@ -381,7 +381,7 @@ def _held_groups(columns: Words, starts: _Columns, held: list[int]) -> list[_Gro
 
 
 def _joined(
-    group: tuple[list[int], Mask, Mask, float], alone: tuple[list[int], Mask, Mask], starts: _Columns
+    group: tuple[list[int], Mask, Mask, float], alone: tuple[list[int], Mask, Mask], starts: _WordPlaces
 ) -> tuple[list[int], Mask, Mask, float]:
     """Return a group with a column more, and what it costs: frames for rows that change to what is not expected."""
     members, changed, at_home = [*group[0], *alone[0]], group[1] | alone[1], group[2] & alone[2]

@@ -47,8 +47,8 @@ _RUN_BYTES = 1 << 19
 """Rows that are packed at once, about: it takes less than a millisecond."""
 _LEAST_TICKS, _MOST_TICKS, _MOST_RUN_BYTES = 64, 4096, 1 << 23
 """A run has that many ticks: histories begin again with every run and lane."""
-_LEAST_RUNS = 4
-"""Rings that hold fewer runs stay as they are."""
+_LEAST_RUNS = 16
+"""Rings that hold fewer runs stay as they are: what is spared would not pay for the room to pack one."""
 _WORTH = 0.875
 """The share of its rows that a run may take to be worth the time of putting rows together."""
 _WORSE = 1.2
@@ -56,7 +56,7 @@ _WORSE = 1.2
 _AS_GOOD = 1.02
 """A newer plan is taken if its run takes at most so much more."""
 _PATIENCE = 4
-"""Runs before a plan that does not fit is looked at again."""
+"""Runs after a search before a plan that does not fit leads to another one; longer where searches find nothing."""
 _LONGEST_WAIT = 64
 """Runs between two searches, at most."""
 NEVER = 1 << 62
@@ -114,17 +114,15 @@ class ColumnRuns:
         self.runs: dict[int, ColumnRun] = {}  # by number: run n begins at tick n * run_ticks
         self.plan: ColumnPlan | None = None
         self._next = 0  # the run that is packed next
-        self._searched, self._search_at, self._wait = 0, 0, 1
+        self._searched, self._search_at, self._wait, self._patience = 0, 0, 1, _PATIENCE
         self._planned_bytes = 0  # of the run that the plan was made for
-        self._room = np.empty(0, np.uint8)
-        self._is_read = False
         self._varied = np.zeros(sum(leaf.nbytes // word_bytes(leaf) for leaf in self.leaves), np.bool_)
 
     @classmethod
     def over(cls, kernels: Kernels, rings: Sequence[ObservationRing]) -> ColumnRuns | None:
         """Make runs over some rings; None where nothing could be packed."""
         leaves = [ring.leaf for ring in rings]
-        if not sum(leaf.nbytes for leaf in leaves) or not kernels.packs_columns:
+        if not rings or not kernels.packs_columns:
             return None
         ring_ticks, lanes = rings[0].shape[:2]
         tick_bytes = lanes * sum(leaf.nbytes for leaf in leaves)
@@ -152,22 +150,23 @@ class ColumnRuns:
             self._pack_next(end_tick)
 
     def _pack_next(self, end_tick: int) -> None:
-        """Pack the next run, or pass over it if nothing was found that repeats."""
+        """Pack the next run, or pass over it if nothing was found that repeats. Rings go on until `_next` is set."""
         number, run = self._next, None
+        place = number & (len(self._table) - 1)
+        self._table[place] = 0  # an interrupted call may have come further
         if self.plan is not None:
             run = self._packed(self.plan, number)
-        is_off = run is not None and self._is_off(run)
-        if run is None or number >= self._search_at or (is_off and number >= self._searched + _PATIENCE):
+        is_off = run is None or self._is_off(run)
+        if number >= self._search_at or (is_off and number >= self._searched + self._patience):
             run = self._searching(number, run)
         if run is None:
             self._next = number + (1 if self.runs else self._wait)
             return
-        if not self._is_read:
-            self._is_read = True
+        if not self.runs:
             for i, ring in enumerate(self.rings):
                 ring.read_from(self, i)
         self.runs[number] = run
-        self._table[number & (len(self._table) - 1)] = run.address
+        self._table[place] = run.address
         self._next = number + 1
         self._release(number, end_tick)
 
@@ -185,6 +184,7 @@ class ColumnRuns:
         found = None if plan is None else self._packed(plan, number)
         if found is not None and (run is None or found.nbytes < _AS_GOOD * run.nbytes):
             self.plan, run, self._varied = plan, found, found.plan.varied
+        self._patience = min(2 * self._patience, _LONGEST_WAIT) if run is None else _PATIENCE
         if run is not None:
             self._planned_bytes = run.nbytes
         return run
@@ -205,11 +205,10 @@ class ColumnRuns:
         named = {"plan": plan.address, "first_tick": number * self.run_ticks, "ticks": self.run_ticks}
         named["logs"] = address(logs)
         run = np.array([named.get(name, 0) for name in RUN_FIELDS], np.int64)
-        if not self._room.size:
-            self._room = np.empty(int(_WORTH * self._raw_bytes), np.uint8)
+        room = np.empty(int(_WORTH * self._raw_bytes), np.uint8)
         scratch = np.empty((plan.group_count + 2) * rows, np.uint32), np.empty(plan.row_bytes, np.uint8)
-        used = self._kernels.pack_columns(run, self._addresses, self._ring_ticks, self._lanes, self._room, scratch)
-        return None if used < 0 else ColumnRun(plan, run, logs, self._room[:used].copy())
+        used = self._kernels.pack_columns(run, self._addresses, self._ring_ticks, self._lanes, room, scratch)
+        return None if used < 0 else ColumnRun(plan, run, logs, room[:used].copy())
 
     def _release(self, number: int, end_tick: int) -> None:
         """Give back the pages of rings that held a run; the first one too if none but packed ticks are before it."""
@@ -228,8 +227,8 @@ class ColumnRuns:
 
     def _drop_before(self, tick: int) -> None:
         """Forget the runs whose last tick is older than one."""
-        for number in [n for n in self.runs if (n + 1) * self.run_ticks <= tick]:
-            self._forget(number)
+        while self.runs and ((oldest := next(iter(self.runs))) + 1) * self.run_ticks <= tick:
+            self._forget(oldest)
 
     def _forget(self, number: int) -> None:
         place = number & (len(self._table) - 1)
@@ -276,7 +275,7 @@ class ColumnRuns:
 
     def arrays(self) -> list[Array]:
         """Return all arrays of runs."""
-        return [self._room, *(array for run in self.runs.values() for array in run.arrays())]
+        return [array for run in self.runs.values() for array in run.arrays()]
 
     def _leaf_bytes(self) -> NDArray[np.int64]:
         """Return the bytes of all runs, shared out among leaves."""
@@ -409,7 +408,9 @@ class ObservationRing(LiveRows):
     def bytes_of(self, rows: int) -> int:
         """Bytes that so many rows take, with the next observations that are kept apart and their ids."""
         packed, packed_bytes = (0, 0) if self._runs is None else self._runs[0].packed(self._runs[1])
-        return (rows - packed) * self.leaf.nbytes * (1 if self.is_shared else 2) + packed_bytes + self._apart.nbytes
+        return (
+            max(rows - packed, 0) * self.leaf.nbytes * (1 if self.is_shared else 2) + packed_bytes + self._apart.nbytes
+        )
 
     def describe(self, kept: int) -> str:
         """Say what was found, for people; `kept` is the number of transitions whose rows are still there."""

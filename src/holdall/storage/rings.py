@@ -65,7 +65,9 @@ class Rings:
 
     def new_writer(self, kernels: Kernels, ticks: tuple[int, int], repair: Repair) -> TickWriter:
         """Return what writes ticks here; `ticks` are the numbers of the first one ever and of the next."""
-        return kernels.new_writer(self.flat(), self.ring_ticks, ticks, repair)
+        writer = kernels.new_writer(self.flat(), self.ring_ticks, ticks, repair)
+        writer.pause_tick = self.pause_tick
+        return writer
 
     def prepare(self, tick: Tick, first_tick: int, next_tick: int) -> list[Array]:
         """Return the rows of a tick in the order of `flat`; make the rings that it is the first to need."""
@@ -107,18 +109,23 @@ class Rings:
                     found[i] = scout.finding
         return found
 
-    def pack(self, kernels: Kernels, first_tick: int, end_tick: int) -> None:
-        """Keep observations of ticks from one on, up to another, without what repeats in them, where any does."""
+    def pack(self, kernels: Kernels, first_tick: int, end_tick: int, writer: TickWriter) -> None:
+        """Keep observations of ticks from one on, up to another, without what repeats in them, where any does.
+
+        Args:
+            writer: Is told before which tick there will be more to pack.
+        """
         if self.scouts:
             return
-        shared = [ring for ring in self.small.values() if ring.is_shared]
+        shared = [ring for ring in self.small.values() if ring.is_shared and ring.leaf.nbytes]
         if self._runs is None:
             self._runs = ColumnRuns.over(kernels, shared)
         if self._runs is None or len(self._runs.rings) > len(shared):
             self.pause_tick = NEVER
-            return
-        self._runs.pack(first_tick, end_tick)
-        self.pause_tick = self._runs.pause_tick
+        else:
+            self._runs.pack(first_tick, end_tick)
+            self.pause_tick = self._runs.pause_tick
+        writer.pause_tick = self.pause_tick
 
     def fast_arguments(self, large: list[int]) -> Arguments | None:
         """Return what the arguments of an `add` must be for a short way; None if there are fields that it cannot write.

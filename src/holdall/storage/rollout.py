@@ -21,7 +21,7 @@ from holdall.errors import ArgumentError, DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf
 from holdall.storage.blocks import FrozenBlock, KeptBlock, SealedSlices, SliceBlock, reserve
-from holdall.storage.codec import COST_CAPS
+from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.columns import new_ring
 from holdall.storage.layout import Window, WindowScout, as_bytes
 from holdall.storage.sealer import Sealer

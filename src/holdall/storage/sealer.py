@@ -22,7 +22,8 @@ from typing import NamedTuple
 from holdall.report import GROWTH_CHECKS
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
-from holdall.storage.codec import Codec, Method, Transform, choose
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec_choice import choose
 from holdall.storage.layout import Window
 
 _WAIT_FROM = 1
@@ -303,20 +304,25 @@ class _Work:
             if chosen.age > _REST:
                 del self._chosen[key]
             return None
-        sealed = self._coder.seal(slices, chosen.hurried if hurry else chosen.codec)
+        order = frozen.lane_order()
+        ordered = () if order is None else (order,)  # a coder need not know of orders where there is one lane
+        sealed = self._coder.seal(slices, chosen.hurried if hurry else chosen.codec, *ordered)
         ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
         chosen.ratio = chosen.ratio or ratio
         if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not hurry:
             self._chosen[key] = chosen = self._choose(frozen, slices)
             stays = chosen.codec.method is Method.STORED
-            sealed = None if stays else self._coder.seal(slices, chosen.codec)
+            sealed = None if stays else self._coder.seal(slices, chosen.codec, *ordered)
             chosen.ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
         return sealed if sealed is not None and sealed.nbytes < slices.nbytes else None
 
     def _choose(self, frozen: FrozenBlock, slices: Bytes) -> _ChosenCodec:
         self.is_choosing = True
         try:
-            codec = choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes)
+            codec = choose(
+                self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes,
+                frozen.lane_order(),
+            )  # fmt: skip
             return _ChosenCodec(codec, codec.hurried())
         finally:
             self.is_choosing = False

@@ -115,8 +115,7 @@ class Store:
             self.after_write(sliced)
         if self._rings.scouts:
             self._look_for_windows(tick)
-        if self.next_tick >= self._rings.pause_tick:
-            self._pack(self.next_tick)
+        self._pack(self.next_tick)
         if not self._snapshots.pending and self._writer.writes(self._rings.flat()):
             self.fast_tick.offer(self._writer, partial(self._rings.fast_arguments, self._large))
 
@@ -138,14 +137,12 @@ class Store:
             raise DamageError("a segment ran over; nothing of the tick was written. Report this")
 
     def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
-        writer = self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
-        writer.pause_tick = self._rings.pause_tick
-        return writer
+        return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
 
     def _pack(self, end_tick: int) -> None:
-        """Keep short observations up to a tick without what repeats in them; called when enough ticks are complete."""
-        self._rings.pack(self._kernels, self.first_tick, end_tick)
-        self._writer.pause_tick = self._rings.pause_tick
+        """Keep short observations up to a tick without what repeats in them, once enough ticks are complete."""
+        if end_tick >= self._rings.pause_tick:
+            self._rings.pack(self._kernels, self.first_tick, end_tick, self._writer)
 
     def write_fast(self, packed: bytes, obs: Any, next_obs: Any) -> int:
         """Write a tick that `fast_tick` packed; return what `TickWriter.write` does."""
@@ -163,8 +160,7 @@ class Store:
                 ticks = write(packed, sliced, is_kept=True)
         if ticks > 0 and sliced is not None:
             self.after_write(sliced)
-        if self.next_tick >= self._rings.pause_tick:
-            self._pack(self.next_tick)
+        self._pack(self.next_tick)
         return ticks
 
     def write_steps(self, runs: StepRuns, first: int) -> None:
@@ -176,8 +172,7 @@ class Store:
             self.write(runs.steps.cut(first))
         elif sliced is not None:
             self.after_write(sliced)
-        if self.next_tick >= self._rings.pause_tick:
-            self._pack(self.next_tick)
+        self._pack(self.next_tick)
 
     def after_write(self, sliced: SlicedTick) -> None:
         """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""

@@ -1,12 +1,12 @@
 """What codecs make of recorded frames beside Stable-Baselines3's buffer: bytes a transition, and the time of a batch.
 
-    python benchmarks/codecs.py FOLDER [--traces seaquest,dog] [--prefer balanced,memory] [--json FILE]
-    python benchmarks/codecs.py FOLDER --lanes 16     bytes of 16 lanes over those of one
-    python benchmarks/codecs.py FOLDER --video        bytes beside FFV1 and x264 in groups of 16; needs imageio-ffmpeg
+    python benchmarks/trace_codecs.py FOLDER [--traces seaquest,dog] [--prefer balanced,memory] [--json FILE]
+    python benchmarks/trace_codecs.py FOLDER --lanes 16     compressed bytes of 16 lanes over those of one
+    python benchmarks/trace_codecs.py FOLDER --video        beside FFV1 and x264 in groups of 16; needs imageio-ffmpeg
 
-FOLDER holds traces as `holdall.tools.bench.trace` describes them. A trace is played again and again, each time mirrored,
-inverted or with its colours in another order, so that no pass repeats an older one. Bytes are the slope of the process's
-own memory. Batches of 256 are drawn by each side alone in a process, and by both in turns in a third.
+FOLDER holds traces as `holdall.tools.bench.trace` describes them. A trace is played again and again, each time
+mirrored, inverted or with its colours in another order, so that no pass repeats an older one. Bytes are the slope of the
+process's own memory. Batches of 256 are drawn by each side alone in a process, and by both in turns in a third.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def varied(arrays: dict[str, Any], number: int) -> dict[str, Any]:
     }
     for name, frames in changed.items():
         if name.startswith("f_") and frames.dtype == np.uint8 and frames.ndim >= 3 and frames.shape[2] > 8:
-            frames = frames[:, :: -1 if number & 1 else 1, :: -1 if number & 2 else 1]
-            frames = 255 - frames if number & 4 else frames
-            if frames.ndim == 4 and frames.shape[-1] == 3:
-                frames = np.roll(frames, number // 8 % 3, axis=-1)
-            changed[name] = np.ascontiguousarray(frames)
+            turned = frames[:, :: -1 if number & 1 else 1, :: -1 if number & 2 else 1]
+            turned = 255 - turned if number & 4 else turned
+            if turned.ndim == 4 and turned.shape[-1] == 3:
+                turned = np.roll(turned, number // 8 % 3, axis=-1)
+            changed[name] = np.ascontiguousarray(turned)
     return changed
 
 
@@ -109,12 +109,16 @@ def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, held: in
     observation = sum(part.nbytes for part in _parts(next(stream.steps).obs)) // lanes
     held = min(held, SB3_BYTES // (2 * observation)) // lanes * lanes
     opened = [Side(name, stream, held, prefer) for name in sides]
-    readings = []
+    readings, sealed = [], [(0, 0)]
     for tick, step in enumerate(itertools.islice(stream.steps, held // lanes), start=1):
         for side in opened:
             side.add(*side.arguments(step))
         if tick % max(1, held // lanes // READINGS) == 0 and tick * lanes >= held * 0.3:
             readings.append((tick * lanes, held_bytes().anonymous))
+        if sides == ["core"] and tick % max(1, 128 // lanes) == 0:
+            opened[0].memory.drain()
+            total = sum(field.sealed_bytes for field in opened[0].memory.report().fields)
+            sealed += [(tick * lanes, total)] if total > sealed[-1][1] else []
     found = {}
     for side in opened:
         if side.name != "sb3":
@@ -126,6 +130,9 @@ def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, held: in
     result: dict[str, Any] = {"transitions": held, "found": found, "sample_us": times}
     if len(sides) == 1:
         result["bytes_per_transition"] = line_through(readings)[0]
+    if sides == ["core"]:
+        # From one sealed block to the last: what lies raw between them is another in every lane.
+        result["bytes_per_transition"] = (sealed[-1][1] - sealed[1][1]) / (sealed[-1][0] - sealed[1][0])
     return result
 
 
