@@ -96,7 +96,9 @@ def main() -> None:
         env.close()
     known = {key: " ".join(sorted(set(ids))) for key, ids in sorted(table.items())}
     FILE.write_text(json.dumps({"spaces": known, "steps": steps}, indent=0) + "\n", encoding="utf-8")
-    print(f"{sum(len(ids.split()) for ids in known.values())} ids in {len(known)} spaces: {FILE.stat().st_size:,} bytes")
+    print(
+        f"{sum(len(ids.split()) for ids in known.values())} ids in {len(known)} spaces: {FILE.stat().st_size:,} bytes"
+    )
 
 
 if __name__ == "__main__":

@@ -159,9 +159,7 @@ def _when(condition: str, findings: Iterable[Finding]) -> Iterator[Finding]:
         yield replace(one, message=f"{one.message} (when {condition})") if condition else one
 
 
-def _check_script(
-    text: str, path: str, rules: Rules, machine: Machine, repository: Repository
-) -> Iterator[Finding]:
+def _check_script(text: str, path: str, rules: Rules, machine: Machine, repository: Repository) -> Iterator[Finding]:
     try:
         script = Script.parse(text, path)
     except SyntaxError as error:

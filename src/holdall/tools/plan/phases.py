@@ -252,7 +252,9 @@ def _probed_libraries(probe: Mapping[str, Any], measured: MeasuredCosts) -> list
     parts = [PhasePart.measured("interpreter, libraries, environments", held, _PROBED_SPREAD)]
     if probe["processes"]:
         unique = sum(int(child["unique"]) for child in probe["processes"])
-        parts.append(PhasePart.measured(counted(len(probe["processes"]), "process", "processes"), unique, _PROBED_SPREAD))
+        parts.append(
+            PhasePart.measured(counted(len(probe["processes"]), "process", "processes"), unique, _PROBED_SPREAD)
+        )
     return parts
 
 

@@ -19,11 +19,27 @@ from holdall.tools.lint.source import environments
 from holdall.tools.lint.source.values import InstanceValue, likely
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
-_SB3_BUFFERS = {"ReplayBuffer", "DictReplayBuffer", "RolloutBuffer", "DictRolloutBuffer", "NStepReplayBuffer", "HerReplayBuffer"}
+_SB3_BUFFERS = {
+    "ReplayBuffer",
+    "DictReplayBuffer",
+    "RolloutBuffer",
+    "DictRolloutBuffer",
+    "NStepReplayBuffer",
+    "HerReplayBuffer",
+}
 _TORCHRL_STORAGES = {"LazyTensorStorage", "LazyMemmapStorage", "ListStorage", "TensorStorage"}
-_TORCHRL_BUFFERS = {"ReplayBuffer", "TensorDictReplayBuffer", "TensorDictPrioritizedReplayBuffer", "PrioritizedReplayBuffer"}
+_TORCHRL_BUFFERS = {
+    "ReplayBuffer",
+    "TensorDictReplayBuffer",
+    "TensorDictPrioritizedReplayBuffer",
+    "PrioritizedReplayBuffer",
+}
 _TIANSHOU_BUFFERS = {
-    "ReplayBuffer", "VectorReplayBuffer", "PrioritizedReplayBuffer", "PrioritizedVectorReplayBuffer", "CachedReplayBuffer"
+    "ReplayBuffer",
+    "VectorReplayBuffer",
+    "PrioritizedReplayBuffer",
+    "PrioritizedVectorReplayBuffer",
+    "CachedReplayBuffer",
 }
 _FLOAT32 = np.dtype(np.float32)
 
@@ -137,7 +153,7 @@ def held_env(value: Any) -> Environments | None:
     return held if isinstance(held, Environments) else None
 
 
-def transformed(env: Environments, transform: Any) -> Environments:
+def transformed(env: Environments, transform: Any) -> Environments:  # noqa: C901  one case for each transform
     """Return environments after one of TorchRL's transforms."""
     transform = likely(transform)
     if not isinstance(transform, InstanceValue) or env.observation is None:

@@ -29,10 +29,11 @@ from holdall.tools.lint.run import (
     whole,
 )
 from holdall.tools.lint.source.buffers import plain_buffers
-from holdall.tools.lint.source.environments import by_id, environment_of, space_of
+from holdall.tools.lint.source.environments import environment_of
 from holdall.tools.lint.source.interpreter import Interpreter, Made
 from holdall.tools.lint.source.repository import Repository
 from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.spaces import by_id, space_of
 from holdall.tools.lint.source.values import (
     ClassValue,
     FunctionValue,
