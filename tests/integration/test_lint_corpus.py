@@ -105,7 +105,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Score]:
             checkouts[name] = checked_out(clone, script["commit"], root / name.replace("/", "+"))
         judge(scores[script["held_out"]], script, checker.check(checkouts[name] / script["path"]))
     for held_out, score in scores.items():
-        print("held out:" if held_out else "looked at:", score.told())
+        print("held out:" if held_out else "looked at:", score.told())  # noqa: T201  shown with -s
     return scores
 
 

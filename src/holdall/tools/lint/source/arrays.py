@@ -313,12 +313,10 @@ def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> 
             given = (
                 arguments.values if len(arguments.values) > 1 else known_items(arguments.get(0, "")) or arguments.values
             )
-            order = [whole(one) for one in given]
-            if None in order or sorted(o % len(array.shape) if array.shape else 0 for o in order) != list(
-                range(len(array.shape))
-            ):  # type: ignore[operator]
-                return replace(array, shape=tuple(reversed(array.shape)) if not order else array.shape)
-            return replace(array, shape=tuple(array.shape[one] for one in order if one is not None))
+            order = [number % max(len(array.shape), 1) for number in map(whole, given) if number is not None]
+            if sorted(order) == list(range(len(array.shape))):
+                return replace(array, shape=tuple(array.shape[one] for one in order))
+            return replace(array, shape=array.shape if given else array.shape[::-1])
         case "flatten" | "ravel":
             size = array.shape and all(whole(one) is not None for one in array.shape)
             count = prod(whole(one) or 0 for one in array.shape or ()) if size else UNKNOWN

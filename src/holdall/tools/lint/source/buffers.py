@@ -117,7 +117,9 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
 
 
 def _fullest(group: list[Any]) -> Any:
-    return max((one.detail["item"] for one in group), key=lambda item: sum(a.nbytes or 0 for a in leaf_arrays(item)))
+    """Return the item that holds most; of several alike the last: by then a loop hands arrays from step to step."""
+    items = [one.detail["item"] for one in reversed(group)]
+    return max(items, key=lambda item: sum(array.nbytes or 0 for array in leaf_arrays(item)))
 
 
 def _distinct(arrays: list[ArrayValue]) -> list[ArrayValue]:

@@ -77,7 +77,7 @@ def extend(interpreter: Any, owner: ListValue, more: Any) -> None:
     owner.items += items or []
     repeats = interpreter.repeats
     is_known = owner.length is not None and length is not None and repeats is not None
-    owner.length = owner.length + length * repeats if is_known else None  # type: ignore[operator]
+    owner.length = owner.length + length * repeats if is_known else None
 
 
 def list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, node: ast.AST) -> Any:
@@ -93,7 +93,7 @@ def list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, n
         else:
             owner.items = owner.items or [value]
             is_known = owner.length is not None and interpreter.repeats is not None
-            owner.length = owner.length + interpreter.repeats if is_known else None  # type: ignore[operator]
+            owner.length = owner.length + interpreter.repeats if is_known else None
         if owner.is_deque or isinstance(value, tuple | TableValue | InstanceValue | ListValue):
             interpreter.record("appended", owner, arguments, node, item=value)
         return None

@@ -2,7 +2,7 @@
 
 In:  the name of a library's function or class and its arguments, or an object of the program's own environment class.
 Out: a SpaceInfo, an Environments record, or UNKNOWN.
-Ids are looked up in environments.json, which docs/lint_environments.py makes from the installed packages.
+Ids are looked up in environments.json, which benchmarks/lint_environments.py makes from the installed packages.
 Invariant: a wrapper that is not known here makes the observation unknown.
 """
 

@@ -156,14 +156,16 @@ def held_env(value: Any) -> Environments | None:
 def transformed(env: Environments, transform: Any) -> Environments:  # noqa: C901  one case for each transform
     """Return environments after one of TorchRL's transforms."""
     transform = likely(transform)
-    if not isinstance(transform, InstanceValue) or env.observation is None:
+    seen = env.observation
+    if not isinstance(transform, InstanceValue) or seen is None:
         return env
     given, kind = transform.arguments.get("call"), transform.kind.rpartition(".")[2]
     if kind == "Compose" and given is not None:
         for inner in given.values:
             env = transformed(env, inner)
         return env
-    leaf = env.observation.leaves[0]
+    leaf = seen.leaves[0]
+    shape: tuple[int, ...]
     match kind:
         case "ToTensorImage" if len(leaf.shape) == 3:
             shape, dtype = (leaf.shape[2], *leaf.shape[:2]), _FLOAT32
@@ -187,7 +189,7 @@ def transformed(env: Environments, transform: Any) -> Environments:  # noqa: C90
             shape, dtype = leaf.shape, _FLOAT32
         case _:
             return env
-    space = replace(env.observation, leaves=(Leaf(leaf.name, tuple(shape), dtype), *env.observation.leaves[1:]))
+    space = replace(seen, leaves=(Leaf(leaf.name, tuple(shape), dtype), *seen.leaves[1:]))
     return replace(env, observation=space)
 
 

@@ -49,6 +49,7 @@ class Functions(Expressions):
     # ------------------------------------------------------------ functions and classes
 
     def define(self, node: ast.FunctionDef | ast.AsyncFunctionDef, owner: ClassValue | None = None) -> Any:
+        """Return the function that a statement defines."""
         defaults = tuple(self.value(one) for one in node.args.defaults)
         keyword = tuple(UNKNOWN if one is None else self.value(one) for one in node.args.kw_defaults)
         made = [self.value(one) for one in node.decorator_list]
@@ -58,6 +59,7 @@ class Functions(Expressions):
         return function
 
     def define_class(self, node: ast.ClassDef) -> ClassValue:
+        """Return the class that a statement defines."""
         bases = tuple(one for base in node.bases for one, _ in candidates_of(self.value(base))[:1])
         names = frozenset(
             ast.unparse(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]

@@ -60,7 +60,7 @@ class OutOfStepsError(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class ProgramEvent:
     """Something that the program makes or does and that rules are about."""
 
     what: str  # model, learn, buffer, array, collect
@@ -83,7 +83,7 @@ class Interpreter(Functions):
         self.no_arguments = CallArguments()
         self.flags: dict[str, Any] = {}  # of absl
         self.torchrl_env: Any = None  # the last one that was made
-        self.made: list[Made] = []
+        self.made: list[ProgramEvent] = []
         self.registered: dict[str, Any] = {}  # environments that the program registers
         self._steps = 0
 
@@ -132,7 +132,7 @@ class Interpreter(Functions):
         at = node if self.scope.module is self.main else self.anchor
         if at is not None:
             owner = self.scope.instance or self.scope
-            self.made.append(Made(what, value, arguments, at, self.path, owner, detail))
+            self.made.append(ProgramEvent(what, value, arguments, at, self.path, owner, detail))
 
     # ------------------------------------------------------------ modules
 
@@ -152,7 +152,7 @@ class Interpreter(Functions):
     def import_module(self, dotted: str, level: int = 0) -> Any:
         """Return a module of the repository, or a reference to one of a library."""
         known = not level and dotted.partition(".")[0] in _LIBRARIES  # described here, also in their own repositories
-        found = None if known else self.repository.find(dotted, level, self.scope.module.path)
+        found = None if known else self.repository.find(dotted, level, (self.scope.module or self.main).path)
         tree = self.repository.tree(found) if found is not None else None
         if found is None or tree is None:
             return Reference(dotted) if dotted and not level else UNKNOWN
@@ -363,8 +363,8 @@ class Interpreter(Functions):
         classes = [one for one in self.main.tree.body if isinstance(one, ast.ClassDef)]
         for node in sorted(outside, key=lambda one: used[one.name] > 0):
             yield node, scope
-        for node in sorted(classes, key=lambda one: used[one.name] > 0):
-            yield node, scope
+        for made in sorted(classes, key=lambda one: used[one.name] > 0):
+            yield made, scope
 
     def _enter_alone(self, node: Any, scope: Scope) -> None:
         self.scope, self.path, self.repeats = scope, (), None

@@ -168,9 +168,9 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
             put(first.attributes, values[1], values[2], first.path, interpreter.path)
             return None
         case "zip":
-            items = [known_items(one) for one in values]
-            if items and all(one is not None for one in items):
-                return ListValue(pairs := [tuple(one) for one in zip(*items, strict=False)], len(pairs))
+            several = [known_items(one) or [] for one in values]
+            if several and all(several):
+                return ListValue(pairs := [tuple(one) for one in zip(*several, strict=False)], len(pairs))
             lengths = [length_of(one) for one in values]
             return ListValue([], min(lengths) if lengths and None not in lengths else None)  # type: ignore[type-var]
         case "enumerate":

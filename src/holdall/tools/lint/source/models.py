@@ -30,7 +30,7 @@ from holdall.tools.lint.run import (
 )
 from holdall.tools.lint.source.buffers import plain_buffers
 from holdall.tools.lint.source.environments import environment_of
-from holdall.tools.lint.source.interpreter import Interpreter, Made
+from holdall.tools.lint.source.interpreter import Interpreter, ProgramEvent
 from holdall.tools.lint.source.repository import Repository
 from holdall.tools.lint.source.script import Script
 from holdall.tools.lint.source.spaces import by_id, space_of
@@ -115,9 +115,9 @@ class TrainingReader:
             self.interpreter.run()
         self.evaluator = SeenValues(self.interpreter.seen)
 
-    def recorded(self, *what: str) -> list[Made]:
+    def recorded(self, *what: str) -> list[ProgramEvent]:
         """Return what the program makes or does, once for each object and line."""
-        kept: dict[tuple[int, str, ast.AST], Made] = {}
+        kept: dict[tuple[int, str, ast.AST], ProgramEvent] = {}
         for made in self.interpreter.made:
             if made.what in what:
                 kept[id(made.value), made.what, made.node] = made
@@ -185,7 +185,7 @@ class TrainingReader:
                 if value is not None:
                     yield from self._divisors(value, depth + 1)
 
-    def _runs_of(self, made: Made, algorithm: Algorithm) -> Iterator[ConfiguredRun]:
+    def _runs_of(self, made: ProgramEvent, algorithm: Algorithm) -> Iterator[ConfiguredRun]:
         given, has_more = self.settings(made.arguments, algorithm.positional)
         place = self.interpreter.place(made.node)
         given.setdefault("policy", Setting(UNKNOWN, place))
@@ -204,13 +204,13 @@ class TrainingReader:
 
     # ------------------------------------------------------------ learn and its callbacks
 
-    def _learn(self, made: Made, model: Made) -> LearnCall:
+    def _learn(self, made: ProgramEvent, model: ProgramEvent) -> LearnCall:
         given, has_more = self.settings(made.arguments, ("total_timesteps", "callback"))
         place = self.interpreter.place(made.node)
         loop = self.script.loop(made.node)
         return LearnCall(
             given.get("total_timesteps", Setting(UNKNOWN, place)),
-            tuple(self._callbacks(made.arguments.get(1, "callback", None))),
+            tuple(self._callbacks(made.arguments.get(1, "callback", None) if made.arguments else None)),
             place,
             loop is not None and loop not in self.script.ancestors(model.node),
             given["reset_num_timesteps"].value if "reset_num_timesteps" in given else UNKNOWN if has_more else True,

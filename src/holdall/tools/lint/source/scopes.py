@@ -115,6 +115,10 @@ class Names:
         """Follow a function of the program."""
         raise NotImplementedError
 
+    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:
+        """Return the result of an operator."""
+        raise NotImplementedError
+
     def record(self, what: str, value: Any, arguments: CallArguments | None, node: ast.AST, **detail: Any) -> None:
         """Keep what the program makes."""
         raise NotImplementedError
@@ -327,7 +331,8 @@ class Names:
     def loop_facts(self, node: ast.AST) -> LoopFacts:
         """Return which names a loop's body changes, and which of them its next round reads."""
         if node not in self._loops:
-            counted, first = set(), {}
+            counted: set[str] = set()
+            first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
             for part in ast.walk(node):
                 if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
                     counted.add(part.target.id)

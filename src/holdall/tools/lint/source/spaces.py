@@ -1,6 +1,6 @@
 """Spaces: as programs construct them, as environments of known ids have them, and their attributes.
 
-Ids are looked up in environments.json, which docs/lint_environments.py makes from the installed packages.
+Ids are looked up in environments.json, which benchmarks/lint_environments.py makes from the installed packages.
 """
 
 from __future__ import annotations
