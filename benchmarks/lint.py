@@ -2,8 +2,8 @@
 
     python benchmarks/lint.py [--runs 9] [--files 1000] [--docs]
 
-Both sides of the first take turns: the command, and an interpreter that only imports holdall. CPU seconds are those that the
-process used itself; on a busy machine the wall clock also counts the others. The directory holds the package's own
+Both sides of the first take turns: the command, and an interpreter that only imports holdall. CPU seconds are those of
+the process itself; on a busy machine the wall clock also counts the others. The directory holds the package's own
 examples and modules, copied until there are enough of them. Results go to benchmarks/results/lint.json; `--docs` writes
 them into docs/lint.md.
 """

@@ -8,6 +8,7 @@ Stable-Baselines3 is not imported here: a live model brings it along.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
@@ -65,11 +66,12 @@ _POLICIES = {
     "ActorCriticCnnPolicy": "CnnPolicy",
     "ActorCriticPolicy": "MlpPolicy",
 }
-_MARKS = (
-    "stable_baselines3", "sb3_contrib", "Replay", "replay", "deque", "buffer", "memory", "torchrl", "tianshou",
-    "elegantrl", "zeros", "VectorEnv", "VecEnv", "append", "thread", "divided", "1024", "1e9", "num_threads", "use(",
-)  # fmt: skip
-"""Words without one of which a script makes nothing that rules ask for."""
+_MARKS = re.compile(
+    r"stable_baselines3|sb3_contrib|[Rr]eplay|deque|torchrl|tianshou|elegantrl|VecEnv|VectorEnv|make_vec|pickle|\buse\("
+    r"|\b(?:np|numpy|torch|th)\.(?:zeros|empty|ones|full)\b|num_threads|thread_num|worker_num|[GMT]i?B\b"
+    r"|(?:memory|buffer|transitions|experience)\w*\.append"
+)
+"""A script without any of these makes nothing that rules ask for."""
 
 
 class SeenValues:
@@ -111,7 +113,7 @@ class TrainingReader:
     def __init__(self, script: Script, repository: Repository | None = None) -> None:
         self.script = script
         self.interpreter = Interpreter(script, repository or Repository(None))
-        if any(mark in script.text for mark in _MARKS):
+        if _MARKS.search(script.text):
             self.interpreter.run()
         self.evaluator = SeenValues(self.interpreter.seen)
 
