@@ -3,6 +3,10 @@
 In:  the C files in src/holdall/native and whatever C compiler the machine has.
 Out: _kernels.so (.dylib, .dll) and a wheel tagged for this platform; without a compiler, a warning and a pure wheel.
 The library is built without Python's headers, so one build serves every Python version.
+
+`make wheels` sets two variables, and then a failure is an error:
+HOLDALL_BUILD_TARGET       a name of TARGETS: cross-compile for that platform with the package ziglang.
+HOLDALL_BUILD_COMPRESSION  a folder with the sources of Zstandard and LZ4, which are then linked in.
 """
 
 from __future__ import annotations
@@ -16,22 +20,36 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
 FOLDER = Path("src/holdall/native")
-NAMES = (
-    "library", "append", "arguments", "gather", "assemble", "encode", "decode", "checksum", "threads", "rollout",
-    "sumtree",
-)  # fmt: skip
-SOURCES = [FOLDER / f"{name}.c" for name in NAMES]
+SOURCES = sorted(path.relative_to(Path(__file__).parent) for path in Path(__file__).parent.joinpath(FOLDER).glob("*.c"))
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 LIBRARY = FOLDER / f"_kernels{SUFFIX}"
+REASON = FOLDER / "_kernels.txt"  # why there is no library
 FLAGS = ["-O3", "-std=c11", "-shared", "-fvisibility=hidden"]
 if sys.platform != "win32":
     FLAGS.append("-fPIC")  # Windows code is always position independent, and some compilers refuse the flag there
+
+
+class Target(NamedTuple):
+    """A platform that a wheel is built for on another one."""
+
+    triple: str  # zig's name for it, with the oldest version of its C library
+    tag: str  # the wheel's
+    suffix: str
+
+
+TARGETS = {
+    "linux-x86_64": Target("x86_64-linux-gnu.2.17", "manylinux_2_17_x86_64.manylinux2014_x86_64", ".so"),
+    "linux-aarch64": Target("aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64.manylinux2014_aarch64", ".so"),
+    "macos-x86_64": Target("x86_64-macos.11.0", "macosx_11_0_x86_64", ".dylib"),
+    "macos-arm64": Target("aarch64-macos.11.0", "macosx_11_0_arm64", ".dylib"),
+    "windows-amd64": Target("x86_64-windows-gnu", "win_amd64", ".dll"),
+}
 
 PROBE = "#include <stdint.h>\n#include <string.h>\nuint8_t probe(uint8_t *p) { memset(p, 0, 8); return *p; }\n"
 
@@ -82,6 +100,17 @@ def zig_compiler() -> list[str] | None:
     return [sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline", "-fno-sanitize=undefined"]
 
 
+def compression(folder: Path) -> tuple[list[str], list[Path], dict[str, str]]:
+    """Return the flags that link Zstandard and LZ4 in, their sources, and their licences as files of the wheel."""
+    zstd, lz4 = folder / "zstandard" / "zstd", folder / "lz4" / "lz4libs"
+    notice = folder / "lz4.txt"
+    text = (lz4 / "lz4.c").read_text(encoding="utf-8")  # its licence is its first comment
+    notice.write_text(text[: text.index("*/")].lstrip("/*\n "), encoding="utf-8")
+    flags = ["-DHOLDALL_COMPRESSION", f"-I{zstd}", f"-I{lz4}"]
+    licences = {str(zstd / "LICENSE"): "holdall/native/LICENSE.zstd.txt", str(notice): "holdall/native/LICENSE.lz4.txt"}
+    return flags, [zstd / "zstd.c", lz4 / "lz4.c", lz4 / "lz4hc.c"], licences
+
+
 class KernelBuildHook(BuildHookInterface[Any]):
     """Compile the kernels before a wheel or an editable install is put together."""
 
@@ -95,20 +124,25 @@ class KernelBuildHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and mark the wheel as built for this platform; on failure go on without the library."""
-        problem = self._compile() if self._wants_kernels() else "not asked for"
+        if target := os.environ.get("HOLDALL_BUILD_TARGET"):
+            return self._cross_compile(TARGETS[target], build_data)
+        problem = self._compile() if self._wants_kernels() else "HOLDALL_BUILD_PORTABLE is set"
         if problem:
             Path(self.root, LIBRARY).unlink(missing_ok=True)  # an old library must not outlive its source
             print(
                 f"warning: holdall is built without its compiled loops and will use NumPy ({problem})", file=sys.stderr
             )
-            return
-        build_data["artifacts"].append(LIBRARY.as_posix())
-        build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform_tag()}"
+            # pip shows nothing of a build that succeeds, so the first memory that is made reports this.
+            Path(self.root, REASON).write_text(problem, encoding="utf-8")
+            build_data["artifacts"].append(REASON.as_posix())
+            return None
+        Path(self.root, REASON).unlink(missing_ok=True)
+        return self._ship(LIBRARY, platform_tag(), build_data)
 
     def clean(self, versions: list[str]) -> None:
         """Remove the compiled library."""
-        Path(self.root, LIBRARY).unlink(missing_ok=True)
+        for built in (LIBRARY, REASON):
+            Path(self.root, built).unlink(missing_ok=True)
 
     def _wants_kernels(self) -> bool:
         return all(Path(self.root, source).exists() for source in SOURCES) and os.environ.get(
@@ -121,6 +155,28 @@ class KernelBuildHook(BuildHookInterface[Any]):
             return "no C compiler: tried $CC, cc, gcc, clang and the package ziglang"
         sources = [Path(self.root, source) for source in SOURCES]
         return compile_shared(command, sources, Path(self.root, LIBRARY))
+
+    def _cross_compile(self, target: Target, build_data: dict[str, Any]) -> None:
+        """Compile for another platform; on failure there is no wheel."""
+        zig = zig_compiler()
+        if zig is None:
+            raise RuntimeError("HOLDALL_BUILD_TARGET needs the package ziglang; install it")
+        command = [*zig, "-target", target.triple, "-s"]
+        sources = [Path(self.root, source) for source in SOURCES]
+        if folder := os.environ.get("HOLDALL_BUILD_COMPRESSION"):
+            flags, linked, licences = compression(Path(folder))
+            command, sources = command + flags, sources + linked
+            build_data["force_include"].update(licences)
+        library = FOLDER / f"_kernels{target.suffix}"
+        if problem := compile_shared(command, sources, Path(self.root, library)):
+            raise RuntimeError(problem)
+        self._ship(library, target.tag, build_data)
+
+    @staticmethod
+    def _ship(library: Path, tag: str, build_data: dict[str, Any]) -> None:
+        build_data["artifacts"].append(library.as_posix())
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{tag}"
 
 
 def platform_tag() -> str:

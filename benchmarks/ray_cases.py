@@ -22,6 +22,7 @@ import numpy as np
 from ray_sides import (
     BATCH,
     PREFETCH,
+    ActorSide,
     HoldallSide,
     Recording,
     TorchRLSide,
@@ -39,7 +40,7 @@ WARM = 1_024
 IN_A_ROW = 10
 """Batches of one side before the next one's turn."""
 
-Side = HoldallSide | TorchRLSide
+Side = HoldallSide | ActorSide | TorchRLSide
 
 
 def has_torchrl() -> bool:
@@ -72,25 +73,28 @@ def insert(recording: Recording, rounds: int) -> dict[str, Any]:
 
 def sample(recording: Recording, rounds: int) -> dict[str, Any]:
     """Time batches as they are asked for, and batches asked for ahead, and compare what is delivered."""
-    ours = HoldallSide(recording, len(recording.steps))
-    sides: list[Side] = [ours]
+    ours, plain = HoldallSide(recording, len(recording.steps)), ActorSide(recording, len(recording.steps))
+    sides: list[Side] = [ours, plain]
     if has_torchrl():
         sides += [TorchRLSide(len(recording.steps)), TorchRLSide(len(recording.steps), PREFETCH)]
     with closing(sides):
         for side in sides:
             side.insert(side.arrange(recording.steps, BLOCK), BLOCK)
         time.sleep(1)
-        found: dict[str, Any] = {"asked": _drawn({side.name: (side, side.sample) for side in sides[:2]}, rounds)}
+        found: dict[str, Any] = {"asked": _drawn({side.name: (side, side.sample) for side in sides[:3]}, rounds)}
         with ours.memory.loader(BATCH, PREFETCH) as loader:
-            ahead: dict[str, tuple[Side, Callable[[], Any]]] = {"holdall": (ours, lambda: next(loader))}
+            ahead: dict[str, tuple[Side, Callable[[], Any]]] = {
+                "holdall": (ours, lambda: next(loader)), "plain actor": (plain, plain.sample_ahead),
+            }  # fmt: skip
             if has_torchrl():
-                ahead["torchrl"] = (sides[2], sides[2].sample)
+                ahead["torchrl"] = (sides[3], sides[3].sample)
             found["ahead"] = _drawn(ahead, rounds)
         if has_torchrl():
-            compared = [differing_rows(side.sample(), ours) for side in sides[1:] for _ in range(4)]
+            compared = [differing_rows(side.sample(), ours) for side in sides[2:] for _ in range(4)]
             found["rows"] = {"compared": len(compared) * BATCH, "differing": sum(compared)}
         found["wire"] = {
             "answer_bytes": float(np.median([ours.answer_bytes() for _ in range(5)])),
+            "answer_bytes_between_hosts": float(np.median([ours.answer_bytes(is_near=False) for _ in range(5)])),
             "decoded_bytes": recording.batch_bytes,
         }
     return found
@@ -230,7 +234,8 @@ def _told(seconds: dict[str, list[float]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: {"per_s": 1 / float(np.median(taken)), "best_per_s": 1 / min(taken)} for name, taken in seconds.items()
     }
-    if "torchrl" in found:
-        found["times"] = found["holdall"]["per_s"] / found["torchrl"]["per_s"]
-        found["best_times"] = found["holdall"]["best_per_s"] / found["torchrl"]["best_per_s"]
+    for name, prefix in (("torchrl", ""), ("plain actor", "plain_")):
+        if name in found:
+            found[f"{prefix}times"] = found["holdall"]["per_s"] / found[name]["per_s"]
+            found[f"{prefix}best_times"] = found["holdall"]["best_per_s"] / found[name]["best_per_s"]
     return found

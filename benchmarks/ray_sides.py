@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import tempfile
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import torch
 from gymnasium import spaces
 from streams import Step, Stream
 
+from holdall import ReplayMemory as LocalReplayMemory
 from holdall.machine import held_bytes
 from holdall.ray import ReplayMemory, Writer
 
@@ -96,12 +98,7 @@ class HoldallSide:
 
     def arrange(self, steps: Sequence[Step], block: int) -> list[tuple[Any, ...]]:
         """Make the arguments of inserts: steps, or blocks of so many."""
-        told = [(s.obs, s.action, s.reward, s.next_obs, s.terminated, s.truncated) for s in steps]
-        if block == 1:
-            return told
-        return [
-            tuple(_stack(part) for part in zip(*told[i : i + block], strict=True)) for i in range(0, len(told), block)
-        ]
+        return stacked(steps, block)
 
     def insert(self, arranged: list[tuple[Any, ...]], block: int) -> None:
         """Insert, and return when everything was acknowledged."""
@@ -114,12 +111,15 @@ class HoldallSide:
         """Draw a batch."""
         return self.memory.sample(BATCH)
 
-    def answer_bytes(self) -> int:
-        """Return what travels from the shards to the learner for one batch."""
-        sent = 0
-        for shard in self.memory._cluster.numbers:
-            share = BATCH // len(self.memory._cluster.numbers)
-            answer = ray.get(self.memory._cluster.call(shard, "sample", [share]))
+    def answer_bytes(self, *, is_near: bool = True) -> int:
+        """Return what travels from the shards to a learner on this machine, or on another one, for one batch."""
+        sent, cluster = 0, self.memory._cluster
+        for shard in cluster.numbers:
+            share = BATCH // len(cluster.numbers)
+            if is_near:
+                answer = ray.get(cluster.call(shard, "sample", [(share, 0)]))
+            else:
+                answer = ray.get(cluster.handle(shard).__ray_call__.remote(_answer_for_another_machine, share))
             record, *arrays = (answer,) if isinstance(answer, bytes) else answer
             sent += len(record) + sum(array.nbytes for array in arrays)
         return sent
@@ -133,6 +133,61 @@ class HoldallSide:
     def close(self) -> None:
         """End the shards."""
         self.memory.close()
+
+
+def _answer_for_another_machine(shard: Any, count: int) -> Any:
+    drawn = shard._data.draw([(count, 0)])
+    return shard._data.answer(shard._counters(), drawn, *shard._data.found(drawn))
+
+
+class _LocalMemory:
+    """The plain way to share a memory out: a local one in an actor."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._memory = LocalReplayMemory(*arguments)
+
+    def extend(self, *steps: Any) -> None:
+        self._memory.extend(*steps)
+
+    def sample(self, batch_size: int) -> Any:
+        return self._memory.sample(batch_size)
+
+
+class ActorSide:
+    """A local memory of holdall's in one actor of Ray's; some batches are asked for ahead, as a loader does."""
+
+    name = "plain actor"
+
+    def __init__(self, recording: Recording, capacity: int) -> None:
+        remote: Any = ray.remote
+        self._actor = remote(num_cpus=0)(_LocalMemory).remote(
+            recording.observation_space, recording.action_space, capacity
+        )
+        self.processes = [process_of(self._actor)]
+        self._ahead: deque[Any] = deque()
+
+    def arrange(self, steps: Sequence[Step], block: int) -> list[tuple[Any, ...]]:
+        """Make the arguments of inserts: blocks of so many steps."""
+        return stacked(steps, block)
+
+    def insert(self, arranged: list[tuple[Any, ...]], _block: int) -> None:
+        """Insert; every call returns when it was acknowledged."""
+        for arguments in arranged:
+            ray.get(self._actor.extend.remote(*arguments))
+
+    def sample(self) -> Any:
+        """Draw a batch, as tensors."""
+        return _as_tensors(ray.get(self._actor.sample.remote(BATCH)))
+
+    def sample_ahead(self) -> Any:
+        """Draw a batch that was asked for a while ago."""
+        while len(self._ahead) <= PREFETCH:
+            self._ahead.append(self._actor.sample.remote(BATCH))
+        return _as_tensors(ray.get(self._ahead.popleft()))
+
+    def close(self) -> None:
+        """End the actor."""
+        ray.kill(self._actor)
 
 
 class TorchRLSide:
@@ -219,6 +274,23 @@ def cpu_seconds(processes: Sequence[psutil.Process] | None = None) -> float:
 def servants() -> list[psutil.Process]:
     """Return Ray's own processes on this machine."""
     return [p for p in psutil.Process().children(recursive=True) if p.name() in {"raylet", "gcs_server"}]
+
+
+def stacked(steps: Sequence[Step], block: int) -> list[tuple[Any, ...]]:
+    """Make the arguments of `add`, or those of `extend` for blocks of so many steps."""
+    told = [(s.obs, s.action, s.reward, s.next_obs, s.terminated, s.truncated) for s in steps]
+    if block == 1:
+        return told
+    return [tuple(_stack(part) for part in zip(*told[i : i + block], strict=True)) for i in range(0, len(told), block)]
+
+
+def _as_tensors(batch: Any) -> Any:
+    """Make tensors of a batch's arrays, as the memory over shards hands them out; nothing is copied."""
+    if isinstance(batch, dict):
+        return {name: _as_tensors(part) for name, part in batch.items()}
+    if isinstance(batch, np.ndarray):
+        return torch.from_numpy(batch)
+    return [_as_tensors(getattr(batch, name)) for name in (*FIELDS, "obs", "next_obs")]
 
 
 def _leaves(observation: Any) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""What 1,000 actors and 10 TB would take, worked out from measured unit costs: `python benchmarks/scale_model.py`.
+"""What machines carry, worked out from measured unit costs: `python benchmarks/scale_model.py`.
 
 In:  results/ray.json, which ray_replay.py measured on one machine, and assumptions that can be set on the command line.
-Out: for every workload what each part of the system has to carry, how many machines that is, and which part gives out
-first. `--docs` puts it into docs/scale.md. Nothing here was measured at this size: it is arithmetic, and says so.
+Out: what 1, 10 and 100 machines hold, take and give; and for 1,000 actors and 10 TB what each part of the system has to
+carry, how many machines that is, and which part gives out first. `--docs` puts all of it into docs/scale.md. Nothing
+here was measured at this size: it is arithmetic, and says so.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Costs:
             shard_held=inserted["shard_bytes_per_transition"]["holdall"],
             learner_row_us=drawn["ahead"]["learner_cpu_us"]["holdall"] / BATCH,
             shard_row_us=drawn["ahead"]["shard_cpu_us"]["holdall"] / BATCH,
-            wire_row=drawn["wire"]["answer_bytes"] / BATCH,
+            wire_row=drawn["wire"].get("answer_bytes_between_hosts", drawn["wire"]["answer_bytes"]) / BATCH,
             plain=drawn["wire"]["decoded_bytes"] / BATCH,
             call_us=(spread["4"]["cpu_us"] - spread["1"]["cpu_us"]) / 3,
         )
@@ -127,6 +128,48 @@ def load(costs: Costs, asked: Assumptions) -> Load:
     return Load(
         transitions, held, ingest, drawn, writer_share, shard_cores, learner_cores, hosts, learner, shards, usd
     )  # fmt: skip
+
+
+MACHINES = (1, 10, 100)
+
+
+def sizes(results: dict[str, Any], asked: Assumptions) -> str:
+    """Say what some machines hold, take and give, as Markdown.
+
+    A tenth of them, one at least, are learners; the others have shards, which spend half of what may be planned with on
+    what comes in, and half on what is drawn. One machine alone gives half of itself to either.
+    """
+    found = results["found"]
+    costs = {name: Costs.of(found[name], found["atari"]["spread"]) for name in NAMES if name in found}
+    lines = ["| machines | | " + " | ".join(NAMES[name] for name in costs) + " |", "|--:|---|" + "--:|" * len(costs)]
+    for machines in MACHINES:
+        learners = max(1, machines // 10)
+        holding = max(0.5, machines - learners)
+        carried = [_carried(each, asked, holding, 0.5 if machines == 1 else learners) for each in costs.values()]
+        rows = (
+            ("transitions held", [f"{_rounded(held / 1e6)} M" for held, _, _ in carried]),
+            ("added a second, at most", [_rounded(taken) for _, taken, _ in carried]),
+            (f"drawn a second, at most, by {learners}", [_rounded(drawn) for _, _, drawn in carried]),
+        )
+        lines += [
+            f"| {machines if not i else ''} | {name} | {' | '.join(cells)} |" for i, (name, cells) in enumerate(rows)
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _carried(costs: Costs, asked: Assumptions, holding: float, learners: float) -> tuple[float, float, float]:
+    """Return the transitions that shards on some machines hold, and the most that they take and learners draw."""
+    cores, nbytes_s = asked.host_cores * asked.usable, asked.host_gbit_s / 8 * 1e9 * asked.usable
+    held = holding * asked.host_gib * 2**30 * asked.usable / costs.shard_held
+    half = holding / 2
+    taken = min(half * cores * 1e6 / costs.shard_insert_us, half * nbytes_s / (2 * costs.wire_insert))
+    learned = learners * min(cores * 1e6 / costs.learner_row_us, nbytes_s / costs.wire_row)
+    return held, taken, min(half * cores * 1e6 / costs.shard_row_us, half * nbytes_s / costs.wire_row, learned)
+
+
+def _rounded(number: float) -> str:
+    """Write a number with two digits that count: 120,000."""
+    return f"{float(f'{number:.2g}'):,.0f}"
 
 
 def table(results: dict[str, Any], asked: Assumptions) -> str:
@@ -189,7 +232,7 @@ def main() -> None:
     wanted = vars(parser.parse_args())
     asked = Assumptions(**{field.name: wanted[field.name] for field in fields(Assumptions)})
     results = json.loads(wanted["results"].read_text(encoding="utf-8"))
-    tables = {"measured": measured(results), "scale": table(results, asked)}
+    tables = {"measured": measured(results), "sizes": sizes(results, asked), "scale": table(results, asked)}
     page = PAGE.read_text(encoding="utf-8")
     for name, made in tables.items():
         if wanted["docs"]:

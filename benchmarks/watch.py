@@ -169,20 +169,6 @@ def _foretold_row(case: str, foretold: Foretold, ended: int, *, died: bool, how:
                 bar="within 10 % half-way", ended=ended, predicted=predicted, at=at)  # fmt: skip
 
 
-def spill(_: argparse.Namespace) -> list[Row]:
-    """Run the same memory under the same limit with and without help."""
-    outcomes = {}
-    for act in ("none", "spill"):
-        with tempfile.TemporaryDirectory() as folder:
-            program = [sys.executable, str(HERE / "watch_pressure.py"), act, folder]
-            outcomes[act] = _limited(600 * MIB, program)
-    return [
-        _row("on_pressure", "spill under a control group of 600 MiB", f"without: {_killed(outcomes['none'])}; with: "
-             f"{_killed(outcomes['spill'])}", holds=outcomes == {"none": -9, "spill": 0},
-             bar="dies without, finishes with", outcomes=outcomes, limit="a control group of version 1, made for it")
-    ]  # fmt: skip
-
-
 def note(_: argparse.Namespace) -> list[Row]:
     """Rebuild the process of a twenty-gigabyte question, and answer it."""
     command = [sys.executable, str(HERE / "watch_search.py")]
@@ -203,7 +189,7 @@ def note(_: argparse.Namespace) -> list[Row]:
 
 CASES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "attributed": attributed, "cost": cost, "leak": leak, "clean": clean, "runout": runout, "vram": vram,
-    "disk": disk, "spill": spill, "note": note,
+    "disk": disk, "note": note,
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
 
 from holdall.sb3 import ReplayBuffer, WatchCallback
+from holdall.tools.watch.allocators import LEG_S, trace_growth
 from holdall.tools.watch.guard import MemoryGuard
 from holdall.watch import start
 
@@ -220,6 +222,33 @@ class Toggling(BaseCallback):
         self._watch.stop()
 
 
+class Tracing(BaseCallback):
+    """Notes the CPU time of a step, by turns without and with the trace that looks for a leak's line."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self._turns = 2 * rounds
+        self._trace = threading.Thread(target=time.sleep, args=(2.0,))  # what is made once is made before
+
+    def _on_training_start(self) -> None:
+        self._trace.start()
+        self._begun, self._steps, self._turn = (0.0, 0), 0, -1
+
+    def _on_step(self) -> bool:
+        self._steps += 1
+        if self._trace.is_alive():
+            return True
+        now = time.process_time()
+        if self._turn >= 0:
+            say(traced=self._turn % 2 == 1, cpu=(now - self._begun[0]) / (self._steps - self._begun[1]))
+        self._turn += 1
+        work: Any = trace_growth if self._turn % 2 else lambda _ended: time.sleep(3 * LEG_S)
+        self._trace = threading.Thread(target=work, args=(threading.Event(),))
+        self._begun = (time.process_time(), self._steps)
+        self._trace.start()
+        return self._turn < self._turns
+
+
 def main() -> None:
     """Train as the command line says."""
     parser = argparse.ArgumentParser()
@@ -233,11 +262,18 @@ def main() -> None:
     parser.add_argument("--rates", type=int, default=0)
     parser.add_argument("--turn", type=float, default=12.0)
     parser.add_argument("--pause", action="store_true")
+    parser.add_argument("--plain", action="store_true", help="without a callback of holdall's")
+    parser.add_argument("--traces", type=int, default=0, help="rounds without and with a trace")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     model = MODELS[wanted.model](wanted.seed, wanted.size)
     if wanted.rates:
         model.learn(10**9, callback=Toggling(wanted.turn, wanted.rates))
+        return
+    if wanted.plain or wanted.traces:
+        model.learn(
+            10**9 if wanted.traces else wanted.steps, callback=Tracing(wanted.traces) if wanted.traces else None
+        )
         return
     watch = WatchCallback(0.5, record=wanted.record, verbose=0)
     model.learn(wanted.steps, callback=CallbackList([Leaking(wanted.leak, wanted.counter), watch]))

@@ -1,81 +1,152 @@
 # /// script
-# dependencies = ["holdall[ray,sb3]", "ale-py", "opencv-python-headless"]
+# dependencies = ["holdall[ray,torch]"]
 # ///
-"""Ape-X on Atari: two actors feed two shards, and a DQN learner draws from both by priority.
+"""Ape-X: actors feed shards, and a learner draws n-step returns by priority; a game of catch.
 
-    python examples/ape_x.py [UPDATES]
+    python examples/ape_x.py [UPDATES] [FOLDER]
 
-Actors send compressed blocks of frames, and the learner decodes them. `limit` has them wait for each other, so that a
-transition is drawn 8 times, about, however fast either is.
+A ball falls, and a paddle must be under it at the end; only then there is a reward. `limit` has actors and the learner
+wait for each other, so that a transition is drawn 8 times, about, however fast either is. Kill all of it at any moment,
+with kill -9 if you like, and run it again: it goes on with the transitions, their priorities and the network.
 """
 
 import sys
+from pathlib import Path
 
-import ale_py
 import gymnasium as gym
+import numpy as np
 import ray
 import torch
-from gymnasium.wrappers import AtariPreprocessing, FrameStackObservation
-from stable_baselines3 import DQN
-from stable_baselines3.common.logger import configure
-from torch.nn import functional
+from gymnasium import spaces
 
-import holdall.ray.sb3
+import holdall.ray
 
-
-def make_env() -> gym.Env:
-    """Make an environment, here for its spaces and in every actor to play in."""
-    gym.register_envs(ale_py)
-    env = gym.make("ALE/Breakout-v5", frameskip=1)
-    return FrameStackObservation(AtariPreprocessing(env), 4)
+ROWS, COLUMNS, ACTORS, BATCH, STEPS, GAMMA = 10, 5, 2, 64, 3, 0.97
 
 
-class ApeX(DQN):
-    """DQN whose losses are weighted and whose errors are told."""
+class Catch(gym.Env):
+    """A ball falls one row a step; the paddle at the bottom stays, or moves to the left or right."""
 
-    def train(self, gradient_steps: int, batch_size: int = 32) -> None:
-        """Learn from batches that were drawn by priority."""
-        for _ in range(gradient_steps):
-            data = self.replay_buffer.sample(batch_size)
-            with torch.no_grad():
-                best = self.q_net(data.next_observations).argmax(dim=1, keepdim=True)
-                value = self.q_net_target(data.next_observations).gather(1, best)
-                target = data.rewards + (1 - data.dones) * self.gamma * value
-            current = self.q_net(data.observations).gather(1, data.actions.long())
-            loss = (data.weights * functional.smooth_l1_loss(current, target, reduction="none")).mean()
-            self.policy.optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.max_grad_norm)
-            self.policy.optimizer.step()
-            self.replay_buffer.update_priorities(data.ids, (current - target).abs())
-        self._n_updates += gradient_steps
+    observation_space, action_space = spaces.Box(0, 1, (2 * ROWS * COLUMNS,), np.float32), spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        """Drop another ball."""
+        super().reset(seed=seed)
+        self.row, self.ball, self.paddle = 0, int(self.np_random.integers(COLUMNS)), COLUMNS // 2
+        return self.seen(), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        """Move; at the bottom, say whether the ball was caught."""
+        self.row, self.paddle = self.row + 1, min(COLUMNS - 1, max(0, self.paddle + int(action) - 1))
+        ended = self.row == ROWS - 1
+        return self.seen(), float(ended) * (1 if self.paddle == self.ball else -1), ended, False, {}
+
+    def seen(self) -> np.ndarray:
+        """Show ball and paddle, each in a grid of its own."""
+        grid = np.zeros((2, ROWS, COLUMNS), np.float32)
+        grid[0, self.row, self.ball] = grid[1, ROWS - 1, self.paddle] = 1
+        return grid.reshape(-1)
 
 
-updates = int(sys.argv[1]) if len(sys.argv) > 1 else 100_000
-actors, batch = 2, 32
-if not ray.is_initialized():
-    ray.init(include_dashboard=False)
-model = ApeX(
-    "CnnPolicy",
-    make_env(),
-    buffer_size=100_000,
-    replay_buffer_class=holdall.ray.sb3.ReplayBuffer,  # 1
-    replay_buffer_kwargs={  # 2
-        "shards": 2,
-        "sampler": holdall.Prioritized(),
-        "limit": holdall.ray.RateLimit(samples_per_insert=8, min_size=256, tolerance=4096),
-    },
-)
-model.set_logger(configure(None, []))
-memory = model.replay_buffer.memory
-make_act = holdall.ray.sb3.epsilon_greedy(model, actors)
-with holdall.ray.collect(make_env, actors, memory, make_act, num_cpus=0.5) as collection:  # 3
-    for update in range(updates):
-        model.train(1, batch)
-        if update % 100 == 0:
-            collection.send(holdall.ray.sb3.weights_of(model))
-            model.q_net_target.load_state_dict(model.q_net.state_dict())
-            print(update, "updates,", sum(each.steps for each in collection.progress()), "steps")
-print(memory.report())
-memory.close()
-ray.shutdown()
+def new_network() -> torch.nn.Sequential:
+    """Return a network that values actions."""
+    inputs = 2 * ROWS * COLUMNS
+    return torch.nn.Sequential(torch.nn.Linear(inputs, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
+
+
+class Policy:
+    """Chooses actions at an actor, which takes a random one with a probability of its own."""
+
+    def __init__(self, number: int) -> None:
+        torch.set_num_threads(1)
+        self.network, self.rng = new_network(), np.random.default_rng(number)
+        self.curiosity = 0.4 ** (1 + 7 * number / max(1, ACTORS - 1)) if number else 0.4
+
+    def load(self, weights: dict) -> None:
+        """Take over the learner's weights."""
+        self.network.load_state_dict(weights)
+
+    def __call__(self, obs: np.ndarray) -> int:
+        """Choose."""
+        if self.rng.random() < self.curiosity:
+            return int(self.rng.integers(3))
+        with torch.no_grad():
+            return int(self.network(torch.from_numpy(obs)).argmax())
+
+
+def caught(network: torch.nn.Module, games: int = 200) -> float:
+    """Return the share of balls that the best actions catch."""
+    env, policy, total = Catch(), Policy(0), 0
+    policy.network, policy.curiosity = network, 0.0
+    for game in range(games):
+        (obs, _), ended = env.reset(seed=game), False
+        while not ended:
+            obs, reward, ended, *_ = env.step(policy(obs))
+        total += reward > 0
+    return total / games
+
+
+class Learner:
+    """A double DQN that can be saved in one step."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.update = file, 0
+        self.network, self.target = new_network(), new_network()
+        self.optimizer = torch.optim.Adam(self.network.parameters(), 1e-3)
+        if file.exists():
+            saved = torch.load(file, weights_only=True)
+            self.update = saved["update"]
+            for name in ("network", "target", "optimizer"):
+                getattr(self, name).load_state_dict(saved[name])
+
+    def learn(self, batch: holdall.Batch) -> np.ndarray:
+        """Take one step, and return the errors that become priorities."""
+        with torch.no_grad():
+            best = self.network(batch.next_obs).argmax(dim=-1, keepdim=True)
+            value = self.target(batch.next_obs).gather(-1, best).squeeze(-1)
+            goal = batch.reward + batch.discount * ~batch.terminated * value
+        error = self.network(batch.obs).gather(-1, batch.action[:, None]).squeeze(-1) - goal
+        self.optimizer.zero_grad()
+        (batch.weights * error**2).mean().backward()
+        self.optimizer.step()
+        self.update += 1
+        return error.detach().abs().numpy()
+
+    def save(self) -> None:
+        """Write everything, or nothing."""
+        states = {name: getattr(self, name).state_dict() for name in ("network", "target", "optimizer")}
+        torch.save(states | {"update": self.update}, self.file.with_suffix(".new"))
+        self.file.with_suffix(".new").replace(self.file)
+
+
+def main(updates: int, folder: Path) -> None:
+    """Train until so many updates were made, in all runs together."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    learner = Learner(folder / "learner.pt")
+    memory = holdall.ray.ReplayMemory(  # 1
+        Catch.observation_space, Catch.action_space, 50_000, shards=2, device="cpu", seed=0,
+        sampler=holdall.NStep(STEPS, GAMMA, by=holdall.Prioritized(0.6, 0.4)),
+        limit=holdall.ray.RateLimit(samples_per_insert=8, min_size=500, tolerance=8_192),
+        durability="segment", url=folder,
+    )  # fmt: skip
+    print(f"begins with {len(memory)} transitions, after update {learner.update}", flush=True)
+    with memory, holdall.ray.collect(Catch, ACTORS, memory, Policy, num_cpus=0.5) as actors:  # 2
+        while learner.update < updates:
+            if learner.update % 50 == 0:
+                actors.send(learner.network.state_dict())
+                learner.target.load_state_dict(learner.network.state_dict())
+            batch = memory.sample(BATCH)
+            memory.update_priorities(batch.ids, learner.learn(batch))  # 3
+            if learner.update % 200 == 0:
+                learner.save()
+                print(f"update {learner.update}: {caught(learner.network):.0%} caught", flush=True)
+        print(memory.report())
+
+
+if __name__ == "__main__":
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 4_000, Path(sys.argv[2] if len(sys.argv) > 2 else "ape_x"))
+    ray.shutdown()

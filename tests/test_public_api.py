@@ -1,5 +1,6 @@
 """What users may rely on: the names that holdall exports, and what importing it costs."""
 
+import importlib
 import importlib.metadata
 import subprocess
 import sys
@@ -55,6 +56,12 @@ def test_the_names_for_stable_baselines3_are_these_and_no_others() -> None:
         "CheckpointCallback", "HerReplayBuffer", "LintCallback", "PrioritizedDQN", "PrioritizedReplay",
         "PrioritizedReplayBuffer", "ReplayBuffer", "RolloutBuffer", "WatchCallback", "resume",
     ]  # fmt: skip
+
+
+def test_the_names_over_shards_are_these_and_no_others() -> None:
+    pytest.importorskip("ray")
+    names = importlib.import_module("holdall.ray").__all__
+    assert names == ["Collection", "MemoryHandle", "RateLimit", "ReplayMemory", "Writer", "attach", "collect"]
 
 
 def test_import_holdall_imports_nothing_heavy() -> None:

@@ -22,7 +22,7 @@ from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, 
 from holdall.device_memory import MemoryOnDevice
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
-from holdall.native import chosen_kernels
+from holdall.native import chosen_kernels, fallback
 from holdall.report import LIVING, MemoryReport
 from holdall.resets import Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.sampling import (
@@ -273,7 +273,7 @@ class ReplayMemory(MemoryOnDevice):
                 transitions=store.transitions, fields=tuple(store.report()), segments=store.segments,
                 staging_bytes=self._assembler.staging.nbytes + self._batches.pinned_bytes,
                 backlog=store.sealer.backlog, failure=store.sealer.failure,
-                budget_bytes=self._budget.limit, capacity_that_fits=store.capacity_that_fits,
+                budget_bytes=self._budget.limit, capacity_that_fits=store.capacity_that_fits, fallback=fallback(),
             )  # fmt: skip
 
     def arrays(self) -> list[tuple[str, NDArray[Any]]]:

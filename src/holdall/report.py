@@ -8,7 +8,7 @@ that was never touched is not counted. USS from the operating system is the judg
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,7 @@ class MemoryReport:
     failure: str = ""  # what went wrong when a block was compressed or spilled last; it then stays as it is
     budget_bytes: int | None = None  # the limit over everything, if one was named
     capacity_that_fits: int | None = None  # transitions that the limit holds, if fewer than asked for
+    fallback: str = ""  # what is done without compiled code, why, and how much slower it is
 
     @property
     def total_bytes(self) -> int:
@@ -104,6 +105,8 @@ class MemoryReport:
                 f"the budget of {format_bytes(self.budget_bytes)} holds about {self.capacity_that_fits} transitions; "
                 "from then on the oldest leave early"
             )
+        if self.fallback:
+            lines.append(self.fallback)
         if self.failure:
             lines.append(f"the worker failed last with {self.failure}; what it concerns stays as it is")
         return "\n".join(lines)
@@ -124,3 +127,8 @@ class Tracked(Protocol):
 
 LIVING: weakref.WeakSet[Tracked] = weakref.WeakSet()
 """The memories of this process; each adds itself, and is in here for as long as it lives."""
+
+GrowthCheck = Callable[[int], bool]
+GROWTH_CHECKS: list[GrowthCheck] = []
+"""Guards of this process. A thread that added so many bytes asks them, outside of the memory's lock; where one says
+that memory is short, it waits until the memory has compressed and spilled what it was asked to."""

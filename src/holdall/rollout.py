@@ -23,7 +23,7 @@ from holdall.batch import RolloutBatch
 from holdall.delivery import DeviceRollout, Gather, MinibatchDelivery, is_on_device
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import childs_generator, generator_of
-from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
+from holdall.native import chosen_kernels, copy_in_order, estimate_advantages, fallback
 from holdall.report import LIVING, FieldReport, MemoryReport
 from holdall.sampling import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
@@ -301,6 +301,7 @@ class RolloutMemory:
             segments=1,
             backlog=0 if sealer is None else sealer.backlog,
             failure="" if sealer is None else sealer.failure,
+            fallback=fallback(),
         )
 
     def arrays(self) -> list[tuple[str, Array]]:

@@ -33,6 +33,13 @@ _FAINT = """(() => {
   }
   return faint;
 })()"""
+_CUT_OFF = """[...document.querySelectorAll('body *')].filter((element) =>
+    [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()) &&
+    element.checkVisibility({visibilityProperty: true}) && !element.closest('script, pre, caption, .scroll'))
+  .filter((element) => { const box = element.getBoundingClientRect();
+    const isCut = element.clientWidth && element.scrollWidth > element.clientWidth + 1;
+    return box.left < 0 || box.right > innerWidth || isCut; })
+  .map((element) => element.className + ': ' + element.textContent.slice(0, 40))"""
 _TIP_ENDS = "(({left, right}) => [left, right])(document.getElementById('tip').getBoundingClientRect())"
 _UNNAMED = """[...document.querySelectorAll('[tabindex="0"], button, summary, a, [role]')]
     .filter((element) => !(element.getAttribute('aria-label') || element.innerText || element.id === 'tip')).length"""
@@ -54,6 +61,7 @@ def test_a_page_is_drawn_and_silent_and_alone(
     assert ground == ("rgb(13, 18, 23)" if dark else "rgb(245, 246, 248)")
     assert page.ask(_FAINT) == []
     assert page.ask(_UNNAMED) == 0
+    assert page.ask(_CUT_OFF) == []
 
 
 @pytest.mark.parametrize("kind", ["bench", "bench buffers"])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from holdall.native import NativeCoder, PortableCoder, native_kernels
 from holdall.native import library as libraries
 from holdall.schema import Bytes
-from holdall.storage.blocks import Coder
+from holdall.storage.blocks import Coder, Order
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
 
 COUNT = 9
@@ -66,11 +66,23 @@ METHODS = {
     "zstd and dictionary": (Method.ZSTD, 3, trained_dictionary()),
     "zstd and any bytes": (Method.ZSTD, 1, Dictionary(b"frames of a film " * 30)),
 }
+COMMON = [None, trained_dictionary(), Dictionary(b"x"), Dictionary(np.random.default_rng(8).bytes(90_000))]
+"""Dictionaries: none, a trained one, a short one, and more than LZ4 looks back."""
+KEYED: dict[str, dict[str, Any]] = {
+    "a key for all": {"key": 100},
+    "a key of 4": {"key": 4},
+    "every second one": {"key": 2},
+    "raw": {"key": 3, "raw_keys": True},
+    "each a key": {"key": 1},
+    "together": {"key": 2, "group": 2},
+    "raw, together": {"key": 2, "group": 3, "raw_keys": True},
+}
+"""Ways to compress slices against others of their block."""
 
 
 def images(predictor: Predictor, word_bytes: int = 0) -> Iterator[Transform]:
     """Name every image that is predicted: channels first and last, with and without green."""
-    for planes, (rows, columns), interleaved in product(range(1, 5), SIZES, (False, True)):
+    for planes, (rows, columns), interleaved in itertools.product(range(1, 5), SIZES, (False, True)):
         whole = Transform(planes * rows * columns * max(word_bytes, 1), word_bytes, predictor)
         image = replace(whole, planes=planes, rows=rows, columns=columns, interleaved=interleaved)
         yield image
@@ -83,6 +95,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Transform]]] = {
     "palette": lambda: (Transform(words * size, size) for size in (2, 4, 8) for words in (1, 5, 16, 333)),
     "left": lambda: images(Predictor.LEFT),
     "up": lambda: images(Predictor.UP),
+    "pixels": lambda: (form for form in images(Predictor.PIXELS) if not (form.interleaved or form.green)),
     "palette and left": lambda: images(Predictor.LEFT, 4),
     "palette and up": lambda: images(Predictor.UP, 8),
     "shuffle": lambda: (
@@ -124,9 +137,9 @@ def decoded(coder: Coder, sealed: Any, numbers: NDArray[np.int64]) -> Bytes:
     return out
 
 
-def handed_over(sealer: Coder, reader: Coder, slices: Bytes, codec: Codec) -> Any:
+def handed_over(sealer: Coder, reader: Coder, slices: Bytes, codec: Codec, order: Order | None = None) -> Any:
     """Seal with one coder what another is to read."""
-    sealed = sealer.seal(slices, codec)
+    sealed = sealer.seal(slices, codec, order)
     assert sealed is not None, codec
     return sealed if reader is sealer else reader.adopt(sealed.coded)
 
@@ -145,6 +158,77 @@ def test_every_codec_gives_the_same_bits_back(family: str, method: str, sealer: 
         for name, slices in contents(form):
             sealed = handed_over(sealer, reader, slices, Codec(kind, level, form, dictionary))
             assert decoded(reader, sealed, order).tobytes() == slices[order].tobytes(), (form, name)
+
+
+@pytest.mark.parametrize(("sealer", "reader"), PAIRS)
+@pytest.mark.parametrize("keyed", KEYED)
+@pytest.mark.parametrize("method", [(Method.LZ4, 0), (Method.LZ4, 9), (Method.ZSTD, 9), (Method.STORED, 0)], ids=str)
+def test_slices_behind_a_key_come_back(method: tuple[Method, int], keyed: str, sealer: Coder, reader: Coder) -> None:
+    """In any order of asking and of sealing, whichever of them are keys; with every transform."""
+    generator = np.random.default_rng(4)
+    asked = np.array([8, 0, 3, 3, *range(COUNT), 1], np.int64)
+    image = Transform(7 * 33 * 3, 0, Predictor.LEFT, 3, 7, 33, interleaved=True, green=True)
+    for form in (Transform(500), image, Transform(332, 4), Transform(40, shuffle=8)):
+        codec = Codec(*method, form, **KEYED[keyed])
+        for name, slices in contents(form):
+            for order in (None, generator.permutation(COUNT).astype(np.uint32)):
+                sealed = handed_over(sealer, reader, slices, codec, order)
+                assert decoded(reader, sealed, asked).tobytes() == slices[asked].tobytes(), (form, name)
+
+
+@pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("method", [(Method.LZ4, 9), (Method.ZSTD, 9)], ids=str)
+def test_a_slice_costs_what_it_has_beyond_its_key(method: tuple[Method, int], coder: Coder) -> None:
+    """Each alone is noise; a raw key costs its bytes, and is there for as many slices as the codec says."""
+    generator = np.random.default_rng(0)
+    scenes = generator.integers(0, 256, (3, 1, 2000), np.uint8).repeat(10, axis=1)
+    scenes[:, :, :8] = generator.integers(0, 256, (3, 10, 8), np.uint8)
+    slices = scenes.reshape(30, 2000)
+    for settings in ({"key": 10}, {"key": 10, "raw_keys": True}, {"key": 5, "group": 2}):
+        sealed = coder.seal(slices, Codec(*method, Transform(2000), **settings))
+        assert sealed is not None
+        assert sealed.coded.data.nbytes < 3 * 2000 * settings.get("group", 1) + 27 * 60
+        assert decoded(coder, sealed, np.arange(30)).tobytes() == slices.tobytes()
+
+
+@pytest.mark.parametrize("coder", BOTH)
+def test_slices_in_another_order_keep_their_numbers(coder: Coder) -> None:
+    """Neighbours in the units shrink together; who asks for a slice need not know."""
+    generator = np.random.default_rng(0)
+    scenes = generator.integers(0, 256, (4, 1, 600), np.uint8).repeat(8, axis=1)
+    lanes = np.ascontiguousarray(scenes.transpose(1, 0, 2)).reshape(32, 600)  # the four in turns
+    order = np.arange(32).reshape(8, 4).T.reshape(-1).astype(np.uint32)
+    codec = Codec(Method.ZSTD, 3, Transform(600), group=8)
+    mixed, sorted_ = coder.seal(lanes, replace(codec, group=2)), coder.seal(lanes, codec, order)
+    assert mixed is not None
+    assert sorted_ is not None
+    assert sorted_.nbytes < mixed.nbytes / 3
+    assert sorted_.coded.places.nbytes == 2 * 32
+    numbers = np.array([5, 31, 0, 5, *range(32)])
+    assert decoded(coder, sorted_, numbers).tobytes() == lanes[numbers].tobytes()
+    plain = coder.seal(lanes, codec, np.arange(32, dtype=np.uint32))
+    assert plain is not None
+    assert plain.coded.places.size == 0
+
+
+@pytest.mark.parametrize(("sealer", "reader"), PAIRS)
+@given(data=st.data())
+def test_any_keys_and_any_order_come_back(sealer: Coder, reader: Coder, data: st.DataObject) -> None:
+    """Groups, keys, orders and counts that nobody thought of; dictionaries where there are no keys."""
+    count, size = data.draw(st.integers(0, 40)), data.draw(st.integers(1, 700))
+    key = data.draw(st.integers(0, 12))
+    method = data.draw(st.sampled_from([(Method.LZ4, 0), (Method.LZ4, 3), (Method.ZSTD, 1), (Method.ZSTD, 12)]))
+    codec = Codec(
+        *method, Transform(size), None if key else data.draw(st.sampled_from(COMMON)),
+        data.draw(st.integers(1, 9)), key, data.draw(st.booleans()),
+    )  # fmt: skip
+    generator = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    slices = generator.integers(0, data.draw(st.integers(1, 256)), (1, size), np.uint8).repeat(count, axis=0)
+    slices[generator.random(slices.shape) < data.draw(st.sampled_from([0, 0.01, 0.5]))] ^= 5
+    order = generator.permutation(count).astype(np.uint32) if data.draw(st.booleans()) else None
+    sealed = handed_over(sealer, reader, slices, codec, order)
+    asked = generator.integers(0, count, 50) if count else np.zeros(0, np.int64)
+    assert decoded(reader, sealed, asked).tobytes() == slices[asked].tobytes()
 
 
 @pytest.mark.parametrize(("sealer", "reader"), PAIRS)

@@ -190,8 +190,8 @@ class Trusting(PortableCoder):
 class Bloated(PortableCoder):
     """Takes twice the bytes."""
 
-    def seal(self, slices: Any, codec: Any) -> Any:
-        sealed = super().seal(slices, codec)
+    def seal(self, slices: Any, codec: Any, order: Any = None) -> Any:
+        sealed = super().seal(slices, codec, order)
         if sealed is not None:
             sealed.coded = replace(sealed.coded, data=np.tile(np.asarray(sealed.coded.data), 2))
         return sealed

@@ -48,9 +48,9 @@ class Columns:
             kept = rng.integers(0, 256, (len(ids), size), np.uint8)
             self.rings.append((ring, later, block))
             self.apart.append((ids, kept))
-            rows.append([address(ring), size, later, block, len(ids), address(ids), address(kept), 0])
+            rows.append([address(ring), size, later, block, len(ids), address(ids), address(kept), 0, 0, 0])
         self.flags = rng.integers(0, 2, (2, self.ring_rows), np.uint8)
-        rows.append([address(self.flags[0]), 4, 0, 1, 0, 0, 0, address(self.flags[1])])
+        rows.append([address(self.flags[0]), 4, 0, 1, 0, 0, 0, address(self.flags[1]), 0, 0])
         self.table = np.array(rows, np.int64).reshape(-1, len(COLUMN_FIELDS))
 
     def expected(self, ids: NDArray[np.int64]) -> list[tuple[int, bytes]]:

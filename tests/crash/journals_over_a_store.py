@@ -18,8 +18,9 @@ import psutil
 import ray
 from gymnasium import spaces
 
-from holdall.cluster.journal import Journal, slots_at
+from holdall.cluster.journal import Journal
 from holdall.cluster.protocol import Ack, SegmentHeader
+from holdall.cluster.slots import slots_at
 from holdall.ray import ReplayMemory
 
 PATIENCE_S = 60.0

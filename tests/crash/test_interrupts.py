@@ -24,7 +24,7 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall.storage import sealer, segment
+from holdall.storage import columns, sealer, segment
 from holdall.testing import OracleMemory, assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in finalizers
@@ -179,6 +179,8 @@ def scenes(tmp_path: Path) -> dict[str, Callable[[], Scene]]:
         "rings, episode ends": lambda: Scene(SMALL, ticks=7),
         "rings, full": lambda: Scene(SMALL, ticks=52, lanes=4),
         "rings, valid": lambda: Scene(SMALL, ticks=50, lanes=2, with_valid=True),
+        "rings, packed": lambda: Scene(SMALL, ticks=15),
+        "rings, packed, full": lambda: Scene(SMALL, ticks=63, lanes=2),
         "rings, paired": lambda: Scene(SMALL, ticks=60, episode=1),
         "window found in a ring": lambda: Scene(spaces.Box(0, 255, (4, 12, 12), np.uint8), ticks=7, episode=100),
         "window found in a segment": lambda: Scene(STACK, ticks=7, episode=100, settings={"budget": None}),
@@ -197,6 +199,8 @@ NAMES = tuple(scenes(Path()))
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 150_000)
+    for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", 8), ("_LEAST_RUNS", 2)):
+        monkeypatch.setattr(columns, name, value)
 
 
 def points_in(lines: int, points: int | None) -> list[int]:
@@ -247,7 +251,7 @@ def test_an_interrupted_add_is_made_or_is_not(
 
 
 @pytest.mark.parametrize("points", POINTS)
-@pytest.mark.parametrize("name", ["first tick", "rings, full", "Dict, segment closes", "Dict, spills"])
+@pytest.mark.parametrize("name", ["first tick", "rings, full", "rings, packed", "Dict, segment closes", "Dict, spills"])
 def test_an_interrupted_extend_is_made_or_is_not(
     name: str, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

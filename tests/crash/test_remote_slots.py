@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdall.cluster.journal import Entry, Journal, RemoteSlots, journal_of, journals_in_use
+from holdall.cluster.journal import Entry, Journal, journal_of, journals_in_use
+from holdall.cluster.slots import RemoteSlots
 from holdall.errors import CheckpointError, FencedError
 
 from .servers import Forgetful, Weed

@@ -58,3 +58,11 @@ def test_the_golden_checkpoint_has_every_kind_of_record() -> None:
     shelf = RecordFiles(reader)
     kinds = {shelf.record(ref)[0].kind for ref in reader.manifest(1).refs}
     assert kinds >= {"rows", "logs", "slices", "piece", "state", "file"}
+
+
+def test_the_golden_checkpoint_with_keys_has_keys_and_places() -> None:
+    """So that neither changes unnoticed."""
+    reader = DirectoryReader(HERE / "v1_keys")
+    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
+    blocks = [record for record in records if record.kind == "slices"]
+    assert any(record.head.get("key") and "places" in record.parts for record in blocks)

@@ -1,11 +1,12 @@
-"""Writes the golden checkpoint of the format's version: `python tests/format/write_golden.py`.
+"""Writes a golden checkpoint: `python tests/format/write_golden.py v1_keys`.
 
-It is written once for every version that was released, and never again: later versions have to read it.
+Each is written once, by the version that first writes such blocks, and never again: later versions have to read it. The
+blocks of v1 are coded as the first version coded them, those of v1_keys against keys, and lane by lane.
 """
 
 from __future__ import annotations
 
-import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.storage import segment
+from holdall.storage import Codec, Method, Transform, Window, sealer, segment
 
 HERE = Path(__file__).parent
 TICKS, LANES, CAPACITY_TICKS = 150, 2, 120
@@ -58,11 +59,19 @@ def tick_arguments(tick: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def keyed(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
+    """Code images against keys, two together."""
+    return Codec(Method.ZSTD, 9, Transform(window.slice_bytes), group=2, key=4)
+
+
+def main(name: str) -> None:
     """Write the checkpoint."""
-    folder = HERE / "v1"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = HERE / name
+    if folder.exists():
+        sys.exit(f"{folder} was written by the version that first wrote such blocks, and stays as it is")
     segment.SEGMENT_BYTES = 2**14
+    if name == "v1_keys":
+        sealer.choose = keyed
     extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
     with ReplayMemory(SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=None, seed=7, extras=extras) as memory:
         for tick in range(TICKS):
@@ -73,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

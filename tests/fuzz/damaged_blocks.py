@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class Block:
     checks: NDArray[np.uint32] | None = None  # of the units in a file; None: those that are right
     cut: int = 0  # bytes that the file lacks at its end
     start: int = 0  # where in the file the units are said to begin
+    places: NDArray[Any] = field(default_factory=lambda: np.zeros(0, np.uint16))
 
 
 def whole_blocks() -> list[Block]:
@@ -70,6 +71,7 @@ def whole_blocks() -> list[Block]:
         Transform(900, shuffle=4),
         rgb,
         replace(rgb, predictor=Predictor.UP, interleaved=False, green=False),
+        replace(rgb, predictor=Predictor.PIXELS, interleaved=False, green=False),
         Transform(1200, 4, Predictor.LEFT, 1, 15, 20),
         Transform(1200, 4, Predictor.UP, 3, 10, 10, interleaved=True, green=True),
     ]
@@ -89,11 +91,19 @@ def whole_blocks() -> list[Block]:
             Codec(Method.STORED, 0, form),
             Codec(Method.LZ4, 0, form, group=5),
             Codec(Method.ZSTD, 3, form, common, group=4),
+            Codec(Method.LZ4, 5, form, common),
+            Codec(Method.LZ4, 5, form, key=5),
+            Codec(Method.LZ4, 5, form, group=2, key=3, raw_keys=True),
+            Codec(Method.ZSTD, 3, form, key=4, raw_keys=True),
+            Codec(Method.ZSTD, 3, form, group=3, key=2),
         ):
-            sealed = PortableCoder().seal(slices, codec)
+            order = generator.permutation(COUNT).astype(np.uint32) if codec.key else None
+            sealed = PortableCoder().seal(slices, codec, order)
             assert sealed is not None
-            assert isinstance(sealed.coded.data, np.ndarray)
-            blocks.append(Block(codec, sealed.coded.data, sealed.coded.offsets, sealed.coded.palette, np.arange(COUNT)))
+            coded = sealed.coded
+            assert isinstance(coded.data, np.ndarray)
+            block = Block(codec, coded.data, coded.offsets, coded.palette, np.arange(COUNT), places=coded.places)
+            blocks.append(block)
     return [*blocks, *(replace(block, in_file=True) for block in blocks)]
 
 
@@ -195,7 +205,7 @@ def mistake_the_transform(block: Block, generator: np.random.Generator) -> None:
     claimed: dict[str, Any] = {name: values[int(generator.integers(len(values)))]}
     form = replace(block.codec.transform, **claimed)
     if generator.random() < 0.3:
-        form = replace(form, predictor=Predictor(int(generator.integers(3))), green=bool(generator.integers(2)))
+        form = replace(form, predictor=Predictor(int(generator.integers(4))), green=bool(generator.integers(2)))
     block.codec = replace(block.codec, transform=form)
 
 
@@ -203,6 +213,27 @@ def mistake_the_group(block: Block, generator: np.random.Generator) -> None:
     """Claim other numbers of neighbours in a unit: one, many, all of memory, or less than none."""
     group = int(generator.choice([-(1 << 31), -1, 0, 1, 2, 3, 6, 12, 13, 64, 65, 1 << 20, 1 << 31, 1 << 40, 1 << 62]))
     block.codec = replace(block.codec, group=group)
+
+
+def mistake_the_key(block: Block, generator: np.random.Generator) -> None:
+    """Claim other numbers of units behind a key, or that there is none, or one."""
+    key = int(generator.choice([-(1 << 62), -1, 0, 1, 2, 3, 11, 12, 13, 1 << 20, (1 << 32) - 1, 1 << 32, 1 << 62]))
+    block.codec = replace(block.codec, key=key)
+
+
+def spoil_places(block: Block, generator: np.random.Generator) -> None:
+    """Let slices stand in places that others have or nobody has, in too few of them, or in numbers of another size."""
+    places = np.resize(block.places, COUNT) if len(block.places) else np.arange(COUNT, dtype=np.uint16)
+    match generator.integers(4):
+        case 0:
+            places[generator.integers(0, COUNT, 3)] = generator.integers(0, 1 << 16, 3)
+        case 1:
+            places[generator.integers(0, COUNT, 3)] = COUNT
+        case 2:
+            places = places[: int(generator.integers(COUNT))].copy()
+        case _:
+            places = places.astype(generator.choice(["u4", "u8", "i4"]))
+    block.places = places
 
 
 def mistake_the_count(block: Block, generator: np.random.Generator) -> None:
@@ -248,6 +279,8 @@ CLAIMS: dict[str, Damage] = {
     "false dictionary": pretend_a_dictionary,
     "group": mistake_the_group,
     "count": mistake_the_count,
+    "key": mistake_the_key,
+    "places": spoil_places,
 }
 """What is wrong with a block before a slice of it is read."""
 WHOLE = "nothing"
@@ -297,7 +330,8 @@ def read_damaged(coder: Coder, block: Block, lay: Callable[[NDArray[Any]], NDArr
     out = room[MARGIN:-MARGIN].reshape(len(block.numbers), slice_bytes)
     try:
         units = laid(block, lay)
-        sealed = coder.adopt(Coded(block.codec, block.count, lay(block.offsets), lay(block.palette), units))
+        told = lay(block.offsets), lay(block.palette)
+        sealed = coder.adopt(Coded(block.codec, block.count, *told, units, lay(block.places)))
         coder.decode(sealed, block.numbers, out)
     except DamageError:
         return None
@@ -330,11 +364,13 @@ def seal_and_read(coder: Coder, generator: np.random.Generator, lay: Callable[[N
         plain = Transform(planes * 5 * width * max(word_bytes, 1), word_bytes)
         image = replace(plain, predictor=Predictor.LEFT, planes=planes, rows=5, columns=width, green=planes >= 3)
         forms = [plain, image, replace(image, predictor=Predictor.UP, interleaved=True)]
+        forms += [replace(image, predictor=Predictor.PIXELS, green=False)]
         forms += [replace(image, interleaved=True), Transform(plain.slice_bytes, shuffle=word_bytes)]
         words = generator.integers(0, 50, (3, plain.slice_bytes // max(word_bytes, 1)))
         slices = words.astype(f"u{max(word_bytes, 1)}").view(np.uint8)
         rows = lay(slices.reshape(-1)).reshape(slices.shape)
         methods = (Codec(Method.LZ4, 0, plain), Codec(Method.ZSTD, 3, plain), Codec(Method.LZ4, 0, plain, group=2))
+        methods += (Codec(Method.LZ4, 3, plain, key=2), Codec(Method.ZSTD, 3, plain, key=3, raw_keys=True))
         for form, method in product(forms, methods):
             sealed = coder.seal(rows, replace(method, transform=form))
             assert sealed is not None

@@ -84,7 +84,7 @@ def test_the_compiler_that_pip_fetches_builds_a_library_that_works(
 ) -> None:
     """A machine without a compiler gets the same loops; slices go through the processor's own instructions, too."""
     if hatch_build.zig_compiler() is None:
-        pytest.skip("needs the package ziglang, which `.ci/run` installs")
+        pytest.skip("needs the package ziglang, which `make test` installs")
     shutil.copytree(
         ROOT / hatch_build.FOLDER, tmp_path / hatch_build.FOLDER, ignore=shutil.ignore_patterns("_kernels*")
     )
@@ -112,9 +112,14 @@ def test_without_any_compiler_the_wheel_is_pure_and_says_so(
     stale.write_bytes(b"of an older source")
     build = empty_build()
     hook.initialize("standard", build)
-    assert build == empty_build()
+    reason = Path(hook.root, hatch_build.REASON)
+    assert build == empty_build() | {"artifacts": [hatch_build.REASON.as_posix()]}
     assert not stale.exists()
     assert "no C compiler" in capsys.readouterr().err
+    with pytest.raises(OSError, match="was not built: no C compiler"):
+        open_library(stale)
+    hook.clean([])
+    assert not reason.exists()
 
 
 def test_a_source_that_does_not_compile_is_a_warning(
@@ -123,5 +128,32 @@ def test_a_source_that_does_not_compile_is_a_warning(
     Path(hook.root, hatch_build.SOURCES[0]).write_text("not C")
     build = empty_build()
     hook.initialize("standard", build)
-    assert build == empty_build()
+    assert build["pure_python"]
     assert "built without its compiled loops" in capsys.readouterr().err
+    assert "exited with" in Path(hook.root, hatch_build.REASON).read_text(encoding="utf-8")
+
+
+def test_a_target_that_does_not_compile_is_an_error(
+    hatch_build: ModuleType, hook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel for others is never left without its library."""
+    monkeypatch.setenv("HOLDALL_BUILD_TARGET", "linux-aarch64")
+    monkeypatch.setattr(hatch_build, "zig_compiler", lambda: None)
+    with pytest.raises(RuntimeError, match="needs the package ziglang"):
+        hook.initialize("standard", empty_build())
+    monkeypatch.setattr(hatch_build, "zig_compiler", lambda: ["false"])
+    with pytest.raises(RuntimeError, match="exited with 1"):
+        hook.initialize("standard", empty_build())
+
+
+def test_compression_is_linked_from_the_sources_given(hatch_build: ModuleType, tmp_path: Path) -> None:
+    """The licences of what is linked in travel with the wheel."""
+    for name in ("zstandard/zstd/LICENSE", "zstandard/zstd/zstd.c", "lz4/lz4libs/lz4.c", "lz4/lz4libs/lz4hc.c"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("/*\n   Its licence.\n*/\nint code;\n")
+    flags, sources, licences = hatch_build.compression(tmp_path)
+    assert "-DHOLDALL_COMPRESSION" in flags
+    assert all(source.exists() for source in sources)
+    assert sorted(licences.values()) == ["holdall/native/LICENSE.lz4.txt", "holdall/native/LICENSE.zstd.txt"]
+    assert (tmp_path / "lz4.txt").read_text().strip() == "Its licence."

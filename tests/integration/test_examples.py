@@ -15,21 +15,25 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = {
-    "ape_x": 12,
+    "ape_x": 20,
+    "data_parallel": 20,
     "dqn_atari": 60,
     "dqn_own_loop": 600,
+    "dqn_torchrl": 128,
     "her_bit_flipping": 120,
     "market_windows": 160,
     "ppo_stacked_frames": 64,
+    "r2d2": 20,
     "r2d2_t_maze": 1200,
     "recurrent_sequences": 240,
     "resume_after_a_crash": 120,
     "sac_camera_dict": 104,
 }
 ELSEWHERE = {"checkpoint_to_s3"}  # needs a server: tests/crash
-IN_A_PROCESS = {"ape_x", "resume_after_a_crash"}  # the first starts Ray, the second is run twice
+IN_A_PROCESS = {"ape_x", "data_parallel", "r2d2", "resume_after_a_crash"}  # those with Ray, and one that is run twice
+BY_NIGHT = ("r2d2", "data_parallel")  # over shards, which take their time to start
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
-NEEDS = {"dqn_atari": "ale_py", "ppo_stacked_frames": "ale_py"}
+NEEDS = {"dqn_atari": "ale_py", "dqn_torchrl": "torchrl", "ppo_stacked_frames": "ale_py"}
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +83,14 @@ def test_a_maze_that_needs_a_memory_is_solved_with_stored_states_alone() -> None
     assert solved[False] <= 0.65
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ale_py") is None, reason="ale_py is not installed")
-def test_two_actors_and_two_shards_train_a_dqn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ape_x", *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)])
+def test_actors_and_shards_train_an_agent(name: str, tmp_path: Path) -> None:
+    """That they learn, and go on after kill -9, is shown by night: tests/shards/chaos/test_examples_after_kills.py."""
     pytest.importorskip("ray", reason="ray is not installed")
-    script = [sys.executable, str(EXAMPLES / "ape_x.py"), str(STEPS["ape_x"])]
+    script = [sys.executable, str(EXAMPLES / f"{name}.py"), str(STEPS[name])]
     ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True, env=ONE_THREAD)
     assert "times smaller" in ran.stdout
+    assert name != "data_parallel" or "2 ranks, weights alike, 0 rows" in ran.stdout
 
 
 @pytest.mark.timeout(900)  # two processes, on whatever machine
@@ -97,3 +103,17 @@ def test_the_training_that_can_crash_goes_on_where_it_was(tmp_path: Path) -> Non
     assert "done at step 120" in said[0]
     assert "resumed at step 120, with 120 transitions" in said[1]
     assert "done at step 240" in said[1]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_dqn_learns_the_same_from_torchrls_storage_and_from_holdalls() -> None:
+    """With one seed the weights agree to the last bit; and most balls are caught."""
+    data = pytest.importorskip("torchrl.data")
+    from holdall.torchrl import HoldallStorage
+
+    game = runpy.run_path(str(EXAMPLES / "dqn_torchrl.py"))
+    trained = [game["train"](storage, 29_952) for storage in (data.LazyTensorStorage(20_000), HoldallStorage(20_000))]
+    weights = [list(network.parameters()) for network, _ in trained]
+    assert all(torch.equal(theirs, ours) for theirs, ours in zip(*weights, strict=True))
+    assert trained[1][1] >= 0.8

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 import holdall
 from gymnasium import spaces
 from holdall import watch
+from holdall.tools.watch.agent import agent
 
 watch.track("features", np.ones(4 * 2**20, np.uint8))
 memory = holdall.ReplayMemory(spaces.Box(0, 255, (64, 64), np.uint8), spaces.Discrete(2), 2000)
@@ -33,6 +33,7 @@ no, obs = np.zeros(1, bool), np.zeros((1, 64, 64), np.uint8)
 for i in range(500):
     obs = np.full((1, 64, 64), i % 251, np.uint8)
     memory.add(obs, np.zeros(1, np.int64), np.zeros(1), obs, no, no)
+agent().publish()
 print("ready", flush=True)
 sys.stdin.readline()
 """
@@ -48,8 +49,7 @@ def trainer(environment: dict[str, str]) -> Iterator[int]:
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen([sys.executable, "-c", TRAINER], **pipes) as child:
         assert child.stdout is not None
-        child.stdout.readline()
-        time.sleep(1.2)  # the agent speaks twice a second
+        child.stdout.readline()  # the agent reported by then
         yield child.pid
         child.communicate("\n")
 
@@ -109,7 +109,8 @@ def test_a_command_runs_as_if_it_were_not_watched(environment: dict[str, str], t
     (tmp_path / "mine" / "sitecustomize.py").write_text("import builtins; builtins.MINE = 17", encoding="utf-8")
     program = (
         "import os, sys; print(MINE, sys.argv[1:], 'HOLDALL_WATCHED' in os.environ, os.environ.get('PYTHONPATH'));"
-        "import time; time.sleep(1.5); sys.exit(5)"
+        f"import time; end = time.time() + 60; record = {str(tmp_path / 'run.jsonl')!r};"
+        "exec('while time.time() < end and open(record).read().count(chr(10)) < 4: time.sleep(0.1)'); sys.exit(5)"
     )
     path = os.pathsep.join([str(tmp_path / "mine"), *filter(None, [os.environ.get("PYTHONPATH")])])
     record = tmp_path / "run.jsonl"
@@ -122,6 +123,113 @@ def test_a_command_runs_as_if_it_were_not_watched(environment: dict[str, str], t
     lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
     assert lines[0]["command"][1:] == ["-c", program, "--flag", "x y"]
     assert sum(line["kind"] == "reading" for line in lines) >= 2
+
+
+def words_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize(("ends", "code"), [("import sys; sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137)])
+def test_however_soon_a_command_ends_its_exit_code_is_kept(
+    environment: dict[str, str], ends: str, code: int, tmp_path: Path
+) -> None:
+    program = f"import os\n{ends}"
+    done = called(environment, "watch", "--record", tmp_path / "run.jsonl", "--", sys.executable, "-c", program)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_json_and_the_output_of_the_command_are_apart(environment: dict[str, str], tmp_path: Path) -> None:
+    program = [sys.executable, "-c", "import time; print('mine'); time.sleep(0.8)"]
+    watch = [*HOLDALL, "watch", "--interval", "0.2"]
+    done = called(environment, "watch", "--interval", 0.2, "--json", tmp_path / "run.jsonl", "--", *program)
+    assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
+    assert [line["kind"] for line in words_of(tmp_path / "run.jsonl")][:2] == ["header", "reading"]
+    shell = f'exec "$@" 3> {tmp_path / "three.jsonl"}'
+    command = ["/bin/sh", "-c", shell, "sh", *watch, "--json", "--", *program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "mine\n"), done.stderr
+    assert [line["kind"] for line in words_of(tmp_path / "three.jsonl")][:2] == ["header", "reading"]
+
+
+def test_a_reader_that_goes_away_changes_no_exit_code(environment: dict[str, str]) -> None:
+    program = "import time; time.sleep(0.7); raise SystemExit(5)"
+    watch = [*HOLDALL, "watch", "--interval", "0.2", "--", sys.executable, "-c", program]
+    with subprocess.Popen(watch, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.close()
+        assert child.wait(60) == 5
+        assert child.stderr is not None
+        assert b"Traceback" not in child.stderr.read()
+
+
+def test_a_command_is_told_to_end_as_its_watch_is(environment: dict[str, str]) -> None:
+    program = (
+        "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(3))\nprint('up', flush=True)\ntime.sleep(60)"
+    )
+    watch = [*HOLDALL, "watch", "--", sys.executable, "-c", program]
+    with subprocess.Popen(watch, env=environment, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"up\n"
+        child.terminate()
+        assert child.wait(60) == 3
+
+
+def test_what_cannot_be_recorded_is_told_before_the_command_runs(environment: dict[str, str], tmp_path: Path) -> None:
+    program = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    done = called(environment, "watch", "--record", tmp_path / "no" / "run", "--", sys.executable, "-c", program)
+    assert done.returncode == 1
+    assert not (tmp_path / "ran").exists()
+
+
+WORKERS = """
+import multiprocessing, sys, numpy as np
+from multiprocessing.shared_memory import SharedMemory
+
+def work(ready, end):
+    kept = np.ones(80 * 2**20, np.uint8)
+    ready.set()
+    end.wait()
+
+if __name__ == "__main__":
+    fork = multiprocessing.get_context("fork")
+    ready, end = fork.Event(), fork.Event()
+    fork.Process(target=work, args=(ready, end)).start()
+    ready.wait()
+    shared = SharedMemory("holdall-test-frames", create=True, size=6 * 2**20)
+    shared.buf[:] = bytes(6 * 2**20)
+    mapped = np.memmap(sys.argv[1], np.uint8, "w+", shape=5 * 2**20)
+    mapped[:] = 1
+    print("ready", flush=True)
+    sys.stdin.readline()
+    end.set()
+    del mapped
+    shared.close()
+    shared.unlink()
+"""
+
+
+@pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
+def test_a_tree_has_its_own_peak_and_shared_memory_its_file(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "workers.py").write_text(WORKERS, encoding="utf-8")
+    command = [sys.executable, str(tmp_path / "workers.py"), str(tmp_path / "replay.dat")]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen(command, **pipes) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        told = called(environment, "watch", "--once", "--json", child.pid).stdout
+        seen = called(environment, "watch", "--once", child.pid).stdout
+        child.communicate("\n")
+    reading = json.loads(told.splitlines()[1])
+    assert reading["peak"] >= reading["pss"] > 80 * MIB
+    shared = {part["name"]: part["resident"] for part in reading["parts"] if part["group"] == "shared"}
+    assert shared["/dev/shm/holdall-test-frames"] >= 6 * MIB
+    assert shared[str(tmp_path / "replay.dat")] >= 5 * MIB
+    assert "holdall-test-frames" in seen
+    assert "replay.dat" in seen
+    assert " 1 thread\n" in seen
+    assert "holdall watch -- " in seen  # how its buffers would get names
+    assert max(map(len, seen.splitlines())) <= 80
 
 
 def test_the_watcher_loads_neither_numpy_nor_torch() -> None:

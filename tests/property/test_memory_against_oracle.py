@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from holdall import ArgumentError, ReplayMemory, TransitionIdError
 from holdall.batch import Batch
 from holdall.native import native_kernels
-from holdall.storage import rings as ring
+from holdall.storage import columns as ring
 from holdall.storage import segment
 from holdall.storage.store import Store
 from holdall.storage.tiers import Budget
@@ -49,6 +49,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         segments_of_a_memory=st.sampled_from([1, 4, 16]),
         replayed_ticks=st.sampled_from([4, 64]),
         unshared_before_pairing=st.sampled_from([4, 1024]),
+        run_ticks=st.sampled_from([4, 16, None]),
         ticks_before=st.sampled_from([0, 8, 20, 50, 100]),
         budget=st.sampled_from(["auto", None, "1GiB"]),
         spills=st.booleans(),
@@ -66,6 +67,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         segments_of_a_memory: int,
         replayed_ticks: int,
         unshared_before_pairing: int,
+        run_ticks: int | None,
         ticks_before: int,
         budget: str | None,
         spills: bool,
@@ -80,6 +82,9 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         self.patch.setattr(segment, "_SEGMENTS_OF_A_MEMORY", segments_of_a_memory)
         self.patch.setattr(segment, "_REPLAYED_TICKS", replayed_ticks)
         self.patch.setattr(ring, "_UNSHARED_BEFORE_PAIRING", unshared_before_pairing)
+        if run_ticks is not None:  # observations in rings are packed after so many ticks, whether it pays or not
+            for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", run_ticks), ("_LEAST_RUNS", 2), ("_WORTH", 4.0)):
+                self.patch.setattr(ring, name, value)
         # What closed blocks may take is drawn, where there is a limit or a disk: budgets are small in no other way.
         self.leaves_early = budget == "1GiB" and not spills
         if budget == "1GiB" or spills:

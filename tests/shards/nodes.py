@@ -110,6 +110,7 @@ class Nodes:
         self._namespaces: list[str] = []
         self._apart = apart
         self.workers: list[Node] = []
+        self._joined = workers
         try:
             host = self._bridge() if apart else _own_address()
             port = _free_port(host)
@@ -146,6 +147,11 @@ class Nodes:
         _require(_ip("address", "add", f"{host}/24", "dev", name))
         _require(_ip("link", "set", name, "up"))
         return host
+
+    def join(self) -> None:
+        """Start one more worker."""
+        self._joined += 1
+        self.workers.append(self._join(self._joined, self.address.partition(":")[0]))
 
     def _join(self, number: int, host: str) -> Node:
         if not self._apart:

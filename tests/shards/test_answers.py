@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,16 +17,17 @@ from numpy.typing import NDArray
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.batch import Batch
-from holdall.cluster import shard_data
-from holdall.cluster.answer import Answer, AnswerReader, Deliverer, FoundField, Payload, pack_answer
+from holdall.cluster import row_finder
+from holdall.cluster.answer import Answer, AnswerReader, Deliverer, FoundField, Payload, RowDraw, pack_answer
 from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.shard_data import RowFinder
+from holdall.cluster.row_finder import RowFinder
 from holdall.errors import ArgumentError, DamageError
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.schema import Schema
 from holdall.storage.adopting import AdoptingStore
-from holdall.storage.codec import Codec, Dictionary, Method, Transform, choose
+from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.codec_choice import choose
 from holdall.storage.records import dictionary_name
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels
@@ -43,7 +45,9 @@ FRAMES = spaces.Box(0, 255, (4, 24, 24), np.uint8)
 class Desk:
     """A writer and a shard's store in one process."""
 
-    def __init__(self, stream: Stream, capacity: int, ticks: int, kernels: Kernels | None = None) -> None:
+    def __init__(
+        self, stream: Stream, capacity: int, ticks: int, kernels: Kernels | None = None, decoded_bytes: int = 0
+    ) -> None:
         self.kernels = kernels or chosen_kernels()
         self.stream = stream
         self.schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
@@ -52,7 +56,7 @@ class Desk:
         self.store = AdoptingStore(
             one_lane, rows, self.kernels, threading.Lock(), Budget.of(None, "memory", 1), large=sliced_leaves(one_lane)
         )
-        self.finder = RowFinder(one_lane, self.kernels)
+        self.finder = RowFinder(one_lane, self.kernels, decoded_bytes)
         self.oracle = OracleMemory(rows, stream.num_envs)
         self.codecs: dict[int, Codec] = {}
         self.wire_bytes = 0
@@ -97,7 +101,7 @@ class Desk:
     def answer(self, ids: Ids, fields: dict[int, FoundField] | None = None) -> Payload:
         found = self.store.read(ids)
         fields = self.finder.fields(found) if fields is None else fields
-        return pack_answer(Answer(NOWHERE, ids, np.ones(len(ids)), self.finder.columns(found), fields))
+        return pack_answer(Answer(NOWHERE, RowDraw(ids), np.ones(len(ids)), self.finder.columns(found), fields))
 
     def gather(self, ids: Ids) -> Batch:
         return self.delivered(ids, self.answer(ids), self.dictionaries)
@@ -105,13 +109,13 @@ class Desk:
     def delivered(self, ids: Ids, payload: Payload, known: Mapping[str, Dictionary]) -> Batch:
         answer = AnswerReader(self.schema).read(payload, known.__getitem__)
         deliverer = Deliverer(self.schema, self.kernels, None)
-        return deliverer.batch([answer], [np.arange(len(ids))], ids, np.ones(len(ids), np.float32))
+        return deliverer.batch([answer], [np.arange(len(ids))], [0], np.ones(len(ids), np.float32))
 
 
 @pytest.fixture(params=[0.0, 1e9], ids=["decoded", "compressed"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """Have answers decoded at the shard, or sent as they are, whatever pays."""
-    monkeypatch.setattr(shard_data, "_DECODED_FROM", request.param)
+    monkeypatch.setattr(row_finder, "_DECODED_FROM", request.param)
     share: float = request.param
     return share
 
@@ -125,15 +129,17 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 @given(
     stream=streams(),
     share=st.sampled_from([0.0, 0.25, 1e9]),
+    decoded_bytes=st.sampled_from([0, 20_000, 1 << 30]),
     ticks=st.integers(1, 40),
     capacity=st.integers(1, 90),
     block=st.integers(1, 30),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_what_was_sent_is_what_is_found(
-    stream: Stream, share: float, ticks: int, capacity: int, block: int, seed: int
+    stream: Stream, share: float, decoded_bytes: int, ticks: int, capacity: int, block: int, seed: int
 ) -> None:
-    desk, generator = Desk(stream, capacity, block), np.random.default_rng(seed)
+    desk = Desk(stream, capacity, block, decoded_bytes=decoded_bytes)
+    generator = np.random.default_rng(seed)
     for _ in range(ticks):
         desk.tick()
         if generator.random() < 0.1:
@@ -142,8 +148,9 @@ def test_what_was_sent_is_what_is_found(
     assert (desk.store.first_tick, desk.store.next_tick) == (desk.oracle.first_id, desk.oracle.next_id)
     ids = generator.choice(desk.oracle.ids, 20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shard_data, "_DECODED_FROM", share)
-        assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
+        patch.setattr(row_finder, "_DECODED_FROM", share)
+        for _ in range(2):  # what was decoded for the first batch is there for the second
+            assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
 
 
 def test_windows_codecs_and_dictionaries_may_change_between_segments(kernels: Kernels, way: float) -> None:
@@ -159,6 +166,32 @@ def test_windows_codecs_and_dictionaries_may_change_between_segments(kernels: Ke
     ids = desk.oracle.ids
     assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
     assert len(desk.finder.fields(desk.store.read(ids))[0].forms) > 1 if way else True
+
+
+def test_decoded_slices_are_kept_within_a_limit_and_go_with_their_segment(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_finder, "_DECODED_NEAR_FROM", 0.0)
+    stream, room = Stream(FRAMES, spaces.Discrete(2), 1, plans=[LeafPlan()], seed=1), 40 * 4 * 24 * 24
+    desk = Desk(stream, 60, 10, kernels, room)
+    kept = desk.finder._kept
+
+    def draw() -> None:
+        ids = np.arange(desk.store.first_tick, desk.store.next_tick)
+        found = desk.finder.fields(desk.store.read(ids), is_near=True)
+        payload = pack_answer(
+            Answer(NOWHERE, RowDraw(ids), np.ones(len(ids)), desk.finder.columns(desk.store.read(ids)), found), True
+        )
+        assert_same_bits(desk.delivered(ids, payload, {}), desk.oracle.gather(ids))
+
+    for ticks in (30, 30, 60, 60):
+        for _ in range(ticks):
+            desk.tick()
+        desk.send()
+        draw()
+        gc.collect()  # segments that left
+        assert kept._room == room - sum(slices.nbytes for slices in kept._slices.values()) >= 0
+        assert kept._slices
 
 
 def test_palettes_belong_to_their_segments(kernels: Kernels, way: float) -> None:
@@ -217,7 +250,7 @@ def test_an_answer_that_was_damaged_is_refused_whole(way: float) -> None:
     record, *beside = (payload,) if isinstance(payload, bytes) else payload
     assert bool(beside) == (not way)
     reader, known = AnswerReader(desk.schema), dict[str, Dictionary]()
-    assert reader.read(payload, known.__getitem__).rows.tolist() == rows.tolist()
+    assert reader.read(payload, known.__getitem__).draw.rows.tolist() == rows.tolist()
     for damaged in (record[:-1], record + b"x", b"", *flipped(record)):
         with pytest.raises(DamageError):
             reader.read((damaged, *beside), known.__getitem__)

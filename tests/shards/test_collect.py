@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import psutil
 import pytest
 import ray
 from gymnasium import spaces
 from stable_baselines3 import DQN
 from stable_baselines3.common.logger import configure
+from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 import holdall.ray.sb3
-from holdall import Prioritized, ShardError
+from holdall import NStep, Prioritized, ShardError
 from holdall.ray import ReplayMemory, collect
 
 from .processes import kill, process_of, wait_until
@@ -71,6 +76,25 @@ def test_a_learner_trains_on_what_actors_play_and_they_on_what_it_learnt() -> No
         assert (batch.next_obs == batch.obs + 1).all()
 
 
+def test_actors_play_on_after_a_shard_was_frozen_for_longer_than_their_patience() -> None:
+    settings: dict[str, Any] = {"shards": 1, "patience_s": 0.5}
+    with ReplayMemory(Counting.observation_space, Counting.action_space, 100_000, **settings) as memory:
+        with collect(Counting, 1, memory, num_cpus=0) as actors:
+            wait_until(lambda: actors.progress()[0].steps > 300)
+            shard = psutil.Process(process_of(memory._cluster.handle(0)))
+            shard.send_signal(signal.SIGSTOP)
+            try:
+                stopped_at = -1
+                while actors.progress()[0].steps != stopped_at:  # until it has no room left
+                    stopped_at = actors.progress()[0].steps
+                    time.sleep(1.0)
+            finally:
+                shard.send_signal(signal.SIGCONT)
+            wait_until(lambda: actors.progress()[0].steps > stopped_at + 300)
+        batch = memory.sample(500)
+        assert (batch.next_obs == batch.obs + 1).all()
+
+
 def test_an_actor_that_fails_says_why() -> None:
     def broken() -> Counting:
         raise RuntimeError("no display")
@@ -81,3 +105,29 @@ def test_an_actor_that_fails_says_why() -> None:
         with pytest.raises(ShardError, match="no display"):
             wait_until(lambda: bool(actors.progress()) and False)
         actors.stop()
+
+
+def test_a_replay_buffer_over_shards_is_saved_with_its_model(tmp_path: Path) -> None:
+    """All transitions and priorities come back, and draws go on where they were."""
+    settings: dict[str, Any] = {"shards": 2, "sampler": NStep(3, 0.9, by=Prioritized()), "seed": 1, "patience_s": 60.0}
+    buffer: Any = holdall.ray.sb3.ReplayBuffer(
+        5_000, Counting.observation_space, Counting.action_space, "cpu", **settings
+    )
+    env = Counting()
+    obs, _ = env.reset()
+    for step in range(900):
+        next_obs, reward, ended, _, _ = env.step(step % 2)
+        buffer.add(obs, next_obs, np.array([step % 2]), np.array([reward]), np.array([ended]), [{}])
+        obs = env.reset()[0] if ended else next_obs
+    samples = buffer.sample(64)
+    assert (samples.discounts[:, 0] > 0.7).all()
+    buffer.update_priorities(samples.ids, np.arange(64.0))
+    save_to_pkl(tmp_path / "buffer.pkl", buffer)
+    again: Any = load_from_pkl(tmp_path / "buffer.pkl")
+    with buffer.memory, again.memory:
+        assert again.size() == buffer.size() == 900
+        for _ in range(3):
+            one, other = buffer.sample(32), again.sample(32)
+            assert (one.ids == other.ids).all()
+            assert (one.weights == other.weights).all()
+            assert (one.observations == other.observations).all()

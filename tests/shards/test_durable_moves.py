@@ -67,7 +67,7 @@ def loaded(place: Path, journal: Path) -> Shard:
     manifest = reader.manifest(reader.numbers()[0])
     (shard,) = manifest.shards
     saved, rows = (f"{reader.url}/{shard.folder}", shard.number), restored_state(manifest, reader)["shard_rows"]
-    return Shard(0, manifest.schema, rows, Uniform(), None, "none", str(journal), saved)
+    return Shard(0, manifest.schema, rows, Uniform(), None, "none", str(journal), saved=saved)
 
 
 def rewards(shard: Shard) -> list[int]:

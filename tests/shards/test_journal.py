@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdall.cluster.journal import Entry, Journal, LocalSlots, SegmentMove
+from holdall.cluster.journal import Entry, Journal, SegmentMove
+from holdall.cluster.slots import LocalSlots
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.storage.codec import Dictionary
 

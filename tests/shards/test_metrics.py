@@ -57,7 +57,7 @@ def test_prometheus_sees_shards_learners_and_the_limiter_as_they_are() -> None:
 
         def is_told() -> bool:
             memory.sample(32)
-            seen.update(scraped(memory._name))
+            seen.update(scraped(memory.name))
             told = [seen.get(("ray_holdall_shard_transitions", shard, ""), 0.0) for shard in "01"]
             return sum(told) == 600 and ("ray_holdall_limiter_error", "", "") in seen
 

@@ -21,7 +21,7 @@ from gymnasium import spaces
 from rich.console import Console
 
 from holdall import ArgumentError, ShardError
-from holdall.cli.watch import cluster_view
+from holdall.cli.watch_ray import cluster_view
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.security import require_head, use_token
 from holdall.cluster.status import ShardStatus
@@ -83,11 +83,11 @@ def test_a_cluster_is_watched_while_shards_freeze_die_and_come_back(tmp_path: Pa
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         with subprocess.Popen(command, **pipes) as process:
             signal.signal(signal.SIGINT, before)
-            watched = Watched(process, memory._name)
+            watched = Watched(process, memory.name)
             shards: list[dict[str, Any]] = []
             while [one["state"] for one in shards] != ["answers", "answers"]:
                 first = watched.until(lambda line: line["kind"] == "shard" and line["shard"] == 1)
-                shards = [one for one in shards_of(first, watched.lines) if one["memory"] == memory._name]
+                shards = [one for one in shards_of(first, watched.lines) if one["memory"] == memory.name]
             statuses = memory.shards()
             assert [one["pid"] for one in shards] == [status.pid for status in statuses]
             assert [one["node"] for one in shards] == [status.node for status in statuses]
@@ -123,7 +123,7 @@ def test_a_cluster_is_watched_while_shards_freeze_die_and_come_back(tmp_path: Pa
         until = time.monotonic() + PATIENCE_S
         while "2 of 2 shards answer, durable" not in seen and time.monotonic() < until:
             seen = subprocess.run(once, env=narrow, capture_output=True, text=True, check=True).stdout
-        assert memory._name in seen
+        assert memory.name in seen
         assert "2 of 2 shards answer, durable" in seen
         assert "1,000 of 8,000 transitions (12 %)" in seen
         assert "limiter: 0.00 samples an insert, error 1,000 within -3,999 and 4,001" in seen

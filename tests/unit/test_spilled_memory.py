@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 from holdall import ReplayMemory, TransitionIdError
 from holdall.native import native_kernels
 from holdall.report import MemoryReport
-from holdall.storage import codec as choice
+from holdall.storage import codec_choice as choice
 from holdall.storage import sealer as seal
 from holdall.storage import segment, spill
 from holdall.storage import tiers as budget
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.codec import COST_CAPS, Codec
+from holdall.storage.codec import Codec
+from holdall.storage.codec_choice import COST_CAPS
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 

@@ -32,13 +32,14 @@ class LazyCommands(OneLineErrors):
         """Import a command; None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
-        found = getattr(import_module(f"holdall.cli.{cmd_name}"), cmd_name)
+        module = import_module(f"holdall.cli.{cmd_name}")
+        found = getattr(module, cmd_name)
         if isinstance(found, typer.Typer):
             group = typer.main.get_group(found)
             group.name = cmd_name
             return group
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name)(found)
+        alone.command(cmd_name, cls=getattr(module, "COMMAND_CLASS", None))(found)
         return typer.main.get_command(alone)
 
 

@@ -1,20 +1,21 @@
 """`holdall watch`: where the memory of a training process is, how it grows, and why; drawn for 80 columns.
 
 In:  a process id, or a command to start; or the address of Ray's head, for every memory on a cluster, shard by shard.
-Out: a live table, JSON lines, a record, a Prometheus page.
-Exit codes: that of the command for `holdall watch -- command`; else 0, 1 an error that holdall raised, 2 a mistake on
-the command line.
+Out: a live table, JSON lines, a record, a Prometheus page. Lines of JSON and the output of a command never mix.
+Exit codes: that of the command for `holdall watch -- command`, whatever becomes of the watch; else 0, 1 an error that
+holdall raised, 2 a mistake on the command line.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import psutil
 import typer
@@ -22,28 +23,33 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperCommand
 
 from holdall.cli.conventions import OptInt, OptPath, OptText, OptTexts, Verbose, option
-from holdall.cluster.security import use_token
-from holdall.errors import ArgumentError, MissingPackageError, WatchError
+from holdall.errors import ArgumentError, WatchError
 from holdall.tools.watch.process_watcher import WatchLoop, WatchPass
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.session import LaunchedCommand
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
-from holdall.units import format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from holdall.cluster.watch import ClusterPass, ClusterWatch, SeenMemory, SeenShard
+from holdall.units import counted, format_bytes, parse_bytes
 
 _TARGET = "A process id; or, after --, a command to start and watch; or, with --ray, the address of Ray's head."
+_JSON = (
+    "Print JSON lines, as they are recorded; to FILE, which ends in .json or .jsonl, or any as --json=FILE. Beside a "
+    "command they go to descriptor 3 if it is open, else to stderr."
+)
+STDOUT = "-"
+_JSON_DESCRIPTOR = 3
 DrawPass = Callable[[Any, int], RenderableType]  # draws a turn in so many columns
 _TITLES = {
     "buffers": "buffers", "torch": "torch and heap in use", "python": "Python", "heap_retained": "heap, kept",
     "stacks": "thread stacks", "libraries": "libraries", "shared": "shared memory", "workers": "workers",
     "other": "other", "unattributed": "unattributed",
 }  # fmt: skip
-_EXPANDED_GROUPS = ("buffers", "torch", "workers", "unattributed")  # groups whose parts are shown, too
+_EXPANDED_GROUPS = ("buffers", "torch", "shared", "workers", "other", "unattributed")  # whose parts are shown, too
+_ALWAYS_EXPANDED = ("buffers", "shared")  # even if there is one
+_LEAST_OF_OTHER = 2**20  # of other parts, these are shown
 _MOST_PARTS = 4
 _BAR = 16
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -61,39 +67,53 @@ def watch(
     prometheus: Annotated[OptInt, option("Serve the newest reading on this port.")] = None,
     bind: Annotated[str, option("The address to serve on.")] = "127.0.0.1",
     limit: Annotated[OptText, option("Memory that the process tree may use, as in 8GiB.")] = None,
-    json: Annotated[bool, option("Print JSON lines, as they are recorded.", "--json")] = False,
+    json: Annotated[OptText, option(_JSON, "--json", metavar="[FILE]")] = None,
     verbose: Verbose = False,
 ) -> None:
     """Watch a process that runs, or start one and watch it; or the memories of a Ray cluster."""
-    options = OutputOptions(once, json, record, prometheus, bind)
+    is_pid = len(target or []) == 1 and (target or [""])[0].isdigit()
+    options = OutputOptions(once, _json_target(json, starts=not is_pid and not ray), record, prometheus, bind)
     if ray:
         if limit is not None:
             raise typer.BadParameter("a cluster has limits of its own", param_hint="--limit")
+        from holdall.cli.watch_ray import watch_ray  # noqa: PLC0415  an extra
+
         watch_ray(target or [], interval, options)
         return
     if not target:
         raise typer.BadParameter("name a process id, or a command after --", param_hint="TARGET")
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
-    is_pid = len(target) == 1 and target[0].isdigit()
-    launched = None if is_pid else LaunchedCommand(target, captured=options.shows_live)
-    pid = int(target[0]) if launched is None else launched.pid
-    code = 0
-    try:
-        turns = WatchLoop(pid, interval, limit_bytes)
-        # What was just started may not have its own command line yet.
-        command = _command_line_of(pid) if launched is None else target
-        title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
-        first = record_header(pid, command, interval)
-        options.show(
-            _passes(turns, launched), first, lambda turn, width: process_view(turn, turns.history, title, width)
-        )
-    except KeyboardInterrupt:
-        pass
-    finally:
-        if launched is not None:
-            code = launched.wait()
+    with options.opened() as outputs:
+        if is_pid:
+            # What runs has a command line; what was just started may not have its own yet.
+            with contextlib.suppress(KeyboardInterrupt):
+                _watch_process(int(target[0]), _command_line_of(int(target[0])), None, (interval, limit_bytes), outputs)
+            return
+        launched = LaunchedCommand(target, captured=options.shows_live)
+        try:
+            _watch_process(launched.pid, target, launched, (interval, limit_bytes), outputs)
+        except KeyboardInterrupt:  # it was for the command, too
+            pass
+        except Exception as error:  # whatever it is, the command is not to suffer
+            typer.echo(f"holdall watch: {type(error).__name__} {error}; the command goes on without it", err=True)
+        code = launched.wait()
     if code:
         raise typer.Exit(code)
+
+
+def _watch_process(
+    pid: int, command: list[str], launched: LaunchedCommand | None, settings: tuple[float, int | None],
+    outputs: Outputs,
+) -> None:  # fmt: skip
+    """Watch a process until it ends."""
+    turns = WatchLoop(pid, *settings, scans=launched is None)
+    title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
+
+    def draw(turn: WatchPass, width: int) -> RenderableType:
+        has_names = launched is not None or turns.watcher.latest_report is not None
+        return process_view(turn, turns.history, title, width, "" if has_names else shlex.join(command))
+
+    outputs.show(_passes(turns, launched), record_header(pid, command, *settings), draw)
 
 
 def _passes(turns: WatchLoop, launched: LaunchedCommand | None) -> Iterator[WatchPass]:
@@ -101,12 +121,40 @@ def _passes(turns: WatchLoop, launched: LaunchedCommand | None) -> Iterator[Watc
         try:
             turn = turns.run_pass()
         except WatchError:
-            if turns.watcher.is_alive() or not turns.history.readings:
+            if turns.watcher.is_alive() or (launched is None and not turns.history.readings):
                 raise
             return
         yield turn
         if turns.pause(None if launched is None else launched.ended_within):
             return
+
+
+def _json_target(given: str | None, *, starts: bool) -> Path | int | None:
+    """Return where lines of JSON go: a file, or an open descriptor; None if none are wanted."""
+    if given is None or given != STDOUT:
+        return None if given is None else Path(given)
+    if not starts:
+        return 1
+    with contextlib.suppress(OSError):
+        os.fstat(_JSON_DESCRIPTOR)
+        return _JSON_DESCRIPTOR
+    return 2  # what goes to stdout is the command's
+
+
+class WatchCommand(TyperCommand):
+    """`--json` may stand alone, or before a file whose name ends in .json or .jsonl; `--json=FILE` takes any name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the name of stdout behind a `--json` that stands alone."""
+        end = args.index("--") if "--" in args else len(args)
+        for at in range(end - 1, -1, -1):
+            is_file = at + 1 < end and args[at + 1].endswith((".json", ".jsonl"))
+            if args[at] == "--json" and not is_file:
+                args.insert(at + 1, STDOUT)
+        return super().parse_args(ctx, args)
+
+
+COMMAND_CLASS = WatchCommand  # for `holdall.cli`
 
 
 def _command_line_of(pid: int) -> list[str]:
@@ -116,52 +164,40 @@ def _command_line_of(pid: int) -> list[str]:
         raise ArgumentError(f"pid ({pid}) is no process that runs; see 'ps' for its id") from error
 
 
-class LiveOutput:
-    """A table in the terminal that each reading redraws."""
+class ScreenOutput:
+    """The table: redrawn in a terminal; elsewhere printed at the end, and verdicts on stderr as they come."""
 
-    def __init__(self, draw: DrawPass) -> None:
-        self._draw = draw
+    def __init__(self, *, is_live: bool) -> None:
+        self.draw: DrawPass | None = None
+        self._last: Any = None
         self._console = Console()
-        self._live = Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop")
-        self._live.start()
+        self._live = None
+        if is_live:
+            self._live = Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop")
+            self._live.start()
 
-    def show(self, turn: WatchPass) -> None:
-        """Draw a turn in the place of the one before."""
-        self._live.update(self._draw(turn, self._console.width), refresh=True)
-
-    def close(self) -> None:
-        """Leave the last turn on the screen."""
-        self._live.stop()
-
-
-class PrintedOutput:
-    """One table at the end, and verdicts on stderr as they come: for logs and pipes."""
-
-    def __init__(self, draw: DrawPass) -> None:
-        self._draw = draw
-        self._last: WatchPass | None = None
-
-    def show(self, turn: WatchPass) -> None:
-        """Keep a turn; print its new verdicts."""
+    def show(self, turn: Any) -> None:
+        """Draw a turn in the place of the one before, or keep it for the end."""
         self._last = turn
+        if self._live is not None and self.draw is not None:
+            self._live.update(self.draw(turn, self._console.width), refresh=True)
+            return
         for verdict in turn.new_verdicts:
             typer.echo(f"holdall watch: {verdict.name}: {verdict.text}", err=True)
 
     def close(self) -> None:
-        """Print the last turn."""
-        if self._last is not None:
-            console = Console()
-            console.print(self._draw(self._last, console.width))
-
-
-WatchOutput = LiveOutput | PrintedOutput | WatchRecorder | PrometheusServer
+        """Leave the last turn on the screen."""
+        if self._live is not None:
+            self._live.stop()
+        elif self._last is not None and self.draw is not None:
+            self._console.print(self.draw(self._last, self._console.width))
 
 
 class OutputOptions(NamedTuple):
     """Where readings go, as the options say."""
 
     once: bool
-    json: bool
+    json: Path | int | None
     record: Path | None
     prometheus: int | None
     bind: str
@@ -169,34 +205,77 @@ class OutputOptions(NamedTuple):
     @property
     def shows_live(self) -> bool:
         """Whether a reading is drawn over the one before."""
-        return sys.stdout.isatty() and not self.once and not self.json
+        return sys.stdout.isatty() and not self.once and self.json is None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Outputs]:
+        """Open all of them: what cannot be written is known before a command runs."""
+        with contextlib.ExitStack() as stack:
+            outputs = Outputs(self.once)
+            makers: list[Callable[[], WatchOutput]] = []
+            if self.json is None:
+                makers.append(lambda: ScreenOutput(is_live=self.shows_live))
+            else:
+                makers.append(lambda: WatchRecorder(self.json or 1))
+            if self.record is not None:
+                makers.append(lambda: WatchRecorder(self.record or 1))
+            if self.prometheus is not None:
+                makers.append(lambda: PrometheusServer(self.prometheus or 0, self.bind))
+            for make in makers:
+                outputs.open.append(make())
+                stack.callback(_close, outputs.open[-1])
+            yield outputs
+
+
+WatchOutput = ScreenOutput | WatchRecorder | PrometheusServer
+
+
+class Outputs:
+    """What is shown, and where; an output whose reader goes away is left out from then on."""
+
+    def __init__(self, once: bool) -> None:
+        self.open: list[WatchOutput] = []
+        self._once = once
 
     def show(self, turns: Iterable[Any], first: dict[str, Any], draw: DrawPass) -> None:
-        """Show one turn after the other; `first` is the first line of a record."""
-        with ExitStack() as stack:
-            outputs: list[WatchOutput] = []
-            for output in self._outputs(first, draw):
-                outputs.append(output)
-                stack.callback(output.close)
-            for turn in turns:
-                for output in outputs:
-                    output.show(turn)
-                if self.once:
-                    return
+        """Show one turn after the other, until there is no more or nobody looks.
 
-    def _outputs(self, first: dict[str, Any], draw: DrawPass) -> Iterator[WatchOutput]:
-        if self.json:
-            yield WatchRecorder(None, first)
-        else:
-            yield LiveOutput(draw) if self.shows_live else PrintedOutput(draw)
-        if self.record is not None:
-            yield WatchRecorder(self.record, first)
-        if self.prometheus is not None:
-            yield PrometheusServer(self.prometheus, self.bind)
+        Args:
+            first: The first line of a record.
+            draw: Draws a turn for a screen.
+        """
+        for output in self.open:
+            if isinstance(output, ScreenOutput):
+                output.draw = draw
+        self._to_all(lambda output: output.begin(first) if isinstance(output, WatchRecorder) else None)
+        for turn in turns:
+            self._to_all(lambda output, turn=turn: output.show(turn))  # type: ignore[misc]  # of this turn
+            if self._once or not self.open:
+                return
+
+    def _to_all(self, do: Callable[[WatchOutput], None]) -> None:
+        for output in list(self.open):
+            try:
+                do(output)
+            except OSError as error:
+                self.open.remove(output)
+                if not isinstance(error, BrokenPipeError):
+                    typer.echo(f"holdall watch: {error.strerror}; no more is written there", err=True)
 
 
-def process_view(turn: WatchPass, history: ReadingHistory, title: str, width: int = 80) -> RenderableType:
-    """Return a turn as it is shown."""
+def _close(output: WatchOutput) -> None:
+    with contextlib.suppress(OSError):
+        output.close()
+
+
+def process_view(
+    turn: WatchPass, history: ReadingHistory, title: str, width: int = 80, command: str = ""
+) -> RenderableType:
+    """Return a turn as it is shown.
+
+    Args:
+        command: What starts the process, if it has no agent.
+    """
     reading = turn.reading
     lines: list[RenderableType] = [_headline(title, reading, width), _curve(history, reading, width), _table(reading)]
     if reading.gpu is not None:
@@ -207,6 +286,8 @@ def process_view(turn: WatchPass, history: ReadingHistory, title: str, width: in
     if not reading.exact:
         missing = "This system reports only sums: there is nothing about single mappings and pages."
         lines.append(Text(missing, style="yellow"))
+    if command:
+        lines.append(Text(f"Buffers, steps and leaks get names if it is started with: holdall watch -- {command}"))
     return Group(*lines)
 
 
@@ -237,7 +318,7 @@ def _headline(title: str, reading: MemoryReading, width: int) -> Text:
         facts.append(f"{reading.steps_per_second:,.0f}/s")
     if reading.phase:
         facts.append(reading.phase)
-    facts.append(f"{reading.threads} threads")
+    facts.append(counted(reading.threads, "thread"))
     tail = "  ".join(facts)
     text.append(title[: max(width - len(tail) - 2, 10)], style="bold")
     return text.append("  " + tail)
@@ -266,12 +347,13 @@ def _table(reading: MemoryReading) -> Table:
             continue
         whole = AttributedPart(group, _TITLES[group], sum(p.resident for p in parts), sum(p.allocated for p in parts))
         _row(table, whole, reading.pss, style="bold")
-        if group in _EXPANDED_GROUPS and (len(parts) > 1 or group == "buffers"):
-            for part in parts[:_MOST_PARTS]:
+        if group in _EXPANDED_GROUPS and (len(parts) > 1 or group in _ALWAYS_EXPANDED):
+            shown = [part for part in parts if group != "other" or part.resident >= _LEAST_OF_OTHER]
+            for part in shown[:_MOST_PARTS]:
                 _row(table, part, reading.pss, indent="  ")
-            if len(parts) > _MOST_PARTS:
-                rest = sum(part.resident for part in parts[_MOST_PARTS:])
-                table.add_row(f"  {len(parts) - _MOST_PARTS} more", format_bytes(rest), style="dim")
+            if len(shown) > _MOST_PARTS:
+                rest = sum(part.resident for part in shown[_MOST_PARTS:])
+                table.add_row(f"  {len(shown) - _MOST_PARTS} more", format_bytes(rest), style="dim")
     return table
 
 
@@ -297,121 +379,3 @@ def _outside_facts(reading: MemoryReading) -> list[str]:
 def _gpu(reading: MemoryReading) -> Text:
     held = {} if reading.gpu is None else asdict(reading.gpu)
     return Text("GPU: " + ", ".join(f"{name} {format_bytes(one)}" for name, one in held.items() if one is not None))
-
-
-_QUIET_RAY_SETTINGS = {
-    "RAY_LOG_TO_DRIVER": "0",
-    "RAY_NUM_REDIS_GET_RETRIES": "5",  # seconds in which a head has to answer, and not 20
-}
-"""What Ray reads when it is imported: the terminal belongs to the view."""
-
-_SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 0.5, 5.0
-"""How long shards may take to answer; they are asked again when the next turn is due."""
-_WIDE = 92  # columns from which on there is room for more than at 80
-_COLUMNS = ("#", "node", "pid", "transitions", "full", "held", "USS", "PSS", "of limit", "unacked")
-_STATE_COLOURS = {"answers": "green", "drains": "cyan", "starts": "yellow", "restarts": "yellow"}
-_UNREACHABLE_COLOUR = "bold red"
-
-
-def watch_ray(target: list[str], interval: float, options: OutputOptions) -> None:
-    """Watch a cluster until interrupted."""
-    if len(target) > 1:
-        raise ArgumentError(f"TARGET ({' '.join(target)}) is no address; name host and port of Ray's head, or nothing")
-    for name, value in _QUIET_RAY_SETTINGS.items():
-        os.environ.setdefault(name, value)
-    use_token(os.environ)
-    try:
-        from holdall.cluster import watch as cluster_watch  # noqa: PLC0415  an extra
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise MissingPackageError("--ray needs ray; run \"pip install 'holdall[ray]'\"") from error
-    timeout_s = min(max(interval, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S)
-    monitor = cluster_watch.ClusterMonitor(target[0] if target else None, timeout_s)
-    turns = cluster_watch.ClusterWatch(monitor, interval)
-    try:
-        options.show(
-            _cluster_passes(turns), turns.header(), lambda turn, width: cluster_view(turn, turns.history, width)
-        )
-    except KeyboardInterrupt:
-        pass
-    finally:
-        monitor.close()
-
-
-def _cluster_passes(turns: ClusterWatch) -> Iterator[ClusterPass]:
-    while True:
-        yield turns.take()
-        turns.pause()
-
-
-def cluster_view(turn: ClusterPass, history: ReadingHistory, width: int = 80) -> RenderableType:
-    """Return a turn as it is shown."""
-    lines: list[RenderableType] = [_cluster_headline(turn, history, width)]
-    lines += [verdict_line(verdict) for verdict in turn.verdicts]  # first: a screen may end before the shards do
-    if not turn.memories:
-        lines.append(Text("no memory runs here"))
-    for memory, rate in zip(turn.memories, turn.rates, strict=True):
-        lines += [Text(), *_memory_summary(memory, rate), _shards_table(memory, width)]
-    return Group(*lines)
-
-
-def _cluster_headline(turn: ClusterPass, history: ReadingHistory, width: int) -> Text:
-    left = f"ray {turn.address}  {turn.nodes} {'node' if turn.nodes == 1 else 'nodes'}"
-    middle = f"  {format_bytes(turn.reading.pss)} (peak {format_bytes(turn.reading.peak)})  "
-    text = Text(no_wrap=True, overflow="crop").append(left, style="bold").append(middle)
-    return text.append(curve_of(history, max(width - len(left) - len(middle), 8)), style="cyan")
-
-
-def _memory_summary(memory: SeenMemory, rate: float) -> list[Text]:
-    known = [shard.status for shard in memory.shards if shard.status is not None]
-    answering = sum(shard.answers for shard in memory.shards)
-    transitions = sum(0 if status.counters is None else status.counters.transitions for status in known)
-    capacity = sum(status.capacity for status in known)
-    held, plain = (sum(getattr(status, name) for status in known) for name in ("held_bytes", "plain_bytes"))
-    first = Text(memory.name, style="bold", no_wrap=True, overflow="ellipsis")
-    durable = "" if not known else ", durable" if known[0].is_durable else ", not durable"
-    first.append(f"  {answering} of {len(memory.shards)} shards answer{durable}", style="default")
-    if not known:
-        return [first]
-    words = [f"{transitions:,} of {capacity:,} transitions ({100 * transitions / max(1, capacity):.0f} %)"]
-    if rate:
-        words.append(f"{rate:,.0f}/s")
-    if held:
-        words.append(f"{format_bytes(held)} for {format_bytes(plain)} plain ({plain / held:.1f} x)")
-    lines = [first, Text("  ".join(words), style="default")]
-    if memory.limiter:
-        limiter = memory.limiter
-        ratio = limiter["sampled"] / max(1.0, limiter["inserted"])
-        within = f"within {limiter['lowest']:,.0f} and {limiter['highest']:,.0f}"
-        lines.append(Text(f"limiter: {ratio:.2f} samples an insert, error {limiter['error']:,.0f} {within}"))
-    return lines
-
-
-def _shards_table(memory: SeenMemory, width: int) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    shown = [at for at, name in enumerate(_COLUMNS) if width >= _WIDE or name not in {"full", "PSS"}]
-    for name in (_COLUMNS[at] for at in shown):
-        if name == "node":
-            table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=9)
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True, min_width=len("restarts"))
-    for shard in memory.shards:
-        every = _shard_cells(shard)
-        cells = [every[at] for at in shown]
-        colour = _STATE_COLOURS.get(shard.state, _UNREACHABLE_COLOUR)
-        table.add_row(*cells, Text(shard.state, style=colour), style="" if shard.answers else "dim")
-    return table
-
-
-def _shard_cells(shard: SeenShard) -> list[str]:
-    """Return what a shard said last, in the order of the columns."""
-    status = shard.status
-    if status is None or status.counters is None:
-        return [str(shard.number), *[""] * 9]
-    held = status.counters.transitions
-    sizes = map(format_bytes, (status.held_bytes, status.uss_bytes, status.pss_bytes))
-    full, of_limit = held / max(1, status.capacity), status.uss_bytes / max(1, status.limit_bytes)
-    cells = [str(shard.number), status.node, str(status.pid), f"{held:,}", f"{100 * full:.0f} %", *sizes]
-    return [*cells, f"{100 * of_limit:.1f} %", format_bytes(status.counters.backlog)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 from holdall import storage
 from holdall.batch import Batch, Draw
 from holdall.cluster.encode import column_leaves
-from holdall.cluster.protocol import ShardCounters, whole
+from holdall.cluster.lent_arrays import LentArrays
+from holdall.cluster.protocol import ShardCounters, ids_of, whole
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.json_state import dtype_name, dtype_of
+from holdall.sampling import Hindsight, Sampler
 from holdall.schema import Array, Bytes, Leaf, Schema
 
 ANSWER = "answer"
@@ -41,6 +43,7 @@ _BY_WIDTH: dict[int, np.dtype[Any]] = {2: np.dtype(np.uint16), 4: _U4}
 Ids = NDArray[np.int64]
 Payload = bytes | tuple[Any, ...]
 """A record, or a record and the arrays of decoded slices that it names."""
+_OWN = ("reward", "discount", "mask")
 FindDictionary = Callable[[str], storage.Dictionary]
 
 
@@ -61,32 +64,91 @@ class FoundField:
     log: storage.Log  # slice numbers, each among the slices of its row's form
     forms: tuple[SliceForm, ...]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slices, as they are sent."""
+        found = [form.slices.data if isinstance(form.slices, storage.Coded) else form.slices for form in self.forms]
+        return sum(np.asarray(slices).nbytes for slices in found)
+
+
+NOBODY = np.empty(0, np.int32)
+
+
+class RowDraw(NamedTuple):
+    """What a shard's sampler drew: rows, and what else the sampler says of each."""
+
+    rows: Ids  # of every drawn one its steps; behind all of these the rows that `others` names
+    steps: int = 0  # rows of each that was drawn; 0: one, and no axis of time
+    others: NDArray[np.int32] = NOBODY  # which drawn one each row behind them belongs to: its last step, or its goal
+    own: Mapping[str, Array] = {}  # by name, of every drawn one: see `holdall.batch.Draw`
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw]) -> RowDraw:
+        """Lay the draws of some batches one behind another."""
+        if len(draws) == 1 and draws[0].last_ids is None and draws[0].goals is None and draws[0].ids.ndim == 1:
+            return cls(draws[0].ids)
+        behind: list[Ids] = []
+        others: list[Ids] = []
+        begin = 0
+        for draw in draws:
+            if draw.last_ids is not None:
+                behind.append(draw.last_ids)
+                others.append(begin + np.arange(len(draw.ids)))
+            elif draw.goals is not None:
+                behind.append(draw.goals.ids)
+                others.append(begin + draw.goals.rows)
+            begin += len(draw.ids)
+        ids = np.concatenate([draw.ids for draw in draws])
+        own = {name: [getattr(draw, name) for draw in draws] for name in _OWN if getattr(draws[0], name) is not None}
+        return cls(
+            np.concatenate([ids.reshape(-1), *behind]),
+            ids.shape[1] if ids.ndim == 2 else 0,
+            np.concatenate(others).astype(np.int32) if others else NOBODY,
+            {name: np.concatenate(arrays) for name, arrays in own.items()},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Rows of one shard, and what is known of each."""
 
     counters: ShardCounters
-    rows: Ids  # row numbers of the shard
-    scaled: NDArray[np.float64]  # what each was drawn in proportion to
+    draw: RowDraw
+    scaled: NDArray[np.float64]  # what each drawn one was drawn in proportion to
     columns: dict[str, Array]
     fields: dict[int, FoundField]  # by observation leaf
 
     def part(self, first: int, end: int) -> Answer:
-        """Return some of the rows; they refer to the slices of all."""
-        if (first, end) == (0, len(self.rows)):
+        """Return some of what was drawn; its rows refer to the slices of all."""
+        drawn, (_, steps, others, own) = len(self.scaled), self.draw
+        if (first, end) == (0, drawn):
             return self
-        rows = slice(first, end)
+        each = max(1, steps)
+        rows: slice | Ids = slice(first * each, end * each)
+        kept = np.flatnonzero((others >= first) & (others < end))
+        if kept.size:
+            rows = np.concatenate([np.arange(first * each, end * each), drawn * each + kept])
+        draw = RowDraw(
+            self.draw.rows[rows],
+            steps,
+            others[kept] - np.int32(first),
+            {name: array[first:end] for name, array in own.items()},
+        )
         columns = {name: column[rows] for name, column in self.columns.items()}
         fields = {
             i: replace(found, form=found.form[rows], cursors=found.cursors[rows]) for i, found in self.fields.items()
         }
-        return Answer(self.counters, self.rows[rows], self.scaled[rows], columns, fields)
+        return Answer(self.counters, draw, self.scaled[first:end], columns, fields)
 
 
-def pack_answer(answer: Answer) -> Payload:
-    """Return an answer as a record, and the arrays of decoded slices beside it."""
-    arrays = [answer.rows, answer.scaled, *(answer.columns[name] for name in sorted(answer.columns))]
+def pack_answer(answer: Answer, is_near: bool = False) -> Payload:
+    """Return an answer as a record, and the arrays of decoded slices beside it.
+
+    Args:
+        is_near: Whether it stays on this machine, and arrays in shared memory need no checksum.
+    """
+    draw = answer.draw
+    arrays = [draw.rows, answer.scaled, *(answer.columns[name] for name in sorted(answer.columns))]
     beside: list[Bytes] = []
     fields = []
     for i, field in answer.fields.items():
@@ -100,10 +162,14 @@ def pack_answer(answer: Answer) -> Payload:
                 forms.append([form.words, len(slices.offsets), slices.palette.size, data.size])
             else:
                 beside.append(slices)
-                forms.append([slices.size, f"{xxhash.xxh3_64_intdigest(slices.data):016x}"])
+                forms.append([slices.size, "" if is_near else f"{xxhash.xxh3_64_intdigest(slices.data):016x}"])
         fields.append({"leaf": i, "log": [field.log.itemsize, field.log.size], "forms": forms})
     reward = dtype_name(answer.columns["reward.0"].dtype)
-    head = {"rows": len(answer.rows), "reward": reward, "fields": fields}
+    head: dict[str, Any] = {"rows": len(draw.rows), "reward": reward, "fields": fields}
+    if draw.others.size or draw.own:
+        own = [[name, dtype_name(array.dtype), list(array.shape[1:])] for name, array in draw.own.items()]
+        head["drawn"] = [len(answer.scaled), draw.steps, draw.others.size, own]
+        arrays += [draw.others, *draw.own.values()]
     body = b"".join([answer.counters.packed(), *_aligned(arrays)])
     record = b"".join(storage.pack(ANSWER, head, {"body": body}, frozenset()))
     return (record, *beside) if beside else record
@@ -130,15 +196,23 @@ class AnswerReader:
             head, body = record.head, _Body(record.part("body", lambda start, n: content[start : start + n]))
             count = whole(head["rows"], storage.MOST_SEGMENT_ROWS)
             counters = ShardCounters.of(body.take(_U1, ShardCounters.LAYOUT.size).tobytes())
-            rows, scaled = body.take(_I8, count), body.take(_F8, count)
+            words = head.get("drawn", [count, 0, 0, []])
+            drawn, steps, behind = (whole(number, count) for number in words[:3])
+            rows, scaled = body.take(_I8, count), body.take(_F8, drawn)
             columns = self._columns(head, count, body)
             fields = {
                 whole(each["leaf"], 2**16): self._field(each, count, body, beside, find) for each in head["fields"]
             }
+            others, own = body.take(_I4, behind), {}
+            for name, dtype, shape in words[3]:
+                own[_OWN[_OWN.index(name)]] = body.take(dtype_of(dtype), drawn, tuple(whole(n, 2**20) for n in shape))
             body.require_end()
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DamageError(f"an answer makes no sense ({type(error).__name__}: {error})") from error
-        return Answer(counters, rows, scaled, columns, fields)
+        is_one_each = drawn * max(1, steps) + behind == count
+        if not is_one_each or (behind and not 0 <= int(others.min()) <= int(others.max()) < drawn):
+            raise DamageError("an answer has rows that belong to nothing that was drawn; nothing of it is used")
+        return Answer(counters, RowDraw(rows, steps, others, own), scaled, columns, fields)
 
     def _columns(self, head: dict[str, Any], count: int, body: _Body) -> dict[str, Array]:
         key = (head["reward"], *(field["leaf"] for field in head["fields"]))
@@ -192,7 +266,7 @@ def _plain(array: Any, nbytes: int, digest: str) -> Bytes:
     """Check decoded slices that were received."""
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.shape != (nbytes,):
         raise DamageError("an answer lacks slices that it names; nothing of it is used")
-    if f"{xxhash.xxh3_64_intdigest(array.data):016x}" != digest:
+    if digest and f"{xxhash.xxh3_64_intdigest(array.data):016x}" != digest:
         raise DamageError("the slices beside an answer are damaged; nothing of it is used")
     return array
 
@@ -233,6 +307,33 @@ def _aligned(arrays: Sequence[Array]) -> list[storage.Buffer]:
     return buffers
 
 
+class _Share(NamedTuple):
+    """Rows of one answer, and where they go."""
+
+    answer: Answer
+    rows: slice  # of the answer
+    positions: Ids
+    ids: Ids
+
+
+_FIRST, _NEXT, _BOTH = (True, False), (False, True), (True, True)
+"""Which of observations and next observations are wanted."""
+
+
+def _ids(shares: Sequence[_Share]) -> Ids:
+    return _merged([share.ids for share in shares], shares)
+
+
+def _merged(parts: Sequence[Array], shares: Sequence[_Share]) -> Array:
+    """Bring rows of some answers together."""
+    if len(parts) == 1:
+        return _own(parts[0])
+    merged = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    for part, share in zip(parts, shares, strict=True):
+        merged[share.positions] = part
+    return merged
+
+
 class Deliverer:
     """Decodes the rows of answers, and makes batches of them as a local memory does of its own."""
 
@@ -240,51 +341,104 @@ class Deliverer:
         self._schema = schema
         self._kernels = kernels
         self.assembler = ObservationAssembler(kernels, 1 << 62)
+        self._store = LentArrays()
         self.batches = HostBatches(schema, self.assembler, Delivery(device, schema.leaves))
 
-    def batch(self, answers: Sequence[Answer], where: Sequence[Ids], ids: Ids, weights: NDArray[np.float32]) -> Batch:
+    def batch(
+        self, answers: Sequence[Answer], where: Sequence[Ids], shards: Sequence[int], weights: NDArray[np.float32],
+        sampler: Sampler | None = None,
+    ) -> Batch:  # fmt: skip
         """Make a batch.
 
         Args:
-            where: For every answer, the positions of its rows in the batch.
+            where: For every answer, the positions in the batch of what was drawn.
+            sampler: Makes something else of rows behind those drawn than last steps: goals.
         """
+        steps, count = answers[0].draw.steps, len(weights)
+        each = max(1, steps)
+        drawn, behind = [], []
+        for shard, answer, rows in zip(shards, answers, where, strict=True):
+            first, ids = len(rows) * each, ids_of(shard, answer.draw.rows)
+            positions = rows if each == 1 else (rows[:, None] * each + np.arange(each)).reshape(-1)
+            drawn.append(_Share(answer, slice(0, first), positions, ids[:first]))
+            behind.append(_Share(answer, slice(first, None), rows[answer.draw.others], ids[first:]))
+        draw = Draw(
+            _ids(drawn).reshape((count, steps) if steps else count),
+            _own(weights),
+            **self._own_arrays(answers, where, count),
+        )
+        if isinstance(sampler, Hindsight):
+            found = DrawnRows(self._rows(drawn, _BOTH), None, self._rows(behind, _NEXT))
+            return self.batches.make(replace(draw, goals=sampler.goals(_ids(behind))), found)
+        if any(len(share.ids) for share in behind):
+            found = DrawnRows(self._rows(drawn, _FIRST), self._rows(behind, _NEXT), None)
+            return self.batches.make(replace(draw, last_ids=_ids(behind)), found)
+        return self.batches.make(draw, DrawnRows(self._rows(drawn, _BOTH), None, None))
+
+    @staticmethod
+    def _own_arrays(answers: Sequence[Answer], where: Sequence[Ids], count: int) -> dict[str, Any]:
+        """Merge what the samplers say of what they drew."""
+        found: dict[str, Any] = {}
+        for name, first in answers[0].draw.own.items():
+            merged = found[name] = np.empty((count, *first.shape[1:]), first.dtype)
+            for answer, rows in zip(answers, where, strict=True):
+                merged[rows] = answer.draw.own[name]
+        return found
+
+    def _rows(self, shares: Sequence[_Share], wanted: tuple[bool, bool]) -> storage.Rows:
+        """Bring rows of some answers together; of observations and next observations those that are wanted."""
 
         def column(name: str) -> Array:
-            first = answers[0].columns[name]
-            if len(answers) == 1:
-                return _own(first)
-            merged = np.empty((len(ids), *first.shape[1:]), first.dtype)
-            for answer, rows in zip(answers, where, strict=True):
-                merged[rows] = answer.columns[name]
-            return merged
+            return _merged([share.answer.columns[name][share.rows] for share in shares], shares)
 
-        schema = self._schema
-        pairs = {i: self._pair(i, answers, where, len(ids), column) for i in range(len(schema.observation.leaves))}
+        schema, pairs = self._schema, {}
+        for i, leaf in enumerate(schema.observation.leaves):
+            if i in shares[0].answer.fields:
+                pair = self._borrowed(shares, i, leaf)
+                pairs[i] = pair or self.assembler.assemble(self._places(i, shares), 0, leaf, wanted)
+            else:
+                pairs[i] = column(f"obs.{i}"), column(f"next.{i}")
         action = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
         extras = [column(f"extras.{i}") for i in range(len(schema.extras.leaves))]
         reward, terminated, truncated = (column(f"{name}.0") for name in ("reward", "terminated", "truncated"))
         ended = (terminated > truncated).astype(np.float32)
-        rows = storage.Rows(pairs, (), None, action, reward, terminated, truncated, extras, ended)
-        return self.batches.make(Draw(ids, _own(weights)), DrawnRows(rows, None, None))
+        return storage.Rows(pairs, (), None, action, reward, terminated, truncated, extras, ended)
 
-    def _pair(
-        self, leaf: int, answers: Sequence[Answer], where: Sequence[Ids], count: int, column: Any
-    ) -> tuple[Array, Array]:
-        if leaf not in answers[0].fields:
-            return column(f"obs.{leaf}"), column(f"next.{leaf}")
-        found = [answer.fields[leaf] for answer in answers]
-        return self.assembler.assemble(self._places(found, where, count), 0, self._schema.observation.leaves[leaf])
+    def _borrowed(self, shares: Sequence[_Share], i: int, leaf: Leaf) -> tuple[Array, Array] | None:
+        """Return the arrays of one answer as they are, if the batch is all of it, or None; nothing is copied."""
+        share, found = shares[0], shares[0].answer.fields[i]
+        count, total, slices = len(share.ids), found.log.size // 2, found.forms[0].slices if found.forms else None
+        if len(shares) > 1 or len(found.forms) > 1 or not isinstance(slices, np.ndarray) or not count:
+            return None
+        cursors = found.cursors[share.rows]
+        first = int(cursors[0]) // 2
+        in_order = np.arange(count, dtype=np.uint32)
+        log = np.arange(2 * total, dtype=np.uint32).reshape(2, total).T.reshape(-1)
+        if not all(
+            np.array_equal(*pair)
+            for pair in ((share.positions, in_order), (cursors, 2 * (first + in_order)), (found.log, log))
+        ):
+            return None
+        owned = self._store.writable(slices)
+        if owned is None:
+            return None
+        pair = owned.reshape(2, total, leaf.nbytes)[:, first : first + count]
+        obs, next_obs = (side.reshape(-1).view(leaf.dtype).reshape(count, *leaf.shape) for side in pair)
+        return obs, next_obs
 
-    def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> storage.Places:
-        """Describe where the slices lie, to the loops that decode them."""
+    def _places(self, leaf: int, shares: Sequence[_Share]) -> storage.Places:
+        """Describe where the slices of a leaf lie, to the loops that decode them."""
+        count = sum(len(share.ids) for share in shares)
         segment, cursors = np.zeros(count, np.int32), np.zeros(count, np.uint32)
         parts: list[storage.ClosedPart] = []
-        for each, rows in zip(found, where, strict=True):
-            segment[rows], cursors[rows] = each.form + np.int32(len(parts)), each.cursors
-            log = each.log.reshape(-1, 1)
-            for form in each.forms:
+        for share in shares:
+            found, where = share.answer.fields[leaf], share.positions
+            segment[where] = found.form[share.rows] + np.int32(len(parts))
+            cursors[where] = found.cursors[share.rows]
+            log = found.log.reshape(-1, 1)
+            for form in found.forms:
                 block = self._block(form)
-                parts.append(storage.ClosedPart(form.window, log, len(log), block, block.used, len(rows), block.used))
+                parts.append(storage.ClosedPart(form.window, log, len(log), block, block.used, len(where), block.used))
         records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(storage.RECORD_FIELDS))
         return storage.Places(
             records=[records],

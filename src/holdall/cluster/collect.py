@@ -2,11 +2,13 @@
 
 In:  a way to make an environment and one to choose actions.  Out: transitions in the memory; progress.
 Invariant: an actor that dies is started again by Ray and plays on with a new writer; what it had not sent is lost with
-it, and nothing is added twice. Actors wait when the shards or the limiter do.
+it, and nothing is added twice. Actors wait when the shards or the limiter do, however long, and play on when they are
+back.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from holdall.errors import ShardError
 from holdall.schema import Array, Leaf, Tree
 from holdall.units import require_count
 
+_TRY_AGAIN_S = 1.0
+_LOG = logging.getLogger("holdall")
 _RETURNS = 100
 """Episodes whose returns an actor remembers."""
 
@@ -99,7 +103,7 @@ class Player:
                 act.load(weights)
             action = act(obs)
             next_obs, reward, terminated, truncated, _ = env.step(action)
-            writer.add(
+            step = (
                 _batched(schema.observation, obs),
                 _batched(schema.action, action),
                 np.array([reward], np.float32),
@@ -107,6 +111,9 @@ class Player:
                 np.array([terminated]),
                 np.array([truncated]),
             )
+            while not self._is_added(writer, step):
+                if self._stopped.is_set():
+                    return
             played += float(reward)
             ended = terminated or truncated
             with self._lock:
@@ -115,6 +122,16 @@ class Player:
                 if ended:
                     self._returns.append(played)
             obs, played = (env.reset()[0], 0.0) if ended else (next_obs, played)
+
+    def _is_added(self, writer: Writer, step: tuple[Any, ...]) -> bool:
+        """Add a step, unless the shards do not take it now; then it is added again later."""
+        try:
+            writer.add(*step)
+        except ShardError as error:
+            _LOG.warning("actor %d waits to add a step: %s", self._number, error)
+            self._stopped.wait(_TRY_AGAIN_S)
+            return False
+        return True
 
 
 class Collection:

@@ -105,6 +105,15 @@ class Encoder:
             return False
         return sum(field.part.added_bytes for field in self.fields) >= _SEGMENT_BYTES
 
+    @property
+    def ends_episodes(self) -> bool:
+        """Whether in every lane an episode ended with the last tick."""
+        if not self._used:
+            return False
+        last = self._used - 1
+        ended = self._columns["terminated.0"][last] | self._columns["truncated.0"][last]
+        return bool((ended if self._invalid is None else ended | self._invalid[last]).all())
+
     def add(self, tick: storage.Tick) -> None:
         """Write one tick to the segment, which is not full."""
         self._put(tick, self._used)
@@ -323,7 +332,9 @@ class SharedCodecs:
 
     def _choose(self, field: int, window: storage.Window, slices: Bytes) -> None:
         try:
-            chosen = storage.choose(self._coder, self._leaves[field], window, slices, self._cap, 1, self._lanes)
+            leaf = self._leaves[field]
+            # Shards send some units of many segments as one block: none may need another.
+            chosen = storage.choose(self._coder, leaf, window, slices, self._cap, 1, self._lanes, has_keys=False)
             codec = _quicker(self._coder, chosen, slices)
             self._questions[field] = window, self._roster.chose.remote(_key(field, window), pack_codec(codec))
         finally:

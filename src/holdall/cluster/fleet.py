@@ -6,23 +6,25 @@ Ray's own types know little of actors, so this is where they end.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 
+from holdall.cluster.handle import MemoryTerms
 from holdall.cluster.protocol import MOST_SHARDS, Ack, dictionary_of
 from holdall.cluster.roster import NAMESPACE, RateLimit, Roster
 from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import Cluster
 from holdall.cluster.writer import Writer
 from holdall.errors import ArgumentError, ShardError
-from holdall.sampling import Prioritized, Sampler, Uniform
+from holdall.sampling import Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.storage import COST_CAPS, segment_needs
 from holdall.units import require_number
 
@@ -30,6 +32,31 @@ _TALKS = 16
 """Questions that the roster hears at a time."""
 POLICIES = ("degrade", "block", "raise")
 DURABILITIES = ("memory", "segment")
+_ANSWERS_S = 10.0
+_RESTARTED_S = 15.0
+"""What a shard may take to be started again once its machine was given up."""
+_HEALTH_MS = {
+    "health_check_initial_delay_ms": 5_000, "health_check_period_ms": 3_000, "health_check_timeout_ms": 10_000,
+}  # fmt: skip
+"""Ray's defaults; its settings are read from the environment, as Ray reads them on the machine of its head."""
+
+
+def health_patience_s() -> float:
+    """Return how long it may take until shards of a machine that hangs are up on another one, by Ray's settings."""
+    delay, period, timeout = (_setting(name, usual) / 1000 for name, usual in _HEALTH_MS.items())
+    checks = _setting("health_check_failure_threshold", 5)
+    return max(_ANSWERS_S, delay + checks * (period + timeout)) + _RESTARTED_S
+
+
+def _setting(name: str, usual: int) -> int:
+    """Read one of Ray's settings: as the cluster has it, where Ray says so, or as this process's environment has it."""
+    known = getattr(getattr(getattr(ray, "_raylet", None), "Config", None), name, None)
+    try:
+        return int(os.environ.get(f"RAY_{name}", usual) if known is None else known())
+    except (TypeError, ValueError):
+        return usual
+
+
 PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
 
 
@@ -42,7 +69,7 @@ class ClusterSettings:
     on_shard_loss: str
     prefer: str
     device: str | None
-    patience_s: float
+    patience_s: float | None
     limit: RateLimit | None = None
     placement: str = "spread"
     resources: Mapping[str, float] | None = None
@@ -55,12 +82,28 @@ class ClusterSettings:
             value = getattr(self, argument)
             if value not in values:
                 raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(values)}; pass one of these")
-        require_number("patience_s", self.patience_s, 0.1)
+        if self.patience_s is not None:
+            require_number("patience_s", self.patience_s, 0.1)
         if (self.url is None) == (self.durability == "segment"):
             raise ArgumentError(
                 f"url ({self.url!r}) does not go with durability={self.durability!r}; name where journals are kept for "
                 "durability='segment', and nothing for 'memory'"
             )
+
+    @property
+    def asking_s(self) -> float:
+        """How long an answer is waited for."""
+        return _ANSWERS_S if self.patience_s is None else self.patience_s
+
+    @property
+    def writing_s(self) -> float:
+        """How long a writer waits for a shard: as long as Ray may need to give up a machine, and to start another."""
+        return health_patience_s() if self.patience_s is None else self.patience_s
+
+    @property
+    def reserved(self) -> dict[str, float]:
+        """What Ray reserves for a shard, by the names that Ray has for it."""
+        return {"CPU" if name == "num_cpus" else name: amount for name, amount in (self.resources or {}).items()}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,15 +113,32 @@ class ClusterSettings:
         return {"scheduling_strategy": PLACEMENTS[self.placement], "num_cpus": 0, "resources": named, **own}
 
 
-def single(sampler: Sampler | None) -> Sampler:
-    """Return the sampler of a memory over shards: one that draws single transitions."""
+def _require_number(number: int) -> None:
+    if number >= MOST_SHARDS:
+        raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
+
+
+def shared(sampler: Sampler | None) -> Sampler:
+    """Return the sampler of a memory over shards: one of holdall's, since weights over all shards depend on it."""
     chosen: Sampler = Uniform() if sampler is None else sampler
-    if type(chosen) not in (Uniform, Prioritized):
+    if type(chosen) not in (Uniform, Prioritized, NStep, Sequence, Hindsight):
         raise ArgumentError(
-            f"sampler ({type(chosen).__name__}) draws more than single transitions, and an episode may lie on several "
-            "shards; use Uniform() or Prioritized(), and make n-step returns where steps are added"
+            f"sampler ({type(chosen).__name__}) is none of holdall's, and weights over shards follow its rules; use "
+            "Uniform(), Prioritized(), NStep(), Sequence() or Hindsight()"
         )
     return chosen
+
+
+def for_shards(sampler: Sampler) -> Sampler:
+    """Return the same without what only a learner needs: the function of rewards, which may hold an environment."""
+    if isinstance(sampler, Hindsight):
+        sampler = copy.copy(sampler)
+        sampler.reward_fn = _rewarded_elsewhere
+    return sampler
+
+
+def _rewarded_elsewhere(*_: Any) -> Any:
+    raise ShardError("rewards towards other goals are computed by learners; report this")
 
 
 _PAUSE_S = 0.05
@@ -89,45 +149,79 @@ class Fleet:
     """The actors of one memory.
 
     Args:
-        name: Of the memory, under which its roster is found.
-        words: The memory's schema, as plain words.
-        shard_rows: Most rows of a shard.
+        terms: Of the memory.
         url: Where journals are kept; None: nowhere.
+        shards: How many it begins with.
     """
 
     def __init__(
-        self, name: str, words: dict[str, Any], shard_rows: int, sampler: Sampler, seed: int | None, url: str | None,
-        settings: ClusterSettings,
+        self, terms: MemoryTerms, seed: int | None, url: str | None, settings: ClusterSettings, shards: int
     ) -> None:  # fmt: skip
-        self.shard_rows = shard_rows
+        name, sampler = terms.address.name, for_shards(terms.sampler)
         remote: Any = ray.remote
         found_by = {"name": name, "namespace": NAMESPACE, "max_concurrency": _TALKS}
         roster = remote(num_cpus=0, max_restarts=-1)(Roster).options(**found_by)
-        self.roster = roster.remote(name, settings.limit, url is not None)
+        try:
+            self.roster = roster.remote(name, settings.limit, url is not None, replace(terms, sampler=sampler))
+        except ValueError as error:
+            raise ArgumentError(f"name ({name!r}) is that of another memory of this cluster; choose another") from error
         # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
         shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(Shard)
         self._shard = shard.options(**settings.options)
+        self._reserved = settings.reserved
         self.actors: dict[int, Any] = {}
         self._next = 0
-        self._made_with = (words, shard_rows, sampler, seed, name, url)
-        self._patience_s = settings.patience_s
+        nodes: Any = ray.nodes  # it has no types
+        machines = sum(bool(node["Alive"]) for node in nodes()) if settings.placement == "spread" else 1
+        neighbours = -(-shards // max(1, machines))
+        self._made_with = (terms.address.words, terms.shard_rows, sampler, seed, name, url, neighbours)
+        self._patience_s = settings.asking_s
         self._has_journals = url is not None
         self._lock = threading.RLock()
 
-    def start(self, number: int | None = None, saved: tuple[str, Any] | None = None) -> int:
-        """Start a shard and return its number.
+    def start(self, number: int, saved: tuple[str, Any] | None = None) -> None:
+        """Start a shard of this number.
 
         Args:
             saved: Where a checkpoint lies that it begins with, and what the manifest says of it.
         """
         with self._lock:
-            chosen = self._next if number is None else number
-            if chosen >= MOST_SHARDS:
-                raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
-            self._next = chosen + 1
-            self.actors[chosen] = self._shard.remote(chosen, *self._made_with, saved)
+            _require_number(number)
+            self._next = max(self._next, number + 1)
+            self.actors[number] = self._shard.remote(number, *self._made_with, saved)
             self._ask(self.roster, "admit", self.actors)
-            return chosen
+
+    def grow(self) -> int:
+        """Start one more shard and return its number; nobody hears of it before it is up."""
+        with self._lock:
+            self._require_room()
+            number, self._next = self._next, self._next + 1
+            _require_number(number)
+            actor = self._shard.remote(number, *self._made_with, None)
+            try:
+                ray.get(actor.counters.remote(), timeout=self._patience_s)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                ray.kill(actor)
+                raise ShardError(
+                    f"shard {number} did not start within {self._patience_s:g} s ({type(error).__name__}); see "
+                    "`ray status` for room, and call add_shard() again; the memory is as before"
+                ) from error
+            self.actors[number] = actor
+            self._ask(self.roster, "admit", self.actors)
+            return number
+
+    def _require_room(self) -> None:
+        """Refuse to start a shard for which no machine has what it reserves."""
+        wanted = {name: amount for name, amount in self._reserved.items() if amount}
+        resources: Any = ray.available_resources  # it has no types
+        available: dict[str, float] = resources()
+        lacking = {name: amount for name, amount in wanted.items() if available.get(name, 0.0) < amount}
+        if lacking:
+            raise ShardError(
+                f"there is no room for another shard: it reserves {lacking}, and the cluster has "
+                f"{ {name: available.get(name, 0.0) for name in lacking} } free; start a machine that has it, and call "
+                "add_shard() again; the memory is as before"
+            )
 
     def drain(self, number: int, writer: Writer, cluster: Cluster) -> None:
         """Move what a shard holds to the others, and end it."""
@@ -209,7 +303,7 @@ class Fleet:
 
     def end(self, *, has_saved: bool = False) -> None:
         """End all actors, once they have let go of the places that they saved to."""
-        if has_saved:
+        if has_saved or self._has_journals:
             ending = [actor.end_saves.remote() for actor in self.actors.values()]
             ray.wait(ending, num_returns=len(ending), timeout=self._patience_s)
         for actor in (*self.actors.values(), self.roster):

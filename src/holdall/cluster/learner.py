@@ -22,11 +22,11 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
 from holdall.cluster.answer import Answer, AnswerReader, Deliverer, Payload
-from holdall.cluster.protocol import ShardCounters, dictionary_of, ids_of, rows_of, shards_of
+from holdall.cluster.protocol import ShardCounters, dictionary_of, received, rows_of, shards_of
 from holdall.cluster.status import LOSSES, Cluster
-from holdall.errors import ArgumentError, CheckpointError, HoldallError, ShardError, TransitionIdError
-from holdall.sampling import Prioritized, Sampler
-from holdall.schema import Array, Schema, as_array, as_ids
+from holdall.errors import ArgumentError, CheckpointError, ShardError, TransitionIdError
+from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler
+from holdall.schema import Array, Schema, as_array, ids_of_any_shape
 from holdall.storage import Dictionary
 
 Ids = NDArray[np.int64]
@@ -128,7 +128,6 @@ class Drawing:
         """Wait for the rows, draw those again whose shard was lost, and make the batch."""
         answers: list[Answer] = []
         asked: list[Asked] = []
-        ids = np.empty(request.count, np.int64)
         while request.asked:
             oldest = request.asked.pop(0)
             answer = self._heard(oldest)
@@ -136,13 +135,13 @@ class Drawing:
                 with self._lock:
                     self._ask([(request, oldest.rows)], self._reachable(1))
                 continue
-            ids[oldest.rows] = ids_of(oldest.shard, answer.rows)
             answers.append(answer)
             asked.append(oldest)
-        beta = self._sampler.beta if isinstance(self._sampler, Prioritized) else 1.0
-        where = [each.rows for each in asked]
+        by = self._sampler.by if isinstance(self._sampler, ComposedSampler) else self._sampler
+        beta = by.beta if isinstance(by, Prioritized) else 1.0
+        where, shards = [each.rows for each in asked], [each.shard for each in asked]
         weights = weights_of(answers, where, [each.mass for each in asked], beta)
-        return self._deliverer.batch(answers, where, ids, weights)
+        return self._deliverer.batch(answers, where, shards, weights, self._sampler)
 
     def gather(self, wanted: Ids) -> Batch:
         """Return the transitions `wanted`, in that order."""
@@ -160,8 +159,8 @@ class Drawing:
                 answers.append(self.answer(shard, received(call, self._patience_s)))
             except LOSSES as error:
                 raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
-        where = [rows for _, rows, _ in calls]
-        return self._deliverer.batch(answers, where, wanted, np.ones(len(wanted), np.float32))
+        where, named = [rows for _, rows, _ in calls], [shard for shard, _, _ in calls]
+        return self._deliverer.batch(answers, where, named, np.ones(len(wanted), np.float32))
 
     def answer(self, shard: int, payload: Payload) -> Answer:
         """Read a shard's answer, and fetch the dictionaries that it names."""
@@ -222,12 +221,18 @@ class Drawing:
                 by_shard.setdefault(shard, []).append((request, rows[positions]))
         for shard in sorted(by_shard):
             parts = by_shard[shard]
-            counts = [len(rows) for _, rows in parts]
+            counts = [(len(rows), self._relabelled(request.count, rows)) for request, rows in parts]
             call, first = Call(self._cluster.call(shard, "sample", counts)), 0
-            for (request, rows), count in zip(parts, counts, strict=True):
+            for request, rows in parts:
                 request.asked.append(Asked(shard, rows, masses[shard], call, first))
-                first += count
+                first += len(rows)
         self._cluster.ask_again([shard for shard in masses if shard not in by_shard])
+
+    def _relabelled(self, count: int, rows: Ids) -> int:
+        """Return how many of some rows of a batch get another goal: the first ones of all do."""
+        if not isinstance(self._sampler, Hindsight):
+            return 0
+        return int(np.searchsorted(rows, self._sampler.relabelled(count)))
 
     def _reachable(self, count: int) -> dict[int, float]:
         """Return the masses of the shards that answer; refuse a batch of more than they hold."""
@@ -252,17 +257,6 @@ class Drawing:
                     "batch"
                 )
         return self._cluster.masses()
-
-
-def received(call: Any, patience_s: float | None) -> Any:
-    """Wait for a call's result; an error of holdall's own is raised as it was there."""
-    try:
-        return ray.get(call, timeout=patience_s)
-    except ray.exceptions.RayTaskError as error:
-        cause = getattr(error, "cause", None)
-        if isinstance(cause, HoldallError):
-            raise cause from None
-        raise
 
 
 def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any], patience_s: float) -> dict[int, Checkpoint]:
@@ -338,16 +332,20 @@ _MOST_UNDER_WAY = 16
 
 
 class Priorities:
-    """Sends shards the priorities of their rows."""
+    """Sends shards the priorities of their rows, and has all of them know the highest."""
 
-    def __init__(self, cluster: Cluster, patience_s: float) -> None:
+    def __init__(self, cluster: Cluster, sampler: Sampler, patience_s: float) -> None:
         self._cluster = cluster
+        self._by = sampler.by if isinstance(sampler, ComposedSampler) else sampler
         self._patience_s = patience_s
         self._under_way: deque[tuple[int, Any]] = deque()
         self._lock = threading.Lock()
 
     def send(self, wanted: Ids, priorities: Array) -> None:
-        """Send priorities on their way; rows of shards that do not answer are passed over."""
+        """Send priorities on their way; rows of shards that do not answer are passed over.
+
+        If one of them is the highest so far, it waits until all shards know it: what is added from then on gets it.
+        """
         shards = shards_of(wanted)
         reachable = set(self._cluster.numbers) - set(self._cluster.lost)
         for shard in np.unique(shards).tolist():
@@ -356,7 +354,27 @@ class Priorities:
                 sent = (rows_of(wanted[rows]).tobytes(), priorities[rows].tobytes(), priorities.dtype.str)
                 with self._lock:
                     self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
-        self.hear()
+        if not isinstance(self._by, Prioritized) or not priorities.size:
+            return
+        known = max(self._cluster.highest.values(), default=0.0)
+        rises = self._by.scale(priorities).max() > known
+        self.hear(all_of_them=bool(rises))
+        self.level()
+
+    def level(self) -> None:
+        """Have every shard know the highest priority that any of them knows."""
+        known = self._cluster.highest
+        top = max(known.values(), default=0.0)
+        behind = [shard for shard, highest in known.items() if highest < top]
+        if not behind:
+            return
+        self._cluster.ask_roster("raise_highest", top)  # first, for shards that are being started
+        asked = {shard: self._cluster.handle(shard).raise_highest.remote(top) for shard in behind}
+        for shard, call in asked.items():
+            try:
+                self._cluster.note(shard, ShardCounters.of(received(call, self._patience_s)))
+            except LOSSES:
+                self._cluster.lose(shard)
 
     def hear(self, *, all_of_them: bool = False) -> None:
         """Look at what became of updates, and wait if too many are under way, or for all."""
@@ -376,11 +394,19 @@ class Priorities:
                 self._cluster.lose(shard)
 
 
-def checked(ids: Any, priorities: Any) -> tuple[Ids, Array]:
-    """Return ids and priorities as arrays of one length, or say why they are none."""
+def checked(sampler: Sampler, ids: Any, priorities: Any) -> tuple[Ids, Array]:
+    """Return ids of what was drawn, and priorities, as arrays of one length, or say why they are none."""
+    by = sampler.by if isinstance(sampler, ComposedSampler) else sampler
+    if not isinstance(by, Prioritized):
+        raise ArgumentError(
+            f"update_priorities was called, but the memory's sampler ({type(sampler).__name__}) has no "
+            "priorities; construct the memory with sampler=Prioritized(...), or a sampler by=Prioritized(...)"
+        )
     found = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
-    wanted = as_ids(ids)
-    if found.shape != wanted.shape or found.dtype.kind not in "iuf":
+    wanted = ids_of_any_shape(ids)
+    if isinstance(sampler, ComposedSampler):
+        wanted = sampler.first_ids(wanted)
+    if wanted.ndim != 1 or found.shape != wanted.shape or found.dtype.kind not in "iuf":
         raise ArgumentError(
             f"priorities has shape {found.shape} and dtype {found.dtype} for ids of shape {wanted.shape}; pass one "
             "number for every row drawn"

@@ -12,12 +12,13 @@ sent again.
 
 from __future__ import annotations
 
-import logging
+import hashlib
+import secrets
 import struct
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -27,8 +28,8 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError, ShardError
-from holdall.storage import DICTIONARY, Dictionary, dictionary_name, pack_dictionary, records_in
+from holdall.errors import DamageError, FencedError, HoldallError, ShardError
+from holdall.storage import DICTIONARY, Dictionary, dictionary_name, pack_dictionary, records_in, segment_needs
 
 Ids = NDArray[np.int64]
 
@@ -108,7 +109,7 @@ class Packed:
 class ShardCounters(Packed):
     """One shard at one moment."""
 
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<qqqqqqqd")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<qqqqqqqdd")
     REFUSED: ClassVar[str] = "no shard's counters; nothing of them is used"
 
     epoch: int  # another one after every restart
@@ -119,6 +120,7 @@ class ShardCounters(Packed):
     changes: int  # of what is held or of priorities, since it was started
     backlog: int  # bytes that wait to be made durable
     mass: float  # what its draws are in proportion to: transitions, or the sum of scaled priorities
+    highest: float = 0.0  # scaled priority that a new row gets
 
 
 _MOST_CLIENTS = 4096
@@ -132,12 +134,33 @@ class CallOrderError(ShardError):
 class CallOrder(Packed):
     """One call's place in its client's order; it travels as one argument, as every one of a call takes Ray time."""
 
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sqq")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sqqqq")
     REFUSED: ClassVar[str] = "no call's order; nothing is done"
 
-    client: bytes  # 16
+    client: bytes  # 16, see `client_name`
     epoch: int  # of the shard, as the client knows it
     number: int
+    learner: int = 0  # seeds the generator that draws; 0: the shard's own draws
+    handle: int = 0  # whose generator it is
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the client shares the object store of this process: arrays then reach it without a network."""
+        return self.client[:_MACHINE_BYTES] == _machine()
+
+
+_MACHINE_BYTES = 6
+
+
+def client_name() -> bytes:
+    """Return a new name for a client of shards; it begins with the machine that the client runs on."""
+    return _machine() + secrets.token_bytes(16 - _MACHINE_BYTES)
+
+
+def _machine() -> bytes:
+    """Name the machine that this process runs on, as Ray counts machines."""
+    node: str = ray.get_runtime_context().get_node_id()
+    return hashlib.blake2b(node.encode(), digest_size=_MACHINE_BYTES).digest()
 
 
 class CallQueue:
@@ -171,7 +194,7 @@ class CallQueue:
                 self._changed.notify_all()
 
 
-_ACK = struct.Struct("<qqq64s")
+_ACK = struct.Struct("<qqq72s")
 
 
 class AckKind(IntEnum):
@@ -232,11 +255,19 @@ class ShardClosedError(GoneError):
     """A shard that takes nothing more; what it has not accepted is safe to send elsewhere."""
 
 
-_LOG = logging.getLogger("holdall")
-_PAUSE_S = 0.05
+def received(call: Any, patience_s: float | None = None) -> Any:
+    """Wait for a call's result; an error of holdall's own is raised as it was there."""
+    try:
+        return ray.get(call, timeout=patience_s)
+    except ray.exceptions.RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, HoldallError):
+            raise cause from None
+        raise
 
-Describe = Callable[[bytes], Iterable[bytes]]
-"""Returns the dictionaries that a segment needs, as records."""
+
+_PAUSE_S = 0.05
+_REASON_S = 1.0
 
 
 @dataclass(slots=True)
@@ -244,24 +275,24 @@ class _SentSegment:
     sequence: int
     payload: bytes
     rows: int
-    call: Any
-    lease: int = -1
-    roster: Any = None
+    lease: int  # of a limiter, which hears when the segment has arrived; -1: none
+    call: Any = None
 
 
 class SegmentStream:
-    """Blocks of one writer to one shard.
+    """Segments of one writer to one shard. Nothing waits here but `flush`; `poll` has to be called now and then.
 
     Args:
-        dictionaries: Finds the dictionaries that a segment names.
+        dictionaries: Those that segments may name.
         survives: Whether the shard holds after a restart what it acknowledged.
         patience_s: How long a shard may be away before the caller gets an error.
     """
 
     def __init__(
-        self, shard: Any, number: int, writer: bytes, dictionaries: Describe, survives: bool, patience_s: float
-    ) -> None:
-        self._shard = shard
+        self, shard: Any, number: int, writer: bytes, dictionaries: Mapping[str, Dictionary], survives: bool,
+        patience_s: float, roster: Any = None,
+    ) -> None:  # fmt: skip
+        self._shard, self._roster = shard, roster
         self.number = number
         self._writer = writer
         self._dictionaries = dictionaries
@@ -272,9 +303,11 @@ class SegmentStream:
         self._epoch = -1
         self._credits = 1
         self.counters: ShardCounters | None = None  # when the shard last said so
-        self._failing_since: float | None = None
-        self.waited_s = 0.0  # for room
-        self.resent = 0
+        self._is_unsure = True  # which segment the shard expects
+        self._question: Any = None
+        self._ask_at = 0.0
+        self._settled_by = 0.0  # until then calls that were made may still be accepted
+        self._trouble = ""
 
     @property
     def inserted(self) -> int:
@@ -287,27 +320,47 @@ class SegmentStream:
         """Bytes of the segments under way."""
         return sum(len(segment.payload) for segment in self._under_way)
 
-    def send(self, payload: bytes, rows: int) -> None:
-        """Send a segment; wait while as many are under way as the shard allows. If that fails, the segment is kept."""
-        segment = _SentSegment(self.sequence, payload, rows, None)
+    @property
+    def unacknowledged_rows(self) -> int:
+        """Rows of the segments under way."""
+        return sum(segment.rows for segment in self._under_way)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the shard allows another segment under way."""
+        return len(self._under_way) < self._credits
+
+    def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
+        """Send a segment; it is kept until the shard has acknowledged it."""
+        segment = _SentSegment(self.sequence, payload, rows, lease)
         self.sequence += 1
         self._under_way.append(segment)
-        self.hear()
-        start = time.monotonic()
-        while segment.call is None and len(self._under_way) > self._credits:
-            self.hear(wait=True)
-        self.waited_s += time.monotonic() - start
-        self._begin()
-
-    def grant(self, lease: int, roster: Any) -> None:
-        """Report to a limiter when the segment that was sent last has arrived."""
-        if self._under_way:
-            self._under_way[-1].lease, self._under_way[-1].roster = lease, roster
+        if self._is_unsure:
+            self.poll()
+        else:
+            self._call(segment)
 
     def flush(self) -> None:
         """Wait until every segment is acknowledged."""
+        left, since = len(self._under_way), time.monotonic()
         while self._under_way:
-            self.hear(wait=True)
+            self.poll(min(1.0, self._patience_s))
+            if len(self._under_way) < left:
+                left, since = len(self._under_way), time.monotonic()
+            elif time.monotonic() - since > self._patience_s:
+                raise self.silence()
+
+    def silence(self) -> ShardError:
+        """Return the error that says that the shard takes nothing, and why, as far as it says so."""
+        try:
+            said = str(ray.get(self._shard.trouble.remote(), timeout=_REASON_S))
+        except ray.exceptions.RayError as error:
+            said = f"it does not answer: {type(error).__name__}"
+        return ShardError(
+            f"shard {self.number} has not acknowledged a segment for {self._patience_s:g} s "
+            f"({said or self._trouble or 'it answers, but is slow'}); the {self.unacknowledged_rows} transitions under "
+            "way are kept: call flush() to try again"
+        )
 
     def take_back(self) -> list[tuple[bytes, int]]:
         """Give up the segments that were not acknowledged, of a shard that is gone with all that it held."""
@@ -315,113 +368,95 @@ class SegmentStream:
         self._under_way.clear()
         return left
 
-    def _begin(self) -> None:
-        """Send the segments that were never sent: one that is new, and those that waited when patience was lost."""
-        if self._epoch < 0:
-            self._meet()
+    def poll(self, wait_s: float = 0.0) -> None:
+        """Go on with what the shard said meanwhile; wait so long for its next word at most."""
+        if self._is_unsure:
+            self._ask(wait_s)
+        while self._under_way and not self._is_unsure:
+            oldest = self._under_way[0]
+            if not ray.wait([oldest.call], timeout=wait_s)[0]:
+                return
+            wait_s = 0.0
+            try:
+                ack = Ack.of(received(oldest.call))
+            except FencedError:
+                raise
+            except (ray.exceptions.RayError, ShardError) as error:
+                self._doubt(error)
+                return
+            self._hear(ack, oldest)
+
+    def _hear(self, ack: Ack, oldest: _SentSegment) -> None:
+        """Take over what the shard said of the oldest segment."""
+        self._credits, self.counters = max(1, ack.credits), ack.counters
+        if ack.kind is AckKind.ACCEPTED:
+            self._under_way.popleft()
+            if oldest.lease >= 0:
+                self._roster.end_insert.remote(oldest.lease, self.number, ack.counters.packed())
+        elif ack.kind is AckKind.REFUSED:
+            self._under_way.popleft()
+            self._number_from(oldest.sequence)
+            self._doubt(None)
+            raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.reason}")
+        else:
+            if ack.kind is AckKind.NEEDS_DICTIONARY:
+                for name in segment_needs(oldest.payload)[1]:
+                    self._shard.learn.remote(packed_dictionary(self._dictionaries[name]))
+            self._doubt(None)
+
+    def _doubt(self, error: Exception | None) -> None:
+        """Ask the shard what it expects before anything else is sent."""
+        self._is_unsure, self._question = True, None
+        now = time.monotonic()
+        self._settled_by = now + self._patience_s
+        if error is not None:
+            self._trouble, self._ask_at = type(error).__name__, now + _PAUSE_S
+
+    def _ask(self, wait_s: float) -> None:
+        """Ask which segment the shard expects, once no call runs that could still be accepted; go on from there."""
+        if self._question is None:
+            calls = [segment.call for segment in self._under_way if segment.call is not None]
+            if calls and time.monotonic() < self._settled_by:
+                ready, _ = ray.wait(calls, num_returns=len(calls), timeout=wait_s)
+                if len(ready) < len(calls):
+                    return
+            pause = self._ask_at - time.monotonic()
+            if pause > 0:
+                time.sleep(min(pause, wait_s))
+                if wait_s < pause:
+                    return
+            self._question = self._shard.expect.remote(self._writer)
+        if not ray.wait([self._question], timeout=wait_s)[0]:
+            return
+        question, self._question = self._question, None
+        try:
+            ack = Ack.of(received(question))
+        except ray.exceptions.ActorDiedError as error:
+            raise GoneError(f"shard {self.number} is gone for good ({error})") from error
+        except (ray.exceptions.RayError, ShardError) as error:  # it is being restarted, or waits for its disk
+            self._doubt(error)
+        else:
+            self._resume(ack)
+
+    def _resume(self, ack: Ack) -> None:
+        """Forget what was accepted although its acknowledgement was lost, and send the rest again."""
+        lost_all = self._epoch >= 0 and ack.counters.epoch != self._epoch and not self._survives
+        self._epoch, self._credits, self.counters = ack.counters.epoch, max(1, ack.credits), ack.counters
+        if lost_all:
+            self._number_from(ack.expected)
+        while self._under_way and self._under_way[0].sequence < ack.expected:
+            self._under_way.popleft()
+        if ack.kind is AckKind.CLOSED:
+            raise ShardClosedError(f"shard {self.number} takes nothing more")
+        self._is_unsure, self._trouble = False, ""
         for segment in self._under_way:
-            if segment.call is None:
-                self._call(segment)
+            self._call(segment)
+
+    def _number_from(self, sequence: int) -> None:
+        self.sequence = sequence
+        for segment in self._under_way:
+            segment.sequence, self.sequence = self.sequence, self.sequence + 1
 
     def _call(self, segment: _SentSegment) -> None:
         header = SegmentHeader(self._writer, self._epoch, segment.sequence).packed()
         segment.call = self._shard.insert.remote(header, segment.payload)
-
-    def hear(self, wait: bool = False) -> None:
-        """Look at the acknowledgements that came, in order; wait for the oldest if asked to."""
-        while self._under_way:
-            oldest = self._under_way[0]
-            if oldest.call is None:
-                self._begin()
-                return
-            ready, _ = ray.wait([oldest.call], timeout=self._patience_s if wait else 0)
-            if not ready:
-                if wait:
-                    raise ShardError(
-                        f"shard {self.number} has not acknowledged a segment for {self._patience_s:g} s; the "
-                        f"{len(self._under_way)} segments under way are kept: call flush() to try again"
-                    )
-                return
-            try:
-                ack = Ack.of(ray.get(oldest.call))
-            except ray.exceptions.RayError as error:
-                _LOG.info("shard %d did not answer (%s); asking it what it expects", self.number, type(error).__name__)
-                self._endure(error)
-                self._meet()
-                return
-            self._credits = max(1, ack.credits)
-            self.counters = ack.counters
-            if ack.kind is not AckKind.ACCEPTED:
-                self._settle(ack, oldest)
-                return
-            self._under_way.popleft()
-            if oldest.roster is not None:
-                oldest.roster.end_insert.remote(oldest.lease, self.number, ack.counters.packed())
-            self._failing_since = None
-            wait = False
-
-    def _endure(self, error: Exception) -> None:
-        """Pause before the next try; raise an error if none has succeeded for long."""
-        now = time.monotonic()
-        self._failing_since = now if self._failing_since is None else self._failing_since
-        if now - self._failing_since > self._patience_s:
-            self._failing_since = None
-            raise ShardError(
-                f"shard {self.number} accepts nothing ({error}); the {len(self._under_way)} segments under way are "
-                "kept: call flush() to try again"
-            ) from error
-        time.sleep(_PAUSE_S)
-
-    def _settle(self, ack: Ack, oldest: _SentSegment) -> None:
-        """Go on after a segment that was not accepted."""
-        if ack.kind is AckKind.REFUSED:
-            self._under_way.popleft()
-            self.sequence = oldest.sequence
-            for later in self._under_way:
-                later.sequence, self.sequence = self.sequence, self.sequence + 1
-            raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.reason}")
-        if ack.kind is AckKind.CLOSED:
-            self._drop_before(self._asked().expected)
-            raise ShardClosedError(f"shard {self.number} takes nothing more")
-        if ack.kind is AckKind.NEEDS_DICTIONARY:
-            ray.get([self._shard.learn.remote(record) for record in self._dictionaries(oldest.payload)])
-        self._meet()
-
-    def _meet(self) -> None:
-        """Ask the shard what it expects, and send from there on again; wait while it restarts."""
-        ack = self._asked()
-        lost_all = self._epoch >= 0 and ack.counters.epoch != self._epoch and not self._survives
-        self._epoch, self._credits = ack.counters.epoch, max(1, ack.credits)
-        self.counters = ack.counters
-        if lost_all:
-            self.sequence = ack.expected
-            for segment in self._under_way:
-                segment.sequence, self.sequence = self.sequence, self.sequence + 1
-        self._drop_before(ack.expected)
-        self.resent += sum(segment.call is not None for segment in self._under_way)
-        for segment in self._under_way:
-            self._call(segment)
-
-    def _drop_before(self, expected: int) -> None:
-        """Forget the segments that were accepted and whose acknowledgements were lost."""
-        while self._under_way and self._under_way[0].sequence < expected:
-            self._under_way.popleft()
-
-    def _asked(self) -> Ack:
-        """Ask which segment the shard expects, once no call runs that could still be accepted."""
-        calls = [segment.call for segment in self._under_way if segment.call is not None]
-        if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=self._patience_s)
-        until = time.monotonic() + self._patience_s
-        while True:
-            try:
-                return Ack.of(ray.get(self._shard.expect.remote(self._writer), timeout=self._patience_s))
-            except ray.exceptions.ActorDiedError as error:
-                raise GoneError(f"shard {self.number} is gone for good ({error})") from error
-            except ray.exceptions.RayError as error:
-                if time.monotonic() > until:
-                    raise ShardError(
-                        f"shard {self.number} does not answer ({type(error).__name__}); the {len(self._under_way)} "
-                        "segments under way are kept: call flush() to try again"
-                    ) from error
-                time.sleep(_PAUSE_S)

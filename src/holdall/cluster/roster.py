@@ -10,10 +10,12 @@ lower as if it never would be. Grants end by themselves, so nobody waits for the
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +67,50 @@ class RateLimit:
                 f"tolerance ({self.tolerance:g}) is less than what one {what} moves ({rows:g}), so that writers and "
                 "learners could wait for each other; raise it"
             )
+
+
+_NOTICE_S = 5.0
+_NOTICE_AGAIN_S = 30.0
+_LOG = logging.getLogger("holdall")
+
+
+class WaitNotice:
+    """Says, now and then, what a call waits for that a limiter holds back.
+
+    Args:
+        call: "add" or "sample".
+    """
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+        self._began = time.monotonic()
+        self._next = self._began + _NOTICE_S
+
+    def give(self, ask: Callable[[], dict[str, float] | None]) -> None:
+        """Log how the limiter stands, if it is time for that.
+
+        Args:
+            ask: Returns what `Roster.limiter` says; None if it is being restarted.
+        """
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + _NOTICE_AGAIN_S
+        words = ask()
+        if words:
+            _LOG.warning("%s has waited %.0f s for the limiter: %s", self._call, now - self._began, _waited_for(words))
+
+
+def _waited_for(words: dict[str, float]) -> str:
+    """Say what has to happen before a limiter grants more."""
+    asked = [
+        f"no {who} has asked for a grant yet" if words[key] < 0 else f"a {who} last asked {words[key]:.0f} s ago"
+        for who, key in (("writer", "insert_s"), ("learner", "sample_s"))
+    ]
+    return (
+        f"{words['inserted']:.0f} transitions were added and {words['sampled']:.0f} rows drawn; the error may be "
+        f"{words['lowest']:.0f} to {words['highest']:.0f} and is {words['error']:.0f}; {asked[0]}, {asked[1]}"
+    )
 
 
 @dataclass(slots=True)
@@ -130,8 +176,11 @@ _CHOOSING_S = 60.0
 class Roster:
     """What is agreed on."""
 
-    def __init__(self, memory: str, limit: RateLimit | None, survives: bool) -> None:
+    def __init__(self, memory: str, limit: RateLimit | None, survives: bool, terms: Any = None) -> None:
         self._lock = threading.Lock()
+        self._terms = terms
+        self._learners = 0
+        self._highest = 0.0  # priority of the whole memory, as far as was said here
         self._version = 0
         self._limiter = None if limit is None else Limiter(limit)
         self._metrics = None if limit is None else Gauges("limiter", memory=memory)
@@ -140,17 +189,33 @@ class Roster:
         self._looked_at = 0.0
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
         self._first_life = 1 + secrets.randbelow(MOST_LIVES - 1) if _is_restarted() else 0
-        self._recentres = _is_restarted()
+        self._recentres = True  # also over journals, and with a checkpoint
         self._shards: dict[int, tuple[Any, bool]] = {}  # handle, and whether it takes new segments
         self._lives: dict[int, int] = {}
         self._codecs: dict[str, bytes] = {}
         self._choosing: dict[str, float] = {}
+        self._asked: dict[str, float] = {}  # when a grant to add or to draw was last asked for
 
-    def begin_life(self, shard: int, first: int) -> int:
-        """Count a shard's lives, from `first` on."""
+    def terms(self) -> Any:
+        """Say what handles have to know, see `MemoryTerms`."""
+        return self._terms
+
+    def enroll(self) -> int:
+        """Number the learners."""
+        with self._lock:
+            self._learners += 1
+            return self._learners
+
+    def raise_highest(self, scaled: float) -> None:
+        """Hear of a priority; a shard that is started hears of the highest."""
+        with self._lock:
+            self._highest = max(self._highest, scaled)
+
+    def begin_life(self, shard: int, first: int) -> tuple[int, float]:
+        """Count a shard's lives, from `first` on; say what the highest priority is."""
         with self._lock:
             life = self._lives[shard] = max(first, self._first_life, self._lives.get(shard, -1) + 1)
-            return life
+            return life, self._highest
 
     def admit(self, handles: dict[int, Any]) -> None:
         """Add shards to the list; all of them are passed, since the roster may have been restarted and know none."""
@@ -196,7 +261,8 @@ class Roster:
         """Grant the insert of some rows; None: not yet."""
         self._look_at_shards()
         with self._lock:
-            return -1 if self._limiter is None else self._limiter.lease_insert(rows, time.monotonic())
+            now = self._asked["insert_s"] = time.monotonic()
+            return -1 if self._limiter is None else self._limiter.lease_insert(rows, now)
 
     def end_insert(self, lease: int, shard: int, counters: bytes) -> None:
         """Hear that rows that were granted have arrived."""
@@ -209,13 +275,18 @@ class Roster:
         """Grant the draw of some rows; False: not yet."""
         self._look_at_shards()
         with self._lock:
+            self._asked["sample_s"] = time.monotonic()
             return self._limiter is None or self._limiter.take_samples(rows)
 
     def limiter(self) -> dict[str, float]:
-        """Say how the limiter stands."""
+        """Say how the limiter stands, and how long ago a grant was last asked for; -1: never."""
         self._look_at_shards()
         with self._lock:
-            return {} if self._limiter is None else self._limiter.words()
+            if self._limiter is None:
+                return {}
+            asked = {"insert_s": -1.0, "sample_s": -1.0}
+            now = time.monotonic()
+            return self._limiter.words() | asked | {call: now - then for call, then in self._asked.items()}
 
     def _look_at_shards(self) -> None:
         """Ask the shards what they took, now and then."""

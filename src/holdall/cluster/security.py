@@ -1,6 +1,7 @@
 """Who may reach a memory over shards: whoever may call Ray may run any code on its machines.
 
-In:  the machines of a cluster and the process's settings.  Out: nothing, or a refusal that says what to do.
+In:  the machines of a cluster, what its head says to a stranger, and the process's settings.  Out: nothing, or a
+refusal that says what to do.
 Invariant: a memory is not started, nor a cluster joined, where machines other than this one could call it without a
 token, and a token's file is nobody else's to read. Ray reads the token when it is imported, so that importing this
 file does not import Ray.
@@ -13,7 +14,8 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Iterable, Mapping, MutableMapping
+import struct
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,64 @@ def require_token(addresses: Iterable[str], environment: Mapping[str, str]) -> N
             f"with {_MODE}=token on every machine (ray get-auth-token --generate), and keep its ports off public "
             "networks: a token does not encrypt"
         )
+
+
+def require_closed(beyond: str, head: str) -> None:
+    """Refuse a cluster beyond this machine whose head answers a caller without a token, whatever this process has."""
+    if answers_strangers(head):
+        raise ShardError(
+            f"Ray listens at {beyond}, and its head at {head} answers without a token, whatever {_MODE} is here, so "
+            f"whoever reaches it can run code there; start it with {_MODE}=token on every machine (ray get-auth-token "
+            "--generate), and keep its ports off public networks: a token does not encrypt"
+        )
+
+
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SETTINGS, _HEADERS, _DATA, _END_HEADERS, _END_STREAM = 4, 1, 0, 4, 1
+_REFUSED = b"grpc-status\x0216"
+_ASKED = {
+    ":method": "POST", ":scheme": "http", ":path": "/ray.rpc.NodeInfoGcsService/GetClusterId", ":authority": "ray",
+    "content-type": "application/grpc", "te": "trailers",
+}  # fmt: skip
+"""A harmless question of Ray's; one that it does not know is refused for want of a token before that is said."""
+
+
+def answers_strangers(head: str) -> bool:
+    """Whether a head of Ray's answers somebody without a token; False also where nobody can tell: behind TLS.
+
+    It is asked over a connection of its own, as Ray's client has the token of this process, or none.
+    """
+    host, _, port = head.rpartition(":")
+    # Literals that are not indexed, as HPACK has them: a name and a value, each behind its length.
+    packed = [f"\0{chr(len(name))}{name}{chr(len(value))}{value}".encode() for name, value in _ASKED.items()]
+    frames = [
+        _frame(_SETTINGS, 0, 0, b""),
+        _frame(_HEADERS, _END_HEADERS, 1, b"".join(packed)),
+        _frame(_DATA, _END_STREAM, 1, bytes(5)),
+    ]
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_S) as connection:
+            connection.sendall(_PREFACE + b"".join(frames))
+            heard = b""
+            while (more := connection.recv(1 << 16)) and len(heard) < 1 << 20:
+                heard += more
+                said = [body for kind, stream, body in _frames(heard) if stream and kind in (_HEADERS, _DATA)]
+                if said:
+                    return not any(_REFUSED in body for body in said)
+    except OSError:
+        return False
+    return False
+
+
+def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
+    return struct.pack(">I", len(body))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + body
+
+
+def _frames(heard: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Read the whole frames of HTTP/2 in some bytes: kind, stream and body of each."""
+    while len(heard) >= 9 and len(heard) >= (end := 9 + int.from_bytes(heard[:3], "big")):
+        yield heard[3], int.from_bytes(heard[5:9], "big"), heard[9:end]
+        heard = heard[end:]
 
 
 def close_token_file(environment: Mapping[str, str]) -> None:
@@ -85,6 +145,9 @@ def require_safe_cluster() -> None:
     nodes: Any = ray.nodes
     alive = [str(node["NodeManagerAddress"]) for node in nodes() if node["Alive"]]
     require_token(alive, os.environ)
+    beyond = [address for address in alive if not _is_loopback(address)]
+    if beyond:
+        require_closed(beyond[0], str(ray.get_runtime_context().gcs_address))
     close_token_file(os.environ)
 
 
@@ -126,3 +189,5 @@ def require_head(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_ANSWERS_S).close()
     except (OSError, OverflowError) as error:
         raise ShardError(f"nobody answers at {address} ({error}); name host and port of Ray's head") from error
+    if not _is_loopback(host):
+        require_closed(host, address)

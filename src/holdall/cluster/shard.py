@@ -19,19 +19,20 @@ from numpy.typing import NDArray
 
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster import protocol
-from holdall.cluster.answer import Payload
+from holdall.cluster.answer import Payload, RowDraw
 from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.shard_data import ShardData
 from holdall.cluster.status import Process, ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of
-from holdall.sampling import Prioritized, Sampler
+from holdall.sampling import Sampler
 from holdall.schema import as_ids
 from holdall.storage import dictionary_name, segment_needs
 
 GROUPS = {"insert": 32, "sample": 4, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind."""
+_MOST_LEARNERS = 1024
 _MOST_CREDITS = 4
 _CROWDED_BYTES = 32 * 2**20
 _SETTLED_S = 5.0
@@ -49,12 +50,13 @@ class Shard:
         capacity: Most rows held.
         memory: The name of the memory's roster. A handle in its place could not be found again after a restart.
         url: Where the journal is kept; None: nowhere, and what the shard held is lost with it.
+        neighbours: Shards on a machine, this one counted.
         saved: The place and number of a checkpoint of this shard that it begins with.
     """
 
     def __init__(
         self, number: int, words: dict[str, Any], capacity: int, sampler: Sampler, seed: int | None, memory: str,
-        url: str | None = None, saved: tuple[str, int] | None = None,
+        url: str | None = None, neighbours: int = 1, saved: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
         self._number = number
         self._memory = memory
@@ -67,16 +69,16 @@ class Shard:
         self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
         self._staged: Counter[bytes] = Counter()  # segments of every writer that are not durable yet
         self._is_closed = threading.Event()
-        self._changes = 0
+        self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
+        self._changes = self._written_changes = 0  # the latter when priorities were last written
         self._saves = 0
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._committer: Committer | None = None
-        self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock)
+        self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock, neighbours)
         checkpoint = None if saved is None else _checkpoint_of(*saved)
         first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
+        self._epoch, highest = _begun(memory, number, first_life, has_journal=url is not None)
         if url is None:
-            roster: Any = ray.get_actor(memory, NAMESPACE)
-            self._epoch: int = ray.get(roster.begin_life.remote(number, first_life))
             self._data.begin_at(protocol.first_row_of(self._epoch))
         else:
             journal = journal_of(url, number)
@@ -92,9 +94,18 @@ class Shard:
             self._data.load(checkpoint)
             if url is not None:
                 self._data.write_loaded(journal, name, written)
+        self._data.raise_highest(highest)
         if url is not None:
-            self._committer = Committer(journal, self._data.store.next_tick, self._apply)
+            self._committer = Committer(journal, self._data.store.next_tick, self._apply, self._changed_priorities)
         self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": self._process.anonymous_bytes()})
+
+    def _changed_priorities(self) -> dict[str, Any] | None:
+        """Return the sampler's state for the journal, if it has changed since the last time."""
+        with self._lock:
+            if self._changes == self._written_changes:
+                return None
+            self._written_changes = self._changes
+            return self._data.priorities()
 
     def _take_over(self, journal: Journal) -> None:
         """Go on with all that the journal holds."""
@@ -112,6 +123,7 @@ class Shard:
 
     def _insert(self, sent: protocol.SegmentHeader, payload: bytes) -> bytes:
         try:
+            self._require_journal()
             with self._lock:
                 if sent.epoch != self._epoch or sent.sequence < self._expected.get(sent.writer, 0):
                     return self._ack(sent.writer, protocol.AckKind.EXPECTED_ANOTHER)
@@ -146,11 +158,23 @@ class Shard:
     @ray.method(concurrency_group="insert")
     def expect(self, writer: bytes) -> bytes:
         """Say which segment of a writer is the next: all before it can be drawn, and are durable if any are."""
+        self._require_journal()
         with self._changed:
             # The writer forgets what was accepted, so nothing counts as accepted that could still be lost.
             if not self._changed.wait_for(lambda: not self._staged[writer], _SETTLED_S):
                 raise ShardError(f"shard {self._number} waits for its disk; ask again")
-            return self._ack(writer, protocol.AckKind.EXPECTED_ANOTHER)
+            is_closed = self._is_closed.is_set()
+            return self._ack(writer, protocol.AckKind.CLOSED if is_closed else protocol.AckKind.EXPECTED_ANOTHER)
+
+    @ray.method(concurrency_group="control")
+    def trouble(self) -> str:
+        """Say why segments are not acknowledged, if there is a reason."""
+        return "" if self._committer is None else self._committer.trouble
+
+    def _require_journal(self) -> None:
+        """Refuse what a shard must not do any more whose journal another one has."""
+        if self._committer is not None and self._committer.fenced is not None:
+            raise self._committer.fenced
 
     @ray.method(concurrency_group="control")
     def learn(self, record: bytes) -> None:
@@ -169,16 +193,28 @@ class Shard:
         return protocol.packed_dictionary(found)
 
     @ray.method(concurrency_group="sample")
-    def sample(self, order: bytes, counts: list[int]) -> Payload:
-        """Draw rows of some batches, those of each for itself; of an empty shard, return the counters alone."""
+    def sample(self, order: bytes, counts: list[tuple[int, int]]) -> Payload:
+        """Draw rows of some batches, see `ShardData.draw`; of an empty shard, return the counters alone."""
         with self._metrics.timed("sample"):
-            with self._call_queue.taken(self._required(order)), self._lock:
+            self._require_journal()
+            required = self._required(order)
+            with self._call_queue.taken(required), self._lock:
                 counters = self._counters()
-                if counters.transitions == 0:
+                if counters.mass == 0:
                     return counters.packed()
-                rows = self._data.draw(counts)
-                found = self._data.found(rows)
-            return self._data.answer(counters, rows, *found)
+                drawn = self._data.draw(counts, self._generator_of(required))
+                found = self._data.found(drawn)
+            return self._data.answer(counters, drawn, *found, required.is_near)
+
+    def _generator_of(self, call: protocol.CallOrder) -> np.random.Generator:
+        """Return what rows are drawn with for a handle; the one whose memory this is draws with the shard's own."""
+        if call.learner == 0:
+            return self._data.generator
+        known = self._generators.pop(call.handle, None)
+        found = self._generators[call.handle] = known or generator_of([call.learner, self._number, self._epoch])
+        if len(self._generators) > _MOST_LEARNERS:
+            del self._generators[next(iter(self._generators))]
+        return found
 
     @ray.method(concurrency_group="sample")
     def gather(self, rows: bytes) -> Payload:
@@ -186,19 +222,25 @@ class Shard:
         wanted = np.frombuffer(rows, np.int64)
         with self._lock:
             self._data.held().require(wanted)
-            counters, found = self._counters(), self._data.found(wanted)
-        return self._data.answer(counters, wanted, *found)
+            counters, found = self._counters(), self._data.found(RowDraw(wanted))
+        return self._data.answer(counters, RowDraw(wanted), *found)
 
     @ray.method(concurrency_group="sample")
     def update_priorities(self, order: bytes, rows: bytes, priorities: bytes, dtype: str) -> bytes:
         """Set the priorities of rows; those that left are passed over."""
         wanted, numbers = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
-        sampler = self._data.sampler
-        if not isinstance(sampler, Prioritized):
-            raise ArgumentError("update_priorities was called, but the memory's sampler has no priorities")
+        sampler: Any = self._data.sampler
         with self._call_queue.taken(self._required(order)), self._lock:
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             sampler.update_priorities(self._data.held(), wanted, numbers)
+            self._changes += 1
+            return self._counters().packed()
+
+    @ray.method(concurrency_group="control")
+    def raise_highest(self, scaled: float) -> bytes:
+        """Hear of the highest priority of all shards: new rows get it."""
+        with self._lock:
+            self._data.raise_highest(scaled)
             self._changes += 1
             return self._counters().packed()
 
@@ -285,8 +327,10 @@ class Shard:
 
     @ray.method(concurrency_group="control")
     def end_saves(self) -> None:
-        """Wait for checkpoints that are under way, and let others write there."""
+        """Wait for checkpoints that are under way, and let others write there; make priorities durable."""
         self._data.end_saves()
+        if self._committer is not None and self._committer.fenced is None:
+            self._committer.write_priorities()
 
     @ray.method(concurrency_group="control")
     def counters(self) -> bytes:
@@ -353,7 +397,20 @@ class Shard:
         data, store = self._data, self._data.store
         backlog = 0 if self._committer is None else self._committer.backlog
         rows = (store.first_tick, store.next_tick, store.transitions)
-        return protocol.ShardCounters(self._epoch, *rows, data.inserted, self._changes, backlog, data.mass())
+        mass, highest = data.mass(), data.highest  # in this order: what is new gets its priority with the first
+        return protocol.ShardCounters(self._epoch, *rows, data.inserted, self._changes, backlog, mass, highest)
+
+
+def _begun(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
+    """Return which life of a shard this is, and the highest priority of the memory, as its roster has them."""
+    try:
+        roster: Any = ray.get_actor(memory, NAMESPACE)
+    except ValueError:
+        if has_journal:  # which has both, as they were
+            return first_life, 0.0
+        raise
+    begun: tuple[int, float] = ray.get(roster.begin_life.remote(number, first_life))
+    return begun
 
 
 def _checkpoint_of(url: str, number: int) -> Restored:

@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 import ray
 from ray.util import metrics
 
-from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, is_newer
+from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, client_name, is_newer
 from holdall.errors import ShardError
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 from holdall.report import FieldReport
@@ -54,6 +54,12 @@ class ShardStatus:
         return cls(number, True, **figures | {"counters": ShardCounters.of(figures["counters"])})
 
 
+def this_node() -> str:
+    """Return the address of the machine that this process runs on, as Ray has it."""
+    address: Any = ray.util.get_node_ip_address  # it has no types
+    return str(address())
+
+
 class Process:
     """The process that a shard runs in."""
 
@@ -76,9 +82,8 @@ class Process:
             self._held = held_bytes()  # the kernel walks all pages for it
             self._read_again_at = now + (time.monotonic() - now) / _SHARE_OF_A_CORE
         limit = memory_limits()[0]
-        address: Any = ray.util.get_node_ip_address
         return {
-            "node": str(address()),
+            "node": this_node(),
             "pid": os.getpid(),
             "uss_bytes": self._held.unique,
             "pss_bytes": self._held.proportional,
@@ -224,7 +229,7 @@ class _Member:
 
     handle: Any
     counters: ShardCounters | None = None
-    client: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    client: bytes = field(default_factory=client_name)
     calls: int = 0
     lost: bool = False
     probe: Any = None  # a question to a shard that was lost, or not heard of for a while
@@ -246,14 +251,15 @@ class _Member:
 
     def begin_again(self) -> None:
         """Number calls from 0 on, under another name."""
-        self.client, self.calls = secrets.token_bytes(16), 0
+        self.client, self.calls = client_name(), 0
 
 
 class Cluster:
     """All shards of a memory."""
 
-    def __init__(self, roster: Any, patience_s: float) -> None:
+    def __init__(self, roster: Any, patience_s: float, learner: int = 0) -> None:
         self._roster = roster
+        self._learner, self._handle = learner, secrets.randbits(63)
         self._patience_s = patience_s
         self._members: dict[int, _Member] = {}
         self._lock = threading.RLock()
@@ -267,7 +273,7 @@ class Cluster:
         with self._lock:
             member = self._members[shard]
             epoch = -1 if member.counters is None else member.counters.epoch
-            calls = CallOrder(member.client, epoch, member.calls)
+            calls = CallOrder(member.client, epoch, member.calls, self._learner, self._handle)
             member.calls += 1
             return getattr(member.handle, method).remote(calls.packed(), *arguments)
 
@@ -277,6 +283,25 @@ class Cluster:
             return ray.get(getattr(self._roster, method).remote(*arguments), timeout=self._patience_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return None
+
+    def tell_restarted_roster(self) -> None:
+        """Say to a roster that was restarted which shards there are: it knows none."""
+        if self.roster_was_lost:
+            self.roster_was_lost = False
+            self._roster.admit.remote(self.handles)
+
+    @property
+    def handles(self) -> dict[int, Any]:
+        """The actors of all shards, by number."""
+        with self._lock:
+            return {number: member.handle for number, member in sorted(self._members.items())}
+
+    @property
+    def highest(self) -> dict[int, float]:
+        """The highest scaled priority that each shard knows of, of those that answer."""
+        with self._lock:
+            members = self._members.items()
+            return {n: m.counters.highest for n, m in members if m.counters is not None and not m.lost}
 
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""

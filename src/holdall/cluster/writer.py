@@ -7,29 +7,36 @@ the shards do. A segment goes to the less filled of two shards; it needs none of
 
 from __future__ import annotations
 
+import atexit
+import logging
 import secrets
 import time
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import ray
+import xxhash
 
 from holdall.cluster.encode import Encoder, SharedCodecs
-from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, packed_dictionary
-from holdall.cluster.roster import NAMESPACE, RateLimit
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, received
+from holdall.cluster.roster import NAMESPACE, RateLimit, WaitNotice
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
 from holdall.sampling import Uniform
 from holdall.schema import Tree
-from holdall.storage import Dictionary, Tick, dictionary_name, pack_segment, segment_needs
+from holdall.storage import Dictionary, Tick, dictionary_name, pack_segment
 
 _SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01
 _BYTES_AT_ONCE = 4 * 2**20
+_WAIT_S = 0.05
+_LOG = logging.getLogger("holdall")
 _LOOK_AGAIN_S = 2.0
 """How often the roster is asked for new shards."""
 
@@ -42,32 +49,83 @@ class Address:
     name: str  # of the roster; a handle in its place could not be had again by an actor that is restarted
     survives: bool  # whether shards hold after a restart what they acknowledged
     prefer: str
-    patience_s: float
+    patience_s: float  # of whoever asks something
+    writer_patience_s: float  # of writers, whose error comes when Ray has given a machine up
     limit: RateLimit | None = None
+    stay_rows: int = 0  # rows after which a writer may leave a shard within an episode; 0: after every segment
+    lane_groups: int = 1  # in which a writer's lanes go to the shards, as episodes of a group stay on one
 
     def roster(self) -> Any:
         """Find the roster."""
+        return self.roster_of(self.name)
+
+    @staticmethod
+    def roster_of(name: str) -> Any:
+        """Find the roster of a memory."""
         try:
-            return ray.get_actor(self.name, NAMESPACE)
+            return ray.get_actor(name, NAMESPACE)
         except ValueError as error:
-            raise ShardError(f"the memory {self.name} is not there; was it closed?") from error
+            raise ShardError(f"the memory {name} is not there; was it closed?") from error
+
+
+class Home:
+    """The shard on which a writer stays while episodes go on.
+
+    Args:
+        stay_rows: See `Address`.
+        first: Which of the shards gets the first segment, counted over and over; -1: any.
+    """
+
+    def __init__(self, stay_rows: int, first: int = -1) -> None:
+        self._stay_rows = stay_rows
+        self._first = first
+        self._shard = -1
+
+    def among(self, streams: list[SegmentStream]) -> list[SegmentStream]:
+        """Return the streams that the next segment may be sent on: all of them, or that of the shard alone."""
+        if streams and self._first >= 0:
+            return [streams[self._first % len(streams)]]
+        home = [stream for stream in streams if stream.number == self._shard]
+        if home and home[0].inserted - min(stream.inserted for stream in streams) < self._stay_rows:
+            return home
+        return streams
+
+    def sent(self, shard: int, *, may_leave: bool) -> None:
+        """Hear where a segment went, and whether all episodes ended with it."""
+        self._shard, self._first = -1 if may_leave else shard, -1
+
+
+_OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()
+
+
+def _flush_all() -> None:
+    for writer in list(_OPEN):
+        writer.__del__()
 
 
 class Writer:
     """Feeds a memory; picklable while nothing waits in it, without any right over the memory's life.
 
+    When `add` raises, its transitions are not held: call it again. When `extend` raises, call it again with the same
+    steps: it goes on where it stopped. Closing a writer, leaving its `with` block, dropping it, and the normal end of
+    its process flush it; a process that is killed loses what `flush` had not returned for, `waiting_rows` and
+    `unacknowledged_rows`.
+
     Args:
         num_envs: Lanes of this writer.
         spread: Shards that it sends to, chosen at random; None: all of them.
+        first: See `Home`.
     """
 
-    def __init__(self, address: Address, num_envs: int, spread: int | None = None) -> None:
+    def __init__(self, address: Address, num_envs: int, spread: int | None = None, first: int = -1) -> None:
+        self._first = first
         self._address = address
         self._lanes = num_envs
         self._spread = spread
         self._begin()
 
     def _begin(self) -> None:
+        self._closed = False
         self.schema = replace(schema_of(self._address.words), num_envs=self._lanes)
         self._name = secrets.token_bytes(16)
         self._roster = self._address.roster()
@@ -79,27 +137,52 @@ class Writer:
         )
         self._dictionaries: dict[str, Dictionary] = {}
         self._generator = np.random.default_rng()
+        self._home = Home(self._address.stay_rows, self._first)
         self._streams: dict[int, SegmentStream] = {}
         self._open_to: list[int] = []  # shards that take new segments
         self._version = -1
         self._looked_at = 0.0
-        self._grants: list[int] = []
-        self.limited_s = 0.0  # waited for the limiter, all in all
-        self._closed = False
+        self._stopped_at: tuple[bytes, int] | None = None  # an `extend` that raised: its steps, and how many are held
+        self.waited_s = 0.0  # for shards and the limiter, all in all
+        if not _OPEN:
+            atexit.unregister(_flush_all)
+            atexit.register(_flush_all)  # before Ray's own, which was registered earlier
+        _OPEN.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._encoder.rows or any(stream.unacknowledged_bytes for stream in self._streams.values()):
+        if self.waiting_rows or self.unacknowledged_rows:
             raise ShardError("a writer was pickled while transitions waited in it; call flush() first")
         return {"address": self._address, "lanes": self._lanes, "spread": self._spread}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._address, self._lanes, self._spread = state["address"], state["lanes"], state["spread"]
+        self._first = -1
         self._begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or not ray.is_initialized():
+            return
+        held = self.waiting_rows + self.unacknowledged_rows
+        try:
+            self.close()
+        except Exception as error:  # nobody could catch it here
+            _LOG.warning("a writer ended with %d transitions that no shard has acknowledged: %s", held, error)
 
     @property
     def waiting_rows(self) -> int:
         """Rows that were not sent yet."""
         return self._encoder.rows
+
+    @property
+    def unacknowledged_rows(self) -> int:
+        """Rows that were sent and not acknowledged yet."""
+        return sum(stream.unacknowledged_rows for stream in self._streams.values())
 
     @property
     def unacknowledged_bytes(self) -> int:
@@ -111,11 +194,6 @@ class Writer:
         """What shards said of themselves last."""
         return {n: stream.counters for n, stream in self._streams.items() if stream.counters is not None}
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds that `add` waited for the shards, all in all."""
-        return sum(stream.waited_s for stream in self._streams.values())
-
     def add(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
         extras: Mapping[str, Any] | None = None, valid: Any = None,
@@ -123,11 +201,18 @@ class Writer:
         """Add one transition per lane, see `holdall.ReplayMemory.add`; after `flush` it can be sampled."""
         self._require_open()
         tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
+        self.make_room()
+        self.take(tick)
+
+    def make_room(self) -> None:
+        """Have room for one more tick; wait until shards take the segment that is full."""
         if self._encoder.is_full:
             self._send()
+
+    def take(self, tick: Tick) -> None:
+        """Add a tick that was checked, and that there is room for."""
         self._encoder.add(tick)
-        if self._encoder.is_full:
-            self._send()
+        self._send_if_full()
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -135,27 +220,45 @@ class Writer:
     ) -> None:  # fmt: skip
         """Add whole trajectories: the same as `add`, with a leading time axis before the lanes."""
         self._require_open()
-        count, taken = len(reward), 0
-        steps = self._fit((count, self._lanes), obs, action, reward, next_obs, terminated, truncated, extras, valid)
-        while taken < count:
-            if self._encoder.is_full:
-                self._send()
-            taken += self._encoder.extend(steps, taken)
-            if self._encoder.is_full:
-                self._send()
+        leading = (len(reward), self._lanes)
+        self.take_steps(self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid))
+
+    def take_steps(self, steps: Tick) -> None:
+        """Add steps that were checked; if that raises, the same call goes on where it stopped."""
+        count, taken = len(steps.reward), 0
+        if self._stopped_at is not None:
+            steps_before, held = self._stopped_at
+            taken = held if digest_of(steps) == steps_before else 0
+        try:
+            while taken < count:
+                self.make_room()
+                taken += self._encoder.extend(steps, taken)
+        except BaseException:
+            self._stopped_at = digest_of(steps), taken
+            raise
+        self._stopped_at = None
+        self._send_if_full()
 
     def flush(self) -> None:
         """Send what waits, and return when the shards have acknowledged everything."""
         if self._encoder.rows:
             self._send()
-        for stream in list(self._streams.values()):
-            self._through(stream, None)
+        while self.unacknowledged_rows:
+            for stream in list(self._streams.values()):
+                with self._rerouting(stream):
+                    stream.flush()
 
-    def close(self) -> None:
+    def close(self, *, flush: bool = True) -> None:
         """Flush, and take no more."""
-        if not self._closed:
+        if flush and not self._closed:
             self.flush()
         self._closed = True
+        _OPEN.discard(self)
+
+    def _may_leave_early(self) -> bool:
+        """Whether the segment is long enough, and ends with an episode, so that the next one may go elsewhere."""
+        half = _SEGMENT_ROWS // 2
+        return bool(self._address.stay_rows) and self._encoder.rows >= half and self._encoder.ends_episodes
 
     def _require_open(self) -> None:
         if self._closed:
@@ -164,10 +267,20 @@ class Writer:
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
         return Tick.fitted(self.schema, leading, self._encoder.reward_dtype, *arguments)
 
-    def _send(self) -> None:
-        """Close the segment and send it on its way; what could fail before that comes first, so that none is lost."""
-        self._wait_for_grant(self._encoder.rows)
-        stream = self._stream()
+    def _send_if_full(self) -> None:
+        """Send a full segment if there is room for it now; if not, the next call waits for that."""
+        if self._encoder.is_full or self._may_leave_early():
+            with suppress(ShardError):
+                self._send(waits=False)
+
+    def _send(self, *, waits: bool = True) -> None:
+        """Close the segment and send it on its way; what could fail comes before that, so that none is lost."""
+        start = time.monotonic()
+        stream = self._roomy(waits)
+        lease = -1 if stream is None else self._leased(self._encoder.rows, waits)
+        self.waited_s += time.monotonic() - start
+        if stream is None or lease is None:
+            return
         for i, field in enumerate(self._encoder.fields):
             self._codecs.look(i, field.window, field.raw)
         codecs = self._codecs.codecs([field.window for field in self._encoder.fields])
@@ -175,25 +288,50 @@ class Writer:
             if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
                 self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
         rows = self._encoder.rows
+        self._home.sent(stream.number, may_leave=self._encoder.ends_episodes or not self._address.stay_rows)
         payload = pack_segment(self._encoder.close(codecs), self._kernels.coder)
-        self._through(stream, payload, rows)
+        with self._rerouting(stream):
+            stream.send(payload, rows, lease)
 
-    def _wait_for_grant(self, rows: int) -> None:
-        """Wait until the memory's limiter grants an insert, if there is one."""
+    def _roomy(self, waits: bool) -> SegmentStream | None:
+        """Return where the next segment goes: to the less filled of two that have room for it.
+
+        A shard that is away has none, and does not keep others waiting.
+        """
+        until = time.monotonic() + self._address.writer_patience_s
+        while True:
+            self.look_around()
+            for stream in [self._streams[number] for number in self._open_to]:
+                with self._rerouting(stream):
+                    stream.poll()
+            chosen = [self._streams[number] for number in self._open_to if number in self._streams]
+            roomy = [stream for stream in self._home.among(chosen) if stream.has_room]
+            if roomy or not waits:
+                pair = self._generator.permutation(len(roomy))[:2].tolist()
+                return min((roomy[i] for i in pair), key=lambda stream: stream.inserted, default=None)
+            if not chosen:
+                raise ShardError("no shard takes transitions; add one with memory.add_shard()")
+            if time.monotonic() > until:
+                raise chosen[0].silence()
+            with self._rerouting(chosen[0]):
+                chosen[0].poll(_WAIT_S)
+
+    def _leased(self, rows: int, waits: bool) -> int | None:
+        """Return a grant of the memory's limiter; -1 if there is none; None: not yet, or it is being restarted."""
         limit = self._address.limit
         if limit is None:
-            return
+            return -1
         limit.require("block", rows * limit.samples_per_insert)
-        start = time.monotonic()
-        while (lease := self._leased(rows)) is None:
+        notice = WaitNotice("add")
+        while (lease := self._asked(rows)) is None and waits:
+            notice.give(lambda: received(self._roster.limiter.remote(), self._address.patience_s))
             time.sleep(_ASK_AGAIN_S)
-            for stream in self._streams.values():
-                stream.hear()  # what has arrived does not count as under way any more
-        self._grants.append(lease)
-        self.limited_s += time.monotonic() - start
+            for stream in list(self._streams.values()):
+                with self._rerouting(stream):
+                    stream.poll()  # what has arrived does not count as under way any more
+        return lease
 
-    def _leased(self, rows: int) -> int | None:
-        """Ask the limiter; None: not yet, or it is being restarted."""
+    def _asked(self, rows: int) -> int | None:
         try:
             lease: int | None = ray.get(self._roster.lease_insert.remote(rows), timeout=self._address.patience_s)
         except ray.exceptions.ActorDiedError as error:
@@ -202,58 +340,49 @@ class Writer:
             return None
         return lease
 
-    def _through(self, stream: SegmentStream, payload: bytes | None, rows: int = 0) -> None:
-        """Send a segment, or wait for all; if the shard is gone with all that it held, send the rest elsewhere."""
+    @contextmanager
+    def _rerouting(self, stream: SegmentStream) -> Iterator[None]:
+        """Send what is left to other shards if one turns out to be gone with all that it held."""
         try:
-            if payload is None:
-                stream.flush()
-            else:
-                stream.send(payload, rows)
-                self._end_grants(stream)
+            yield
         except GoneError as error:
             if self._address.survives and not isinstance(error, ShardClosedError) and self._is_listed(stream.number):
                 raise
-            left = stream.take_back()
-            if payload is not None and (not left or left[-1][0] is not payload):
-                left.append((payload, rows))
             self._streams.pop(stream.number, None)
+            self._open_to = [number for number in self._open_to if number != stream.number]
             self._version = -1
-            for segment in left:
-                self._through(self._stream(excluded=stream.number), *segment)
-            if payload is None:
-                self.flush()
+            left = stream.take_back()
+            if left:
+                self.look_around()
+            others = [self._streams[number] for number in self._open_to if number != stream.number]
+            for payload, rows in left:
+                if not others:
+                    raise ShardError(f"no shard takes the {rows} transitions of one that is gone") from error
+                least = min(others, key=lambda each: each.inserted)
+                with self._rerouting(least):
+                    least.send(payload, rows)
 
     def next_of_others(self) -> tuple[int, bytes, int]:
         """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments."""
         self.flush()
-        stream = self._stream()
+        stream = self._roomy(waits=True)
+        assert stream is not None
         return stream.number, self._name, stream.sequence
 
     def pass_on(self, to: int, payload: bytes, dictionaries: Mapping[str, Dictionary], rows: int) -> None:
         """Send a segment that another shard held; it is acknowledged when this returns."""
         self._dictionaries |= dictionaries
-        self._through(self._streams[to], payload, rows)
+        with self._rerouting(self._streams[to]):
+            self._streams[to].send(payload, rows)
         self.flush()
 
     def _is_listed(self, shard: int) -> bool:
-        """Whether a shard is still one of the memory's."""
-        _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
+        """Whether a shard is still one of the memory's, as far as can be known."""
+        try:
+            _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
+        except ray.exceptions.RayError:
+            return True
         return shards is None or shard in shards
-
-    def _end_grants(self, stream: SegmentStream) -> None:
-        """Say that what was granted is under way; it counts as inserted as soon as a shard says so."""
-        for lease in self._grants:
-            stream.grant(lease, self._roster)
-        self._grants.clear()
-
-    def _stream(self, excluded: int = -1) -> SegmentStream:
-        """Return where the next segment goes: to the less filled of two, so that nobody has to know them all."""
-        self.look_around()
-        choices = [number for number in self._open_to if number != excluded]
-        if not choices:
-            raise ShardError("no shard takes transitions; add one with memory.add_shard()")
-        pair = self._generator.choice(choices, min(2, len(choices)), replace=False).tolist()
-        return self._streams[min(pair, key=lambda number: self._streams[number].inserted)]
 
     def look_around(self, now: bool = False) -> None:
         """Ask which shards there are, from time to time, or at once."""
@@ -264,10 +393,11 @@ class Writer:
         if shards is None or version < self._version:  # one that was restarted knows less, until they are passed again
             return
         self._version = version
+        patience_s, survives = self._address.writer_patience_s, self._address.survives
         for number, (handle, _) in shards.items():
             if number not in self._streams:
                 self._streams[number] = SegmentStream(
-                    handle, number, self._name, self._needed, self._address.survives, self._address.patience_s
+                    handle, number, self._name, self._dictionaries, survives, patience_s, self._roster
                 )
         taking = sorted(number for number, (_, takes) in shards.items() if takes)
         if self._spread is not None and self._spread < len(taking):
@@ -294,8 +424,15 @@ class Writer:
                 raise ShardError(f"the memory's roster {missing}; is the memory closed?")
             time.sleep(_ASK_AGAIN_S)
 
-    def _needed(self, payload: bytes) -> list[bytes]:
-        return [packed_dictionary(self._dictionaries[name]) for name in segment_needs(payload)[1]]
+
+def digest_of(steps: Tick) -> bytes:
+    """Return what tells the steps of an `extend` from those of another."""
+    flags = [steps.terminated, steps.truncated, *([] if steps.valid is None else [steps.valid])]
+    digest = xxhash.xxh3_128()
+    for array in (*steps.obs, *steps.action, steps.reward, *steps.next_obs, *flags, *steps.extras):
+        digest.update(str(array.shape).encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.digest()
 
 
 def copy_transitions(url: str, writer: Writer) -> None:

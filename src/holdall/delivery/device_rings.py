@@ -34,7 +34,7 @@ from holdall.delivery.device_loops import (
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema
-from holdall.storage import Apart, FlatField, Kernels, Repair, SlicedTick, TickWriter, put_rows, rows_of
+from holdall.storage import NEVER, Apart, FlatField, Kernels, Repair, SlicedTick, TickWriter, put_rows, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +60,7 @@ class DeviceRings:
         self._writer: DeviceTickWriter | None = None
         self._begun_with = first_tick
         self.scouts: dict[int, Any] = {}
+        self.pause_tick = NEVER  # nothing is packed on a device
         self.invalid: DeviceColumn | None = None
         self.reward: DeviceColumn | None = None
         cells = ring_ticks * self.lanes
@@ -343,6 +344,9 @@ class DeviceRings:
     def arrays(self) -> list[tuple[str, Array]]:
         """Return nothing: no array of the host belongs to a field."""
         return []
+
+    def pack(self, *_: Any) -> None:
+        """Pack nothing."""
 
     @property
     def nbytes(self) -> int:

@@ -1,6 +1,6 @@
 """The compiled loops, their one loader, and the NumPy twins, which do the same work where nothing was compiled."""
 
-from holdall.native.kernels import NativeKernels, chosen_kernels, native_kernels
+from holdall.native.kernels import NativeKernels, chosen_kernels, fallback, native_kernels
 from holdall.native.library import (
     MOST_DEVICE_FIELDS,
     BatchRequestStruct,
@@ -36,6 +36,7 @@ __all__ = [
     "copy_in_order",
     "draw_slots",
     "estimate_advantages",
+    "fallback",
     "native_kernels",
     "open_library",
     "system_libraries",

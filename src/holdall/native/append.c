@@ -236,7 +236,8 @@ EXPORT int64_t holdall_write_tick(tick_writer *t, const uint8_t *packed, int64_t
  * tick after tick. Returns how many were written: fewer if a tick needs what holdall_write_tick returns for it. */
 EXPORT int64_t holdall_write_ticks(tick_writer *t, const uint8_t *packed, int64_t packed_bytes, int64_t ticks) {
     int64_t written = 0;
-    while (written < ticks && holdall_write_tick(t, packed + written * packed_bytes, packed_bytes, 0) > 0) {
+    while (written < ticks && t->next_tick < t->pause_tick &&
+           holdall_write_tick(t, packed + written * packed_bytes, packed_bytes, 0) > 0) {
         written++;
         for (sliced_field *s = t->sliced; s < t->sliced + t->sliced_count; s++) {
             const int64_t tick_bytes = s->part->lanes * s->part->window * s->part->outer * s->part->run_bytes;

@@ -128,7 +128,7 @@ static const fast_tick *own(const void *self) {
 EXPORT void *holdall_fast_add(void *self, void *const *given, int64_t count) {
     const fast_tick *const f = own(self);
     int64_t ticks = 0;
-    if (f->is_open && f->small_count == f->observed_count) {
+    if (f->is_open && f->small_count == f->observed_count && f->writer->next_tick < f->writer->pause_tick) {
         fetch_soon(f->writer);
         ticks = pack(f, given, count);
         if (ticks < 0) return NULL;

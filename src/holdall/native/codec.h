@@ -6,7 +6,8 @@
 #include "structs.h"
 
 enum { METHOD_STORED = 0, METHOD_LZ4 = 1, METHOD_ZSTD = 2 };
-enum { PREDICT_NOTHING = 0, PREDICT_LEFT = 1, PREDICT_UP = 2 };
+/* By PIXELS nothing is predicted: planes are coded pixel by pixel. */
+enum { PREDICT_NOTHING = 0, PREDICT_LEFT = 1, PREDICT_UP = 2, PIXELS = 3 };
 
 /* Bytes of a slice before it is compressed: a palette makes one byte of each word. */
 static inline int64_t coded_bytes(const transform *form) {

@@ -21,38 +21,61 @@ enum { MOST_IN_A_UNIT = 64 };
 /* ---- differences ------------------------------------------------------------------- */
 
 #ifdef HAVE_X86
-/* Running sums of 16 bytes in four shifted additions, on top of what the byte before summed to. */
-static inline __m128i running_sum(__m128i v, uint8_t before) {
+/* Running sums of 16 bytes in four shifted additions, on top of what the byte before summed to, which is left in every
+ * byte of `before` for the next 16. */
+__attribute__((target("ssse3"))) static inline void sum_on(uint8_t *at, __m128i *before) {
+    __m128i v = _mm_loadu_si128((const __m128i *)at);
     v = _mm_add_epi8(v, _mm_slli_si128(v, 1));
     v = _mm_add_epi8(v, _mm_slli_si128(v, 2));
     v = _mm_add_epi8(v, _mm_slli_si128(v, 4));
-    v = _mm_add_epi8(v, _mm_slli_si128(v, 8));
-    return _mm_add_epi8(v, _mm_set1_epi8((char)before));
+    v = _mm_add_epi8(_mm_add_epi8(v, *before), _mm_slli_si128(v, 8));
+    _mm_storeu_si128((__m128i *)at, v);
+    *before = _mm_shuffle_epi8(v, _mm_set1_epi8(15));
+}
+
+/* The same for four bytes. */
+__attribute__((target("ssse3"))) static inline void sum_four_on(uint8_t *at, __m128i *before) {
+    int32_t four;
+    memcpy(&four, at, 4);
+    __m128i v = _mm_cvtsi32_si128(four);
+    v = _mm_add_epi8(v, _mm_slli_si128(v, 1));
+    v = _mm_add_epi8(_mm_add_epi8(v, *before), _mm_slli_si128(v, 2));
+    four = _mm_cvtsi128_si32(v);
+    memcpy(at, &four, 4);
+    *before = _mm_shuffle_epi8(v, _mm_set1_epi8(3));
+}
+
+/* Sum up four neighbouring rows as far as 4 divides them; side by side, since each addition waits for the one before in
+ * its own row only. */
+__attribute__((target("ssse3"))) static int64_t undo_left_fast(uint8_t *first, int64_t columns) {
+    uint8_t *const a = first, *const b = a + columns, *const c = b + columns, *const d = c + columns;
+    __m128i sa = _mm_setzero_si128(), sb = sa, sc = sa, sd = sa;
+    int64_t x = 0;
+    for (; x + 16 <= columns; x += 16) {
+        sum_on(a + x, &sa);
+        sum_on(b + x, &sb);
+        sum_on(c + x, &sc);
+        sum_on(d + x, &sd);
+    }
+    for (; x + 4 <= columns; x += 4) {
+        sum_four_on(a + x, &sa);
+        sum_four_on(b + x, &sb);
+        sum_four_on(c + x, &sc);
+        sum_four_on(d + x, &sd);
+    }
+    return x;
 }
 #endif
 
-/* Sum up `rows` neighbouring rows from their first bytes on; side by side, since each addition
- * waits for the one before in its own row only. */
+/* Sum up `rows` neighbouring rows from their first bytes on. */
 static void undo_left_rows(uint8_t *first, int64_t columns, int64_t rows) {
-    int64_t x = 1;
+    int64_t x = 0;
 #ifdef HAVE_X86
-    if (rows == 4) {
-        uint8_t *const a = first, *const b = a + columns, *const c = b + columns, *const d = c + columns;
-        for (; x + 16 <= columns; x += 16) {
-            const __m128i va = running_sum(_mm_loadu_si128((const __m128i *)(a + x)), a[x - 1]);
-            const __m128i vb = running_sum(_mm_loadu_si128((const __m128i *)(b + x)), b[x - 1]);
-            const __m128i vc = running_sum(_mm_loadu_si128((const __m128i *)(c + x)), c[x - 1]);
-            const __m128i vd = running_sum(_mm_loadu_si128((const __m128i *)(d + x)), d[x - 1]);
-            _mm_storeu_si128((__m128i *)(a + x), va);
-            _mm_storeu_si128((__m128i *)(b + x), vb);
-            _mm_storeu_si128((__m128i *)(c + x), vc);
-            _mm_storeu_si128((__m128i *)(d + x), vd);
-        }
-    }
+    if (rows == 4 && has_ssse3()) x = undo_left_fast(first, columns);
 #endif
     for (int64_t y = 0; y < rows; y++) {
         uint8_t *const row = first + y * columns;
-        for (int64_t i = x; i < columns; i++) row[i] = (uint8_t)(row[i] + row[i - 1]);
+        for (int64_t i = x > 1 ? x : 1; i < columns; i++) row[i] = (uint8_t)(row[i] + row[i - 1]);
     }
 }
 
@@ -121,6 +144,41 @@ static void interleave(const transform *form, const uint8_t *planes, uint8_t *ou
         for (int64_t p = 0; p < form->planes; p++) out[i * form->planes + p] = planes[p * plane + i];
 }
 
+#ifdef HAVE_X86
+__attribute__((target("ssse3"))) static int64_t part_pixels_fast(const uint8_t *in, int64_t plane, uint8_t *planes) {
+    const __m128i from_a[3] = {_mm_setr_epi8(0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(2, 5, 8, 11, 14, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1)};
+    const __m128i from_b[3] = {_mm_setr_epi8(-1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, 0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, 1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1)};
+    const __m128i from_c[3] = {_mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1, 4, 7, 10, 13),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 3, 6, 9, 12, 15)};
+    int64_t i = 0;
+    for (; i + 16 <= plane; i += 16) {
+        const __m128i *const at = (const __m128i *)(in + 3 * i);
+        const __m128i a = _mm_loadu_si128(at), b = _mm_loadu_si128(at + 1), c = _mm_loadu_si128(at + 2);
+        for (int p = 0; p < 3; p++) {
+            const __m128i ab = _mm_or_si128(_mm_shuffle_epi8(a, from_a[p]), _mm_shuffle_epi8(b, from_b[p]));
+            _mm_storeu_si128((__m128i *)(planes + p * plane + i), _mm_or_si128(ab, _mm_shuffle_epi8(c, from_c[p])));
+        }
+    }
+    return i;
+}
+#endif
+
+/* Turn pixels back into planes. */
+static void part_pixels(const transform *form, const uint8_t *in, uint8_t *planes) {
+    const int64_t plane = form->rows * form->columns;
+    int64_t i = 0;
+#ifdef HAVE_X86
+    if (form->planes == 3 && has_ssse3()) i = part_pixels_fast(in, plane, planes);
+#endif
+    for (; i < plane; i++)
+        for (int64_t p = 0; p < form->planes; p++) planes[p * plane + i] = in[i * form->planes + p];
+}
+
 /* ---- words ------------------------------------------------------------------------- */
 
 static void unshuffle(int64_t word, int64_t bytes, const uint8_t *in, uint8_t *out) {
@@ -163,6 +221,7 @@ static int is_inside(const sealed_block *b, int64_t u) {
 static int is_cut_soundly(const sealed_block *b) {
     if (b->form.slice_bytes < 1 || b->form.slice_bytes > INT32_MAX) return 0;
     if (b->group < 1 || b->group > MOST_IN_A_UNIT || b->slice_count < 0 || b->slice_count > UINT32_MAX) return 0;
+    if (b->key < 0 || b->key > UINT32_MAX || b->common_bytes < 0 || b->common_bytes > INT32_MAX) return 0;
     if (b->data_bytes < 0 || b->file_start < 0 || b->file_start > INT64_MAX - b->data_bytes) return 0;
     return b->group * coded_bytes(&b->form) <= INT32_MAX;
 }
@@ -171,6 +230,15 @@ static int is_cut_soundly(const sealed_block *b) {
 static int64_t bytes_of_unit(const sealed_block *b, int64_t u) {
     const int64_t left = b->slice_count - u * b->group;
     return (left < b->group ? left : b->group) * coded_bytes(&b->form);
+}
+
+/* The slice of the units that a number names; -1 if there is none. */
+static int64_t place_of_slice(const sealed_block *b, int64_t number) {
+    if (number < 0 || number >= b->slice_count) return -1;
+    if (!b->places) return number;
+    const int64_t place = b->place_bytes == 2 ? ((const uint16_t *)b->places)[number]
+                                              : (int64_t)((const uint32_t *)b->places)[number];
+    return place < b->slice_count ? place : -1;
 }
 
 #ifdef _WIN32
@@ -197,22 +265,33 @@ static int read_file(decoder *d, const sealed_block *b, int64_t start, int64_t b
     return 1;
 }
 
+#ifdef POSIX_FADV_WILLNEED
+static void expect_units(const sealed_block *b, int64_t first, int64_t end) {
+    const int64_t start = b->offsets[first], stop = b->offsets[end];
+    if (start < stop && stop <= b->data_bytes)
+        posix_fadvise((int)b->file, (off_t)(b->file_start + start), (off_t)(stop - start), POSIX_FADV_WILLNEED);
+}
+#endif
+
 void expect_slices(const sealed_block *b, int64_t first, int64_t end) {
 #ifdef POSIX_FADV_WILLNEED
     if (!is_cut_soundly(b) || first < 0 || end > b->slice_count || first >= end) return;
-    const int64_t start = b->offsets[first / b->group], stop = b->offsets[(end - 1) / b->group + 1];
-    if (start < stop && stop <= b->data_bytes)
-        posix_fadvise((int)b->file, (off_t)(b->file_start + start), (off_t)(stop - start), POSIX_FADV_WILLNEED);
+    for (int64_t number = first; number < end;) {
+        /* Slices that are in order lie side by side; of others each is looked up. */
+        const int64_t stop = b->places ? number + 1 : end, place = place_of_slice(b, number);
+        const int64_t unit = place / b->group;
+        if (place >= 0) expect_units(b, unit, (place + stop - 1 - number) / b->group + 1);
+        if (place >= 0 && b->key > 0) expect_units(b, unit - unit % b->key, unit - unit % b->key + 1);
+        number = stop;
+    }
 #else
     (void)b, (void)first, (void)end;
 #endif
 }
 #endif
 
-void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end) {
-    if (!is_cut_soundly(b) || first < 0 || end > b->slice_count || first >= end) return;
-    const int64_t unit = first / b->group;
-    int64_t stop = (end - 1) / b->group + 1;
+/* Read units [unit, stop) of a block in a file at once, as many as there is room for. */
+static void read_units(decoder *d, const sealed_block *b, int64_t unit, int64_t stop) {
     if (d->read_of == b && unit >= d->read_first && stop <= d->read_end) return;
     d->read_of = NULL;
     for (int64_t u = unit; u < stop; u++) {
@@ -229,14 +308,23 @@ void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end) 
     d->read_of = b, d->read_first = unit, d->read_end = stop;
 }
 
-static int decompress(const decoder *d, const sealed_block *b, const uint8_t *from, int64_t length,
+/* Decompress a unit; `key` is what it was compressed against, NULL where that is a dictionary or nothing. */
+static int decompress(const decoder *d, const sealed_block *b, const uint8_t *key, const uint8_t *from, int64_t length,
                       uint8_t *to, int64_t expected) {
     if (length == expected) { /* did not shrink, so it was stored */
         memcpy(to, from, (size_t)length);
         return 1;
     }
-    if (b->method == METHOD_LZ4)
-        return d->lz4_decompress_safe((const char *)from, (char *)to, (int)length, (int)expected) == (int)expected;
+    if (b->method == METHOD_LZ4) {
+        const char *const known = (const char *)(key ? key : b->common);
+        const int64_t bytes = key ? b->group * coded_bytes(&b->form) : b->common_bytes;
+        return d->lz4_decompress_using_dict((const char *)from, (char *)to, (int)length, (int)expected, known,
+                                            (int)bytes) == (int)expected;
+    }
+    if (b->method == METHOD_ZSTD && key) { /* for this frame only */
+        d->zstd_ref_prefix(d->dctx, key, (size_t)(b->group * coded_bytes(&b->form)));
+        return d->zstd_decompress_dctx(d->dctx, to, (size_t)expected, from, (size_t)length) == (size_t)expected;
+    }
     if (b->method == METHOD_ZSTD)
         return d->zstd_decompress_using_ddict(d->dctx, to, (size_t)expected, from, (size_t)length, b->ddict) ==
                (size_t)expected;
@@ -244,32 +332,61 @@ static int decompress(const decoder *d, const sealed_block *b, const uint8_t *fr
 }
 
 /* Decompress unit `u` to `to`, where `expected` bytes must come of it. */
-static int decompress_unit(decoder *d, const sealed_block *b, int64_t u, uint8_t *to, int64_t expected) {
+static int decompress_unit(decoder *d, const sealed_block *b, const uint8_t *key, int64_t u, uint8_t *to,
+                           int64_t expected) {
     if (!is_inside(b, u)) return 0;
     const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
-    if (b->data) return decompress(d, b, b->data + b->offsets[u], length, to, expected);
+    if (b->data) return decompress(d, b, key, b->data + b->offsets[u], length, to, expected);
     if (length == expected)
         return read_file(d, b, b->offsets[u], length, to) && checksum(to, length) == b->checks[u];
     if (d->read_of != b || u < d->read_first || u >= d->read_end) {
-        const int64_t end = (u + 1) * b->group;
-        read_slices(d, b, u * b->group, end < b->slice_count ? end : b->slice_count);
+        read_units(d, b, u, u + 1);
         if (d->read_of != b || u < d->read_first || u >= d->read_end) return 0;
     }
-    return decompress(d, b, d->read + (b->offsets[u] - b->offsets[d->read_first]), length, to, expected);
+    return decompress(d, b, key, d->read + (b->offsets[u] - b->offsets[d->read_first]), length, to, expected);
 }
 
-/* Copy the coded bytes of one slice to `to`. */
-static int fetch_coded(decoder *d, const sealed_block *b, int64_t number, uint8_t *to) {
-    const int64_t coded = coded_bytes(&b->form);
-    if (b->group == 1) return decompress_unit(d, b, number, to, coded);
-    const int64_t u = number / b->group, first = u * b->group;
+/* What unit `u` was compressed against, if that is another unit; 0 if it cannot be decompressed. A key that is stored as
+ * it was is read where it lies; the last one that was not is kept. */
+static int find_key(decoder *d, const sealed_block *b, int64_t u, const uint8_t **key) {
+    *key = NULL;
+    if (b->key == 0 || u % b->key == 0) return 1;
+    const int64_t number = u - u % b->key, bytes = b->group * coded_bytes(&b->form);
+    if (!is_inside(b, number)) return 0;
+    if (b->data && (int64_t)b->offsets[number + 1] - b->offsets[number] == bytes) {
+        *key = b->data + b->offsets[number];
+        return 1;
+    }
+    *key = d->key;
+    if (d->key_of == b && d->key_number == number) return 1;
+    d->key_of = NULL;
+    if (bytes > d->unit_bytes || !decompress_unit(d, b, NULL, number, d->key, bytes)) return 0;
+    d->key_of = b, d->key_number = number;
+    return 1;
+}
+
+void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end) {
+    if (!is_cut_soundly(b) || first < 0 || end > b->slice_count || first >= end) return;
+    const int64_t place = place_of_slice(b, first), last = b->places ? place : end - 1;
+    const uint8_t *key;
+    if (place < 0) return;
+    /* First, since it is read to the same memory. */
+    find_key(d, b, last / b->group, &key);
+    read_units(d, b, place / b->group, last / b->group + 1);
+}
+
+/* Copy the coded bytes of the slice in a place of the units to `to`. */
+static int fetch_coded(decoder *d, const sealed_block *b, int64_t place, uint8_t *to) {
+    const int64_t coded = coded_bytes(&b->form), u = place / b->group;
+    const uint8_t *key;
+    if (b->group == 1) return find_key(d, b, u, &key) && decompress_unit(d, b, key, u, to, coded);
     if (d->unit_of != b || d->unit_number != u) {
         const int64_t bytes = bytes_of_unit(b, u);
         d->unit_of = NULL;
-        if (bytes > d->unit_bytes || !decompress_unit(d, b, u, d->unit, bytes)) return 0;
+        if (bytes > d->unit_bytes || !find_key(d, b, u, &key) || !decompress_unit(d, b, key, u, d->unit, bytes)) return 0;
         d->unit_of = b, d->unit_number = u;
     }
-    memcpy(to, d->unit + (number - first) * coded, (size_t)coded);
+    memcpy(to, d->unit + (place - u * b->group) * coded, (size_t)coded);
     return 1;
 }
 
@@ -282,7 +399,9 @@ static int is_sound(const transform *form) {
     if (word != 0 && word != 2 && word != 4 && word != 8) return 0;
     if (word != 0 && form->slice_bytes % word != 0) return 0;
     if (form->predictor == PREDICT_NOTHING) return 1;
-    if (form->predictor != PREDICT_LEFT && form->predictor != PREDICT_UP) return 0;
+    if (form->predictor == PIXELS ? form->interleaved || form->green
+                                  : form->predictor != PREDICT_LEFT && form->predictor != PREDICT_UP)
+        return 0;
     if (form->planes < 1 || form->rows < 1 || form->columns < 1 || (form->green && form->planes < 3)) return 0;
     /* Each is at most the whole, so that the product cannot overflow. */
     const int64_t coded = coded_bytes(form);
@@ -294,15 +413,18 @@ int decode_slice(decoder *d, const sealed_block *b, int64_t number, uint8_t *out
     const transform *const form = &b->form;
     if (!is_sound(form) || !is_cut_soundly(b)) return 0;
     const int64_t coded = coded_bytes(form);
-    if (number < 0 || number >= b->slice_count || 2 * coded > d->scratch_bytes) return 0;
+    const int64_t place = place_of_slice(b, number);
+    if (place < 0 || 2 * coded > d->scratch_bytes) return 0;
     const int last_is_words = form->word_bytes > 0;
-    const int moves = form->shuffle > 0 || (form->predictor && form->interleaved);
+    const int is_pixels = form->predictor == PIXELS, is_predicted = form->predictor != PREDICT_NOTHING && !is_pixels;
+    const int moves = form->shuffle > 0 || is_pixels || (is_predicted && form->interleaved);
     uint8_t *stage = last_is_words || moves ? d->scratch : out;
-    if (!fetch_coded(d, b, number, stage)) return 0;
-    if (form->predictor) undo_differences(form, stage);
+    if (!fetch_coded(d, b, place, stage)) return 0;
+    if (is_predicted) undo_differences(form, stage);
     if (moves) {
         uint8_t *const to = last_is_words ? d->scratch + coded : out;
         if (form->shuffle > 0) unshuffle(form->shuffle, coded, stage, to);
+        else if (is_pixels) part_pixels(form, stage, to);
         else interleave(form, stage, to);
         stage = to;
     }

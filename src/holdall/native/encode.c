@@ -11,6 +11,12 @@ static void deinterleave(const transform *form, const uint8_t *in, uint8_t *plan
         for (int64_t p = 0; p < form->planes; p++) planes[p * plane + i] = in[i * form->planes + p];
 }
 
+static void interleave(const transform *form, const uint8_t *planes, uint8_t *out) {
+    const int64_t plane = form->rows * form->columns;
+    for (int64_t i = 0; i < plane; i++)
+        for (int64_t p = 0; p < form->planes; p++) out[i * form->planes + p] = planes[p * plane + i];
+}
+
 /* Turn planes of values into planes of differences, in place. */
 static void take_differences(const transform *form, uint8_t *planes) {
     const int64_t columns = form->columns, plane = form->rows * columns;
@@ -95,14 +101,30 @@ static void number_words(const transform *form, const uint8_t *slice, const uint
     }
 }
 
-static int64_t compress(const encoder *e, const uint8_t *in, int64_t bytes, uint8_t *out, int64_t room) {
+/* Bytes that a unit is compressed against: those of its key, or of a dictionary. */
+typedef struct {
+    const uint8_t *bytes; /* NULL: none */
+    int64_t count;
+} known_bytes;
+
+static int64_t compress(const encoder *e, known_bytes known, const uint8_t *in, int64_t bytes, uint8_t *out,
+                        int64_t room) {
     if (e->method == METHOD_LZ4) {
-        const int length = e->level > 0
-                               ? e->lz4_compress_hc((const char *)in, (char *)out, (int)bytes, (int)room, (int)e->level)
-                               : e->lz4_compress_default((const char *)in, (char *)out, (int)bytes, (int)room);
+        int length;
+        if (known.bytes) {
+            e->lz4_reset_hc(e->stream, e->level > 0 ? (int)e->level : 1);
+            e->lz4_load_dict_hc(e->stream, (const char *)known.bytes, (int)known.count);
+            length = e->lz4_continue_hc(e->stream, (const char *)in, (char *)out, (int)bytes, (int)room);
+        } else if (e->level > 0) {
+            length = e->lz4_compress_hc((const char *)in, (char *)out, (int)bytes, (int)room, (int)e->level);
+        } else {
+            length = e->lz4_compress_default((const char *)in, (char *)out, (int)bytes, (int)room);
+        }
         return length > 0 ? length : bytes;
     }
     if (e->method == METHOD_ZSTD) {
+        /* For one frame; a dictionary is part of the context. */
+        if (known.bytes) e->zstd_ref_prefix(e->cctx, known.bytes, (size_t)known.count);
         const size_t length = e->zstd_compress2(e->cctx, out, (size_t)room, in, (size_t)bytes);
         return e->zstd_is_error(length) ? bytes : (int64_t)length;
     }
@@ -118,7 +140,10 @@ static const uint8_t *transformed(const transform *form, const uint8_t *slice, c
         number_words(form, stage, palette, slots, a);
         stage = a;
     }
-    if (form->predictor) {
+    if (form->predictor == PIXELS) {
+        interleave(form, stage, b);
+        stage = b;
+    } else if (form->predictor) {
         if (form->interleaved) deinterleave(form, stage, b);
         else memcpy(b, stage, (size_t)coded);
         take_differences(form, b);
@@ -132,35 +157,60 @@ static const uint8_t *transformed(const transform *form, const uint8_t *slice, c
     return stage;
 }
 
-/* Code `count` slices from `slices` on into `data`, and write where their units end to `offsets`. `slots`
- * is room for the palette's table, zeroed. Returns the bytes written; -1: there are more than 256 words;
- * -2: the scratch memory or `room` is too small. */
-EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uint8_t *slices, int64_t count,
-                              uint8_t *data, int64_t room, uint32_t *offsets, uint8_t *palette, uint16_t *slots) {
+/* A block that is being coded. */
+typedef struct {
+    const transform *form;
+    const uint8_t *slices;
+    const uint32_t *order; /* which slice comes first, second, ...; NULL: as they stand */
+    const uint8_t *palette;
+    const uint16_t *slots;
+} block_of_slices;
+
+/* Transform the slices from place `first` on and put them side by side in `unit`; returns where they stand: a single one
+ * may be left where it was. */
+static const uint8_t *staged(const block_of_slices *s, int64_t first, int64_t count, uint8_t *a, uint8_t *b,
+                             uint8_t *unit) {
+    const int64_t coded = coded_bytes(s->form);
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t number = s->order ? s->order[first + i] : first + i;
+        const uint8_t *const slice = s->slices + number * s->form->slice_bytes;
+        const uint8_t *const done = transformed(s->form, slice, s->palette, s->slots, a, b);
+        if (count == 1) return done;
+        memcpy(unit + i * coded, done, (size_t)coded);
+    }
+    return unit;
+}
+
+/* Code `count` slices from `slices` on into `data`, and write where their units end to `offsets`. With `order`, slice
+ * order[i] is coded in place i. `slots` is room for the palette's table, zeroed. Returns the bytes written; -1: there are
+ * more than 256 words; -2: the scratch memory or `room` is too small, or `order` names a slice that is not there. */
+EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uint8_t *slices, const uint32_t *order,
+                              int64_t count, uint8_t *data, int64_t room, uint32_t *offsets, uint8_t *palette,
+                              uint16_t *slots) {
     const int64_t coded = coded_bytes(form), unit_bytes = e->group * coded;
-    uint8_t *const a = e->scratch, *const b = a + coded, *const unit = b + coded, *const packed = unit + unit_bytes;
+    uint8_t *const a = e->scratch, *const b = a + coded, *const unit = b + coded, *const key = unit + unit_bytes;
+    uint8_t *const packed = key + (e->key > 0 ? unit_bytes : 0);
     const int64_t packed_room = e->scratch_bytes - (packed - e->scratch);
+    const block_of_slices block = {form, slices, order, palette, slots};
     int64_t used = 0;
     offsets[0] = 0;
-    if (e->group < 1 || packed_room < unit_bytes) return -2;
+    if (e->group < 1 || e->key < 0 || packed_room < unit_bytes) return -2;
+    for (int64_t i = 0; order && i < count; i++)
+        if (order[i] >= count) return -2;
     if (form->word_bytes > 0 && !collect_words(form, slices, count, palette, slots)) return -1;
-    for (int64_t first = 0; first < count; first += e->group) {
+    for (int64_t first = 0, u = 0; first < count; first += e->group, u++) {
         const int64_t in_unit = count - first < e->group ? count - first : e->group, bytes = in_unit * coded;
-        const uint8_t *stage = transformed(form, slices + first * form->slice_bytes, palette, slots, a, b);
-        if (in_unit > 1) {
-            memcpy(unit, stage, (size_t)coded);
-            for (int64_t i = 1; i < in_unit; i++) {
-                const uint8_t *const slice = slices + (first + i) * form->slice_bytes;
-                memcpy(unit + i * coded, transformed(form, slice, palette, slots, a, b), (size_t)coded);
-            }
-            stage = unit;
-        }
-        int64_t length = compress(e, stage, bytes, packed, packed_room);
+        const int is_key = e->key > 0 && u % e->key == 0;
+        const uint8_t *const stage = staged(&block, first, in_unit, a, b, unit);
+        known_bytes known = {e->common, e->common_bytes};
+        if (e->key > 0 && !is_key) known = (known_bytes){key, unit_bytes};
+        int64_t length = is_key && e->keeps_keys_raw ? bytes : compress(e, known, stage, bytes, packed, packed_room);
         if (length >= bytes) length = bytes;
         if (used + length > room || used + length > UINT32_MAX) return -2;
         memcpy(data + used, length == bytes ? stage : packed, (size_t)length);
+        if (is_key) memcpy(key, stage, (size_t)bytes);
         used += length;
-        offsets[first / e->group + 1] = (uint32_t)used;
+        offsets[u + 1] = (uint32_t)used;
     }
     return used;
 }

@@ -233,10 +233,14 @@ static void copy_column(const row_column *c, const int64_t *ids, int64_t rows, i
     }
 #undef COPY
 #undef ROW_OF
+}
+
+/* Put those rows of a column where they belong that do not stand in the ring. */
+static void copy_apart(const row_column *c, const int64_t *ids, int64_t rows, uint8_t *out) {
+    const int64_t bytes = c->row_bytes;
     const int64_t *const apart_ids = (const int64_t *)(intptr_t)c->apart_ids;
     const uint8_t *const apart = (const uint8_t *)(intptr_t)c->apart_rows;
-    if (c->apart_count == 0) return;
-    for (int64_t i = 0; i < rows; i++) {
+    for (int64_t i = 0; i < rows && c->apart_count; i++) {
         const int64_t place = place_of(ids[i], apart_ids, c->apart_count);
         if (place >= 0) memcpy(out + i * bytes, apart + place * bytes, (size_t)bytes);
     }
@@ -267,7 +271,9 @@ EXPORT int64_t holdall_read_rows(const row_column *columns, int64_t count, const
     for (int64_t k = 0; k < count && rows; k++) {
         const row_column *const c = &columns[k];
         uint8_t **const block = &blocks[c->block != 0];
-        (c->unless ? copy_flags : copy_column)(c, ids, rows, first_id, first_id % ring_rows, ring_rows, *block);
+        if (c->runs) copy_from_runs(c, ids, rows, ring_rows, *block);
+        else (c->unless ? copy_flags : copy_column)(c, ids, rows, first_id, first_id % ring_rows, ring_rows, *block);
+        copy_apart(c, ids, rows, *block);
         *block += (rows * c->row_bytes + ALIGNMENT_BYTES - 1) / ALIGNMENT_BYTES * ALIGNMENT_BYTES;
     }
     return -1;

@@ -1,16 +1,28 @@
-"""Which loops are used: the compiled ones, or NumPy's."""
+"""Which loops are used: the compiled ones, or NumPy's; and what to say where the fast ones are missing."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import warnings
 
-from holdall.native.library import chosen_library, compiled_library, system_libraries
+from holdall.native.library import (
+    chosen_library,
+    compiled_library,
+    library_problem,
+    linked_libraries,
+    system_libraries,
+)
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.native.reading import NativeReading
 from holdall.native.writing import NativeCoder, NativeWriting
 from holdall.storage import Coder, Kernels
+
+# Measured by benchmarks/fallback.py; docs/troubleshooting.md has its table.
+_WITHOUT_LOOPS = "add and sample take 2 to 5 times as long, and less is compressed"
+_WITHOUT_COMPRESSION = "less is compressed, and that takes up to 12 times the memory"
 
 
 class NativeKernels(NativeWriting, NativeReading):
@@ -19,8 +31,9 @@ class NativeKernels(NativeWriting, NativeReading):
     name = "native"
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        libraries = system_libraries()
+        libraries = linked_libraries(library) or system_libraries()
         self._library = library
+        self.packs_columns = bool(library.holdall_release(0, 0))
         self.coder: Coder = PortableCoder() if libraries is None else NativeCoder(library, libraries)
 
 
@@ -31,7 +44,35 @@ def native_kernels() -> NativeKernels | None:
     return None if library is None else NativeKernels(library)
 
 
-def chosen_kernels() -> Kernels:
-    """Return the compiled loops if they can be used, else the portable ones; HOLDALL_KERNELS names one of the two."""
+def _chosen() -> Kernels:
     native = None if chosen_library() is None else native_kernels()
     return native or PortableKernels()
+
+
+def chosen_kernels() -> Kernels:
+    """Return the compiled loops if they can be used, else the portable ones; HOLDALL_KERNELS names one of the two."""
+    if os.environ.get("HOLDALL_KERNELS") != "portable":
+        _warn_once()
+    return _chosen()
+
+
+def fallback() -> str:
+    """Say what is done without compiled code, why, and how much slower it is; empty if nothing is."""
+    kernels = _chosen()
+    if isinstance(kernels, PortableKernels):
+        return f"NumPy does the work of the compiled loops ({library_problem()}): {_WITHOUT_LOOPS}"
+    if isinstance(kernels.coder, PortableCoder):
+        return f"Python packages compress (libzstd or liblz4 was not found on this system): {_WITHOUT_COMPRESSION}"
+    return ""
+
+
+@functools.cache
+def _warn_once() -> None:
+    if reason := fallback():
+        warnings.warn(
+            f"{reason}. Results are the same. Install a wheel of holdall for this platform, or a C compiler, libzstd "
+            "and liblz4, and run 'pip install --force-reinstall --no-deps holdall'; HOLDALL_KERNELS=portable silences "
+            "this",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -1,4 +1,4 @@
-/* What the loader in library.py asks first: the version, the structs, and the processor. */
+/* What the loader in library.py asks first: the version, the structs, the processor, and the compression inside. */
 #include "holdall.h"
 #include "structs.h"
 
@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 13; }
+EXPORT int64_t holdall_version(void) { return 15; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -50,10 +50,15 @@ static const struct_field FIELDS[] = {
     FIELD(sealed_block, offsets),
     FIELD(sealed_block, checks),
     FIELD(sealed_block, palette),
+    FIELD(sealed_block, places),
     FIELD(sealed_block, ddict),
+    FIELD(sealed_block, common),
+    FIELD(sealed_block, common_bytes),
+    FIELD(sealed_block, place_bytes),
     FIELD(sealed_block, data_bytes),
     FIELD(sealed_block, slice_count),
     FIELD(sealed_block, group),
+    FIELD(sealed_block, key),
     FIELD(sealed_block, method),
     FIELD(sealed_block, file),
     FIELD(sealed_block, file_start),
@@ -64,8 +69,10 @@ static const struct_field FIELDS[] = {
     FIELD(decoded_slice, number),
     FIELD(decoded_slice, slice),
     STRUCT(decoder),
-    FIELD(decoder, lz4_decompress_safe),
+    FIELD(decoder, lz4_decompress_using_dict),
     FIELD(decoder, zstd_decompress_using_ddict),
+    FIELD(decoder, zstd_ref_prefix),
+    FIELD(decoder, zstd_decompress_dctx),
     FIELD(decoder, dctx),
     FIELD(decoder, scratch),
     FIELD(decoder, scratch_bytes),
@@ -73,6 +80,9 @@ static const struct_field FIELDS[] = {
     FIELD(decoder, unit_bytes),
     FIELD(decoder, unit_of),
     FIELD(decoder, unit_number),
+    FIELD(decoder, key),
+    FIELD(decoder, key_of),
+    FIELD(decoder, key_number),
     FIELD(decoder, read),
     FIELD(decoder, read_bytes),
     FIELD(decoder, read_of),
@@ -85,12 +95,21 @@ static const struct_field FIELDS[] = {
     STRUCT(encoder),
     FIELD(encoder, lz4_compress_default),
     FIELD(encoder, lz4_compress_hc),
+    FIELD(encoder, lz4_reset_hc),
+    FIELD(encoder, lz4_load_dict_hc),
+    FIELD(encoder, lz4_continue_hc),
     FIELD(encoder, zstd_compress2),
+    FIELD(encoder, zstd_ref_prefix),
     FIELD(encoder, zstd_is_error),
     FIELD(encoder, cctx),
+    FIELD(encoder, stream),
     FIELD(encoder, scratch),
     FIELD(encoder, scratch_bytes),
+    FIELD(encoder, common),
+    FIELD(encoder, common_bytes),
     FIELD(encoder, group),
+    FIELD(encoder, key),
+    FIELD(encoder, keeps_keys_raw),
     FIELD(encoder, method),
     FIELD(encoder, level),
     STRUCT(slice_block),
@@ -146,6 +165,7 @@ static const struct_field FIELDS[] = {
     FIELD(tick_writer, sliced),
     FIELD(tick_writer, flat_count),
     FIELD(tick_writer, sliced_count),
+    FIELD(tick_writer, pause_tick),
     STRUCT(python),
     FIELD(python, array_type),
     FIELD(python, dict_type),
@@ -205,6 +225,55 @@ static const struct_field FIELDS[] = {
     FIELD(row_column, apart_ids),
     FIELD(row_column, apart_rows),
     FIELD(row_column, unless),
+    FIELD(row_column, runs),
+    FIELD(row_column, leaf),
+    STRUCT(column_group),
+    FIELD(column_group, window),
+    FIELD(column_group, frame_bytes),
+    FIELD(column_group, is_dense),
+    FIELD(column_group, home),
+    FIELD(column_group, first_source),
+    FIELD(column_group, end_source),
+    STRUCT(column_piece),
+    FIELD(column_piece, leaf),
+    FIELD(column_piece, group),
+    FIELD(column_piece, at),
+    FIELD(column_piece, offset),
+    FIELD(column_piece, bytes),
+    FIELD(column_piece, count),
+    FIELD(column_piece, at_step),
+    STRUCT(column_plan),
+    FIELD(column_plan, groups),
+    FIELD(column_plan, group_count),
+    FIELD(column_plan, pieces),
+    FIELD(column_plan, piece_ends),
+    FIELD(column_plan, sources),
+    FIELD(column_plan, leaf_bytes),
+    FIELD(column_plan, leaf_starts),
+    FIELD(column_plan, leaves),
+    FIELD(column_plan, row_bytes),
+    STRUCT(column_log),
+    FIELD(column_log, first),
+    FIELD(column_log, count),
+    FIELD(column_log, cursor_at),
+    STRUCT(column_run),
+    FIELD(column_run, plan),
+    FIELD(column_run, first_tick),
+    FIELD(column_run, ticks),
+    FIELD(column_run, data),
+    FIELD(column_run, logs),
+    FIELD(column_run, records),
+    FIELD(column_run, record_bytes),
+    FIELD(column_run, cursor_bytes),
+    FIELD(column_run, dense_at),
+    FIELD(column_run, exceptions),
+    FIELD(column_run, numbers),
+    FIELD(column_run, wholes),
+    STRUCT(column_runs),
+    FIELD(column_runs, runs),
+    FIELD(column_runs, mask),
+    FIELD(column_runs, shift),
+    FIELD(column_runs, lanes),
     STRUCT(names),
     FIELD(names, part),
     FIELD(names, number),
@@ -288,3 +357,58 @@ EXPORT const struct_field *holdall_structs(int64_t *count) {
     *count = (int64_t)(sizeof FIELDS / sizeof *FIELDS);
     return FIELDS;
 }
+
+/* A function of Zstandard or LZ4; Python casts it to its real type. */
+typedef void (*named_function)(void);
+
+#ifdef HOLDALL_COMPRESSION /* wheels; a build on the user's machine uses the libraries that are installed there */
+#include <lz4.h>
+#include <lz4hc.h>
+#include <string.h>
+#include <zstd.h>
+
+#define FUNCTION(name) {#name, (named_function)name}
+
+static const struct {
+    const char *name;
+    named_function function;
+} COMPRESSION[] = {
+    FUNCTION(ZSTD_createCCtx),
+    FUNCTION(ZSTD_freeCCtx),
+    FUNCTION(ZSTD_CCtx_setParameter),
+    FUNCTION(ZSTD_CCtx_refCDict),
+    FUNCTION(ZSTD_CCtx_refPrefix),
+    FUNCTION(ZSTD_compress2),
+    FUNCTION(ZSTD_createDCtx),
+    FUNCTION(ZSTD_freeDCtx),
+    FUNCTION(ZSTD_DCtx_refPrefix),
+    FUNCTION(ZSTD_decompressDCtx),
+    FUNCTION(ZSTD_decompress_usingDDict),
+    FUNCTION(ZSTD_createCDict),
+    FUNCTION(ZSTD_freeCDict),
+    FUNCTION(ZSTD_createDDict),
+    FUNCTION(ZSTD_freeDDict),
+    FUNCTION(ZSTD_isError),
+    FUNCTION(LZ4_decompress_safe_usingDict),
+    FUNCTION(LZ4_compress_default),
+    FUNCTION(LZ4_compress_HC),
+    FUNCTION(LZ4_createStreamHC),
+    FUNCTION(LZ4_freeStreamHC),
+    FUNCTION(LZ4_resetStreamHC_fast),
+    FUNCTION(LZ4_loadDictHC),
+    FUNCTION(LZ4_compress_HC_continue),
+};
+
+/* A function of Zstandard or LZ4 that is linked in; NULL if there is none of this name. */
+EXPORT named_function holdall_compression(const char *name) {
+    for (size_t i = 0; i < sizeof COMPRESSION / sizeof *COMPRESSION; i++)
+        if (strcmp(COMPRESSION[i].name, name) == 0) return COMPRESSION[i].function;
+    return NULL;
+}
+#else
+/* None is linked in. */
+EXPORT named_function holdall_compression(const char *name) {
+    (void)name;
+    return NULL;
+}
+#endif

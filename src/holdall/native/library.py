@@ -1,6 +1,6 @@
 """The compiled library: loaded once, and refused if it does not agree with this file.
 
-In:  _kernels.so (.dylib, .dll) beside this file, and the system's Zstandard and LZ4.
+In:  _kernels.so (.dylib, .dll) beside this file; Zstandard and LZ4, linked into it or the system's.
 Out: their functions, with the types of all arguments declared; the structs that C and Python share.
 Invariant: a library is used only if its version, and the size and every offset of its structs, are those of this file.
 Where there is none, NumPy and the zstandard and lz4 packages do the same work.
@@ -10,21 +10,18 @@ from __future__ import annotations
 
 import ctypes.util
 import functools
-import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from holdall.errors import ArgumentError
-from holdall.storage import COLUMN_FIELDS, RECORD_FIELDS, TRANSFORM_FIELDS
+from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 13
+_VERSION = 15
 """What holdall_version must return; raised with every change of an exported function."""
 
-_LOG = logging.getLogger("holdall")
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 
 POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int64
@@ -53,8 +50,8 @@ class SealedBlockStruct(ctypes.Structure):
     """A sealed block, in memory or in a file."""
 
     _fields_ = [
-        *_pointers("data offsets checks palette ddict"),
-        *_numbers("data_bytes slice_count group method file file_start"),
+        *_pointers("data offsets checks palette places ddict common"),
+        *_numbers("common_bytes place_bytes data_bytes slice_count group key method file file_start"),
         ("form", TransformStruct),
     ]
 
@@ -69,8 +66,10 @@ class DecoderStruct(ctypes.Structure):
     """The functions and the memory of one thread that decodes."""
 
     _fields_ = [
-        *_pointers("lz4_decompress_safe zstd_decompress_using_ddict dctx scratch"), *_numbers("scratch_bytes"),
+        *_pointers("lz4_decompress_using_dict zstd_decompress_using_ddict zstd_ref_prefix zstd_decompress_dctx"),
+        *_pointers("dctx scratch"), *_numbers("scratch_bytes"),
         *_pointers("unit"), *_numbers("unit_bytes"), *_pointers("unit_of"), *_numbers("unit_number"),
+        *_pointers("key key_of"), *_numbers("key_number"),
         *_pointers("read"), *_numbers("read_bytes"), *_pointers("read_of"), *_numbers("read_first read_end error"),
         ("batch", _NATURAL), *_numbers("decoded_places"), *_pointers("decoded"),
     ]  # fmt: skip
@@ -80,8 +79,11 @@ class EncoderStruct(ctypes.Structure):
     """The functions and the memory of one thread that encodes."""
 
     _fields_ = [
-        *_pointers("lz4_compress_default lz4_compress_hc zstd_compress2 zstd_is_error cctx scratch"),
-        *_numbers("scratch_bytes group method level"),
+        *_pointers("lz4_compress_default lz4_compress_hc lz4_reset_hc lz4_load_dict_hc lz4_continue_hc"),
+        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream scratch"),
+        *_numbers("scratch_bytes"),
+        *_pointers("common"),
+        *_numbers("common_bytes group key keeps_keys_raw method level"),
     ]
 
 
@@ -100,31 +102,6 @@ class LayoutStruct(ctypes.Structure):
         ("strides", NUMBER * MOST_DIMENSIONS),
         *_numbers("run_bytes"),
     ]
-
-
-class DenseLayout:
-    """How C walks through an array whose elements fill its memory, but in another order.
-
-    `order` is the permutation of axes that makes it contiguous, or None if none does.
-    """
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-        self.order = tuple(axes) if array.transpose(axes).flags.c_contiguous else None
-        lengths: list[int] = []
-        strides: list[int] = []
-        for length, stride in zip(array.shape, array.strides, strict=True):
-            if lengths and strides[-1] == length * stride:
-                lengths[-1], strides[-1] = lengths[-1] * length, stride
-            elif length > 1 or not lengths:
-                lengths.append(length)
-                strides.append(stride)
-        if len(lengths) > MOST_DIMENSIONS:
-            self.order = None
-            return
-        numbers = ctypes.c_int64 * MOST_DIMENSIONS
-        self._struct = LayoutStruct(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
-        self.address = ctypes.addressof(self._struct)
 
 
 class OpenPartStruct(ctypes.Structure):
@@ -154,7 +131,7 @@ class TickWriterStruct(ctypes.Structure):
     _fields_ = [
         *_numbers("next_tick first_tick ring_ticks packed_bytes"),
         *_pointers("flat sliced"),
-        *_numbers("flat_count sliced_count"),
+        *_numbers("flat_count sliced_count pause_tick"),
     ]
 
 
@@ -196,6 +173,11 @@ class RowColumnStruct(ctypes.Structure):
     """A row of a table of columns; Python writes such rows as arrays."""
 
     _fields_ = _numbers(" ".join(COLUMN_FIELDS))
+
+
+def _table(name: str, fields: Sequence[str]) -> type[ctypes.Structure]:
+    """Describe a row of a table that Python writes as an array."""
+    return type(name, (ctypes.Structure,), {"_fields_": _numbers(" ".join(fields))})
 
 
 class NamesStruct(ctypes.Structure):
@@ -268,6 +250,7 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "fast_tick": FastTickStruct, "part": PartStruct, "row_column": RowColumnStruct, "names": NamesStruct,
     "device_field": DeviceFieldStruct, "assembly": AssemblyStruct, "sliced_source": SlicedSourceStruct,
     "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct, "batch_request": BatchRequestStruct,
+    **{name: _table(name, fields) for name, fields in COLUMN_TABLES.items()},
 }  # fmt: skip
 """By the name of the struct in C."""
 
@@ -299,14 +282,17 @@ def _struct_problem(library: ctypes.CDLL) -> str | None:
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_structs": (ctypes.POINTER(_StructField), [POINTER]),
+    "holdall_compression": (POINTER, [ctypes.c_char_p]),
     "holdall_append": (NUMBER, [POINTER] * 5),
     "holdall_write_tick": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_fast_add": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_fast_pack": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
-    "holdall_encode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
+    "holdall_encode": (NUMBER, [*[POINTER] * 4, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
+    "holdall_pack_columns": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, POINTER]),
+    "holdall_release": (NUMBER, [POINTER, NUMBER]),
     "holdall_read_rows": (NUMBER, [POINTER, NUMBER, POINTER, *[NUMBER] * 4, POINTER, POINTER]),
     "holdall_draw": (None, [POINTER, POINTER, *[NUMBER] * 5, POINTER, POINTER]),
     "holdall_find": (None, [POINTER, NUMBER, POINTER, NUMBER, NUMBER, POINTER, POINTER]),
@@ -346,7 +332,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def open_library(path: Path) -> ctypes.CDLL:
     """Load a library and declare its functions; raise OSError with the reason if it cannot be used."""
     if not path.exists():
-        raise OSError(f"{path.name} was not built")
+        reason = path.with_suffix(".txt")  # written by the build
+        raise OSError(f"{path.name} was not built{': ' + reason.read_text('utf-8') if reason.exists() else ''}")
     library = ctypes.CDLL(str(path))
     try:
         library.holdall_version.restype = NUMBER
@@ -369,13 +356,17 @@ def _loaded() -> tuple[ctypes.CDLL | None, str]:
     try:
         return open_library(Path(__file__).with_name("_kernels" + _SUFFIX)), ""
     except OSError as error:
-        _LOG.warning("the compiled loops cannot be used (%s); NumPy does their work, several times slower", error)
         return None, str(error)
 
 
 def compiled_library() -> ctypes.CDLL | None:
     """Return the compiled library, or None if it was not built or does not agree with this version."""
     return _loaded()[0]
+
+
+def library_problem() -> str:
+    """Say why the compiled library is not used; empty if it is."""
+    return "HOLDALL_KERNELS is portable" if os.environ.get("HOLDALL_KERNELS") == "portable" else _loaded()[1]
 
 
 def chosen_library() -> ctypes.CDLL | None:
@@ -406,9 +397,12 @@ _COMPRESSION: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "ZSTD_freeCCtx": (_SIZE, [POINTER]),
         "ZSTD_CCtx_setParameter": (_SIZE, [POINTER, ctypes.c_int, ctypes.c_int]),
         "ZSTD_CCtx_refCDict": (_SIZE, [POINTER, POINTER]),
+        "ZSTD_CCtx_refPrefix": (_SIZE, [POINTER, POINTER, _SIZE]),
         "ZSTD_compress2": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE]),
         "ZSTD_createDCtx": (POINTER, []),
         "ZSTD_freeDCtx": (_SIZE, [POINTER]),
+        "ZSTD_DCtx_refPrefix": (_SIZE, [POINTER, POINTER, _SIZE]),
+        "ZSTD_decompressDCtx": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE]),
         "ZSTD_decompress_usingDDict": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE, POINTER]),
         "ZSTD_createCDict": (POINTER, [POINTER, _SIZE, ctypes.c_int]),
         "ZSTD_freeCDict": (_SIZE, [POINTER]),
@@ -417,11 +411,16 @@ _COMPRESSION: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "ZSTD_isError": (ctypes.c_uint, [_SIZE]),
     },
     "lz4": {
-        "LZ4_decompress_safe": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
+        "LZ4_decompress_safe_usingDict": (ctypes.c_int, [POINTER, POINTER, *[ctypes.c_int] * 2, POINTER, ctypes.c_int]),
         "LZ4_compress_default": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
         "LZ4_compress_HC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
+        "LZ4_createStreamHC": (POINTER, []),
+        "LZ4_freeStreamHC": (ctypes.c_int, [POINTER]),
+        "LZ4_resetStreamHC_fast": (None, [POINTER, ctypes.c_int]),
+        "LZ4_loadDictHC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int]),
+        "LZ4_compress_HC_continue": (ctypes.c_int, [POINTER, POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
     },
-}
+}  # fmt: skip
 _FILES = {"zstd": ("libzstd.so.1", "libzstd.1.dylib"), "lz4": ("liblz4.so.1", "liblz4.1.dylib")}
 
 
@@ -435,6 +434,16 @@ class CompressionLibraries:
     def addresses(self) -> dict[str, int]:
         """Where the functions lie, for C to call them."""
         return {name: ctypes.cast(function, POINTER).value or 0 for name, function in self.functions.items()}
+
+
+def linked_libraries(library: ctypes.CDLL) -> CompressionLibraries | None:
+    """Return the functions that were linked into the compiled library, as in wheels; None if it has none."""
+    functions: dict[str, Any] = {}
+    for name, (result, arguments) in (_COMPRESSION["zstd"] | _COMPRESSION["lz4"]).items():
+        if not (address := library.holdall_compression(name.encode())):
+            return None
+        functions[name] = ctypes.CFUNCTYPE(result, *arguments)(address)
+    return CompressionLibraries(functions)
 
 
 @functools.cache

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Bytes
-from holdall.storage import Codec, Coded, Coder, Method, Predictor, SealedSlices, Transform
+from holdall.storage import Codec, Coded, Coder, Method, Order, Predictor, SealedSlices, Transform, places_of
 
-Decompress = Callable[[bytes, int], bytes]
-"""Takes a unit and how many bytes must come of it; returns others if it is damaged."""
+Compress = Callable[[bytes, bytes], bytes]
+"""Takes a unit, and the key that it is compressed against; nothing if there is none."""
+Decompress = Callable[[bytes, int, bytes], bytes]
+"""Takes a unit, how many bytes must come of it, and its key; returns others if it is damaged."""
 
 
 class PortableSealed(SealedSlices):
@@ -40,12 +42,12 @@ class PortableCoder:
         """See `Coder.adopt`."""
         return PortableSealed(coded)
 
-    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None) -> SealedSlices | None:
         """See `Coder.seal`."""
         transform = codec.transform
-        staged, palette = slices, np.zeros(0, np.uint8)
+        staged, palette = slices if order is None else slices[order], np.zeros(0, np.uint8)
         if transform.word_bytes:
-            words = slices.view(f"u{transform.word_bytes}")
+            words = staged.view(f"u{transform.word_bytes}")
             kinds, numbers = np.unique(words, return_inverse=True)
             if len(kinds) > 256:
                 return None
@@ -54,15 +56,17 @@ class PortableCoder:
             staged = numbers.reshape(words.shape).astype(np.uint8)
         compress = _compressor(codec)
         rows = np.ascontiguousarray(_shuffled(_differences(staged, transform), transform))
-        pieces = []
-        for first in range(0, len(rows), codec.group):
+        pieces, key = [], b""
+        for unit, first in enumerate(range(0, len(rows), codec.group)):
             coded = rows[first : first + codec.group].tobytes()
-            packed = compress(coded)
+            is_key = codec.key > 0 and unit % codec.key == 0
+            packed = coded if is_key and codec.raw_keys else compress(coded, b"" if is_key else key)
             pieces.append(packed if len(packed) < len(coded) else coded)
+            key = coded if is_key else key
         offsets = np.zeros(len(pieces) + 1, np.uint32)
         np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
         data = np.frombuffer(b"".join(pieces), np.uint8).copy()
-        return self.adopt(Coded(codec, len(slices), offsets, palette, data))
+        return self.adopt(Coded(codec, len(slices), offsets, palette, data, places_of(order)))
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`; there is nothing to keep."""
@@ -79,15 +83,12 @@ class PortableCoder:
         if not len(numbers):
             return
         transform = sealed.codec.transform
-        outside = numbers[(numbers < 0) | (numbers >= sealed.count)]
-        if outside.size:
-            raise DamageError(f"slice {int(outside[0])} is not in its block; nothing of it is returned")
-        unit, within = np.divmod(numbers, sealed.codec.group)
+        unit, within = np.divmod(sealed.coded.place(numbers), sealed.codec.group)
         units, position = np.unique(unit, return_inverse=True)
         whole = np.empty((len(units), sealed.codec.group, transform.coded_bytes), np.uint8)
-        decompress = _decompressor(sealed.codec)
+        reader = _UnitReader(sealed.coded)
         for place, number in enumerate(units.tolist()):
-            rows = _unit_rows(sealed.coded, number, decompress)
+            rows = reader.read(number)
             whole[place, : len(rows)] = rows
         staged = whole[position, within]
         values = _sums(_unshuffled(staged, transform), transform)
@@ -97,60 +98,91 @@ class PortableCoder:
         out[:] = values
 
 
-def _unit_rows(coded: Coded, number: int, decompress: Decompress) -> Bytes:
-    """Return the coded slices of one unit."""
-    group, row_bytes = coded.codec.group, coded.codec.transform.coded_bytes
-    rows = min(group, coded.count - number * group)
-    piece = coded.unit(number)
-    whole = piece if len(piece) == rows * row_bytes else decompress(piece, rows * row_bytes)
-    if len(whole) != rows * row_bytes:
-        raise DamageError(f"unit {number} is damaged; nothing of it is returned")
-    return np.frombuffer(whole, np.uint8).reshape(rows, row_bytes)
+class _UnitReader:
+    """Decompresses units of one block, in ascending order: each key once."""
+
+    def __init__(self, coded: Coded) -> None:
+        self._coded = coded
+        self._decompress = _decompressor(coded.codec)
+        self._key, self._key_number = b"", -1
+
+    def read(self, number: int) -> Bytes:
+        """Return the coded slices of one unit."""
+        first = number - number % self._coded.codec.key if self._coded.codec.key else -1
+        if first not in {-1, number, self._key_number}:
+            self._key, self._key_number = self._whole(first, b""), first
+        whole = self._whole(number, self._key if first not in {-1, number} else b"")
+        return np.frombuffer(whole, np.uint8).reshape(-1, self._coded.codec.transform.coded_bytes)
+
+    def _whole(self, number: int, key: bytes) -> bytes:
+        codec = self._coded.codec
+        rows = min(codec.group, self._coded.count - number * codec.group)
+        expected, piece = rows * codec.transform.coded_bytes, self._coded.unit(number)
+        whole = piece if len(piece) == expected else self._decompress(piece, expected, key)
+        if len(whole) != expected:
+            raise DamageError(f"unit {number} is damaged; nothing of it is returned")
+        return whole
 
 
-def _compressor(codec: Codec) -> Callable[[bytes], bytes]:
+def _compressor(codec: Codec) -> Compress:
+    common = b"" if codec.dictionary is None else codec.dictionary.content
+
+    def zstd(piece: bytes, key: bytes) -> bytes:
+        return _zstd_compressor(codec, key).compress(piece) if key else keyless.compress(piece)
+
+    def lz(piece: bytes, key: bytes) -> bytes:
+        known = {"dict": key or common} if key or common else {}
+        if not codec.level and not known:
+            return bytes(lz4.block.compress(piece, store_size=False))
+        level = codec.level or 1
+        packed = lz4.block.compress(piece, mode="high_compression", compression=level, store_size=False, **known)
+        return bytes(packed)
+
     if codec.method is Method.ZSTD:
-        content = codec.dictionary
-        data = None if content is None else zstandard.ZstdCompressionDict(content.content)
-        return zstandard.ZstdCompressor(
-            level=codec.level,
-            dict_data=data,
-            write_content_size=False,
-            write_checksum=False,
-            write_dict_id=False,
-        ).compress
-    if codec.method is Method.LZ4 and codec.level:
-        return lambda piece: lz4.block.compress(
-            piece, mode="high_compression", compression=codec.level, store_size=False
-        )
-    if codec.method is Method.LZ4:
-        return lambda piece: lz4.block.compress(piece, store_size=False)
-    return bytes
+        keyless = _zstd_compressor(codec, b"")
+        return zstd
+    return lz if codec.method is Method.LZ4 else lambda piece, _key: piece
+
+
+def _zstd_compressor(codec: Codec, key: bytes) -> zstandard.ZstdCompressor:
+    content, data = codec.dictionary, None
+    if key:
+        data = zstandard.ZstdCompressionDict(key, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+    elif content is not None:
+        data = zstandard.ZstdCompressionDict(content.content)
+    return zstandard.ZstdCompressor(
+        level=codec.level, dict_data=data, write_content_size=False, write_checksum=False, write_dict_id=False
+    )
 
 
 def _decompressor(codec: Codec) -> Decompress:
-    def zstd(piece: bytes, expected: int) -> bytes:
+    def zstd(piece: bytes, expected: int, key: bytes) -> bytes:
         if zstandard.frame_content_size(piece) > expected:
             return b""  # the package would allocate what the header claims
-        return decompressor.decompress(piece, max_output_size=expected)
+        reader = keyless
+        if key:
+            known = zstandard.ZstdCompressionDict(key, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
+            reader = zstandard.ZstdDecompressor(dict_data=known)
+        return reader.decompress(piece, max_output_size=expected)
 
-    def lz(piece: bytes, expected: int) -> bytes:
-        return bytes(lz4.block.decompress(piece, uncompressed_size=expected))
+    def lz(piece: bytes, expected: int, key: bytes) -> bytes:
+        known = {"dict": key or content} if key or content else {}
+        return bytes(lz4.block.decompress(piece, uncompressed_size=expected, **known))
 
-    def damaged(_piece: bytes, _expected: int) -> bytes:
+    def damaged(_piece: bytes, _expected: int, _key: bytes) -> bytes:
         return b""
 
-    content = codec.dictionary
+    content = b"" if codec.dictionary is None else codec.dictionary.content
     try:
-        data = None if content is None else zstandard.ZstdCompressionDict(content.content)
-        decompressor = zstandard.ZstdDecompressor(dict_data=data)
+        data = zstandard.ZstdCompressionDict(content) if content and codec.method is Method.ZSTD else None
+        keyless = zstandard.ZstdDecompressor(dict_data=data)
     except (zstandard.ZstdError, ValueError) as error:
         raise DamageError(f"a dictionary is none ({error}); nothing is read with it") from error
     inner = {Method.ZSTD: zstd, Method.LZ4: lz, Method.STORED: damaged}[codec.method]
 
-    def checked(piece: bytes, expected: int) -> bytes:
+    def checked(piece: bytes, expected: int, key: bytes) -> bytes:
         try:
-            return inner(piece, expected)
+            return inner(piece, expected, key)
         except (zstandard.ZstdError, lz4.block.LZ4BlockError):
             return b""
 
@@ -168,6 +200,8 @@ def _planes(rows: Bytes, transform: Transform) -> Bytes:
 def _differences(rows: Bytes, transform: Transform) -> Bytes:
     if transform.predictor is Predictor.NOTHING:
         return rows
+    if transform.predictor is Predictor.PIXELS:
+        return rows.reshape(len(rows), transform.planes, -1).transpose(0, 2, 1).reshape(len(rows), -1)
     planes = _planes(rows, transform).copy()
     if transform.green:
         planes[:, 0] -= planes[:, 1]
@@ -184,6 +218,8 @@ def _differences(rows: Bytes, transform: Transform) -> Bytes:
 def _sums(rows: Bytes, transform: Transform) -> Bytes:
     if transform.predictor is Predictor.NOTHING:
         return rows
+    if transform.predictor is Predictor.PIXELS:
+        return rows.reshape(len(rows), -1, transform.planes).transpose(0, 2, 1).reshape(len(rows), -1)
     shape = (len(rows), transform.planes, transform.rows, transform.columns)
     planes = rows.reshape(shape).copy()
     if transform.predictor is Predictor.LEFT:

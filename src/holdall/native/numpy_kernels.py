@@ -44,9 +44,17 @@ class PortableKernels:
     """Makes parts and fills batches with NumPy."""
 
     name = "portable"
+    packs_columns = False
 
     def __init__(self) -> None:
         self.coder: Coder = PortableCoder()
+
+    def pack_columns(self, *_: Any) -> int:
+        """Pack nothing: rows stay in their rings."""
+        return -1
+
+    def release(self, _first: int, _nbytes: int) -> None:
+        """Keep all pages."""
 
     def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
         """Make an empty block in `arena`."""

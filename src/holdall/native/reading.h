@@ -25,8 +25,11 @@ static inline int32_t segment_of(int64_t tick, const int64_t *first_ticks, int64
     return (int32_t)(segments && first_ticks[low] <= tick ? low : -1);
 }
 
+/* See columns.c. */
+void copy_from_runs(const row_column *c, const int64_t *ids, int64_t rows, int64_t ring_rows, uint8_t *out);
+
 /* See gather.c. */
-int64_t holdall_read_rows(const row_column *columns, int64_t count, const int64_t *ids, int64_t rows, int64_t first_id,
-                          int64_t next_id, int64_t ring_rows, uint8_t *observed, uint8_t *rest);
+EXPORT int64_t holdall_read_rows(const row_column *columns, int64_t count, const int64_t *ids, int64_t rows,
+                                 int64_t first_id, int64_t next_id, int64_t ring_rows, uint8_t *observed, uint8_t *rest);
 
 #endif

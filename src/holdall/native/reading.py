@@ -193,23 +193,27 @@ class _DecoderMemory:
         self._arrays = (
             np.empty(scratch_bytes, np.uint8),
             np.empty(unit_bytes, np.uint8),
+            np.empty(unit_bytes, np.uint8),
             np.empty(max(unit_bytes, min(scratch_bytes, _MOST_READ_AT_ONCE)), np.uint8),
             np.zeros(_DECODED_PLACES * ctypes.sizeof(DecodedSliceStruct), np.uint8),
         )
-        scratch, unit, read, decoded = self._arrays
+        scratch, unit, key, read, decoded = self._arrays
         context = libraries.functions["ZSTD_createDCtx"]()
         if not context:
             raise MemoryError("ZSTD_createDCtx found no memory")
         # Not when the interpreter ends: a thread may be in the middle of a call with it.
         weakref.finalize(self, libraries.functions["ZSTD_freeDCtx"], context).atexit = False
         self._struct = DecoderStruct(
-            lz4_decompress_safe=libraries.addresses["LZ4_decompress_safe"],
+            lz4_decompress_using_dict=libraries.addresses["LZ4_decompress_safe_usingDict"],
             zstd_decompress_using_ddict=libraries.addresses["ZSTD_decompress_usingDDict"],
+            zstd_ref_prefix=libraries.addresses["ZSTD_DCtx_refPrefix"],
+            zstd_decompress_dctx=libraries.addresses["ZSTD_decompressDCtx"],
             dctx=context,
             scratch=address(scratch),
             scratch_bytes=scratch.size,
             unit=address(unit),
             unit_bytes=unit.size,
+            key=address(key),
             read=address(read),
             read_bytes=read.size,
             decoded_places=_DECODED_PLACES,
@@ -227,7 +231,7 @@ class _DecoderMemory:
     def begin(self, batch: int) -> None:
         """Forget what an older batch was read from, which may be freed by now."""
         struct = self._struct
-        struct.unit_of = struct.read_of = None
+        struct.unit_of = struct.key_of = struct.read_of = None
         struct.error, struct.batch = 0, batch
 
 

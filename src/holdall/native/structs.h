@@ -26,16 +26,21 @@ typedef struct {
 } transform;
 
 /* A sealed block. Its slices are compressed in units of `group` neighbours, which lie one after another in memory
- * or in a file. */
+ * or in a file. The first of `key` units is a key: the others are compressed against what it decompresses to. */
 typedef struct {
     const uint8_t *data;     /* NULL: in a file */
     const uint32_t *offsets; /* unit i lies in [offsets[i], offsets[i + 1]) */
     const uint32_t *checks;  /* checksums of the units in a file */
     const uint8_t *palette;  /* 256 words */
+    const void *places;      /* which slice of the units a number names; NULL: the one with that number */
     const void *ddict;       /* ZSTD_DDict *, or NULL */
+    const uint8_t *common;   /* the dictionary's bytes, for LZ4, or NULL */
+    int64_t common_bytes;
+    int64_t place_bytes; /* of an entry of `places`: 2 or 4 */
     int64_t data_bytes;
     int64_t slice_count;
     int64_t group;
+    int64_t key; /* 0: no unit needs another */
     int64_t method;
     int64_t file;       /* descriptor */
     int64_t file_start; /* where the first unit lies in it */
@@ -52,8 +57,10 @@ typedef struct {
 
 /* The decompressors' functions, which Python finds, and the memory of one thread that decodes. */
 typedef struct {
-    int (*lz4_decompress_safe)(const char *, char *, int, int);
+    int (*lz4_decompress_using_dict)(const char *, char *, int, int, const char *, int);
     size_t (*zstd_decompress_using_ddict)(void *, void *, size_t, const void *, size_t, const void *);
+    size_t (*zstd_ref_prefix)(void *, const void *, size_t);
+    size_t (*zstd_decompress_dctx)(void *, void *, size_t, const void *, size_t);
     void *dctx;       /* ZSTD_DCtx * */
     uint8_t *scratch; /* two coded slices, and one decoded */
     int64_t scratch_bytes;
@@ -61,6 +68,9 @@ typedef struct {
     int64_t unit_bytes;
     const sealed_block *unit_of;
     int64_t unit_number;
+    uint8_t *key; /* the last key that was decompressed, as large as a unit: unit `key_number` of `key_of` */
+    const sealed_block *key_of;
+    int64_t key_number;
     uint8_t *read; /* units [read_first, read_end) of the block `read_of`, as they stand in a file */
     int64_t read_bytes;
     const sealed_block *read_of;
@@ -76,12 +86,21 @@ typedef struct {
 typedef struct {
     int (*lz4_compress_default)(const char *, char *, int, int);
     int (*lz4_compress_hc)(const char *, char *, int, int, int);
+    void (*lz4_reset_hc)(void *, int);
+    int (*lz4_load_dict_hc)(void *, const char *, int);
+    int (*lz4_continue_hc)(void *, const char *, char *, int, int);
     size_t (*zstd_compress2)(void *, void *, size_t, const void *, size_t);
+    size_t (*zstd_ref_prefix)(void *, const void *, size_t);
     unsigned (*zstd_is_error)(size_t);
     void *cctx;       /* ZSTD_CCtx * with its level and dictionary */
-    uint8_t *scratch; /* two coded slices, a unit of coded ones and a compressed unit */
+    void *stream;     /* LZ4_streamHC_t *, where LZ4 compresses against other bytes */
+    uint8_t *scratch; /* two coded slices, a unit of coded ones, a key and a compressed unit */
     int64_t scratch_bytes;
+    const uint8_t *common; /* a dictionary's bytes, for LZ4, or NULL */
+    int64_t common_bytes;
     int64_t group; /* slices of a unit */
+    int64_t key;   /* units that share a key; 0: there are none */
+    int64_t keeps_keys_raw;
     int64_t method;
     int64_t level; /* of LZ4: 0 the fast one, above 0 the high compression */
 } encoder;
@@ -161,6 +180,7 @@ typedef struct {
     sliced_field *sliced;
     int64_t flat_count;
     int64_t sliced_count;
+    int64_t pause_tick; /* before this tick is written, there is more to do */
 } tick_writer;
 
 /* ---- arguments as Python passes them ----------------------------------------------- */
@@ -240,7 +260,78 @@ typedef struct {
     int64_t apart_ids;   /* ... the address of their ids, ascending ... */
     int64_t apart_rows;  /* ... and of the rows */
     int64_t unless;      /* address of a second ring of flags: 1.0f where the first flag is set and this one is not; or 0 */
+    int64_t runs;        /* address of the column_runs that hold ticks whose rows are not in the ring, or 0 ... */
+    int64_t leaf;        /* ... and which leaf of theirs this is */
 } row_column;
+
+/* ---- short observations without what repeats in them, see columns.c ----------------- */
+
+/* All of these are tables of int64_t that Python writes: GROUP_FIELDS, PIECE_FIELDS and so on in storage/columns.py. */
+
+/* Columns that share a log of frames. */
+typedef struct {
+    int64_t window;       /* frames that a row shows */
+    int64_t frame_bytes;
+    int64_t is_dense;     /* there is no log: a row's frame stands in its record */
+    int64_t home;         /* address of a frame that is expected often and begins the log, or 0 */
+    int64_t first_source; /* of the pieces that a frame is collected from */
+    int64_t end_source;
+} column_group;
+
+/* Bytes that lie in one piece in an observation: `count` times `bytes` from `offset` on. */
+typedef struct {
+    int64_t leaf;
+    int64_t group;
+    int64_t at; /* behind the first frame that a row shows */
+    int64_t offset;
+    int64_t bytes;
+    int64_t count;
+    int64_t at_step;
+} column_piece;
+
+/* How the short observations of a transition are shared out. */
+typedef struct {
+    int64_t groups;
+    int64_t group_count;
+    int64_t pieces;      /* leaf by leaf: all of an observation */
+    int64_t piece_ends;  /* address of numbers: leaf i has pieces [i] to [i + 1] */
+    int64_t sources;     /* group by group: the pieces that are kept */
+    int64_t leaf_bytes;  /* addresses of numbers, by leaf: bytes, ... */
+    int64_t leaf_starts; /* ... and where a leaf stands in a row that is kept whole */
+    int64_t leaves;
+    int64_t row_bytes;
+} column_plan;
+
+/* A group's log in a run. */
+typedef struct {
+    int64_t first; /* byte of the data */
+    int64_t count;
+    int64_t cursor_at; /* byte of a record; -1: every cursor is 0 */
+} column_log;
+
+/* The short observations of a run of ticks, lane after lane. */
+typedef struct {
+    int64_t plan;
+    int64_t first_tick;
+    int64_t ticks;
+    int64_t data; /* address */
+    int64_t logs;
+    int64_t records; /* byte of the data, as are `numbers` and `wholes` */
+    int64_t record_bytes;
+    int64_t cursor_bytes;
+    int64_t dense_at;
+    int64_t exceptions; /* rows that are kept whole: their numbers, ascending, and they */
+    int64_t numbers;
+    int64_t wholes;
+} column_run;
+
+/* Where the runs are: run n holds the ticks from n << shift on. */
+typedef struct {
+    int64_t runs; /* address of addresses, by n & mask; 0: those ticks lie in rings */
+    int64_t mask;
+    int64_t shift;
+    int64_t lanes;
+} column_runs;
 
 /* The slices of a batch, each named once, and the table that finds them. */
 typedef struct {

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.native.library import (
     CompressionLibraries,
-    DenseLayout,
     EncoderStruct,
     OpenPartStruct,
     SealedBlockStruct,
@@ -27,7 +26,7 @@ from holdall.native.library import (
     TransformStruct,
 )
 from holdall.native.reading import NativeDecoder
-from holdall.native.tick_writer import NativeFastTick, NativeTickWriter, has_expected_objects
+from holdall.native.tick_writer import DenseLayout, NativeFastTick, NativeTickWriter, has_expected_objects
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,
@@ -40,6 +39,7 @@ from holdall.storage import (
     FlatField,
     Method,
     OpenPart,
+    Order,
     Repair,
     SealedSlices,
     SliceBlock,
@@ -47,6 +47,7 @@ from holdall.storage import (
     Transform,
     Window,
     address,
+    places_of,
     release_tail,
     reserve,
 )
@@ -67,6 +68,28 @@ class NativeWriting:
     """The half of `NativeKernels` that makes parts."""
 
     _library: ctypes.CDLL
+
+    packs_columns: bool
+
+    def pack_columns(
+        self,
+        run: NDArray[np.int64],
+        rings: NDArray[np.int64],
+        ring_ticks: int,
+        lanes: int,
+        out: Bytes,
+        scratch: tuple[NDArray[np.uint32], Bytes],
+    ) -> int:
+        """See `Kernels.pack_columns`."""
+        room, (numbers, row) = (address(out), out.size), scratch
+        used = self._library.holdall_pack_columns(
+            address(run), address(rings), ring_ticks, lanes, *room, address(numbers), address(row)
+        )
+        return int(used)
+
+    def release(self, first: int, nbytes: int) -> None:
+        """See `Kernels.release`."""
+        self._library.holdall_release(first, nbytes)
 
     def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
         """Make an empty block in `arena`."""
@@ -263,16 +286,24 @@ class NativeSealed(SealedSlices):
 
     def __init__(self, coded: Coded, ddict: int) -> None:
         super().__init__(coded)
-        extent = self.extent
+        extent, dictionary = self.extent, coded.codec.dictionary
+        common = (0, 0)
+        if dictionary is not None and dictionary.content and coded.codec.method is Method.LZ4:
+            common = address(np.frombuffer(dictionary.content, np.uint8)), len(dictionary.content)
         self._struct = SealedBlockStruct(
             data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0,
             offsets=address(coded.offsets),
             checks=0 if extent is None else address(extent.checks),
             palette=address(coded.palette),
+            places=address(coded.places) if len(coded.places) else 0,
             ddict=ddict,
+            common=common[0],
+            common_bytes=common[1],
+            place_bytes=coded.places.itemsize,
             data_bytes=coded.data.nbytes,
             slice_count=coded.count,
             group=coded.codec.group,
+            key=coded.codec.key,
             method=int(coded.codec.method),
             file=-1 if extent is None else extent.file.descriptor,
             file_start=0 if extent is None else extent.start,
@@ -296,18 +327,20 @@ class NativeCoder(NativeDecoder):
 
     def adopt(self, coded: Coded) -> SealedSlices:
         """See `Coder.adopt`."""
-        sealed = NativeSealed(coded, self._ddict(coded.codec.dictionary))
+        sealed = NativeSealed(coded, self._ddict(coded.codec.dictionary, coded.codec.method))
         unit_bytes = coded.codec.group * coded.codec.transform.coded_bytes
         self._most_unit_bytes = max(self._most_unit_bytes, unit_bytes)
         return sealed
 
-    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None) -> SealedSlices | None:
         """See `Coder.seal`."""
         transform = codec.transform
         slices = np.ascontiguousarray(slices)  # C reads row after row
         if slices.nbytes != len(slices) * transform.slice_bytes:
             raise DamageError(f"slices of {slices.shape} came to a codec of {transform.slice_bytes} bytes; report this")
         count = len(slices)
+        if order is not None and (len(order) != count or order.dtype != np.uint32):
+            raise DamageError(f"an order of {len(order)} came with {count} slices; report this")
         compressor = self._compressor(codec)
         room = count * transform.coded_bytes
         data = reserve(room)
@@ -316,14 +349,15 @@ class NativeCoder(NativeDecoder):
         slots = np.zeros(_PALETTE_SLOTS, np.uint16)
         form = _form(transform)
         used = self._library.holdall_encode(
-            ctypes.addressof(compressor.encoder), ctypes.addressof(form), address(slices), count,
-            address(data), room, address(offsets), address(palette), address(slots),
+            ctypes.addressof(compressor.encoder), ctypes.addressof(form), address(slices),
+            0 if order is None else address(order), count, address(data), room, address(offsets),
+            address(palette), address(slots),
         )  # fmt: skip
         if used < 0:
             return None
         packed = reserve(used)
         packed[:] = data[:used]
-        return self.adopt(Coded(codec, count, offsets, palette, packed))
+        return self.adopt(Coded(codec, count, offsets, palette, packed, places_of(order)))
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`."""
@@ -338,9 +372,9 @@ class NativeCoder(NativeDecoder):
     def _compressor(self, codec: Codec) -> _Compressor:
         return _Compressor(self._libraries, codec)
 
-    def _ddict(self, dictionary: Dictionary | None) -> int:
+    def _ddict(self, dictionary: Dictionary | None, method: Method) -> int:
         """Return the library's form of a dictionary, made once."""
-        if dictionary is None:
+        if dictionary is None or method is not Method.ZSTD:
             return 0
         if dictionary not in self._ddicts:
             content, functions = dictionary.content, self._libraries.functions
@@ -374,38 +408,52 @@ class _Compressor:
     def __init__(self, libraries: CompressionLibraries, codec: Codec) -> None:
         coded_bytes = codec.transform.coded_bytes
         self._functions = libraries.functions
-        self._scratch = np.empty(2 * coded_bytes + 2 * codec.group * coded_bytes + 1024, np.uint8)
+        self._scratch = np.empty(2 * coded_bytes + 3 * codec.group * coded_bytes + 1024, np.uint8)
+        self._codec = codec  # its dictionary is read by C
+        common = codec.dictionary.content if codec.dictionary is not None and codec.method is Method.LZ4 else b""
+        is_against = codec.method is Method.LZ4 and (codec.key > 0 or common)
         self.encoder = EncoderStruct(
             lz4_compress_default=libraries.addresses["LZ4_compress_default"],
             lz4_compress_hc=libraries.addresses["LZ4_compress_HC"],
+            lz4_reset_hc=libraries.addresses["LZ4_resetStreamHC_fast"],
+            lz4_load_dict_hc=libraries.addresses["LZ4_loadDictHC"],
+            lz4_continue_hc=libraries.addresses["LZ4_compress_HC_continue"],
             zstd_compress2=libraries.addresses["ZSTD_compress2"],
+            zstd_ref_prefix=libraries.addresses["ZSTD_CCtx_refPrefix"],
             zstd_is_error=libraries.addresses["ZSTD_isError"],
             cctx=self._context(codec) if codec.method is Method.ZSTD else None,
+            stream=self._owned("LZ4", "StreamHC") if is_against else None,
             scratch=address(self._scratch),
             scratch_bytes=self._scratch.size,
+            common=address(np.frombuffer(common, np.uint8)) if common else None,
+            common_bytes=len(common),
             group=codec.group,
+            key=codec.key,
+            keeps_keys_raw=codec.raw_keys,
             method=int(codec.method),
             level=codec.level,
         )
 
     def _context(self, codec: Codec) -> int:
-        context = self._owned("CCtx")
+        context = self._owned("ZSTD", "CCtx")
         # Sizes are known from the schema, and damage is found by the segment's own checksums.
         settings = ((_ZSTD_LEVEL, codec.level), (_ZSTD_CONTENT_SIZE, 0), (_ZSTD_CHECKSUM, 0), (_ZSTD_DICT_ID, 0))
         for parameter, value in settings:
             self._functions["ZSTD_CCtx_setParameter"](context, parameter, value)
         if codec.dictionary is not None:
             content = codec.dictionary.content
-            self._functions["ZSTD_CCtx_refCDict"](context, self._owned("CDict", content, len(content), codec.level))
+            self._functions["ZSTD_CCtx_refCDict"](
+                context, self._owned("ZSTD", "CDict", content, len(content), codec.level)
+            )
         return context
 
-    def _owned(self, kind: str, *arguments: Any) -> int:
-        """Make a thing of the library's that is freed with this object."""
-        handle = self._functions[f"ZSTD_create{kind}"](*arguments)
+    def _owned(self, library: str, kind: str, *arguments: Any) -> int:
+        """Make a thing of a library's that is freed with this object."""
+        handle = self._functions[f"{library}_create{kind}"](*arguments)
         if not handle:
-            raise MemoryError(f"ZSTD_create{kind} found no memory")
+            raise MemoryError(f"{library}_create{kind} found no memory")
         # Not when the interpreter ends: a worker may be in the middle of a call with it.
-        weakref.finalize(self, self._functions[f"ZSTD_free{kind}"], handle).atexit = False
+        weakref.finalize(self, self._functions[f"{library}_free{kind}"], handle).atexit = False
         return int(handle)
 
 

@@ -1,6 +1,7 @@
 """The memory past one machine: the same calls over shards, which are actors of Ray's.
 
 `holdall.ray.ReplayMemory` is made where the learner is; `memory.writer()` goes to the actors, or `collect` starts them.
+`attach` gives further learners a handle of their own.
 `holdall.ray.sb3` has what Stable-Baselines3's learners need. Names are imported when they are asked for: a shard
 that is started again after a loss waits for no more than it uses.
 """
@@ -10,17 +11,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdall.cluster.collect import Collection, collect
+    from holdall.cluster.handle import MemoryHandle, attach
     from holdall.cluster.memory import ReplayMemory
     from holdall.cluster.roster import RateLimit
     from holdall.cluster.writer import Writer
 
-__all__ = ["Collection", "RateLimit", "ReplayMemory", "Writer", "collect"]
+__all__ = ["Collection", "MemoryHandle", "RateLimit", "ReplayMemory", "Writer", "attach", "collect"]
 
 _HOMES = {
     "Collection": "collect",
+    "MemoryHandle": "handle",
     "RateLimit": "roster",
     "ReplayMemory": "memory",
     "Writer": "writer",
+    "attach": "handle",
     "collect": "collect",
 }
 

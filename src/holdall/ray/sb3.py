@@ -5,6 +5,8 @@ In:  a model's settings.  Out: its samples, drawn over all shards; actions of it
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,14 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.cluster.collect import MakeAct
 from holdall.cluster.memory import ReplayMemory
+from holdall.cluster.status import this_node
+from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
 from holdall.sb3 import ReplayBuffer as LocalReplayBuffer
 from holdall.sb3.prioritized import PrioritizedSamples
+
+_LOADED_WITH = {"durability", "on_shard_loss", "prefer", "limit", "patience_s", "sampler"}
+"""Settings of a memory that `load` takes, too."""
 
 
 class ReplayBuffer(LocalReplayBuffer):
@@ -26,8 +33,11 @@ class ReplayBuffer(LocalReplayBuffer):
 
     `DQN(..., replay_buffer_class=holdall.ray.sb3.ReplayBuffer, replay_buffer_kwargs={"shards": 2})`
 
-    It draws as its memory's sampler does, and not in Stable-Baselines3's order. With `Prioritized(...)` samples have
-    weights and ids, see `holdall.sb3.PrioritizedReplayBuffer`.
+    It draws as its memory's sampler does, and not in Stable-Baselines3's order. With `Prioritized(...)`, or `NStep(...,
+    by=Prioritized(...))`, samples have weights and ids, see `holdall.sb3.PrioritizedReplayBuffer`.
+
+    `model.save_replay_buffer` keeps all transitions and priorities, compressed, where the shards run on this machine.
+    Elsewhere use `memory.save(url)`, and make the model again with what `holdall.ray.ReplayMemory.load(url)` returns.
 
     Args:
         shards: See `holdall.ray.ReplayMemory`, as all further settings; `memory` is that memory.
@@ -38,7 +48,7 @@ class ReplayBuffer(LocalReplayBuffer):
         device: th.device | str = "auto", n_envs: int = 1, optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True, **settings: Any,
     ) -> None:  # fmt: skip
-        self._settings = settings
+        self._settings, self._ticks = settings, 0
         super().__init__(
             buffer_size,
             observation_space,
@@ -52,8 +62,10 @@ class ReplayBuffer(LocalReplayBuffer):
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions over all shards."""
         batch = self.memory.sample(batch_size)
-        samples = self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
-        if not isinstance(self.memory.sampler, Prioritized):
+        rewards = self._normalize_reward(batch.reward.reshape(-1, 1), env)
+        discounts = None if batch.discount is None else batch.discount.reshape(-1, 1)
+        samples, sampler = self._as_samples(batch, rewards, env, discounts), self.memory.sampler
+        if not isinstance(getattr(sampler, "by", sampler), Prioritized):
             return samples
         weights = self._tensor(batch.weights.reshape(-1, 1))
         return PrioritizedSamples.of(samples, weights, batch.ids)
@@ -63,9 +75,43 @@ class ReplayBuffer(LocalReplayBuffer):
         numbers = priorities.detach().cpu().numpy() if isinstance(priorities, th.Tensor) else np.asarray(priorities)
         self.memory.update_priorities(ids, numbers.reshape(-1))
 
+    def _ticks_added(self) -> int:
+        """Count them here: shards do not know which of them this process added."""
+        self._ticks += 1
+        return self._ticks
+
     def size(self) -> int:
         """Count the transitions that all actors have added and that are held."""
         return len(self.memory)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return everything, with the files of a checkpoint in place of the memory: shards stay where they are."""
+        memory: Any = self.memory
+        here = this_node()
+        elsewhere = [status.node for status in memory.shards() if status.node not in {"", here}]
+        if elsewhere:
+            raise ArgumentError(
+                f"the buffer is saved on {here}, and has shards on {elsewhere[0]}; use buffer.memory.save(url) with a "
+                "url that all machines see"
+            )
+        with tempfile.TemporaryDirectory() as folder:
+            memory.save(folder, keep=1).result()
+            paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+            files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+        return self.__dict__ | {"memory": files}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start shards with what was saved."""
+        self.__dict__.update(state)
+        settings = {name: value for name, value in self._settings.items() if name in _LOADED_WITH}
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in state["memory"].items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+            memory: Any = ReplayMemory.load(folder, **settings, journal_url=self._settings.get("url"))
+            len(memory)  # by now the shards have read it
+        self.memory = memory
 
     def _new_memory(self) -> Any:
         observed, action = self._stored_spaces()

@@ -1,11 +1,13 @@
 """Which transitions come next: the contract of a sampler, and the samplers."""
 
 from holdall.sampling.draw import (
+    LANE,
     Held,
     PrioritySampler,
     Sampler,
     SmallFields,
     Stateless,
+    StepOrder,
     Uniform,
     require_enough,
     required_sampler,
@@ -13,6 +15,7 @@ from holdall.sampling.draw import (
     set_priorities,
 )
 from holdall.sampling.episodic import (
+    ComposedSampler,
     Hindsight,
     NStep,
     RolloutSequences,
@@ -24,6 +27,8 @@ from holdall.sampling.episodic import (
 from holdall.sampling.prioritized import Prioritized
 
 __all__ = [
+    "LANE",
+    "ComposedSampler",
     "Held",
     "Hindsight",
     "NStep",
@@ -34,6 +39,7 @@ __all__ = [
     "Sequence",
     "SmallFields",
     "Stateless",
+    "StepOrder",
     "Uniform",
     "drawn_from",
     "require_enough",

@@ -38,12 +38,32 @@ class SmallFields(Validity, Protocol):
         """Return the rewards, in their own dtype."""
 
 
+LANE = np.int64(1) << 40
+"""A place is lane * LANE + tick: sorted by lane, then by tick. A trillion ticks are enough."""
+
+
+class StepOrder(Protocol):
+    """Which held ids follow each other in time, where that is not every `lanes`-th one."""
+
+    def places(self, ids: Ids) -> Ids:
+        """Return the places of held ids: the step after one has the next place."""
+
+    def at(self, places: Ids) -> tuple[Ids, Flags]:
+        """Return the ids at places of any shape, and which of them are held; the others are any number."""
+
+    def pieces(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return the first and last place of the held steps around each id that follow each other without a gap."""
+
+    def without_past(self, first_id: int) -> Ids:
+        """Return at least those held ids whose step before was held when `first_id` was the first one held."""
+
+
 @dataclass(frozen=True, slots=True)
 class Held:
     """What a memory holds at the moment of a draw: the ids from `first_id` up to `next_id` - 1.
 
-    The step after transition i in the same lane is i + `lanes`. `capacity` is the most ids that
-    are ever held, so that no two held ids are equal modulo `capacity`.
+    The step after transition i in the same lane is i + `lanes`, unless `order` says which it is. `capacity` is the
+    most ids that are ever held, so that no two held ids are equal modulo `capacity`.
     """
 
     first_id: int
@@ -52,6 +72,7 @@ class Held:
     capacity: int
     fields: SmallFields
     only: Callable[[Held, Ids], Flags] | None = None
+    order: StepOrder | None = None
 
     def limited(self, only: Callable[[Held, Ids], Flags]) -> Held:
         """Return the same, of which only some ids may be drawn."""
@@ -66,6 +87,45 @@ class Held:
         """Return which of some held ids may be drawn."""
         valid = self.fields.are_valid(ids)
         return valid if self.only is None else valid & self.only(self, ids)
+
+    def steps(self, ids: Ids, first: int, stop: int) -> tuple[Ids, Flags]:
+        """Return the steps `first` to `stop` - 1 after each of `ids`, (ids, steps), and which are held.
+
+        All lie behind `ids`, or all before them: `first` is at least 0, or `stop` at most 0.
+        """
+        away = np.arange(first, stop)
+        if self.order is not None:
+            return self.order.at(self.order.places(ids)[:, None] + away)
+        steps = ids[:, None] + self.lanes * away
+        return steps, steps < self.next_id if first >= 0 else steps >= self.first_id
+
+    def places(self, ids: Ids) -> Ids:
+        """Return the places of held ids, see `LANE`."""
+        if self.order is not None:
+            return self.order.places(ids)
+        tick, lane = np.divmod(ids, self.lanes)
+        return np.asarray(lane * LANE + tick)
+
+    def at(self, places: Ids) -> tuple[Ids, Flags]:
+        """Return the ids at places, and which of them are held."""
+        if self.order is not None:
+            return self.order.at(places)
+        lane, tick = np.divmod(places, LANE)
+        ids = tick * self.lanes + lane
+        return ids, (ids >= self.first_id) & (ids < self.next_id)
+
+    def pieces(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Return the first and last place held of the lane of each id, as far as no step between is missing."""
+        if self.order is not None:
+            return self.order.pieces(ids)
+        lane = ids % self.lanes * LANE
+        return lane + self.first_id // self.lanes, lane + (self.next_id // self.lanes - 1)
+
+    def without_past(self, first_id: int) -> Ids:
+        """Return ids that may have lost the step before them since `first_id` was the first one held."""
+        if self.order is not None:
+            return self.order.without_past(first_id)
+        return np.arange(self.first_id, min(self.first_id + self.lanes, self.next_id))
 
     def require(self, ids: Ids) -> None:
         """Refuse ids, of any shape, that are not held or of a lane that made no transition."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Draw, Goals, RewardFunction
 from holdall.errors import ArgumentError, DamageError, TransitionIdError
-from holdall.sampling.draw import Flags, Held, Ids, Sampler, State, Uniform, required_sampler
+from holdall.sampling.draw import LANE, Flags, Held, Ids, Sampler, State, Uniform, required_sampler
 from holdall.sampling.prioritized import Prioritized
 from holdall.units import require_count, require_flag, require_number
 
@@ -34,6 +34,14 @@ class ComposedSampler(ABC):
     @abstractmethod
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
         """Draw `count` rows, with replacement."""
+
+    def starts(self, held: Held) -> Held:
+        """Return what is held, limited to the transitions that `by` may draw."""
+        return held
+
+    def first_ids(self, ids: Ids) -> Ids:
+        """Return the transitions that `by` drew, of the ids of a batch."""
+        return ids
 
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
         """Pass priorities to the sampler of the transitions."""
@@ -58,8 +66,6 @@ class ComposedSampler(ABC):
             self.by.resize(capacity, first_id)
 
 
-_LANE = np.int64(1) << 40
-"""A place is lane * _LANE + tick: sorted by lane, then by tick. A trillion ticks are enough."""
 _AT_ONCE = 1 << 20
 
 
@@ -68,7 +74,7 @@ class Episodes:
 
     def __init__(self) -> None:
         self._ends: NDArray[np.int64] = np.empty(0, np.int64)  # places
-        self._next_id = 0
+        self._next_id = self._first_id = 0
         self._flags_changed = 0
 
     def __reduce__(self) -> tuple[type[Episodes], tuple[()]]:
@@ -76,27 +82,19 @@ class Episodes:
         return Episodes, ()
 
     def bounds(self, held: Held, ids: Ids) -> tuple[Ids, Ids]:
-        """Return the ids of the first and last held step of the episode of each of `ids`.
+        """Return the places of the first and last held step of the episode of each of `ids`.
 
         An episode that goes on ends, so far, with the newest step of its lane.
         """
         self._catch_up(held)
-        tick, lane = np.divmod(ids, held.lanes)
-        place = lane * _LANE + tick
-        behind = np.searchsorted(self._ends, place)
-        first_tick, next_tick = held.first_id // held.lanes, held.next_id // held.lanes
-        end, before = self._at(behind, lane), self._at(behind - 1, lane)
-        last = np.where(end < 0, next_tick - 1, end)
-        first = np.maximum(before + 1, first_tick)
-        return first * held.lanes + lane, last * held.lanes + lane
-
-    def _at(self, index: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the ticks of the ends at `index`, -1 where they are none of the lane's."""
-        if self._ends.size == 0:
-            return np.full(len(index), -1)
-        inside = (index >= 0) & (index < len(self._ends))
-        end = self._ends[np.where(inside, index, 0)]
-        return np.where(inside & (end // _LANE == lane), end % _LANE, -1)
+        first, last = held.pieces(ids)
+        if self._ends.size:
+            behind = np.searchsorted(self._ends, held.places(ids))
+            before, end = self._ends[behind - 1] + 1, self._ends[np.minimum(behind, len(self._ends) - 1)]
+            # An end of another lane lies before or behind all that is held of this one.
+            first = np.where(behind > 0, np.maximum(before, first), first)
+            last = np.where(behind < len(self._ends), np.minimum(end, last), last)
+        return first, last
 
     def _catch_up(self, held: Held) -> None:
         if held.fields.flags_changed != self._flags_changed:
@@ -106,16 +104,13 @@ class Episodes:
         for begin in range(first, held.next_id, _AT_ONCE):
             ids = np.arange(begin, min(begin + _AT_ONCE, held.next_id))
             # A lane that made no transition stands alone: an episode ends before it and one begins after it.
-            missing = ids[~held.fields.are_valid(ids)]
-            before = missing[missing >= held.lanes] - held.lanes
-            borders = np.concatenate([ids[held.fields.are_ends(ids)], missing, before])
-            tick, lane = np.divmod(borders, held.lanes)
-            new = np.sort(lane * _LANE + tick)
+            missing = held.places(ids[~held.fields.are_valid(ids)])
+            before = missing[missing % LANE > 0] - 1
+            new = np.sort(np.concatenate([held.places(ids[held.fields.are_ends(ids)]), missing, before]))
             self._ends = np.insert(self._ends, np.searchsorted(self._ends, new), new)
         self._next_id = held.next_id
-        stale = self._ends % _LANE < held.first_id // held.lanes - 1
-        if 2 * np.count_nonzero(stale) > len(stale):
-            self._ends = self._ends[~stale]
+        if 8 * (held.first_id - self._first_id) >= held.capacity:
+            self._ends, self._first_id = self._ends[held.at(self._ends)[1]], held.first_id
 
 
 def steps_after(held: Held, ids: Ids, count: int, crossing: bool = False) -> tuple[Ids, Flags]:
@@ -124,8 +119,7 @@ def steps_after(held: Held, ids: Ids, count: int, crossing: bool = False) -> tup
     Args:
         crossing: Continue past the ends of episodes.
     """
-    steps = ids[:, None] + held.lanes * np.arange(count)
-    real = steps < held.next_id
+    steps, real = held.steps(ids, 0, count)
     inside = np.where(real, steps, ids[:, None])
     if not held.fields.all_valid:
         real &= held.fields.are_valid(inside)
@@ -137,8 +131,7 @@ def steps_after(held: Held, ids: Ids, count: int, crossing: bool = False) -> tup
 
 def steps_before(held: Held, ids: Ids, count: int, crossing: bool = False) -> tuple[Ids, Flags]:
     """Return the `count` steps before each of `ids`, oldest first, and which are real."""
-    steps = ids[:, None] - held.lanes * np.arange(count, 0, -1)
-    real = steps >= held.first_id
+    steps, real = held.steps(ids, -count, 0)
     inside = np.where(real, steps, ids[:, None])
     if not held.fields.all_valid:
         real &= held.fields.are_valid(inside)
@@ -184,7 +177,7 @@ class NStep(ComposedSampler):
         return Draw(
             drawn.ids,
             drawn.weights,
-            last_ids=drawn.ids + (used - 1) * held.lanes,
+            last_ids=np.take_along_axis(steps, used[:, None] - 1, axis=1)[:, 0],
             reward=_discounted_sum(held.fields.rewards(steps), real, powers),
             discount=np.array(powers, np.float32)[used],
         )
@@ -238,7 +231,7 @@ class Sequence(ComposedSampler):
 
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
         """Draw first steps, and collect what lies before and behind them."""
-        drawn = self.by.draw(self._starts(held), count, generator)
+        drawn = self.by.draw(self.starts(held), count, generator)
         self._flags_drawn = held.fields.flags_changed
         before = steps_before(held, drawn.ids, self.burn_in, self.crossing)
         after = steps_after(held, drawn.ids, self.length, self.crossing)
@@ -247,12 +240,16 @@ class Sequence(ComposedSampler):
 
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
         """Pass on one priority a sequence; `ids` as in the batch, or those of the first steps alone."""
-        first = ids[:, self.burn_in] if ids.ndim == 2 and ids.shape[1] == self.burn_in + self.length else ids
+        first = self.first_ids(ids)
         limits = self.stride > 1 and isinstance(self.by, Prioritized)
         if limits and first.ndim == 1 and first.shape == priorities.shape:
             kept = self._without_lost_starts(held, first)
             first, priorities = first[kept], priorities[kept]
-        super().update_priorities(self._starts(held), first, priorities)
+        super().update_priorities(self.starts(held), first, priorities)
+
+    def first_ids(self, ids: Ids) -> Ids:
+        """See `ComposedSampler`."""
+        return ids[:, self.burn_in] if ids.ndim == 2 and ids.shape[1] == self.burn_in + self.length else ids
 
     def _without_lost_starts(self, held: Held, first: Ids) -> Flags:
         """Return which steps are starts or not held; refuse those that were none when they were drawn.
@@ -260,9 +257,10 @@ class Sequence(ComposedSampler):
         A step loses its place when the end before it is evicted, or flags are set again.
         """
         known = (first >= held.first_id) & (first < held.next_id)
-        lost = known.copy()
+        lost, never = known.copy(), known.copy()
         lost[known] = ~self._are_starts(held, first[known])
-        never = lost & (first >= held.first_id + held.lanes)
+        never[lost] = held.steps(first[lost], -1, 0)[1][:, 0]
+        never &= lost
         if never.any() and held.fields.flags_changed == self._flags_drawn:
             raise TransitionIdError(
                 f"ids holds {first[never][0]}, with which no sequence begins: it is neither the first step of an "
@@ -270,15 +268,16 @@ class Sequence(ComposedSampler):
             )
         return ~lost
 
-    def _starts(self, held: Held) -> Held:
+    def starts(self, held: Held) -> Held:
+        """See `ComposedSampler`."""
         return held if self.stride == 1 else held.limited(self._are_starts)
 
     def _are_starts(self, held: Held, ids: Ids) -> Flags:
         """Return which steps a sequence may begin with."""
-        on_stride = ids // held.lanes % self.stride == 0
-        before = ids - held.lanes
-        known = before >= held.first_id
-        before = np.where(known, before, ids)
+        on_stride = held.places(ids) % LANE % self.stride == 0
+        steps, is_held = held.steps(ids, -1, 0)
+        known = is_held[:, 0]
+        before = np.where(known, steps[:, 0], ids)
         first = known & (held.fields.are_ends(before) | ~held.fields.are_valid(before))
         return np.asarray(on_stride | first)
 
@@ -328,25 +327,33 @@ class Hindsight(ComposedSampler):
         self._keys = (achieved_key, desired_key)
         self._episodes = Episodes()
 
-    def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
-        """Draw transitions, and for most of them a step of the same episode."""
+    def relabelled(self, count: int) -> int:
+        """Return how many rows of a batch get another goal."""
+        return int(self.k / (self.k + 1) * count)
+
+    def draw(
+        self, held: Held, count: int, generator: np.random.Generator, relabelled: int | None = None
+    ) -> Draw:  # fmt: skip
+        """Draw transitions, and for the first ones, most by default, a step of the same episode."""
         if (several := held.fields.rewards(np.empty(0, np.int64))).ndim > 1:
             raise ArgumentError(
                 f"sampler: Hindsight computes one reward a step, and the memory has reward_shape={several.shape[1:]}; "
                 "use another sampler, or keep rewards for goals in a memory of their own"
             )
         drawn = self.by.draw(held, count, generator)
-        rows = np.arange(int(self.k / (self.k + 1) * count))
-        goals = Goals(rows, self._outcomes(held, drawn.ids[rows], generator), *self._keys, self.reward_fn)
-        return Draw(drawn.ids, drawn.weights, goals=goals)
+        rows = np.arange(self.relabelled(count) if relabelled is None else relabelled)
+        return Draw(drawn.ids, drawn.weights, goals=self.goals(self._outcomes(held, drawn.ids[rows], generator)))
+
+    def goals(self, outcomes: Ids) -> Goals:
+        """Return the goals of the first rows of a batch: what was achieved with these transitions."""
+        return Goals(np.arange(len(outcomes)), outcomes, *self._keys, self.reward_fn)
 
     def _outcomes(self, held: Held, ids: Ids, generator: np.random.Generator) -> Ids:
         first, last = self._episodes.bounds(held, ids)
         if self.strategy == "final":
-            return last
-        begin = ids if self.strategy == "future" else first
-        steps = (last - begin) // held.lanes + 1
-        return np.asarray(begin + generator.integers(0, steps) * held.lanes)
+            return held.at(last)[0]
+        begin = held.places(ids) if self.strategy == "future" else first
+        return held.at(begin + generator.integers(0, last - begin + 1))[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,7 @@ class Prioritized:
         self._alpha = require_number("alpha", alpha, 0.0)
         self.beta = beta
         self._floor = require_number("floor", floor, 1e-30)
-        self._highest = (1.0 + self._floor) ** self._alpha  # of all priorities so far, scaled
+        self._highest: float = (1.0 + self._floor) ** self._alpha  # of all priorities so far, scaled
         if not 0 < self._floor**self._alpha < _MOST:
             raise ArgumentError(
                 f"floor ({floor!r}) to the power of alpha ({alpha!r}) is no number above 0; raise floor"
@@ -224,7 +224,7 @@ class Prioritized:
         if priorities.size and not (priorities.min() >= 0 and priorities.max() < np.inf):  # or NaN
             wrong = priorities[~((priorities >= 0) & (priorities < np.inf))][0]
             raise ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
-        scaled = self._scaled(priorities)
+        scaled = self.scale(priorities)
         self._unfinished = (ids, scaled, (held.first_id, held.next_id, self._capacity))
         if not self._update(tree):
             raise self._refusal(held, ids, priorities, scaled)
@@ -247,7 +247,18 @@ class Prioritized:
         """Return the scaled priorities of held ids."""
         return self._caught_up(held).values(ids % self._capacity)
 
-    def _scaled(self, priorities: NDArray[Any]) -> NDArray[np.float64]:
+    @property
+    def highest(self) -> float:
+        """The highest priority so far, scaled: what a new transition gets."""
+        return self._highest
+
+    def raise_highest(self, held: Held, scaled: float) -> None:
+        """Give transitions that are added from now on at least this scaled priority: it was seen elsewhere."""
+        if held.next_id > held.first_id:
+            self._caught_up(held)
+        self._highest = max(self._highest, scaled)
+
+    def scale(self, priorities: NDArray[Any]) -> NDArray[np.float64]:
         """Add the floor, and raise to alpha; in float32 if that is what was given and is precise enough."""
         if priorities.dtype == np.float32 and self._alpha <= 1:
             powers = (priorities + np.float32(self._floor)) ** np.float32(self._alpha)
@@ -351,7 +362,7 @@ class Prioritized:
         if held.fields.flags_changed != self._flags_changed:
             ids = np.arange(held.first_id, held.next_id)
         elif held.first_id != self._first_id:
-            ids = np.arange(held.first_id, min(held.first_id + held.lanes, held.next_id))
+            ids = held.without_past(self._first_id)
         else:
             return
         self._flags_changed = held.fields.flags_changed

@@ -158,6 +158,10 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
             done,
             cut,
         )
+        return self._ticks_added()
+
+    def _ticks_added(self) -> int:
+        """Return how many ticks were added in all, after one was."""
         return self.memory.next_id // self.n_envs
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:

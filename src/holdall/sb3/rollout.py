@@ -23,7 +23,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError
-from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
+from holdall.native import chosen_kernels, copy_in_order, estimate_advantages, fallback
 from holdall.report import FieldReport, MemoryReport
 from holdall.sb3.arrays import SlotArray
 from holdall.schema import Leaf
@@ -182,6 +182,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
             segments=1,
             backlog=0 if sealer is None else sealer.backlog,
             failure="" if sealer is None else sealer.failure,
+            fallback=fallback(),
         )
 
     @staticmethod

@@ -13,24 +13,18 @@ from holdall.storage.blocks import (
     Extent,
     FrozenBlock,
     KeptBlock,
+    Order,
     SealedSlices,
     SegmentFile,
     SliceBlock,
     address,
+    places_of,
     release_tail,
     reserve,
 )
-from holdall.storage.codec import (
-    COST_CAPS,
-    TRANSFORM_FIELDS,
-    Codec,
-    Dictionary,
-    Method,
-    Predictor,
-    Transform,
-    candidates,
-    choose,
-)
+from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform, candidates
+from holdall.storage.codec_choice import COST_CAPS, choose
+from holdall.storage.columns import COLUMN_TABLES, NEVER, new_ring
 from holdall.storage.layout import (
     ALIGNMENT_BYTES,
     COLUMN_FIELDS,
@@ -74,7 +68,7 @@ from holdall.storage.records import (
     window_words,
 )
 from holdall.storage.remote_file import AwaitedFile, Demand, bring, bring_places, bring_slices
-from holdall.storage.rings import Rows, new_ring
+from holdall.storage.rings import Rows
 from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
 from holdall.storage.sealed_segment import MOST_SEGMENT_ROWS, SealedSegment, pack_segment, segment_needs, unpack_segment
 from holdall.storage.sealer import Sealer
@@ -128,9 +122,11 @@ from holdall.storage.tiers import Budget
 __all__ = [
     "ALIGNMENT_BYTES",
     "COLUMN_FIELDS",
+    "COLUMN_TABLES",
     "COST_CAPS",
     "DICTIONARY",
     "MOST_SEGMENT_ROWS",
+    "NEVER",
     "NEXT_IS_WHOLE",
     "NOT_CONTINUED",
     "NO_ROOM",
@@ -171,6 +167,7 @@ __all__ = [
     "Method",
     "OpenPart",
     "OpenSlices",
+    "Order",
     "Places",
     "Predictor",
     "Read",
@@ -225,6 +222,7 @@ __all__ = [
     "pack_segment",
     "pack_slices",
     "pack_state",
+    "places_of",
     "put_rows",
     "records_in",
     "release_tail",

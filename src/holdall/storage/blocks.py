@@ -14,7 +14,8 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -222,6 +223,20 @@ def _close(descriptor: int, doomed: Path | None, process: int) -> None:
         doomed.unlink(missing_ok=True)
 
 
+Order = NDArray[np.uint32]
+SlicePlaces = NDArray[np.uint16] | NDArray[np.uint32]
+_IN_ORDER: SlicePlaces = np.zeros(0, np.uint16)
+
+
+def places_of(order: Order | None) -> SlicePlaces:
+    """Return the place of every slice, given the slice of every place; nothing if they are in order."""
+    if order is None or np.array_equal(order, np.arange(len(order))):
+        return _IN_ORDER
+    places = np.empty(len(order), np.uint16 if len(order) <= 1 << 16 else np.uint32)
+    places[order] = np.arange(len(order))
+    return places
+
+
 @dataclass(frozen=True, slots=True)
 class Coded:
     """What a block became: all that is needed to read it."""
@@ -231,6 +246,9 @@ class Coded:
     offsets: NDArray[np.uint32]  # (units + 1,)
     palette: Bytes  # 256 words, or nothing
     data: Bytes | Extent
+    places: SlicePlaces = field(
+        default_factory=lambda: _IN_ORDER
+    )  # of every slice among those of the units; nothing: they are in order
 
     def __post_init__(self) -> None:
         form, group = self.codec.transform, self.codec.group
@@ -244,7 +262,25 @@ class Coded:
     def _fits(self, units: int) -> bool:
         """Whether offsets, sums and palette are those of so many units."""
         checked = not isinstance(self.data, Extent) or len(self.data.checks) == units
-        return checked and len(self.offsets) == units + 1 and self.palette.size == 256 * self.codec.transform.word_bytes
+        placed = len(self.places) in {0, self.count} and self.places.dtype in (np.uint16, np.uint32)
+        whole = len(self.offsets) == units + 1 and self.palette.size == 256 * self.codec.transform.word_bytes
+        return checked and placed and whole
+
+    def place(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where slices stand among those of the units; a DamageError names one that is not there."""
+        outside = numbers[(numbers < 0) | (numbers >= self.count)]
+        if not outside.size and len(self.places):
+            found = self.places[numbers].astype(np.int64)
+            outside = numbers[found >= self.count]
+            numbers = found
+        if outside.size:
+            raise DamageError(f"slice {int(outside[0])} is not in its block; nothing of it is returned")
+        return numbers
+
+    def units_for(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the units that are read for slices in some places: theirs, and the keys of those."""
+        units = np.unique(places // self.codec.group)
+        return np.union1d(units, units - units % self.codec.key) if self.codec.key else units
 
     def in_memory(self) -> Coded:
         """Return the same with its units in memory; they are read from their file and checked if they lie in one."""
@@ -275,7 +311,7 @@ class SealedSlices(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         coded = self.coded.in_memory()
-        return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, coded.data)
+        return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, coded.data, coded.places)
 
     @property
     @abstractmethod
@@ -302,12 +338,13 @@ class SealedSlices(ABC):
         """Bytes in memory; a dictionary belongs to many blocks."""
         coded = self.coded
         data = coded.data.checks if isinstance(coded.data, Extent) else coded.data
-        return data.nbytes + coded.offsets.nbytes + coded.palette.nbytes
+        return data.nbytes + coded.offsets.nbytes + coded.palette.nbytes + coded.places.nbytes
 
     def arrays(self) -> list[NDArray[Any]]:
         """Return the arrays in memory."""
         coded = self.coded
-        return [coded.data.checks if isinstance(coded.data, Extent) else coded.data, coded.offsets, coded.palette]
+        data = coded.data.checks if isinstance(coded.data, Extent) else coded.data
+        return [data, coded.offsets, coded.palette, coded.places]
 
     @property
     def disk_bytes(self) -> int:
@@ -324,8 +361,10 @@ class CarriedSlices(SealedSlices):
         raise DamageError("sealed slices were read before a coder adopted them; report this")
 
 
-def _carry(codec: Codec, count: int, offsets: NDArray[np.uint32], palette: Bytes, data: Bytes) -> CarriedSlices:
-    return CarriedSlices(Coded(codec, count, offsets, palette, data))
+def _carry(
+    codec: Codec, count: int, offsets: NDArray[np.uint32], palette: Bytes, data: Bytes, places: SlicePlaces = _IN_ORDER
+) -> CarriedSlices:
+    return CarriedSlices(Coded(codec, count, offsets, palette, data, places))
 
 
 class Coder(Protocol):
@@ -336,8 +375,12 @@ class Coder(Protocol):
     def adopt(self, coded: Coded) -> SealedSlices:
         """Make slices readable that were sealed elsewhere, or moved to a file."""
 
-    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
-        """Code all rows of `slices`; None if a palette does not hold their words."""
+    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None) -> SealedSlices | None:
+        """Code all rows of `slices`; None if a palette does not hold their words.
+
+        Args:
+            order: Which row comes first, second, ... in the units; each once. Their numbers stay as they are.
+        """
 
     def keeping(self) -> Coder:
         """Return a coder for many small blocks, of one thread; it keeps its compressors, which are slow to make."""
@@ -439,3 +482,16 @@ class FrozenBlock:
     window: Window
     block: SliceBlock
     lanes: int = 1  # that brought slices in turn
+    logs: Callable[[], list[NDArray[Any]]] = (
+        list  # numbers of slices, (rows, lanes), of the segments that name the block
+    )
+
+    def lane_order(self) -> Order | None:
+        """Order the slices as lane after lane shows them; None if there is one lane, or nothing names them."""
+        logs = self.logs() if self.lanes > 1 else []
+        if not logs:
+            return None
+        seen, first = np.unique(np.concatenate(logs).T.reshape(-1), return_index=True)
+        named = seen[np.argsort(first)]
+        order = np.concatenate([named, np.setdiff1d(np.arange(self.block.used), seen)])
+        return order.astype(np.uint32) if len(order) == self.block.used else None

@@ -220,7 +220,9 @@ class WindowSearches:
 
 # ---------------------------------------------------------------- short rows of a batch
 
-COLUMN_FIELDS = ("ring", "row_bytes", "later", "block", "apart_count", "apart_ids", "apart_rows", "unless")
+COLUMN_FIELDS = (
+    "ring", "row_bytes", "later", "block", "apart_count", "apart_ids", "apart_rows", "unless", "runs", "leaf",
+)  # fmt: skip
 """Columns of a table of columns, in the order of the struct `row_column` in structs.h; the loader compares them."""
 ALIGNMENT_BYTES = 64
 """Where the columns of a batch begin, as torch's own tensors do: matrix products of floats that begin elsewhere add up
@@ -303,9 +305,9 @@ class RowTable:
         self._leaves += [(ring.shape[2:], ring.dtype, 1) for ring in rest]
         self._leaves += [((), np.dtype(np.float32), 1)]
         self._leaves += [((), ring.dtype, 1) for ring in cursors]
-        rows = [[ring.ctypes.data, ring[0, 0].nbytes, 0, 1, 0, 0, 0, 0] for ring in rest]
-        rows += [[flags[0].ctypes.data, 4, 0, 1, 0, 0, 0, flags[1].ctypes.data]]
-        rows += [[ring.ctypes.data, ring.itemsize, 0, 1, 0, 0, 0, 0] for ring in cursors]
+        rows = [[ring.ctypes.data, ring[0, 0].nbytes, 0, 1, *[0] * 6] for ring in rest]
+        rows += [[flags[0].ctypes.data, 4, 0, 1, 0, 0, 0, flags[1].ctypes.data, 0, 0]]
+        rows += [[ring.ctypes.data, ring.itemsize, 0, 1, *[0] * 6] for ring in cursors]
         self._table = np.array([[0] * len(COLUMN_FIELDS)] * 2 * len(self._small) + rows, np.int64)
         self._following: list[object] = [None] * len(self._small)  # what the table points into, kept alive too
         self._spans: tuple[int, int, int, list[ColumnSpan]] = (-1, 0, 0, [])

@@ -169,6 +169,6 @@ def _demand(sealed: SealedSlices, numbers: NDArray[np.int64]) -> Demand | None:
     extent, coded = sealed.extent, sealed.coded
     if extent is None or not extent.file.is_awaited:
         return None
-    units = np.unique(numbers[(numbers >= 0) & (numbers < coded.count)] // coded.codec.group)
+    units = coded.units_for(coded.place(numbers[(numbers >= 0) & (numbers < coded.count)]))
     offsets = np.minimum(coded.offsets.astype(np.int64), extent.nbytes)
     return Demand(extent.file, extent.start + offsets[units], extent.start + offsets[units + 1])

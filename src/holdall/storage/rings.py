@@ -17,163 +17,11 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Leaf, Schema, require_in_range
-from holdall.storage.blocks import address, reserve
+from holdall.storage.columns import NEVER, ColumnRuns, ObservationRing, new_ring
 from holdall.storage.layout import FLAG, RowTable, Window, WindowScout, as_bytes, row_bytes
 from holdall.storage.slices import Cursors, Kernels, Places
-from holdall.storage.snapshot import Apart, RowsById, put_rows, rows_of
+from holdall.storage.snapshot import Apart, Ring, put_rows, rows_of
 from holdall.storage.ticks import Arguments, FlatField, Repair, Tick, TickWriter
-
-_UNSHARED_BEFORE_PAIRING = 1024
-"""Next observations kept apart before it is asked whether sharing pays at all."""
-
-
-def new_ring(ticks: int, lanes: int, leaf: Leaf) -> Array:
-    """Reserve a ring of `ticks` rows per lane; untouched pages cost nothing."""
-    rows = reserve(ticks * lanes * leaf.nbytes)
-    return rows.view(leaf.dtype).reshape(ticks, lanes, *leaf.shape)
-
-
-class ObservationRing:
-    """A short observation field that keeps each observation once.
-
-    The next observation of a tick is read where the following tick's observation stands. Where
-    the two differ (an episode ended in between), the older tick's next observation is kept apart
-    under its transition id. Where they differ so often that this costs more than it spares, the
-    ring is paired with a second one and both are written in full.
-    """
-
-    def __init__(self, leaf: Leaf, lanes: int, ring_ticks: int) -> None:
-        self.leaf = leaf
-        self._lanes = lanes
-        self._ring_ticks = ring_ticks
-        self._rows = new_ring(ring_ticks, lanes, leaf)
-        self._flat = self._rows.reshape(ring_ticks * lanes, *leaf.shape)
-        self._paired: Array | None = None
-        self._apart = RowsById(leaf)
-        self._has_apart = False  # or had
-
-    def flat(self) -> FlatField:
-        """Return where ticks are written."""
-        return FlatField(self._rows, self._paired, is_observation=True)
-
-    def keep_apart(self, tick: int, obs: Array) -> None:
-        """Save the next observations of `tick` that `obs`, about to take their place, is not.
-
-        They still stand in their place until it is written to, so it may be done again, for other observations.
-        """
-        if self._paired is not None:
-            return
-        standing = self._rows[(tick + 1) % self._ring_ticks]
-        differs = np.flatnonzero((as_bytes(standing, self._lanes) != as_bytes(obs, self._lanes)).any(axis=1))
-        if not differs.size:
-            return
-        self._apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
-        self._has_apart = True
-        self._apart.append(tick * self._lanes + differs, standing[differs])
-        kept_ticks = min(tick + 1, self._ring_ticks - 1)
-        if len(self._apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
-            self._pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
-
-    def read(
-        self, ids: NDArray[np.int64], slot: NDArray[np.int64], next_slot: NDArray[np.int64]
-    ) -> tuple[Array, Array]:
-        """Return copies of the observations and next observations at flat (tick, lane) slots."""
-        obs = self._flat.take(slot, axis=0)
-        if self._paired is not None:
-            return obs, self._paired.reshape(self._flat.shape).take(slot, axis=0)
-        next_obs = self._flat.take(next_slot, axis=0)
-        if self._has_apart:
-            self._apart.replace(next_obs, ids)
-        return obs, next_obs
-
-    @property
-    def following(self) -> Array | Apart:
-        """Where next observations are found that do not follow in the ring: another object whenever that changes."""
-        return self._apart.held if self._paired is None else self._paired
-
-    def describe_columns(self) -> list[list[int]]:
-        """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
-        ring, nbytes, following = address(self._rows), self.leaf.nbytes, self.following
-        obs = [ring, nbytes, 0, 0, 0, 0, 0, 0]
-        if not isinstance(following, Apart):
-            return [obs, [address(following), nbytes, 0, 0, 0, 0, 0, 0]]
-        ids, rows = (column[following.first : following.end] for column in (following.ids, following.rows))
-        return [obs, [ring, nbytes, self._lanes, 0, len(ids), address(ids), address(rows), 0]]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether next observations are found in the following tick."""
-        return self._paired is None
-
-    def arrays(self) -> list[Array]:
-        """Return the arrays that the field lies in."""
-        return [*self.columns().values(), *self._apart.arrays()]
-
-    def bytes_of(self, rows: int) -> int:
-        """Bytes that so many rows take, with the next observations that are kept apart and their ids."""
-        return rows * self.leaf.nbytes * (1 if self.is_shared else 2) + self._apart.nbytes
-
-    def describe(self, kept: int) -> str:
-        """Say what was found, for people; `kept` is the number of transitions whose rows are still there."""
-        if self._paired is not None:
-            return "flat rows; next observations seldom shared, so kept beside"
-        share = 100 * (1 - len(self._apart) / kept) if kept else 100.0
-        return f"flat rows; {share:.1f} % of next observations shared"
-
-    def columns(self) -> dict[str, Array]:
-        """Return the rings of rows: of observations, and of next observations if they have one of their own."""
-        return {"obs": self._rows} if self._paired is None else {"obs": self._rows, "next": self._paired}
-
-    def apart(self) -> Apart:
-        """Return the next observations kept apart now, unharmed by what comes later."""
-        return self._apart.freeze()
-
-    def newest_next(self, next_tick: int) -> Array:
-        """Copy the next observations of the newest tick, which stand where the next tick's observations will."""
-        return np.array(self._rows[next_tick % self._ring_ticks])
-
-    def refill(self, next_tick: int, newest: Array | None, *, is_paired: bool) -> None:
-        """Begin to take over rows that were saved.
-
-        Args:
-            newest: Next observations of the newest tick, if they have no row of their own.
-        """
-        if is_paired:
-            self._paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
-        elif newest is not None:
-            self._rows[next_tick % self._ring_ticks] = newest
-
-    def pair(self, first_tick: int, next_tick: int) -> None:
-        """Give next observations a ring of their own, with those of the ticks held in it."""
-        if self._paired is None:
-            self._pair(first_tick, next_tick)
-
-    def put(
-        self, first_tick: int, rows: Array, following: Array | None, apart: tuple[NDArray[np.int64], Array] | None
-    ) -> None:
-        """Take over rows of ticks from `first_tick` on, in order.
-
-        Args:
-            following: Their next observations, if these have rows of their own.
-            apart: If they have not: ascending ids of those that no later row shows, and these.
-        """
-        put_rows(self._rows, first_tick, rows)
-        if self._paired is not None and following is not None:
-            put_rows(self._paired, first_tick, following)
-        if self._paired is None and apart is not None:
-            self._apart.append(*apart)
-            self._has_apart = True
-
-    def _pair(self, first_tick: int, next_tick: int) -> None:
-        """Go over to two full rings, the second for next observations, here of the ticks [first_tick, next_tick)."""
-        paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
-        ticks = np.arange(first_tick, next_tick)
-        ids = ticks[:, None] * self._lanes + np.arange(self._lanes)
-        next_obs = self._rows[(ticks + 1) % self._ring_ticks].reshape(ids.size, *self.leaf.shape)
-        self._apart.replace(next_obs, ids.reshape(-1))
-        paired[ticks % self._ring_ticks] = next_obs.reshape(len(ticks), *self._rows.shape[1:])
-        self._paired = paired
-        self._apart = RowsById(self.leaf)
 
 
 class Rows(NamedTuple):
@@ -210,12 +58,16 @@ class Rings:
         self.truncated = self._ring(FLAG)
         self.invalid: Array | None = None
         self.scouts: dict[int, WindowScout] = {}  # by leaf: what looks for a window in its first steps
+        self._runs: ColumnRuns | None = None
+        self.pause_tick = 0  # the tick before which observations may be packed
         self._table: RowTable | None = None
         self._counted = (0, first_tick, first_tick)  # lanes that made no transition in ticks [first, end)
 
     def new_writer(self, kernels: Kernels, ticks: tuple[int, int], repair: Repair) -> TickWriter:
         """Return what writes ticks here; `ticks` are the numbers of the first one ever and of the next."""
-        return kernels.new_writer(self.flat(), self.ring_ticks, ticks, repair)
+        writer = kernels.new_writer(self.flat(), self.ring_ticks, ticks, repair)
+        writer.pause_tick = self.pause_tick
+        return writer
 
     def prepare(self, tick: Tick, first_tick: int, next_tick: int) -> list[Array]:
         """Return the rows of a tick in the order of `flat`; make the rings that it is the first to need."""
@@ -256,6 +108,24 @@ class Rings:
                 if scout.finding is not None and may_move:
                     found[i] = scout.finding
         return found
+
+    def pack(self, kernels: Kernels, first_tick: int, end_tick: int, writer: TickWriter) -> None:
+        """Keep observations of ticks from one on, up to another, without what repeats in them, where any does.
+
+        Args:
+            writer: Is told before which tick there will be more to pack.
+        """
+        if self.scouts:
+            return
+        shared = [ring for ring in self.small.values() if ring.is_shared and ring.leaf.nbytes]
+        if self._runs is None:
+            self._runs = ColumnRuns.over(kernels, shared)
+        if self._runs is None or len(self._runs.rings) > len(shared):
+            self.pause_tick = NEVER
+        else:
+            self._runs.pack(first_tick, end_tick)
+            self.pause_tick = self._runs.pause_tick
+        writer.pause_tick = self.pause_tick
 
     def fast_arguments(self, large: list[int]) -> Arguments | None:
         """Return what the arguments of an `add` must be for a short way; None if there are fields that it cannot write.
@@ -365,7 +235,7 @@ class Rings:
         """Write new rows of some columns, under ids that are all different."""
         slot, rings = self.slots(ids), self.columns()
         for name, rows in columns.items():
-            ring = rings[name]
+            ring: Any = rings[name]
             ring.reshape(ring.shape[0] * ring.shape[1], *ring.shape[2:])[slot] = rows
 
     def count_invalid(self, first_tick: int, next_tick: int) -> int:
@@ -380,10 +250,10 @@ class Rings:
             self._counted = (count, max(first_tick, first), max(next_tick, end))
         return count
 
-    def columns(self) -> dict[str, Array]:
+    def columns(self) -> dict[str, Ring]:
         """Return all rings by name."""
         rings = {"action": self.action, "extras": self.extras}
-        columns = {f"{name}.{i}": ring for name, of in rings.items() for i, ring in enumerate(of)}
+        columns: dict[str, Ring] = {f"{name}.{i}": ring for name, of in rings.items() for i, ring in enumerate(of)}
         if self.reward is not None:
             columns["reward.0"] = self.reward
         columns |= {"terminated.0": self.terminated, "truncated.0": self.truncated}
@@ -412,6 +282,7 @@ class Rings:
         """Have these observation leaves here, and no others; before anything is written."""
         leaves = self.schema.observation.leaves
         self.small = {i: self.small.get(i) or ObservationRing(leaves[i], self.lanes, self.ring_ticks) for i in small}
+        self._runs, self.pause_tick = None, 0
 
     def thaw(
         self,
@@ -436,9 +307,9 @@ class Rings:
         for i, ring in self.small.items():
             ring.put(first, columns[f"obs.{i}"], columns.get(f"next.{i}"), apart.get(f"obs.{i}"))
         for name, rows in self.columns().items():
-            if name == "invalid.0" and name not in columns:
-                put_rows(rows, first, np.zeros((len(columns["terminated.0"]), self.lanes), np.bool_))
-            elif not name.startswith(("obs.", "next.")):
+            if rows is self.invalid and name not in columns:
+                put_rows(self.invalid, first, np.zeros((len(columns["terminated.0"]), self.lanes), np.bool_))
+            elif isinstance(rows, np.ndarray) and not name.startswith("next."):
                 put_rows(rows, first, columns[name])
         if "invalid.0" in columns and first < (counted := self._counted)[2]:  # later ones are counted in their turn
             self._counted = (counted[0] + int(np.count_nonzero(columns["invalid.0"])), *counted[1:])

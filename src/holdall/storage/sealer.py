@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from holdall.report import GROWTH_CHECKS
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
-from holdall.storage.codec import Codec, Method, Transform, choose
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec_choice import choose
 from holdall.storage.layout import Window
 
 _WAIT_FROM = 1
@@ -149,6 +151,7 @@ class Sealer:
         self._thread: threading.Thread | None = None
         self._busy = threading.Lock()  # held by the worker: there is never more than one
         self._process = os.getpid()
+        self.grown_bytes = 0  # raw blocks that were filled since a guard was asked
         weakref.finalize(self, self._queue.stop)
 
     def submit(self, frozen: FrozenBlock) -> None:
@@ -202,8 +205,11 @@ class Sealer:
         return sum(job.frozen.block.used_bytes for job in jobs) > _WAIT_WHILE_CHOOSING_BYTES
 
     def wait_for_room(self) -> None:
-        """Wait while too many blocks are queued; not to be called under the memory's lock."""
-        if self.is_crowded:
+        """Wait while too many blocks are queued, or for all if memory is short; not under the memory's lock."""
+        grown, self.grown_bytes = self.grown_bytes, 0
+        if grown and any(is_short(grown) for is_short in tuple(GROWTH_CHECKS)):
+            self.drain()
+        elif self.is_crowded:
             self._wait_until(lambda: not self.is_crowded)
 
     def drain(self) -> None:
@@ -298,20 +304,25 @@ class _Work:
             if chosen.age > _REST:
                 del self._chosen[key]
             return None
-        sealed = self._coder.seal(slices, chosen.hurried if hurry else chosen.codec)
+        order = frozen.lane_order()
+        ordered = () if order is None else (order,)  # a coder need not know of orders where there is one lane
+        sealed = self._coder.seal(slices, chosen.hurried if hurry else chosen.codec, *ordered)
         ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
         chosen.ratio = chosen.ratio or ratio
         if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not hurry:
             self._chosen[key] = chosen = self._choose(frozen, slices)
             stays = chosen.codec.method is Method.STORED
-            sealed = None if stays else self._coder.seal(slices, chosen.codec)
+            sealed = None if stays else self._coder.seal(slices, chosen.codec, *ordered)
             chosen.ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
         return sealed if sealed is not None and sealed.nbytes < slices.nbytes else None
 
     def _choose(self, frozen: FrozenBlock, slices: Bytes) -> _ChosenCodec:
         self.is_choosing = True
         try:
-            codec = choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes)
+            codec = choose(
+                self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes,
+                frozen.lane_order(),
+            )  # fmt: skip
             return _ChosenCodec(codec, codec.hurried())
         finally:
             self.is_choosing = False

@@ -34,6 +34,7 @@ from holdall.storage.slices import (
     ClosedPart,
     Cursors,
     Kernels,
+    Log,
     OpenPart,
     Places,
     Segment,
@@ -230,7 +231,7 @@ class Segments:
         self._open = Segment(end, 0, self._open.parts)
         self._close(Segment(tick, ticks, adopted), self._open.parts, end)
         for field, part in enumerate(adopted):
-            self.frozen.append(FrozenBlock(field, self._leaves[field], part.window, part.block, self._lanes))
+            self.frozen.append(self._as_frozen(field, part.window, part.block))
 
     def segment_at(self, tick: int, next_tick: int) -> Segment[ClosedPart]:
         """Return the segment that holds a tick, as it stands."""
@@ -346,7 +347,7 @@ class Segments:
                 if isinstance(carried, CarriedSlices):
                     block.sealed = self._kernels.coder.adopt(carried.coded)
                 if part.log is not None and not block.is_on_disk:
-                    frozen[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block, self._lanes)
+                    frozen[id(block)] = self._as_frozen(field, part.window, block)
         blocks = {id(part.block): part.block for segment in self._closed for part in segment.parts}
         on_disk = [block for block in blocks.values() if block.is_on_disk]
         self._blocks_on_disk = len(on_disk)
@@ -437,7 +438,14 @@ class Segments:
         """Close a block: it may be sealed from now on."""
         block.freeze()
         if all(frozen.block is not block for frozen in self.frozen):
-            self.frozen.append(FrozenBlock(field, self._leaves[field], window, block, self._lanes))
+            self.frozen.append(self._as_frozen(field, window, block))
+
+    def _as_frozen(self, field: int, window: Window, block: SliceBlock) -> FrozenBlock:
+        def logs() -> list[Log]:
+            parts = [segment.parts[field] for segment in self._naming.get(id(block), [])]
+            return [part.log for part in parts if part.log is not None]
+
+        return FrozenBlock(field, self._leaves[field], window, block, self._lanes, logs)
 
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
         """Change over to a block's next form; places that were handed out keep the one before."""

@@ -298,6 +298,27 @@ class Kernels(RowReader, Protocol):
 
     name: str
     coder: Coder
+    packs_columns: bool  # whether short observations can be packed, and pages of their rings given back
+
+    def pack_columns(
+        self,
+        run: NDArray[np.int64],
+        rings: NDArray[np.int64],
+        ring_ticks: int,
+        lanes: int,
+        out: Bytes,
+        scratch: tuple[NDArray[np.uint32], Bytes],
+        /,
+    ) -> int:
+        """Pack the ticks that `run` names, see `RUN_FIELDS`, and describe it there; return the bytes used, or -1.
+
+        Args:
+            rings: Addresses, by leaf of the plan.
+            scratch: Memory for two numbers a row and one more for every group, and for a row.
+        """
+
+    def release(self, first: int, nbytes: int, /) -> None:
+        """Give the whole pages of a range of addresses back to the system."""
 
     def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
         """Make an empty block of unique slices in `arena`."""

@@ -7,9 +7,11 @@ Invariant: a chunk holds the rows of its moment, whatever is written over them b
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from math import prod
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,7 @@ from holdall.storage.blocks import SliceBlock
 from holdall.storage.layout import Window
 from holdall.storage.slices import ClosedPart, OpenPart, Segment
 
+Ring = Union[Array, "LiveRows"]
 _CHUNK_BYTES = 2**19
 _MOST_CHUNK_TICKS = 2**16
 SETTLED_TICKS = 65
@@ -132,6 +135,24 @@ class RowsById:
         return self.held
 
 
+class LiveRows(ABC):
+    """A ring that may keep rows elsewhere, but has them all under their ticks."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @abstractmethod
+    def rows(self, first: int, end: int) -> Array:
+        """Copy the rows of ticks [first, end)."""
+
+    @abstractmethod
+    def view(self, first: int, end: int) -> Array:
+        """Return rows that pass no end of the ring, copied only where they do not stand there."""
+
+
 class FrozenRows:
     """The rows of all ticks held at one moment. Every method is called under the memory's lock.
 
@@ -142,7 +163,7 @@ class FrozenRows:
 
     def __init__(
         self,
-        columns: Mapping[str, Array],
+        columns: Mapping[str, Ring],
         apart: Mapping[str, Apart],
         first_tick: int,
         next_tick: int,
@@ -197,7 +218,7 @@ class FrozenRows:
     def wanted_bytes(self) -> int:
         """The bytes of the chunks that are wanted, about."""
         ticks = sum(min((n + 1) * self.chunk_ticks, self.next_tick) - n * self.chunk_ticks for n in self.wanted)
-        return ticks * sum(ring[:1].nbytes for ring in self._columns.values())
+        return ticks * sum(prod(ring.shape[1:]) * ring.dtype.itemsize for ring in self._columns.values())
 
     def drop(self) -> None:
         """Give up all that was not taken."""
@@ -255,7 +276,7 @@ class RowSnapshots:
 
     def freeze(
         self,
-        columns: Mapping[str, Array],
+        columns: Mapping[str, Ring],
         apart: Mapping[str, Apart],
         first_tick: int,
         next_tick: int,
@@ -293,16 +314,16 @@ def is_settled(number: int, chunk_ticks: int, next_tick: int) -> bool:
 
 
 def chunks_of(
-    columns: Mapping[str, Array], apart: Mapping[str, Apart], first_tick: int, next_tick: int, lanes: int
+    columns: Mapping[str, Ring], apart: Mapping[str, Apart], first_tick: int, next_tick: int, lanes: int
 ) -> list[RowChunk]:
-    """Return the rows of ticks [first_tick, next_tick) as views of rings: one or two chunks."""
+    """Return the rows of ticks [first_tick, next_tick) as views of rings, where they stand there: one or two chunks."""
     ring_ticks = len(next(iter(columns.values())))
     wrap = min(next_tick, first_tick - first_tick % ring_ticks + ring_ticks)
     return [
         RowChunk(
             first,
             end - first,
-            {name: ring[first % ring_ticks :][: end - first] for name, ring in columns.items()},
+            {name: _view(ring, first, end) for name, ring in columns.items()},
             {name: rows.between(first * lanes, end * lanes) for name, rows in apart.items()},
         )
         for first, end in ((first_tick, wrap), (wrap, next_tick))
@@ -310,8 +331,14 @@ def chunks_of(
     ]
 
 
-def rows_of(ring: Array, first: int, end: int) -> Array:
+def _view(ring: Ring, first: int, end: int) -> Array:
+    return ring.view(first, end) if isinstance(ring, LiveRows) else ring[first % len(ring) :][: end - first]
+
+
+def rows_of(ring: Ring, first: int, end: int) -> Array:
     """Copy the rows of ticks [first, end) out of a ring."""
+    if isinstance(ring, LiveRows):
+        return ring.rows(first, end)
     start, stop = first % len(ring), (end - 1) % len(ring) + 1
     if end == first or start < stop:
         return np.array(ring[start : start + end - first])

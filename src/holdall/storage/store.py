@@ -33,6 +33,7 @@ from holdall.storage.snapshot import (
     FrozenRows,
     FrozenStore,
     FullBlock,
+    Ring,
     RowChunk,
     RowSnapshots,
     StoreContent,
@@ -114,6 +115,7 @@ class Store:
             self.after_write(sliced)
         if self._rings.scouts:
             self._look_for_windows(tick)
+        self._pack(self.next_tick)
         if not self._snapshots.pending and self._writer.writes(self._rings.flat()):
             self.fast_tick.offer(self._writer, partial(self._rings.fast_arguments, self._large))
 
@@ -137,6 +139,11 @@ class Store:
     def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
         return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
 
+    def _pack(self, end_tick: int) -> None:
+        """Keep short observations up to a tick without what repeats in them, once enough ticks are complete."""
+        if end_tick >= self._rings.pause_tick:
+            self._rings.pack(self._kernels, self.first_tick, end_tick, self._writer)
+
     def write_fast(self, packed: bytes, obs: Any, next_obs: Any) -> int:
         """Write a tick that `fast_tick` packed; return what `TickWriter.write` does."""
         self.repair.run()
@@ -153,6 +160,7 @@ class Store:
                 ticks = write(packed, sliced, is_kept=True)
         if ticks > 0 and sliced is not None:
             self.after_write(sliced)
+        self._pack(self.next_tick)
         return ticks
 
     def write_steps(self, runs: StepRuns, first: int) -> None:
@@ -164,12 +172,14 @@ class Store:
             self.write(runs.steps.cut(first))
         elif sliced is not None:
             self.after_write(sliced)
+        self._pack(self.next_tick)
 
     def after_write(self, sliced: SlicedTick) -> None:
         """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
         segments, now = self.large_segments, self.next_tick
         segments.look(now - 1, sliced.obs, sliced.next_obs)
         if segments.frozen:
+            self.sealer.grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
             self._settle(may_evict=True)
         self._evict_before(now - self._capacity_ticks)
 
@@ -433,6 +443,7 @@ class Store:
         self._rings.put(held.first_tick, held.columns, held.apart)
         for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
             put_rows(cursors, held.first_tick, held.columns[f"cursors.{i}"])
+        self._pack(held.first_tick + held.ticks)
 
     @property
     def chunk_ticks(self) -> int:
@@ -443,7 +454,7 @@ class Store:
         """Return the shape and dtype of one tick of every column."""
         return {name: (ring.shape[1:], ring.dtype) for name, ring in self._columns().items()}
 
-    def _columns(self) -> dict[str, Array]:
+    def _columns(self) -> dict[str, Ring]:
         """All rings by name, those of cursors too: what a chunk of rows consists of."""
         cursors = zip(self._large, self.large_segments.cursors, strict=True)
         return self._rings.columns() | {f"cursors.{i}": ring for i, ring in cursors}

@@ -55,8 +55,8 @@ class Tick(NamedTuple):
             valid=None if valid is None else fit_flags(valid, leading, "valid"),
         )
 
-    def cut(self, where: int | slice) -> Tick:
-        """Return one tick of several, or some of them; nothing is copied."""
+    def cut(self, where: int | slice | tuple[slice, slice]) -> Tick:
+        """Return one tick of several, or some of them, or some lanes of all; nothing is copied."""
         return Tick(
             obs=[array[where] for array in self.obs],
             action=[array[where] for array in self.action],
@@ -245,6 +245,7 @@ class TickWriter(ABC):
         self.first_tick = first_tick
 
     next_tick: int
+    pause_tick: int  # before this tick is written, there is more to do than a short way does
 
     @abstractmethod
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from holdall.errors import ArgumentError
 from holdall.machine import memory_limits
 from holdall.storage.blocks import FrozenBlock, SliceBlock
-from holdall.storage.codec import COST_CAPS
+from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.layout import FieldLayout
 from holdall.units import format_bytes, parse_bytes
 

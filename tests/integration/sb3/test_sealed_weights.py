@@ -12,7 +12,7 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 
 from holdall.sb3 import ReplayBuffer
 from holdall.storage import segment
-from holdall.storage.codec import COST_CAPS
+from holdall.storage.codec_choice import COST_CAPS
 
 from .comparison import Task, assert_same_learning, learn, trained
 from .environments import ARM, FRAME_PX, STACK, Stacked, Wander, dict_space

@@ -13,7 +13,7 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.cluster.answer import Answer
+from holdall.cluster.answer import Answer, RowDraw
 from holdall.cluster.encode import Encoder
 from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters
@@ -71,7 +71,7 @@ class BareShard:
 
     def answer(self, count: int) -> Answer:
         rows = self.sampler.draw(self.held, count, self.generator).ids
-        return Answer(self.counters, rows, self.chances[rows - self.held.first_id], {}, {})
+        return Answer(self.counters, RowDraw(rows), self.chances[rows - self.held.first_id], {}, {})
 
 
 def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, NDArray[np.float64]]:
@@ -82,7 +82,7 @@ def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, N
     counts, sums = [], []
     for number, shard in shards.items():
         held = shard.held.next_id - shard.held.first_id
-        place = answers[number].rows - shard.held.first_id
+        place = answers[number].draw.rows - shard.held.first_id
         counts.append(np.bincount(place, minlength=held))
         sums.append(np.bincount(place, weights[where[number]], minlength=held))
     return np.concatenate(counts), np.concatenate(sums)

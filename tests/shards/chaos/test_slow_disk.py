@@ -13,9 +13,9 @@ pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[r
 
 from holdall.cluster import shard as shard_module
 from holdall.cluster.encode import Encoder
-from holdall.cluster.journal import LocalSlots
 from holdall.cluster.protocol import Ack, AckKind, SegmentHeader
 from holdall.cluster.shard import Shard
+from holdall.cluster.slots import LocalSlots
 from holdall.errors import ShardError
 from holdall.json_state import schema_words
 from holdall.native import chosen_kernels

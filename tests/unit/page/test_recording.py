@@ -68,6 +68,43 @@ def test_the_last_phase_of_a_name_and_the_last_verdict_count(tmp_path: Path) -> 
     ]
 
 
+def test_the_peak_and_the_buffers_at_the_peak_are_shown(tmp_path: Path) -> None:
+    """What was freed before the last reading is what people look for."""
+    camera = {"group": "buffers", "name": "camera", "resident": 265 * 2**20, "allocated": 300 * 2**20, "fill": 0.9}
+    peak = _reading(5, pss=265 * 2**20, parts=[camera])
+    lines = [_reading(0), peak, _reading(9, pss=60, peak=400 * 2**20)]
+    found = _summary(tmp_path, *lines)
+    assert [(one["name"], one["resident_bytes"]) for one in found["buffers"]] == [("camera", 265 * 2**20)]
+    assert (found["peak_bytes"], found["last_bytes"]) == (265 * 2**20, 60)
+    assert found["groups"]["buffers"] == 60
+    assert found["groups_at_peak"]["buffers"] == 265 * 2**20
+    page = read_report(_file(tmp_path, HEADER, *lines)).page()
+    assert "Buffers at the peak" in page
+    assert "At the peak, after 5 s." in page
+    assert "400.0 MiB resident by the kernel" in page
+
+
+@pytest.mark.parametrize(
+    ("command", "title"),
+    [
+        (["/usr/bin/python3", "/home/me/runs/train.py", "--lr", "3e-4"], "train.py"),
+        (["python", "-m", "runs.train", "--lr", "3e-4"], "runs.train"),
+        (["./train", "fast"], "train"),
+        (["python", "-c", "print()"], "python"),
+    ],
+)
+def test_a_page_is_named_after_the_script(tmp_path: Path, command: list[str], title: str) -> None:
+    page = read_report(_file(tmp_path, HEADER | {"command": command}, _reading(0))).page()
+    assert f"<title>{title}</title>" in page
+    assert all(word in page for word in command)
+
+
+def test_axes_say_what_they_count(tmp_path: Path) -> None:
+    page = read_report(_file(tmp_path, HEADER, _reading(0, steps_per_second=5.0), _reading(3))).page()
+    for title in ("memory", "time since the first reading", "steps a second"):
+        assert f">{title}</div>" in page
+
+
 @pytest.mark.parametrize(
     "lines",
     [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdall.errors import ArgumentError, HoldallError
 from holdall.machine import Limit
 from holdall.storage import tiers as budget
-from holdall.storage.codec import COST_CAPS
+from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.tiers import Budget, available_bytes
 
 GIB = 1 << 30

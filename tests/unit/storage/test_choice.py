@@ -21,19 +21,10 @@ from numpy.typing import NDArray
 
 from holdall.native import PortableCoder, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
-from holdall.storage import codec as choice
+from holdall.storage import codec_choice as choice
 from holdall.storage.blocks import Coder, SealedSlices
-from holdall.storage.codec import (
-    COST_CAPS,
-    Codec,
-    MeasuredCodec,
-    Method,
-    Transform,
-    choose,
-    measure,
-    measure_together,
-    train,
-)
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec_choice import COST_CAPS, MeasuredCodec, choose, measure, measure_together, train
 from holdall.storage.layout import Window
 
 CODERS: list[Any] = [

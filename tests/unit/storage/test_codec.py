@@ -25,7 +25,7 @@ def transforms_of(shape: tuple[int, ...], dtype: str = "u1", axis: int | None = 
 
 def image_of(transforms: list[Transform]) -> tuple[int, int, int, bool, bool] | None:
     """Return planes, rows, columns, interleaved and green of the image that is predicted, if one is."""
-    predicted = [form for form in transforms if form.predictor]
+    predicted = [form for form in transforms if form.predictor not in {Predictor.NOTHING, Predictor.PIXELS}]
     if not predicted:
         return None
     assert [form.predictor for form in predicted] == [Predictor.LEFT, Predictor.UP]

@@ -22,7 +22,7 @@ from holdall.native import NativeCoder, PortableCoder, ThreadPool, chosen_kernel
 from holdall.schema import Bytes, Leaf
 from holdall.storage import sealer as seal
 from holdall.storage import segment
-from holdall.storage.blocks import FrozenBlock, KeptBlock, SealedSlices, SliceBlock, address
+from holdall.storage.blocks import FrozenBlock, KeptBlock, Order, SealedSlices, SliceBlock, address
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.layout import Window
 from holdall.storage.sealer import Sealer
@@ -52,13 +52,13 @@ class GatedCoder(PortableCoder):
         self.levels: list[int] = []
         self.failing = False
 
-    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None) -> SealedSlices | None:
         self.begun.release()
         assert self.gate.acquire(timeout=PATIENCE_S)
         self.levels.append(codec.level)
         if self.failing:
             raise OSError("out of order")
-        return super().seal(slices, codec)
+        return super().seal(slices, codec, order)
 
     def open(self, times: int = 1000) -> None:
         self.gate.release(times)

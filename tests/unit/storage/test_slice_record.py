@@ -26,6 +26,8 @@ from holdall.storage.records import (
     PREAMBLE,
     SLICES,
     Record,
+    codec_of,
+    codec_words,
     dictionary_name,
     pack_dictionary,
     pack_slices,
@@ -48,7 +50,14 @@ CODECS = [
     Codec(Method.ZSTD, 3, Transform(900), COMMON),
     Codec(Method.ZSTD, 3, Transform(900, 4), COMMON, group=3),
     Codec(Method.ZSTD, 3, Transform(900, shuffle=4), group=16),
+    Codec(Method.LZ4, 7, Transform(900), COMMON),
+    Codec(Method.LZ4, 7, Transform(900), key=4),
+    Codec(
+        Method.ZSTD, 9, replace(RGB, predictor=Predictor.PIXELS, interleaved=False, green=False), key=5, raw_keys=True
+    ),
+    Codec(Method.ZSTD, 9, Transform(900, 4), group=2, key=3),
 ]
+"""Those with keys are sealed in another order than their numbers'."""
 
 
 def sealed_by(coder: Coder, codec: Codec) -> tuple[SealedSlices, Bytes]:
@@ -56,7 +65,7 @@ def sealed_by(coder: Coder, codec: Codec) -> tuple[SealedSlices, Bytes]:
     slices: Bytes = (generator.integers(0, 3, (COUNT, 900)).cumsum(axis=1) & 31).astype(np.uint8)
     if codec.transform.word_bytes:
         slices = np.arange(9, dtype="u4")[generator.integers(0, 9, (COUNT, 225))].view(np.uint8)
-    sealed = coder.seal(slices, codec)
+    sealed = coder.seal(slices, codec, generator.permutation(COUNT).astype(np.uint32) if codec.key else None)
     assert sealed is not None
     return sealed, slices
 
@@ -106,10 +115,53 @@ def test_a_block_is_read_back_as_it_was(codec: Codec, reader: Coder, writer: Cod
     assert replace(coded.codec, dictionary=None) == replace(codec, dictionary=None)
     assert (coded.codec.dictionary is dictionary) == (codec.dictionary is not None)
     assert coded.count == COUNT
-    for name in ("offsets", "palette"):
+    for name in ("offsets", "palette", "places"):
         assert getattr(coded, name).tolist() == getattr(sealed.coded, name).tolist()
     assert coded.data.read(0, coded.data.nbytes) == sealed.coded.data.tobytes()  # type: ignore[union-attr]
     assert decoded(reader, coded) == slices.tobytes()
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.key or codec.level == 7], ids=Codec.describe)
+def test_a_reader_that_knows_no_keys_knows_no_such_method(codec: Codec) -> None:
+    """So it refuses the record, as it refuses whatever it does not understand."""
+    words = codec_words(codec)
+    assert words["method"] not in set(Method)
+    assert codec_of(words, {COMMON.name: COMMON}) == codec
+    for name, wrong in (("key", -1), ("key", 2**32), ("key", "1"), ("raw_keys", None), ("method", 19)):
+        with pytest.raises((ValueError, TypeError, DamageError)):
+            codec_of(words | {name: wrong}, {COMMON.name: COMMON})
+    del words["key"]
+    with pytest.raises(KeyError):
+        codec_of(words, {COMMON.name: COMMON})
+
+
+@pytest.mark.parametrize("codec", CODECS[:7], ids=Codec.describe)
+def test_other_blocks_are_written_as_they_always_were(codec: Codec) -> None:
+    """Older readers read them, unless the slices are in another order."""
+    assert set(codec_words(codec)) == {"method", "level", "group", "transform", "dictionary"}
+    assert codec_words(codec)["method"] == codec.method
+    assert codec_words(codec, is_placed=True)["method"] not in set(Method)
+
+
+@pytest.mark.parametrize("coder", CODERS, ids=lambda coder: type(coder).__name__)
+def test_a_damaged_key_is_noticed_by_every_slice_behind_it(coder: Coder, tmp_path: Path) -> None:
+    """And by no other."""
+    sealed, slices = sealed_by(coder, Codec(Method.ZSTD, 9, Transform(900), key=4, raw_keys=True))
+    file = written(tmp_path / "a.seg", pack(coder, sealed))
+    coded = unpack_slices(records_of(file)[0], file, {})
+    assert isinstance(coded.data, Extent)
+    content = bytearray(file.path.read_bytes())
+    content[coded.data.start + int(coded.offsets[4]) + 7] ^= 1
+    file.path.write_bytes(content)
+    for number in range(COUNT):
+        out = np.empty((1, 900), np.uint8)
+        needs_it = coded.places[number] // 4 == 1
+        try:
+            coder.decode(coder.adopt(coded), np.array([number]), out)
+            assert not needs_it
+            assert out.tobytes() == slices[number].tobytes()
+        except DamageError:
+            assert needs_it
 
 
 def test_a_block_that_lies_in_a_file_is_not_packed_again(tmp_path: Path) -> None:

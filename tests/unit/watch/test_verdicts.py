@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from holdall.tools.watch.allocators import GrowingLine
 from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import FillingBuffer, WatchVerdict, distance_to, verdicts_for
 
@@ -140,6 +141,62 @@ def test_a_process_that_tells_no_steps_is_judged_by_time() -> None:
     verdict = named(verdicts_for(history), "leak")
     assert verdict.evidence["unit"] == "a second"
     assert verdict.evidence["slope"] == pytest.approx(MIB, rel=0.01)
+
+
+def test_nothing_is_a_leak_before_the_first_step() -> None:
+    history = history_of(100, lambda i: [base(), AttributedPart("workers", "1 python", i * 4 * MIB, 0)], step=0)
+    for i in range(400):  # imports and models, and then a first step
+        history.add_live(LiveObjects(1000.0 + i / 4, 0 if i else None, None, (200 + i) * MIB, 0))
+    assert "leak" not in names(verdicts_for(history))
+    history.add(reading(100, [base()], step=1))
+    history.add_live(LiveObjects(1101.0, 1, None, 600 * MIB, 0))
+    assert "leak" not in names(verdicts_for(history))
+
+
+def test_imports_are_no_leak() -> None:
+    history = history_of(200, lambda _: [base()], step=None, goal=None)
+    for i in range(400):
+        phase = None if i % 5 == 0 else "import"  # between two imports there is none
+        history.add_live(LiveObjects(1000.0 + i / 2, None, phase, (200 + i) * MIB, i * MIB))
+    assert "leak" not in names(verdicts_for(history))
+    for i in range(200):  # and then something grows
+        history.add_live(LiveObjects(1200.0 + i / 2, None, None, (600 + i) * MIB, i * MIB))
+    assert named(verdicts_for(history), "leak").evidence["from"] >= 1200.0
+
+
+def test_a_short_time_without_steps_is_not_judged() -> None:
+    history = history_of(20, lambda _: [base()], step=None, goal=None)
+    for i in range(40):  # 20 s: a data set that is read
+        history.add_live(LiveObjects(1000.0 + i / 2, None, None, (200 + 10 * i) * MIB, 0))
+    assert "leak" not in names(verdicts_for(history))
+
+
+def test_a_buffer_is_never_foretold_more_than_was_allocated_for_it() -> None:
+    def ahead(i: int, *, grows: bool) -> AttributedPart:  # pages are read later than how full it is
+        return AttributedPart("buffers", "replay.camera", int(0.02 * i * 1000 * MIB), 1000 * MIB, i / 100, grows)
+
+    fixed = named(verdicts_for(history_of(40, lambda i: [base(), ahead(i, grows=False)])), "filling")
+    assert fixed.evidence["final"] == 1000 * MIB
+    assert fixed.evidence["final_pss"] == 1300 * MIB
+    growing = named(verdicts_for(history_of(40, lambda i: [base(), ahead(i, grows=True)])), "filling")
+    assert growing.evidence["final"] == pytest.approx(2000 * MIB, rel=0.01)
+
+
+def test_a_leak_names_the_line_that_allocates() -> None:
+    history = history_of(200, lambda _: [base()])
+    leaking(history, 2048.0, noise=3e5, count=800)
+    assert "line" not in named(verdicts_for(history), "leak").evidence
+    history.growing = (GrowingLine("/home/me/train.py", 42, "kept.append(obs.copy())", 10_000_000, 400, 5.0),)
+    verdict = named(verdicts_for(history), "leak")
+    assert verdict.evidence["line"] == "/home/me/train.py:42"
+    assert "train.py:42" in verdict.text
+    assert "kept.append(obs.copy())" in verdict.text
+
+
+def test_one_is_written_without_an_s() -> None:
+    stacks = AttributedPart("stacks", "threads", MIB, 480 * MIB)
+    verdict = named(verdicts_for(history_of(3, lambda _: [base(), stacks], threads=60, cores=1)), "threads")
+    assert "60 threads for 1 core;" in verdict.text
 
 
 def test_the_step_at_which_a_limit_is_reached_is_told() -> None:

@@ -190,6 +190,8 @@ class Plot:
         heads: What stands over the reading of every place, as "12 min, step 3,400".
         stacked: Areas one upon the other, and their sum in the reading; otherwise curves.
         flags: What happened: where on the axis, from 0 to 1, how severe it is, and the text.
+        x_title: What the horizontal axis counts.
+        y_title: What the vertical axis counts; its ticks have the unit.
     """
 
     label: str
@@ -201,6 +203,8 @@ class Plot:
     stacked: bool = True
     limit: tuple[float, str] | None = None
     flags: Sequence[tuple[float, str, str]] = ()
+    x_title: str = ""
+    y_title: str = ""
 
     def markup(self) -> Markup:
         """Write the plot and its legend."""
@@ -216,10 +220,12 @@ class Plot:
         )  # fmt: skip
         return tag(
             "div",
+            axis_title(self.y_title),
             tag("div", *self._flags(), class_="flags") if self.flags else None,
             y_axis(self.scale),
             surface,
             x_axis(self.ticks),
+            axis_title(self.x_title, "across"),
             self._legend(),
             tag("script", self._figures(), type="application/json", class_="figures"),
             class_="plot-frame",
@@ -317,10 +323,20 @@ def y_axis(scale: Scale) -> Markup:
 
 
 def x_axis(ticks: Iterable[tuple[float, str]]) -> Markup:
-    """Write shares and texts on the horizontal axis."""
-    ends = {0.0: "begin", 1.0: "end"}  # their text stays inside of the plot
-    spans = [tag("span", text, style=f"left:{percent(at)}", class_=ends.get(round(at, 2))) for at, text in ticks]
+    """Write shares and texts on the horizontal axis; where it is short, some in equal distances."""
+    known = list(ticks)
+    stride = 3 if (len(known) - 1) % 2 and not (len(known) - 1) % 3 else 2
+    spans = []
+    for at, (share, text) in enumerate(known):
+        end = {0.0: "begin", 1.0: "end"}.get(round(share, 2), "")  # their text stays inside of the plot
+        kind = f"{end}{' minor' if at % stride else ''}".strip()
+        spans.append(tag("span", text, style=f"left:{percent(share)}", class_=kind or None))
     return tag("div", *spans, class_="x-axis", aria_hidden="true")
+
+
+def axis_title(text: str, kind: str = "up") -> Markup | None:
+    """Write what an axis counts, above the vertical or below the horizontal one."""
+    return tag("div", text, class_=f"axis-title {kind}") if text else None
 
 
 def percent(share: float) -> str:

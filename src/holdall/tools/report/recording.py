@@ -1,6 +1,6 @@
 """A record of `holdall watch`, read for a page.
 
-In:  lines.  Out: series over time, the parts of the last reading, phases, verdicts, events.
+In:  lines.  Out: series over time, the parts of the highest reading, phases, verdicts, events.
 Memory stays small for long records: only the sums of a reading are kept, as numbers in arrays.
 """
 
@@ -38,7 +38,7 @@ _NO_NAME = "without a name"
 
 @dataclass(frozen=True, slots=True)
 class RecordedPart:
-    """A part of the last reading."""
+    """A part of a reading."""
 
     group: str
     name: str
@@ -71,7 +71,7 @@ class RecordedVerdict:
     times: int
 
 
-class _Columns(dict[str, "array[float]"]):
+class _ReadingColumns(dict[str, "array[float]"]):
     """Readings, column by column; what is not known is nan."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -87,13 +87,15 @@ class Recording:
     """Everything of a file that a page shows; what is not known is nan in a series and None elsewhere."""
 
     header: JsonLine
-    series: _Columns = field(default_factory=lambda: _Columns(("time", "pss", *_MEASURED)))
-    groups: _Columns = field(default_factory=lambda: _Columns(GROUP_TITLES))
-    gpu: _Columns = field(default_factory=lambda: _Columns(_GPU))
-    parts: list[RecordedPart] = field(default_factory=list)
+    series: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(("time", "pss", *_MEASURED)))
+    groups: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(GROUP_TITLES))
+    gpu: _ReadingColumns = field(default_factory=lambda: _ReadingColumns(_GPU))
+    parts: list[RecordedPart] = field(default_factory=list)  # of the highest reading
+    kernel_peak: float = 0.0  # the highest by the kernel's count, which sees what lies between two readings
     phases: dict[str, RecordedPhase] = field(default_factory=dict)
     verdicts: dict[str, RecordedVerdict] = field(default_factory=dict)
     events: list[tuple[float | None, str]] = field(default_factory=list)  # when, and what happened
+    _highest: float = -1.0
 
     @classmethod
     def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> Recording:
@@ -120,7 +122,7 @@ class Recording:
     def limit(self) -> tuple[float, str] | None:
         """The smallest limit on the host's memory, and its name; None if none was recorded."""
         limits = self.header.inner("limits")
-        names = {"cgroup": "control group", "memory": "memory of the machine"}
+        names = {"given": "named for this run", "cgroup": "control group", "memory": "memory of the machine"}
         known = [(limits.size(key) or 0.0, name) for key, name in names.items()] if limits else []
         return min((limit for limit in known if limit[0] > 0), default=None)
 
@@ -144,16 +146,17 @@ class Recording:
     def _reading(self, line: JsonLine) -> None:
         previous = self.series["time"][-1] if self.series["time"] else 0.0
         time = line.number("time")
-        self.parts = [_part(part) for part in line.inners("parts")]
+        parts = [_part(part) for part in line.inners("parts")]
         sums = dict.fromkeys(GROUP_TITLES, 0.0)
-        for part in self.parts:
+        for part in parts:
             sums[part.group] += part.resident
-        pss, gpu = line.size("pss"), line.inner("gpu")
+        told, gpu = line.size("pss"), line.inner("gpu")
+        pss = sum(sums.values()) if told is None else told
         self.series.append({name: line.size(name) for name in _MEASURED})
-        self.series.append({
-            "time": previous if time is None else max(time, previous),  # clocks are set back at times
-            "pss": sum(sums.values()) if pss is None else pss,
-        })  # fmt: skip
+        self.series.append({"time": previous if time is None else max(time, previous), "pss": pss})  # clocks go back
+        if pss > self._highest or not self.parts:
+            self._highest, self.parts = pss, parts
+        self.kernel_peak = max(self.kernel_peak, line.size("peak") or 0.0)
         self.groups.append(sums)
         self.gpu.append({name: None if gpu is None else gpu.size(name) for name in _GPU})
 

@@ -17,12 +17,14 @@ from holdall.tools.report import charts
 from holdall.tools.report.charts import Markup, joined, number, tag
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
 from holdall.tools.report.recording import GROUP_TITLES, RecordedPart, RecordedVerdict, Recording
-from holdall.units import format_bytes, format_seconds
+from holdall.units import counted, format_bytes, format_seconds
 
 _MOST_POINTS = 600
 _MOST_ROWS = 120
 _MOST_BARS = 40
 _NEAR = 0.9
+_HIGHER = 1.02
+"""The kernel counts pages that are shared with others whole, so a little more is nothing new."""
 _COLOURS = {name: f"c{at}" for at, name in enumerate(GROUP_TITLES)}
 _NOT_MEASURED = "not measured"
 _PHASES_LEAD = (
@@ -54,6 +56,7 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
         "last_bytes": int(pss[-1]) if len(pss) else None,
         "limit_bytes": None if limit is None else int(limit[0]),
         "groups": {name: int(values[-1]) for name, values in recording.groups.items() if len(values)},
+        "groups_at_peak": _groups_at_peak(recording),
         "buffers": [
             {"name": part.name, "resident_bytes": int(part.resident), "allocated_bytes": _whole(part.allocated),
              "fill": part.fill}
@@ -72,14 +75,26 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _groups_at_peak(recording: Recording) -> dict[str, int]:
+    found = dict.fromkeys(recording.groups, 0)
+    for part in recording.parts:
+        found[part.group] += int(part.resident)
+    return found
+
+
 def _whole(value: float | None) -> int | None:
     return None if value is None else int(value)
 
 
 def _title(recording: Recording) -> str:
+    """Name the script that ran, or else the program or the process."""
     command = recording.header.texts("command")
     pid = recording.header.size("pid")
-    return shlex.join(command) if command else f"process {pid:.0f}" if pid else "a recorded run"
+    if not command:
+        return f"process {pid:.0f}" if pid else "a recorded run"
+    module = command[command.index("-m") + 1 :] if "-m" in command[:-1] else []
+    script = next((word for word in command if word.endswith(".py")), module[0] if module else command[0])
+    return script.replace("\\", "/").rpartition("/")[2] or script
 
 
 def _facts(recording: Recording) -> list[str]:
@@ -87,11 +102,11 @@ def _facts(recording: Recording) -> list[str]:
     started, pid, interval = header.number("started"), header.size("pid"), header.size("interval")
     readings = len(recording.pss)
     return [
+        shlex.join(header.texts("command")),
         f"on {header.text('host')}" if header.text("host") else "",
         f"process {pid:.0f}" if pid else "",
         _moment(started) if started is not None else "",
-        f"{readings:,} reading{'' if readings == 1 else 's'}"
-        + (f", one every {format_seconds(interval)}" if interval else ""),
+        counted(readings, "reading") + (f", one every {format_seconds(interval)}" if interval else ""),
         header.text("system") or "",
     ]
 
@@ -111,8 +126,10 @@ def _tiles(recording: Recording) -> Markup:
     share = peak / limit[0] if limit else None
     tone = "" if share is None else "error" if share >= 1 else "warning" if share >= _NEAR else ""
     held, used = (format_bytes(limit[0]), f"{limit[1]}, {share:.0%} used at most") if limit else (_NOT_MEASURED, "")
+    between = recording.kernel_peak
+    highest = f"; {format_bytes(between)} resident by the kernel's count" if between > _HIGHER * peak else ""
     shown = [
-        Tile("peak", format_bytes(peak), f"after {format_seconds(recording.times[int(pss.argmax())])}", tone),
+        Tile("peak", format_bytes(peak), f"{_at_peak(recording)}{highest}", tone),
         Tile("limit", held, used),
         Tile("at the end", format_bytes(pss[-1]), f"after {format_seconds(recording.times[-1])}"),
     ]
@@ -120,12 +137,16 @@ def _tiles(recording: Recording) -> Markup:
     if buffers:
         resident = sum(part.resident for part in buffers)
         allocated = sum(part.allocated or part.resident for part in buffers)
-        shown.append(Tile("buffers", format_bytes(resident), f"of {format_bytes(allocated)} allocated"))
+        shown.append(Tile("buffers at the peak", format_bytes(resident), f"of {format_bytes(allocated)} allocated"))
     steps, rate = (np.array(recording.series[name]) for name in ("step", "steps_per_second"))
     if np.isfinite(steps).any():
         speed = f"{number(float(np.nanmedian(rate)))} a second" if np.isfinite(rate).any() else ""
         shown.append(Tile("steps", f"{np.nanmax(steps):,.0f}", speed))
     return tiles(shown)
+
+
+def _at_peak(recording: Recording) -> str:
+    return f"after {format_seconds(recording.times[int(recording.pss.argmax())])}"
 
 
 def _verdicts(recording: Recording) -> Markup:
@@ -198,10 +219,14 @@ def _over_time(
     ]
     ticks = [(axis.share(value), axis.text(value)) for value in axis.ticks]
     noted = list(_flags(recording, axis)) if flags else []
-    return charts.Plot(label, times[chosen] / axis.end, heads, layers, scale, ticks, stacked, limit, noted).markup()
+    titles = "time since the first reading", "memory" if scale.unit == "bytes" else label
+    plot = charts.Plot(label, times[chosen] / axis.end, heads, layers, scale, ticks, stacked, limit, noted, *titles)
+    return plot.markup()
 
 
 def _flags(recording: Recording, axis: charts.Scale) -> Iterator[tuple[float, str, str]]:
+    peak = int(recording.pss.argmax())
+    yield axis.share(recording.times[peak]), "info", f"peak, {_at_peak(recording)}\n{format_bytes(recording.pss[peak])}"
     for verdict in recording.verdicts.values():
         moment = recording.since_start(verdict.first_time)
         if moment is not None:
@@ -242,8 +267,10 @@ def _buffers(recording: Recording) -> Markup | None:
     rows = [_buffer(part) for part in buffers[:_MOST_BARS]]
     legend = [("resident", "c0"), ("allocated, not touched yet", "unused")]
     left = f" The {_MOST_BARS} largest of {len(buffers)}." if len(buffers) > _MOST_BARS else ""
-    lead = f"At the last reading. Pages that were never written to cost nothing, and will as the buffer fills.{left}"
-    return section("Buffers", charts.bars(rows, scale, "Buffers, resident beside allocated", legend=legend), lead=lead)
+    when = f"At the peak, {_at_peak(recording)}."
+    lead = f"{when} Pages that were never written to cost nothing, and will as the buffer fills.{left}"
+    chart = charts.bars(rows, scale, "Buffers, resident beside allocated", legend=legend)
+    return section("Buffers at the peak", chart, lead=lead)
 
 
 def _allocated(part: RecordedPart) -> float:
@@ -309,8 +336,8 @@ def _parts(recording: Recording) -> Markup | None:
         allocated = _NOT_MEASURED if part.allocated is None else format_bytes(part.allocated)
         held = [format_bytes(part.resident), f"{part.resident / total:.1%}"]
         rows.append([part.name, GROUP_TITLES[part.group], *held, allocated])
-    figures = table(["part", "group", "resident", "share", "allocated"], rows, "Parts of the last reading", words=2)
-    return section("Everything at the last reading", details(f"{len(rows)} parts, the largest first", figures))
+    figures = table(["part", "group", "resident", "share", "allocated"], rows, "Parts at the peak", words=2)
+    return section("Everything at the peak", details(f"{counted(len(rows), 'part')}, the largest first", figures))
 
 
 def _events(recording: Recording) -> Markup | None:

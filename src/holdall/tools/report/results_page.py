@@ -258,9 +258,11 @@ def _memory_and_speed(results: Results) -> Markup | None:
     drawing = tag("svg", *lines, *marks, focusable="false")
     chart = tag(
         "div",
+        charts.axis_title("steps a second"),
         charts.y_axis(up),
         tag("div", drawing, *signs, class_="points", role="group", aria_label="Peak memory against steps a second"),
         charts.x_axis((across.share(value), across.text(value)) for value in across.ticks),
+        charts.axis_title("peak memory", "across"),
         tag("ul", *keys, class_="legend"),
         class_="scatter",
     )

@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Self
 
@@ -111,7 +111,7 @@ def named_mappings(found: list[Mapping]) -> Iterator[tuple[Mapping, str, str]]:
 def heap_ranges(found: list[Mapping]) -> list[tuple[int, int]]:
     """Return the ranges of the C library's heap: the first one, and the arenas that threads were given."""
     ranges = [(one.start, one.end) for one in found if one.name == "[heap]"]
-    for here, above in zip(found, [*found[1:], None], strict=True):
+    for here, above in zip_longest(found, found[1:]):
         if not is_nameless(here) or not here.permissions.startswith("rw-p"):
             continue
         if above is not None and above.start == here.end and above.permissions.startswith("---"):
@@ -252,6 +252,15 @@ class ProcessMemory(ProcFile):
         """Whether it can be read at all."""
         return self._file is not None
 
+    def read(self, address: int, count: int) -> bytes:
+        """Return bytes from an address on; fewer, or none, where they cannot be read."""
+        if self._file is None:
+            return b""
+        try:
+            return os.pread(self._file, count, address)
+        except (OSError, OverflowError):
+            return b""
+
     def blocks(self, mappings: list[Mapping]) -> Iterator[tuple[int, int]]:
         """Yield the ranges that malloc mapped on their own, in mappings without a name that are in order."""
         runs: list[list[Mapping]] = []
@@ -281,12 +290,10 @@ class ProcessMemory(ProcFile):
 
     def _length_at(self, address: int) -> int:
         """Return the length that stands at the start of a page; 0 if none does."""
-        if self._file is None:
+        content = self.read(address, 16)
+        if len(content) < 16:
             return 0
-        try:
-            before, length = struct.unpack("<QQ", os.pread(self._file, 16, address))
-        except (OSError, struct.error, OverflowError):
-            return 0
+        before, length = struct.unpack("<QQ", content)
         length, flags = length & ~_FLAG_BITS, length & _FLAG_BITS
         is_one = before == 0 and flags == _MMAPPED_FLAG and length and length % mmap.PAGESIZE == 0
         return int(length) if is_one else 0

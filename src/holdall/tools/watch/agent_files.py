@@ -23,7 +23,7 @@ import psutil
 
 from holdall.errors import WatchError
 from holdall.machine import held_bytes
-from holdall.tools.watch.allocators import Heap, PythonObjects, heap, return_free_heap
+from holdall.tools.watch.allocators import GrowingLine, Heap, PythonObjects, heap, return_free_heap
 
 _FOLDER_VARIABLE = "HOLDALL_RUNTIME_DIR"
 LARGEST_FILE_BYTES = 16 * 2**20
@@ -31,6 +31,7 @@ _REPORT_FORMAT = "holdall-agent-1"
 _LONGEST_NAME = 200
 _MOST_REGIONS = 100_000
 _MOST_EVENTS = 100
+_MOST_LINES = 10
 _TRIM_TIMEOUT_S = 10.0
 
 
@@ -118,6 +119,7 @@ class Region(NamedTuple):
     nbytes: int
     fill: float | None = None  # of what it is a part of
     in_heap: bool = True  # whether the C library's allocator was asked for it
+    grows: bool = False  # whether more is allocated for the same name as it fills
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,7 @@ class AgentReport:
     spilled: dict[str, int] = field(default_factory=dict)  # bytes on disk, by folder
     phases: dict[str, PhasePeak] = field(default_factory=dict)
     events: tuple[tuple[float, str], ...] = ()
+    growing: tuple[GrowingLine, ...] = ()  # what the last trace found, the largest first
     seconds_spent: float = 0.0  # in the watched process, so far
 
 
@@ -211,6 +214,7 @@ def _parse_report(content: bytes) -> AgentReport | None:
             spilled=_checked_counts(values["spilled"]),
             phases={_checked_name(name): _checked_phase(**phase) for name, phase in values["phases"].items()},
             events=tuple((_checked_float(moment), _checked_name(text)) for moment, text in values["events"]),
+            growing=tuple(_checked_line(*one) for one in values["growing"][:_MOST_LINES]),
             seconds_spent=_checked_float(values["seconds_spent"]),
             **optional,
         )
@@ -218,11 +222,16 @@ def _parse_report(content: bytes) -> AgentReport | None:
         return None
 
 
-def _checked_region(group: Any, name: Any, address: Any, nbytes: Any, fill: Any, in_heap: Any) -> Region:
-    if group not in {"buffers", "torch"} or not isinstance(in_heap, bool):
+def _checked_region(group: Any, name: Any, address: Any, nbytes: Any, fill: Any, in_heap: Any, grows: Any) -> Region:
+    if group not in {"buffers", "torch"} or not isinstance(in_heap, bool) or not isinstance(grows, bool):
         raise ValueError(group)
     share = None if fill is None else min(max(_checked_float(fill), 0.0), 1.0)
-    return Region(group, _checked_name(name), _checked_count(address), _checked_count(nbytes), share, in_heap)
+    return Region(group, _checked_name(name), _checked_count(address), _checked_count(nbytes), share, in_heap, grows)
+
+
+def _checked_line(file: Any, line: Any, code: Any, nbytes: Any, count: Any, seconds: Any) -> GrowingLine:
+    counts = _checked_count(nbytes), _checked_count(count)
+    return GrowingLine(_checked_name(file), _checked_count(line), _checked_name(code), *counts, _checked_float(seconds))
 
 
 def _checked_count(value: Any) -> int:
@@ -311,6 +320,24 @@ def answer_trim_request() -> None:
     if request.exists():
         request.unlink(missing_ok=True)
         replace_file(answer, json.dumps(asdict(trim_self())).encode())
+
+
+def request_trace(pid: int) -> None:
+    """Ask the agent of a process to trace what it allocates; its report then says which lines grow."""
+    for folder in folders_of(pid):
+        replace_file(_trace_path(folder, pid), b"{}")
+
+
+def take_trace_request() -> bool:
+    """Return whether another process asked for a trace of this one; called by its agent."""
+    path = _trace_path(own_folder(), os.getpid())
+    is_there = path.exists()
+    path.unlink(missing_ok=True)
+    return is_there
+
+
+def _trace_path(folder: Path, pid: int) -> Path:
+    return folder / f"trace-{pid}.json"
 
 
 def _trim_paths(folder: Path, pid: int) -> tuple[Path, Path]:

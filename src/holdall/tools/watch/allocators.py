@@ -1,16 +1,27 @@
-"""What the allocators of this process report: the C library's heap and Python's own arenas.
+"""What the allocators of this process report: the C library's heap, Python's own arenas, and lines that allocate.
 
-In:  nothing; called in the watched process.  Out: bytes in live objects, and bytes kept for later ones.
-Both are read through functions that the libraries export. Where there are none (musl, macOS, Windows, other Pythons),
-the answer is None, and a watch uses the kernel's figures alone.
+In:  nothing; called in the watched process.  Out: bytes in live objects, bytes kept for later ones, and after a trace
+of some seconds the lines of the program whose objects stay.
+Heaps are read through functions that the libraries export. Where there are none (musl, macOS, Windows, other Pythons),
+the answer is None, and a watch uses the kernel's figures alone. Lines are found with Python's `tracemalloc`, which
+slows the program down until the trace ends (docs/watch.md has the figures). Torch reports no memory of tensors to it,
+so for these a line is found by their Python objects.
 """
 
 from __future__ import annotations
 
 import ctypes
+import linecache
 import re
+import sysconfig
+import threading
+import tracemalloc
+from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import holdall
 
 _IN_USE = re.compile(rb"# bytes in allocated blocks\s*=\s*([\d,]+)")
 _ARENAS = re.compile(rb"\d+ arenas \* \d+ bytes/arena\s*=\s*([\d,]+)")
@@ -30,6 +41,17 @@ class PythonObjects(NamedTuple):
 
     taken: int
     in_use: int
+
+
+class GrowingLine(NamedTuple):
+    """A line of the program whose objects stay, by a trace of some seconds."""
+
+    file: str
+    number: int
+    code: str
+    nbytes: int  # that stayed
+    blocks: int
+    seconds: float
 
 
 class _MallInfo(ctypes.Structure):
@@ -122,3 +144,78 @@ def _pymalloc() -> tuple[Any, Any, Any, Any] | None:
 
 def _parsed_number(digits: bytes) -> int:
     return int(digits.replace(b",", b""))
+
+
+LEG_S = 2.0
+"""A trace has three legs of this length. What grows in the second and in the third stays."""
+_CALLERS = 12
+"""Frames that are kept of every block where a library allocates: each of them costs time."""
+_MOST_LINES = 5
+_OWN = str(Path(holdall.__file__).parent)
+_LIBRARIES = ("<", *dict.fromkeys(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+_Line = tuple[str, int]
+
+
+def trace_growth(ended: threading.Event, leg_s: float = LEG_S) -> tuple[GrowingLine, ...]:
+    """Trace what this process allocates for three legs, or until `ended` is set; return the lines that grow.
+
+    A fourth leg looks for the callers if these are lines of a library. A trace that the user started goes on as it was.
+    """
+    held = [_by_line(snapshot) for snapshot in _held_blocks(ended, leg_s, 3, 1)]
+    if len(held) < 3:
+        return ()
+    (first, before), (middle, _), (last, blocks) = held
+    grown = {line: last[line] - first[line] for line in last if last[line] > middle[line] > first[line]}
+    largest = sorted(grown, key=lambda line: -grown[line])[:_MOST_LINES]
+    callers: dict[_Line, _Line] = {}
+    if any(file.startswith(_LIBRARIES) for file, _ in largest[:1]):
+        callers = _callers(_held_blocks(ended, leg_s, 1, _CALLERS))
+    return tuple(
+        GrowingLine(
+            *(caller := callers.get(line, line)),
+            linecache.getline(*caller).strip()[:120],
+            grown[line],
+            max(blocks[line] - before[line], 0),
+            2 * leg_s,
+        )
+        for line in largest
+    )
+
+
+def _held_blocks(ended: threading.Event, leg_s: float, legs: int, frames: int) -> list[tracemalloc.Snapshot]:
+    """Trace for some legs, and return what is held at the end of each; fewer if `ended` is set."""
+    is_own = not tracemalloc.is_tracing()
+    if is_own:
+        tracemalloc.start(frames)
+    try:
+        held: list[tracemalloc.Snapshot] = []
+        while len(held) < legs and not ended.wait(leg_s):
+            held.append(tracemalloc.take_snapshot())
+        return held
+    finally:
+        if is_own:
+            tracemalloc.stop()
+
+
+def _by_line(snapshot: tracemalloc.Snapshot) -> tuple[Counter[_Line], Counter[_Line]]:
+    """Return bytes and blocks by the line that allocated them, without those of holdall's memories."""
+    sizes: Counter[_Line] = Counter()
+    blocks: Counter[_Line] = Counter()
+    for trace in snapshot.traces:
+        frame = trace.traceback[-1]
+        if not frame.filename.startswith(_OWN):
+            sizes[frame.filename, frame.lineno] += trace.size
+            blocks[frame.filename, frame.lineno] += 1
+    return sizes, blocks
+
+
+def _callers(held: list[tracemalloc.Snapshot]) -> dict[_Line, _Line]:
+    """Return by line of a library the newest line of the user's own code that most of its blocks come from."""
+    found: dict[_Line, Counter[_Line]] = {}
+    for trace in (trace for snapshot in held for trace in snapshot.traces):
+        frames = [(frame.filename, frame.lineno) for frame in reversed(trace.traceback)]
+        own = next((frame for frame in frames if not frame[0].startswith(_LIBRARIES)), None)
+        if own is not None and own != frames[0] and not own[0].startswith(_OWN):
+            found.setdefault(frames[0], Counter())[own] += trace.size
+    return {line: callers.most_common(1)[0][0] for line, callers in found.items()}

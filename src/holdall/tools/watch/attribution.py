@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import mmap
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from holdall.machine import Mapping, mappings
@@ -31,6 +31,7 @@ class _Sum:
     resident: int = 0
     allocated: int = 0
     fill: float | None = None
+    grows: bool = False
 
 
 class _Sums:
@@ -39,15 +40,19 @@ class _Sums:
     def __init__(self) -> None:
         self.by_name: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
 
-    def add(self, group: str, name: str, resident: int, allocated: int, fill: float | None = None) -> None:
+    def add(self, group: str, name: str, resident: int, allocated: int, region: Region | None = None) -> None:
         part = self.by_name[group, name]
         part.resident += resident
         part.allocated += allocated
-        part.fill = fill if part.fill is None else part.fill
+        if region is not None:
+            part.fill = region.fill if part.fill is None else part.fill
+            part.grows = part.grows or region.grows
 
     def parts(self) -> list[AttributedPart]:
         order = {group: position for position, group in enumerate(GROUPS)}
-        found = [AttributedPart(*key, one.resident, one.allocated, one.fill) for key, one in self.by_name.items()]
+        found = [
+            AttributedPart(*key, one.resident, one.allocated, one.fill, one.grows) for key, one in self.by_name.items()
+        ]
         return sorted(found, key=lambda part: (order[part.group], -part.resident, part.name))
 
 
@@ -61,9 +66,15 @@ class _Claim:
     region: Region | None = None
 
 
-def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPart]:
-    """Read a process and return where its memory is."""
+def attribute_memory(pid: int, report: AgentReport | None, arrays: Sequence[Region] = ()) -> list[AttributedPart]:
+    """Read a process and return where its memory is.
+
+    Args:
+        arrays: Regions that are known beside those of the report.
+    """
     found = mappings(pid)
+    if not found:  # its memory is gone, and its exit code waits to be read
+        raise ProcessLookupError(pid)
     sums = _Sums()
     named = list(ranges.named_mappings(found))
     for mapping, group, name in named:
@@ -71,7 +82,7 @@ def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPar
     whole = {mapping.start for mapping, _, _ in named}
     plain = [one for one in found if one.start not in whole]
     libraries = [(mapping, name) for mapping, group, name in named if group == "libraries"]
-    claims = _claims(pid, found, libraries, report)
+    claims = _claims(pid, found, libraries, [*arrays, *(() if report is None else report.regions)])
     heap = nameless = named_heap = 0
     blocks = _Sum()
     with PageMap(pid) as pages, ProcessMemory(pid) as memory:
@@ -104,15 +115,12 @@ def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPar
     return sums.parts()
 
 
-def _claims(
-    pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], report: AgentReport | None
-) -> list[_Claim]:
+def _claims(pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], known: list[Region]) -> list[_Claim]:
     claims = [_Claim(start, end, _HEAP) for start, end in ranges.heap_ranges(found)]
     claims += [_Claim(start, end, _STACK) for start, end in ranges.stack_ranges(pid, found).values()]
     zeroed = ranges.bss_ranges(pid, libraries)
     regions = [Region("libraries", name, start, end - start, in_heap=False) for start, end, name in zeroed]
-    regions += () if report is None else report.regions
-    claims += [_Claim(one.address, one.address + one.nbytes, one.group, one) for one in regions]
+    claims += [_Claim(one.address, one.address + one.nbytes, one.group, one) for one in [*regions, *known]]
     return sorted(claims, key=lambda claim: claim.start)
 
 
@@ -159,7 +167,7 @@ def _assign_resident(
         if any(one.kind == _HEAP and one.start <= claim.start < one.end for one in outer):
             in_heap += touched
         if region is not None:
-            sums.add(region.group, region.name, touched, claim.end - claim.start, region.fill)
+            sums.add(region.group, region.name, touched, claim.end - claim.start, region)
     for claim in outer:
         touched = _touched(mapping, claim, pages, is_alone=not inner and len(outer) == 1)
         touched = min(max(touched - (in_heap if claim.kind == _HEAP else 0), 0), left)

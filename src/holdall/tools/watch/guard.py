@@ -2,6 +2,8 @@
 
 In:  the limits that the process is under, checked every half second, and more often as one comes near.
 Out: a warning, memories that spill, or a checkpoint.
+A thread may come too late on a busy machine. Therefore a memory that grows asks the guard itself, in the thread that
+adds, as often as its growth may bring a limit near; and if one is near, `add` waits until the memory has spilled.
 Invariant: it acts while some memory is left, and it never raises: training goes on.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +28,8 @@ from holdall.units import format_bytes
 OnPressure = Literal["warn", "spill", "checkpoint"]
 PRESSURE_ACTIONS = ("warn", "spill", "checkpoint")
 
-_FIRST_CHECK_S = 0.1
+_LOOKS_UNTIL_NEAR = 8
+"""A memory asks again after it took this part of what was left until a limit is near."""
 _EXTRA_SHARE_TO_FREE = 0.05
 """Share of the limit that is freed beyond what is needed, so that the next check finds something left."""
 _STALLED_PERCENT = 40.0
@@ -71,29 +75,52 @@ class MemoryGuard:
         self._is_near = False
         self._rests_until = 0.0
         self._approach = LimitTracker(at)
-        self._pause_s = _FIRST_CHECK_S
+        self._pid = os.getpid()
+        self._checking = threading.Lock()
+        self._unseen_bytes = 0.0  # that memories may still take before they ask again
+        self._pause_s = self._approach.nearest(self._limits(), time.monotonic()).pause_s
         self._ended = threading.Event()
+        tracked.GROWTH_CHECKS.append(self.is_short)
         self._thread = threading.Thread(target=self._run, name="holdall-guard", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the guard."""
         self._ended.set()
+        with contextlib.suppress(ValueError):  # it was stopped before
+            tracked.GROWTH_CHECKS.remove(self.is_short)
 
-    def check(self) -> bool:
-        """Check the limits once; return whether one was near and the guard acted."""
-        now = time.monotonic()
-        near = self._approach.nearest(self._limits(), now)
-        self._pause_s = near.pause_s
-        if now < self._rests_until:
+    def is_short(self, grown: int) -> bool:
+        """Return whether memory is short, after one that spills took so much more; asked by the thread that adds."""
+        self._unseen_bytes -= grown
+        if self._unseen_bytes > 0 or self._act != "spill" or os.getpid() != self._pid:  # a fork has no guard
             return False
-        if not near.is_near and (stalled_percent() or 0.0) < _STALLED_PERCENT:
-            self._is_near = False
+        try:
+            return self.check(rests=False)
+        except Exception:
+            _LOG.exception("the memory guard failed; training goes on without it")
+            self.stop()
             return False
-        room = _EXTRA_SHARE_TO_FREE * near.limit.total_bytes
-        self._do(near, int(max(room - near.spare_bytes, room) + near.soon_bytes))
-        self._is_near, self._rests_until = True, now + _PAUSE_AFTER_ACTION_S
-        return True
+
+    def check(self, *, rests: bool = True) -> bool:
+        """Check the limits once; return whether one was near and the guard acted.
+
+        Args:
+            rests: Whether what was done within the last second is given time to take effect.
+        """
+        with self._checking:
+            now = time.monotonic()
+            near = self._approach.nearest(self._limits(), now)
+            self._pause_s, self._unseen_bytes = near.pause_s, near.spare_bytes / _LOOKS_UNTIL_NEAR
+            if rests and now < self._rests_until:
+                return False
+            if not near.is_near and (stalled_percent() or 0.0) < _STALLED_PERCENT:
+                self._is_near = False
+                return False
+            room = _EXTRA_SHARE_TO_FREE * near.limit.total_bytes
+            self._do(near, int(max(room - near.spare_bytes, room) + near.soon_bytes), now >= self._rests_until)
+            self._is_near, self._rests_until = True, now + _PAUSE_AFTER_ACTION_S
+            return True
 
     def _limits(self) -> list[Limit]:
         limits = memory_limits()
@@ -102,7 +129,7 @@ class MemoryGuard:
             limits.append(Limit("limit", left, self._limit_bytes))
         return limits
 
-    def _do(self, near: NearestLimit, wanted: int) -> None:
+    def _do(self, near: NearestLimit, wanted: int, says: bool) -> None:
         left, total = format_bytes(near.limit.free_bytes), format_bytes(near.limit.total_bytes)
         text = f"memory is short: {left} left of {total} ({near.limit.name})"
         if near.spare_bytes > 0:  # it does not look short yet
@@ -114,7 +141,7 @@ class MemoryGuard:
         elif self._act == "checkpoint" and not self._is_near and self._checkpoint is not None:
             self._checkpoint()
             text += "; a checkpoint is being taken"
-        if self._act == "spill" or not self._is_near:
+        if says and (self._act == "spill" or not self._is_near):
             _LOG.warning("%s", text)
             self._agent.add_event(text)
 

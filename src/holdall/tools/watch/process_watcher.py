@@ -9,7 +9,9 @@ Invariant: the parts of a reading add up to its total. A process that ended is a
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -22,15 +24,19 @@ from typing import Any
 import psutil
 
 from holdall.errors import WatchError
-from holdall.machine import LINUX, disk, held_bytes, memory_limits, page_cache, peak_bytes
+from holdall.machine import LINUX, disk, held_bytes, mappings, memory_limits, page_cache, peak_bytes
 from holdall.threads import usable_cores
 from holdall.tools.watch import agent_files
+from holdall.tools.watch.address_ranges import ProcessMemory
 from holdall.tools.watch.attribution import attribute_memory
 from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading, ReadingHistory
-from holdall.tools.watch.verdicts import WatchVerdict, verdicts_for
+from holdall.tools.watch.verdicts import LIVE_OBJECTS, WatchVerdict, verdicts_for
 
 _STALE_S = 120.0
 """An agent report that is older than this is not used."""
+_SHARE_OF_A_CORE = 0.02
+_SCAN_AGAIN_S = 120.0
+"""Arrays of a process without an agent are looked for again after this time."""
 _HELPER_PROCESSES = ("resource_tracker", "forkserver")
 """Helpers of multiprocessing, recognised by their command lines."""
 _PRESSURE_FILES = ("/sys/fs/cgroup/memory.pressure", "/proc/pressure/memory")
@@ -43,9 +49,12 @@ class ProcessWatcher:
         pid: The process; its children are its workers.
         limit_bytes: A limit of the user's own, besides those of the system, over the tree's memory.
         without: Processes below it that are no part of the training.
+        scans: Whether arrays are looked for in its memory if it has no agent.
     """
 
-    def __init__(self, pid: int, limit_bytes: int | None = None, without: Collection[int] = ()) -> None:
+    def __init__(
+        self, pid: int, limit_bytes: int | None = None, without: Collection[int] = (), *, scans: bool = False
+    ) -> None:
         self.pid = pid
         self._limit_bytes = limit_bytes
         self._without = without
@@ -53,6 +62,8 @@ class ProcessWatcher:
         self.latest_report: agent_files.AgentReport | None = None  # of the process's agent
         self._cores = usable_cores()
         self._highest = 0
+        self._arrays: list[agent_files.Region] = []  # of a process without an agent
+        self._scan_due, self.scan_seconds = 0.0 if scans and LINUX else math.inf, 0.0
         self._has_ended = False
         try:
             self._process = psutil.Process(pid)
@@ -88,14 +99,17 @@ class ProcessWatcher:
     def _read(self) -> MemoryReading:
         report = self._read_report()
         now = time.time()
-        own = attribute_memory(self.pid, report) if LINUX else self._sums_alone(report)
+        if report is None and now >= self._scan_due:
+            self._scan(now)
+        arrays = self._arrays if report is None else ()
+        own = attribute_memory(self.pid, report, arrays) if LINUX else self._sums_alone(report)
         parts = [*own, *worker_parts(self.pid, self._without)]
         pss = sum(part.resident for part in parts)
         limit = None if self._limit_bytes is None else self._limit_bytes - pss
         return MemoryReading(
             time=now,
             pss=pss,
-            peak=self._peak(report),
+            peak=self._peak(pss, report),
             parts=tuple(parts),
             step=self._step_at(now),
             goal=None if report is None else report.goal,
@@ -113,10 +127,23 @@ class ProcessWatcher:
             exact=LINUX,
         )
 
-    def _peak(self, report: agent_files.AgentReport | None) -> int:
+    def _scan(self, now: float) -> None:
+        """Look for the arrays of a process that has no agent to name them."""
+        from holdall.tools.watch.object_scan import scan_arrays  # noqa: PLC0415  it needs NumPy, a watch does not
+
+        begun = time.process_time()
+        found = mappings(self.pid)
+        with ProcessMemory(self.pid) as memory:
+            if memory.is_readable and any("_multiarray_umath" in one.name for one in found):
+                self._arrays = scan_arrays(memory, found)
+        spent = time.process_time() - begun
+        self.scan_seconds += spent
+        self._scan_due = now + max(_SCAN_AGAIN_S, spent / _SHARE_OF_A_CORE)
+
+    def _peak(self, pss: int, report: agent_files.AgentReport | None) -> int:
         """Return the highest of all peaks: an agent that reports phases resets the kernel's own."""
         phases = [] if report is None else [phase.peak for phase in report.phases.values()]
-        self._highest = max(self._highest, peak_bytes(self.pid), *phases)
+        self._highest = max(self._highest, pss, peak_bytes(self.pid), *phases)
         return self._highest
 
     def _read_report(self) -> agent_files.AgentReport | None:
@@ -149,7 +176,7 @@ class ProcessWatcher:
             # Pages cannot be counted here: what was written to is estimated by how full a buffer is.
             touched = min(int(region.nbytes * (1.0 if region.fill is None else region.fill)), left)
             left -= touched
-            parts.append(AttributedPart(region.group, region.name, touched, region.nbytes, region.fill))
+            parts.append(AttributedPart(region.group, region.name, touched, region.nbytes, region.fill, region.grows))
         return [*parts, AttributedPart("unattributed", "this system reports only the sum", left, left)]
 
 
@@ -266,9 +293,11 @@ def stalled_percent() -> float | None:
 
 
 _VERDICTS_EVERY_S = 5.0
-_SHARE_OF_A_CORE = 0.02
 _POLL_AGENT_EVERY_S = 0.25
 _REPEAT_AFTER_S = 60.0
+_TRACE_AGAIN_S = 60.0
+_MOST_TRACES = 3
+"""Traces that are asked for if the ones before found no line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +324,11 @@ class WatchLoop:
     """Reads a process tree again and again, remembers, and judges, in at most 2 % of one core's time."""
 
     def __init__(
-        self, pid: int, interval_s: float, limit_bytes: int | None = None, without: Collection[int] = ()
-    ) -> None:
-        self.watcher = ProcessWatcher(pid, limit_bytes, without)
+        self, pid: int, interval_s: float, limit_bytes: int | None = None, without: Collection[int] = (),
+        *,
+        scans: bool = False,
+    ) -> None:  # fmt: skip
+        self.watcher = ProcessWatcher(pid, limit_bytes, without, scans=scans)
         self.history = ReadingHistory()
         self._interval_s = interval_s
         self._verdicts: list[WatchVerdict] = []
@@ -305,27 +336,39 @@ class WatchLoop:
         self._alerts = AlertThrottle()
         self._phases: dict[str, agent_files.PhasePeak] = {}
         self._last_event = 0.0
+        self._traces, self._trace_due = 0, 0.0
         self.pause_s = interval_s
 
     def run_pass(self) -> WatchPass:
         """Read and judge."""
-        begun = time.process_time()
+        begun = time.process_time() - self.watcher.scan_seconds  # a scan has a time of its own
         self._poll_agent()
         reading = self.watcher.read()
         self.history.add(reading)
+        report = self.watcher.latest_report
+        self.history.growing = () if report is None else report.growing
         new: list[WatchVerdict] = []
         if reading.time - self._judged >= _VERDICTS_EVERY_S or len(self.history.readings) == 1:
             self._judged = reading.time
             self._verdicts = verdicts_for(self.history)
             new = self._alerts.of(self._verdicts, reading.time)
-        report = self.watcher.latest_report
+            self._trace_leaks(reading.time)
         phases = {} if report is None else dict(report.phases)
         changed = {name: phase for name, phase in phases.items() if self._phases.get(name) != phase}
         self._phases = phases
         events = [] if report is None else [event for event in report.events if event[0] > self._last_event]
         self._last_event = max([self._last_event, *(when for when, _ in events)])
-        self.pause_s = max(self._interval_s, (time.process_time() - begun) / _SHARE_OF_A_CORE)
+        spent = time.process_time() - self.watcher.scan_seconds - begun
+        self.pause_s = max(self._interval_s, spent / _SHARE_OF_A_CORE)
         return WatchPass(reading, self._verdicts, new, changed, events)
+
+    def _trace_leaks(self, now: float) -> None:
+        """Have the process find the line of a leak, if it has an agent and did not find it yet."""
+        is_leaking = any(one.evidence.get("of") == LIVE_OBJECTS for one in self._verdicts)
+        if is_leaking and not self.history.growing and self._traces < _MOST_TRACES and now >= self._trace_due:
+            self._traces, self._trace_due = self._traces + 1, now + _TRACE_AGAIN_S
+            with contextlib.suppress(OSError):
+                agent_files.request_trace(self.watcher.pid)
 
     def pause(self, ended_within: Callable[[float], bool] | None = None) -> bool:
         """Wait until the next pass is due, and poll the agent meanwhile; return whether the process ended.
@@ -358,7 +401,7 @@ class AlertThrottle:
         """Return the verdicts that must be reported now."""
         due = {}
         for one in verdicts:
-            key = f"{one.name} {one.evidence.get('buffer', one.evidence.get('of', ''))}"
+            key = " ".join([one.name, *(str(one.evidence.get(word, "")) for word in ("buffer", "of", "line"))])
             if moment - self._reported.get(key, 0.0) >= _REPEAT_AFTER_S:
                 due[key], self._reported[key] = one, moment
         return list(due.values())

@@ -14,11 +14,17 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
 
+from holdall.tools.watch.allocators import GrowingLine
+
 GROUPS = (
     "buffers", "torch", "python", "heap_retained", "stacks", "libraries", "shared", "workers", "other", "unattributed",
 )  # fmt: skip
 """In the order in which they are stacked, shown and recorded."""
+IMPORT_PHASE = "import"
+"""What a process without steps reports while its main thread imports something."""
 _MOST_READINGS = 720
+_LEAST_SECONDS = 60.0
+"""A process that reports no steps is judged after this time without imports: it may be reading a data set."""
 _BINS = 48
 _FEWEST_BINS = 12
 _DEVIATIONS = 3.0
@@ -38,6 +44,7 @@ class AttributedPart:
     resident: int  # its share of the tree's proportional set size
     allocated: int  # addresses, touched or not
     fill: float | None = None
+    grows: bool = False  # whether more is allocated for it as it fills
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class MemoryReading:
 
     time: float
     pss: int
-    peak: int  # most that the process itself had resident
+    peak: int  # most that the tree had at a reading, or the process itself at any time
     parts: tuple[AttributedPart, ...]
     step: int | None = None
     goal: int | None = None
@@ -108,6 +115,7 @@ class ReadingHistory:
     def __init__(self, most: int = _MOST_READINGS) -> None:
         self.readings: list[MemoryReading] = []
         self.live: list[LiveObjects] = []
+        self.growing: tuple[GrowingLine, ...] = ()  # lines of the program that allocate what stays
         self._most = most
 
     def add(self, reading: MemoryReading) -> None:
@@ -135,6 +143,14 @@ class ReadingHistory:
     def position(self, reading: MemoryReading | LiveObjects) -> float:
         """Return the step of a reading, or its time."""
         return reading.time if not self.counts_steps else float(reading.step or 0)
+
+    def of_training(self, items: list[ItemT]) -> list[ItemT]:
+        """Return those after the first step: until then a process imports, and allocates what it will need."""
+        if self.counts_steps:
+            return [item for item in items if item.step]
+        last = max((at for at, item in enumerate(items) if item.phase == IMPORT_PHASE), default=-1)
+        later = items[last + 1 :]
+        return later if later and later[-1].time - later[0].time >= _LEAST_SECONDS else []
 
     def series(
         self, value: Callable[[MemoryReading], float | None], readings: list[MemoryReading] | None = None

@@ -36,6 +36,7 @@ from holdall.units import parse_bytes
 
 _STARTUP_FOLDER = Path(__file__).parent / "startup"
 WATCHED_VARIABLE = "HOLDALL_WATCHED"
+_PASSED_ON = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _MODEL_MODULE = "stable_baselines3.common.base_class"
 
 
@@ -158,6 +159,8 @@ class LaunchedCommand:
         out, errors = (subprocess.PIPE, subprocess.STDOUT) if captured else (None, None)
         self._process = subprocess.Popen(list(command), env=environment, stdout=out, stderr=errors)
         self.pid = self._process.pid
+        for number in _PASSED_ON:  # who ends the watch wants the command to end
+            signal.signal(number, lambda number, _: self._process.send_signal(number))
         self._relay: threading.Thread | None = None
         if captured:
             self._relay = threading.Thread(target=self._pass_on, name="holdall-output", daemon=True)
@@ -186,7 +189,8 @@ class LaunchedCommand:
     def _pass_on(self) -> None:
         stream = self._process.stdout
         for line in iter(stream.readline, b"") if stream is not None else ():
-            sys.stdout.write(line.decode("utf-8", "replace"))
+            with contextlib.suppress(OSError):  # nobody reads any more; the command goes on
+                sys.stdout.write(line.decode("utf-8", "replace"))
 
 
 def start_agent_in_command() -> None:

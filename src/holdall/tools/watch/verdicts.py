@@ -11,10 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
-from holdall.tools.watch.reading import MemoryReading, ReadingHistory, Trend, buffers_of, in_common_phase, steady_growth
-from holdall.units import format_bytes, format_seconds
+from holdall.tools.watch.allocators import GrowingLine
+from holdall.tools.watch.reading import (
+    AttributedPart,
+    MemoryReading,
+    ReadingHistory,
+    Trend,
+    buffers_of,
+    in_common_phase,
+    steady_growth,
+)
+from holdall.units import counted, format_bytes, format_seconds
 
 _FEWEST_FILL_READINGS = 4
 _FULL_SHARE = 0.995
@@ -36,6 +46,7 @@ _READING_SOURCES = {
     "workers": ("environment workers", "look for what an environment keeps of every step or episode"),
     "shared": ("shared mappings", "look for shared memory that is created again and again, and never unlinked"),
 }
+LIVE_OBJECTS = "live objects"
 _RECENT_READINGS = 40
 """Readings whose highest is what a step needs at its peak."""
 _NEVER = float("inf")
@@ -99,6 +110,16 @@ class FillingBuffer:
         return self.slope * self.left
 
 
+def _filling_buffer(name: str, newest: list[AttributedPart], known: list[tuple[float, float, int]]) -> FillingBuffer:
+    """Judge a buffer by position, share and bytes of its readings."""
+    distance, filled, taken = (last - first for first, last in zip(known[0], known[-1], strict=True))
+    share, resident = known[-1][1:]
+    left, slope = (1.0 - share) / (filled / distance), max(taken / distance, 0.0)
+    if not any(part.grows for part in newest):  # arrays of a fixed size never take more than they were given
+        slope = min(slope, max(sum(part.allocated for part in newest) - resident, 0) / left)
+    return FillingBuffer(name, share, resident, slope, left)
+
+
 def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
     """Return the buffers that only grow, and are not full."""
     readings = history.readings
@@ -106,8 +127,8 @@ def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
         return []
     found = []
     for name, parts in buffers_of(history.newest).items():
-        share = max((part.fill for part in parts if part.fill is not None), default=None)
-        if share is None or share >= _FULL_SHARE:
+        share = max((part.fill for part in parts if part.fill is not None), default=1.0)
+        if share >= _FULL_SHARE:
             continue
         past = [(reading, buffers_of(reading).get(name, [])) for reading in readings[len(readings) // 3 :]]
         known = [
@@ -118,11 +139,8 @@ def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
         grows = all(after[1] >= before[1] for before, after in pairwise(known))
         if len(known) < _FEWEST_FILL_READINGS or not grows:
             continue  # a rollout starts again and again: that is no filling
-        distance, filled, taken = (last - first for first, last in zip(known[0], known[-1], strict=True))
-        if distance <= 0 or filled <= 0:
-            continue
-        left, slope = (1.0 - share) / (filled / distance), max(taken / distance, 0.0)
-        found.append(FillingBuffer(name, share, known[-1][2], slope, left))
+        if known[-1][0] > known[0][0] and known[-1][1] > known[0][1]:
+            found.append(_filling_buffer(name, parts, known))
     return found
 
 
@@ -161,7 +179,7 @@ def find_leaks(history: ReadingHistory) -> list[Leak]:
 
 
 def _leak_in_live_objects(history: ReadingHistory) -> Leak | None:
-    live = in_common_phase(history.live)
+    live = in_common_phase(history.of_training(history.live))
     live = live[int(len(live) * _WARM_UP_SHARE) :]
     positions = [history.position(one) for one in live]
     found = _if_large_enough(history, steady_growth(positions, [one.heap for one in live]), _LEAST_GROWTH)
@@ -170,11 +188,11 @@ def _leak_in_live_objects(history: ReadingHistory) -> Leak | None:
     python = steady_growth(positions, [one.python for one in live])
     is_python = python is not None and python.slope > 0.5 * found.slope
     source = _PYTHON_SOURCE if is_python else _ARRAY_SOURCE
-    return Leak(found, _leak_verdict(history, "live objects", *source, found))
+    return Leak(found, _leak_verdict(history, LIVE_OBJECTS, *source, found, history.growing))
 
 
 def _leak_in_readings(history: ReadingHistory, of: str) -> Leak | None:
-    readings = in_common_phase(history.readings)
+    readings = in_common_phase(history.of_training(history.readings))
     readings = readings[int(len(readings) * _WARM_UP_SHARE) :]
     xs, ys = history.series(lambda reading: _leak_candidate(reading, of), readings)
     found = _if_large_enough(history, steady_growth(xs, ys), _LEAST_GROWTH_OF_SUMS)
@@ -195,7 +213,9 @@ def _leak_candidate(reading: MemoryReading, of: str) -> float | None:
     return reading.of("torch") + reading.of("python") + reading.of("unattributed") - filling
 
 
-def _leak_verdict(history: ReadingHistory, of: str, where: str, remedy: str, found: Trend) -> WatchVerdict:
+def _leak_verdict(
+    history: ReadingHistory, of: str, where: str, remedy: str, found: Trend, lines: tuple[GrowingLine, ...] = ()
+) -> WatchVerdict:
     unit = "a step" if history.counts_steps else "a second"
     grown = found.slope * (found.last - found.first)
     text = (
@@ -206,6 +226,14 @@ def _leak_verdict(history: ReadingHistory, of: str, where: str, remedy: str, fou
         "of": of, "unit": unit, "slope": found.slope, "low": found.low, "high": found.high,
         "from": found.first, "to": found.last, "grown": grown,
     }  # fmt: skip
+    for line in lines[:1]:
+        name = PurePath(line.file).name
+        text += f"; {name}:{line.number} allocates what stays: {line.code}"
+        remedy = f"look at who keeps what {name}:{line.number} makes"
+        evidence |= {
+            "line": f"{line.file}:{line.number}", "code": line.code, "traced_bytes": line.nbytes,
+            "traced_seconds": line.seconds,
+        }  # fmt: skip
     return WatchVerdict("leak", "warning", text, remedy, evidence)
 
 
@@ -293,7 +321,7 @@ def thread_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
     stacks = [part for part in newest.parts if part.group == "stacks"]
     resident, virtual = sum(part.resident for part in stacks), sum(part.allocated for part in stacks)
     text = (
-        f"{newest.threads} threads for {newest.cores} cores; they wait for each other. Their stacks take "
+        f"{newest.threads} threads for {counted(newest.cores, 'core')}; they wait for each other. Their stacks take "
         f"{format_bytes(resident)}, not the {format_bytes(virtual)} of addresses"
     )
     remedy = "holdall.threads.limit(workers=...), or OMP_NUM_THREADS=1 for workers; it saves time, hardly memory"

@@ -33,8 +33,11 @@ _PART_METRICS = (
 )
 
 
-def record_header(pid: int, command: Sequence[str], interval_s: float) -> dict[str, Any]:
+def record_header(
+    pid: int, command: Sequence[str], interval_s: float, limit_bytes: int | None = None
+) -> dict[str, Any]:
     """Return the first line of a record."""
+    given = {} if limit_bytes is None else {"given": limit_bytes}
     limits = memory_limits(process=pid)
     groups = [limit.total_bytes for limit in limits if limit.name.startswith("control group")]
     machine = next((limit for limit in limits if limit.name.startswith("free memory")), Limit("", 0, 0))
@@ -47,20 +50,25 @@ def record_header(pid: int, command: Sequence[str], interval_s: float) -> dict[s
         "started": time.time(),
         "interval": interval_s,
         "limits": {
-            "memory": machine.total_bytes, "cgroup": min(groups, default=None), "vram": None, "disk": None,
+            "memory": machine.total_bytes, "cgroup": min(groups, default=None), "vram": None, "disk": None, **given,
         },
         "system": platform.system(),
     }  # fmt: skip
 
 
 class WatchRecorder:
-    """Writes a record, line by line; to stdout if there is no path."""
+    """Writes a record, line by line, to a file or an open descriptor: that of stdout by default."""
 
-    def __init__(self, path: Path | None, first: dict[str, Any]) -> None:
+    def __init__(self, target: Path | int = 1, first: dict[str, Any] | None = None) -> None:
         try:
-            self._file = sys.stdout if path is None else path.open("w", encoding="utf-8")
+            self._file = open(target, "w", encoding="utf-8", closefd=isinstance(target, Path))  # noqa: SIM115  see close
         except OSError as error:
-            raise WatchError(f"--record ({path}) cannot be written ({error.strerror}); name another file") from error
+            raise WatchError(f"--record ({target}) cannot be written ({error.strerror}); name another file") from error
+        if first is not None:
+            self.begin(first)
+
+    def begin(self, first: dict[str, Any]) -> None:
+        """Write the first line."""
         self._write([first])
 
     def show(self, latest: WatchPass) -> None:
@@ -69,8 +77,7 @@ class WatchRecorder:
 
     def close(self) -> None:
         """End the file."""
-        if self._file is not sys.stdout:
-            self._file.close()
+        self._file.close()
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
@@ -162,7 +169,7 @@ def main() -> None:
     loop = WatchLoop(pid, wanted["interval_s"], wanted["limit_bytes"])
     outputs: list[WatchRecorder | PrometheusServer] = []
     if wanted["record"] is not None:
-        header = record_header(pid, psutil.Process(pid).cmdline(), wanted["interval_s"])
+        header = record_header(pid, psutil.Process(pid).cmdline(), wanted["interval_s"], wanted["limit_bytes"])
         outputs.append(WatchRecorder(Path(wanted["record"]), header))
     if wanted["prometheus"] is not None:
         outputs.append(PrometheusServer(wanted["prometheus"]))

@@ -1,0 +1,287 @@
+"""Vectors: bytes a transition, `add` and `sample` of the drop-in beside Stable-Baselines3's, where columns repeat.
+
+    python benchmarks/columns.py [--case ant] [--rounds 3] [--traces DIR] [--json FILE] [--docs FILE]
+
+Every side of every round is a fresh process, and the sides take turns. A process adds 30,000 steps and draws 800
+batches of 256. Bytes are the slope of the process's unique set size over the last two thirds of the steps. Times are
+CPU time of the thread: the mean of all blocks of 50 adds, since packing ticks is work of some of them, and the median
+of all blocks of 20 draws. Shown is the best round of each side.
+
+`ant` makes vectors up that repeat as those of Gymnasium-Robotics' AntMaze do (105 float64: 24 never change, 54 are
+contact forces of 9 bodies, most often 0; a goal an episode). Where that package is installed, its own environment is
+recorded instead. `terms` and `frames` are 10 past values of 30 terms in one flat vector, each term's together or each
+step's together. Recordings (`panda_*.npz`, `robotics_FetchPush_*.npz`, `highway_*.npz`) are read from --traces and do
+not ship. Exit status 1 if a bar is not met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+from footprint import line_through
+from gymnasium import spaces
+from process import commit, emit, machine, versions
+
+from holdall.machine import HeldMemory, held_bytes
+
+SIDES = ("sb3", "holdall")
+STEPS, BATCH, ADDED, DRAWN, DRAWS = 30_000, 256, 50, 20, 800
+EPISODE, PAST, TERMS = 300, 10, 30
+RECORDED = {"panda": "panda_*.npz", "fetch": "robotics_FetchPush_*.npz", "highway": "highway_*.npz"}
+BARS = {"ant": (4.0, 0.8, 0.9), "terms": (8.0, None, None), "frames": (8.0, None, None)}
+"""At least so many times less memory, and at most so much of Stable-Baselines3's time for `add` and `sample`."""
+Step = tuple[Any, Any, bool]
+"""Observation, next observation, whether the episode ends; without a lane axis."""
+
+
+class Source(NamedTuple):
+    """What is added."""
+
+    space: spaces.Space[Any]
+    steps: Iterator[Step]
+    kind: str  # recorded, or made up
+
+
+def _box(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
+    return spaces.Box(-np.inf, np.inf, shape, dtype)
+
+
+# ---------------------------------------------------------------- what repeats
+
+
+def ant(_traces: Path | None) -> Source:
+    """Return AntMaze, recorded, or vectors that repeat as its do."""
+    try:
+        gym.register_envs(importlib.import_module("gymnasium_robotics"))
+        return _recorded_env(gym.make("AntMaze_UMaze-v5", max_episode_steps=EPISODE))
+    except ImportError:
+        space = spaces.Dict(
+            achieved_goal=_box((2,), "f8"), desired_goal=_box((2,), "f8"), observation=_box((105,), "f8")
+        )
+        return Source(space, _ant_like(), "made up")
+
+
+def _recorded_env(env: Any) -> Source:
+    """Record some episodes, and add them again and again."""
+    env.action_space.seed(0)
+    seen, _ = env.reset(seed=0)
+    steps = []
+    for _ in range(5 * EPISODE):
+        after, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        steps.append((seen, after, bool(terminated or truncated)))
+        seen = env.reset()[0] if steps[-1][2] else after
+    return Source(env.observation_space, itertools.cycle(steps), "recorded")
+
+
+def _ant_like() -> Iterator[Step]:
+    rng = np.random.default_rng(0)
+    touched = np.repeat([0.31, *[0.03, 0.1] * 4], 6)  # how often the force on a body changes
+    for _ in itertools.count():
+        body, goal, forces = rng.normal(size=29), rng.normal(size=2), np.zeros(54)
+        seen = None
+        for t in range(EPISODE + 1):
+            body = body + 0.1 * rng.normal(size=29)
+            is_on = np.repeat(rng.random(9), 6) < touched
+            forces = np.where(is_on, rng.normal(size=54), 0.0)
+            observation = np.concatenate([body[:27], np.zeros(24), forces])
+            after = {"achieved_goal": body[27:], "desired_goal": goal, "observation": observation}
+            if seen is not None:
+                yield seen, after, t == EPISODE
+            seen = after
+
+
+def _histories(order: tuple[int, int]) -> Source:
+    """Past values of terms in one flat vector, which begin again with every episode."""
+
+    def steps() -> Iterator[Step]:
+        rng = np.random.default_rng(0)
+        for _ in itertools.count():
+            past, seen = np.zeros((PAST, TERMS), np.float32), None
+            for t in range(EPISODE + 1):
+                past = np.concatenate([past[1:], rng.normal(size=(1, TERMS)).astype(np.float32)])
+                after = np.ascontiguousarray(past.transpose(order)).reshape(-1)
+                if seen is not None:
+                    yield seen, after, t == EPISODE
+                seen = after
+
+    return Source(_box((PAST * TERMS,), "f4"), steps(), "made up")
+
+
+def _recorded(name: str) -> Callable[[Path | None], Source]:
+    def source(traces: Path | None) -> Source:
+        file = np.load(next(iter((traces or Path()).glob(RECORDED[name]))))
+        seen = {key.removeprefix("f_"): file[key] for key in file.files if key.startswith("f_")}
+        steps = []
+        for first, count in file["ep"].tolist():
+            rows = [{key: rows[first + t] for key, rows in seen.items()} for t in range(count + 1)]
+            if set(seen) == {"obs"}:
+                rows = [row["obs"] for row in rows]
+            steps += [(rows[t], rows[t + 1], t == count - 1) for t in range(count)]
+        boxes: dict[str, spaces.Space[Any]] = {
+            key: _box(rows.shape[1:], rows.dtype) for key, rows in sorted(seen.items())
+        }
+        space = boxes["obs"] if set(seen) == {"obs"} else spaces.Dict(boxes)
+        return Source(space, itertools.cycle(steps), "recorded")
+
+    return source
+
+
+CASES: dict[str, Callable[[Path | None], Source]] = {
+    "ant": ant,
+    **{name: _recorded(name) for name in RECORDED},
+    "terms": lambda _: _histories((1, 0)),
+    "frames": lambda _: _histories((0, 1)),
+}
+
+
+# ---------------------------------------------------------------- one side in one process
+
+
+def measure_side(side: str, case: str, traces: Path | None) -> dict[str, Any]:
+    """Fill a buffer and draw from it; nothing but its calls is timed."""
+    from stable_baselines3.common import buffers  # noqa: PLC0415  children alone need it
+
+    import holdall.sb3  # noqa: PLC0415  likewise
+
+    source = CASES[case](traces)
+    theirs: Any = buffers.DictReplayBuffer if isinstance(source.space, spaces.Dict) else buffers.ReplayBuffer
+    made: Any = theirs if side == "sb3" else holdall.sb3.ReplayBuffer
+    buffer = made(STEPS, source.space, spaces.Box(-1, 1, (8,), np.float32), device="cpu", n_envs=1)
+    times: dict[str, list[float]] = {"add": [], "sample": []}
+    readings = []
+    for turn in range(STEPS // ADDED):
+        given = [_arguments(step) for step in itertools.islice(source.steps, ADDED)]
+        start = time.thread_time()
+        for each in given:
+            buffer.add(*each)
+        times["add"].append((time.thread_time() - start) / ADDED)
+        if (turn + 1) % (STEPS // ADDED // 30) == 0 and turn >= STEPS // ADDED // 3:
+            readings.append(((turn + 1) * ADDED, held_bytes()))
+    for _ in range(DRAWS // DRAWN):
+        start = time.thread_time()
+        for _ in range(DRAWN):
+            buffer.sample(BATCH)
+        times["sample"].append((time.thread_time() - start) / DRAWN)
+    found = str(buffer.memory.report()) if side == "holdall" else ""
+    return {
+        "bytes": _slope(readings), "add_us": 1e6 * float(np.mean(times["add"])),
+        "add_median_us": 1e6 * float(np.median(times["add"])), "sample_us": 1e6 * float(np.median(times["sample"])),
+        "report": found, "kind": source.kind,
+    }  # fmt: skip
+
+
+def _slope(readings: list[tuple[int, HeldMemory]]) -> float:
+    """Return the bytes a step: of anonymous pages alone if other processes used the same libraries meanwhile."""
+    unique, steadier = (
+        line_through([(count, getattr(held, kind)) for count, held in readings])[0] for kind in ("unique", "anonymous")
+    )
+    return unique if abs(unique - steadier) <= 0.01 * steadier else steadier
+
+
+def _arguments(step: Step) -> tuple[Any, ...]:
+    obs, next_obs, ends = step
+    lanes = [{key: rows[None] for key, rows in o.items()} if isinstance(o, dict) else o[None] for o in (obs, next_obs)]
+    action, reward = np.zeros((1, 8), np.float32), np.ones(1, np.float32)
+    return *lanes, action, reward, np.array([ends]), [{"TimeLimit.truncated": ends}]
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def measure(cases: list[str], rounds: int, traces: Path | None) -> dict[str, Any]:
+    """Run both sides in turn, each in a fresh process; return the best round of each."""
+    found: dict[str, Any] = {case: {side: [] for side in SIDES} for case in cases}
+    for turn in range(rounds):
+        for case in cases:
+            for side in SIDES if turn % 2 == 0 else SIDES[::-1]:
+                command = [sys.executable, __file__, "--case", case, "--side", side]
+                command += ["--traces", str(traces)] if traces else []
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                found[case][side].append(json.loads(done.stdout.splitlines()[-1])["result"])
+                print(f"round {turn + 1} of {rounds}: {case}, {side} done", file=sys.stderr)
+    return {case: _compared(sides) for case, sides in found.items()}
+
+
+def _compared(sides: dict[str, list[Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for side, results in sides.items():
+        row[side] = {key: min(result[key] for result in results) for key in results[0] if key.endswith("_us")}
+        row[side]["bytes"] = float(np.median([result["bytes"] for result in results]))
+    row["report"], row["kind"] = (sides["holdall"][-1][key] for key in ("report", "kind"))
+    row["times_less"] = row["sb3"]["bytes"] / row["holdall"]["bytes"]
+    row["ratio"] = {key: row["holdall"][key] / row["sb3"][key] for key in ("add_us", "sample_us")}
+    return row
+
+
+NAMES = {
+    "ant": "AntMaze: Dict of 105 float64 and goals",
+    "panda": "PandaPickAndPlace: Dict of 19 float32 and goals",
+    "fetch": "FetchPush: Dict of 25 float64 and goals", "highway": "highway-fast: 15 x 5 float32",
+    "terms": "10 past values of 30 terms, term by term, float32", "frames": "the same, step by step",
+}  # fmt: skip
+
+
+def table(found: dict[str, Any]) -> str:
+    """Show what was found as rows of Markdown."""
+    lines = [
+        "| vectors | SB3, holdall: bytes a transition | times less | `add`, of SB3's time | `sample(256)`, of SB3's |",
+        "|---|---|---|---|---|",
+    ]
+    for case, row in found.items():
+        held = f"{row['sb3']['bytes']:,.0f}, {row['holdall']['bytes']:,.0f}"
+        times = f"{row['ratio']['add_us']:.2f} | {row['ratio']['sample_us']:.2f}"
+        lines.append(f"| {NAMES[case]}, {row['kind']} | {held} | {row['times_less']:.1f} | {times} |")
+    return "\n".join(lines)
+
+
+def are_met(found: dict[str, Any]) -> bool:
+    """Whether all bars are met."""
+    met = True
+    for case, row in found.items():
+        times_less, add, sample = BARS.get(case, (1.0, None, None))
+        met &= row["times_less"] >= times_less
+        met &= all(bar is None or row["ratio"][key] <= bar for key, bar in (("add_us", add), ("sample_us", sample)))
+    return bool(met)
+
+
+def main() -> int:
+    """Read the command line; measure one side here, or all of them in processes of their own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # a child's
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--traces", type=Path, help="where recordings lie; without it, those cases are left out")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--docs", type=Path, help="a file that has the table between <!-- columns --> marks")
+    wanted = parser.parse_args()
+    if wanted.side:
+        emit({"result": measure_side(wanted.side, wanted.case, wanted.traces)})
+        return 0
+    cases = [wanted.case] if wanted.case else [case for case in CASES if wanted.traces or case not in RECORDED]
+    found = measure(cases, wanted.rounds, wanted.traces)
+    print(table(found))
+    result = {"commit": commit(), "machine": machine(), "versions": versions(), "rounds": wanted.rounds, "found": found}
+    if wanted.json:
+        wanted.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if wanted.docs:
+        text = wanted.docs.read_text(encoding="utf-8")
+        before, rest = text.split("<!-- columns -->\n")
+        after = rest.split("<!-- end of columns -->")[1]
+        shown = f"{before}<!-- columns -->\n{table(found)}\n<!-- end of columns -->{after}"
+        wanted.docs.write_text(shown, encoding="utf-8")
+    return 0 if are_met(found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

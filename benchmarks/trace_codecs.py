@@ -1,0 +1,248 @@
+"""What codecs make of recorded frames beside Stable-Baselines3's buffer: bytes a transition, and the time of a batch.
+
+    python benchmarks/trace_codecs.py FOLDER [--traces seaquest,dog] [--prefer balanced,memory] [--json FILE]
+    python benchmarks/trace_codecs.py FOLDER --lanes 16     compressed bytes of 16 lanes over those of one
+    python benchmarks/trace_codecs.py FOLDER --video        beside FFV1 and x264 in groups of 16; needs imageio-ffmpeg
+
+FOLDER holds traces as `holdall.tools.bench.trace` describes them. A trace is played again and again, each time
+mirrored, inverted or with its colours in another order, so that no pass repeats an older one. Bytes are the slope of the
+process's own memory. Batches of 256 are drawn by each side alone in a process, and by both in turns in a third.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch  # noqa: F401  both sides need it, so it is here before memory is counted
+from cases import BATCH, Side, SideName, libraries_of
+from footprint import line_through
+from process import commit, emit, machine, versions
+from streams import Step, Stream
+
+from holdall.machine import held_bytes
+from holdall.tools.bench.trace import Trace, TraceStep
+
+HERE = Path(__file__).parent
+TRACES = {
+    "minigrid": "minigrid_FourRooms_rgb56_3000.npz",
+    "procgen": "procgen_coinrun_rgb64_1200.npz",
+    "gameboy": "gb_renegaderush_600.npz",
+    "pong": "atari_Pong_gray84_random_2000.npz",
+    "seaquest": "atari_Seaquest_gray84_random.npz",
+    "crafter": "crafter_rgb64_600.npz",
+    "quadruped": "dmc_quadruped_walk_rgb84_dict_200.npz",
+    "dog": "pidog_cam84_stand.npz",
+}
+SB3_BYTES = 1_200_000_000
+MOST_HELD = 20_000
+READINGS = 40
+BATCHES, IN_A_ROW = 40, 5
+
+
+# ---------------------------------------------------------------- frames
+
+
+def varied(arrays: dict[str, Any], number: int) -> dict[str, Any]:
+    """Mirror, invert or recolour all images of a trace, in one of 24 ways."""
+    changed = {
+        name: rows[:, None] if name.startswith("f_") and rows.ndim == 1 else rows for name, rows in arrays.items()
+    }
+    for name, frames in changed.items():
+        if name.startswith("f_") and frames.dtype == np.uint8 and frames.ndim >= 3 and frames.shape[2] > 8:
+            turned = frames[:, :: -1 if number & 1 else 1, :: -1 if number & 2 else 1]
+            turned = 255 - turned if number & 4 else turned
+            if turned.ndim == 4 and turned.shape[-1] == 3:
+                turned = np.roll(turned, number // 8 % 3, axis=-1)
+            changed[name] = np.ascontiguousarray(turned)
+    return changed
+
+
+def played(file: Path, lanes: int) -> Stream:
+    """Play a trace for ever; each of several lanes plays a piece of it."""
+    with np.load(file, allow_pickle=False) as loaded:
+        arrays = {name: loaded[name] for name in loaded.files}
+    trace = Trace(varied(arrays, 0), file.name)
+    return Stream(trace.observation_space, trace.action_space, lanes, _steps(arrays, file.name, lanes))
+
+
+def _steps(arrays: dict[str, Any], name: str, lanes: int) -> Iterator[Step]:
+    for number in itertools.count():
+        trace = Trace(varied(arrays, number), name)
+        if lanes == 1:
+            yield from (Step(*step) for step in trace.steps())
+            continue
+        length = len(trace) // lanes
+        pieces = [itertools.islice(trace.steps(), lane * length, (lane + 1) * length) for lane in range(lanes)]
+        for place, side_by_side in enumerate(zip(*pieces, strict=True)):
+            yield _beside(side_by_side, is_last=place == length - 1)
+
+
+def _beside(steps: tuple[TraceStep, ...], *, is_last: bool) -> Step:
+    def joined(parts: list[Any]) -> Any:
+        if isinstance(parts[0], dict):
+            return {key: joined([part[key] for part in parts]) for key in parts[0]}
+        return np.concatenate(parts)
+
+    obs, action, reward, next_obs, terminated, truncated = (joined(list(parts)) for parts in zip(*steps, strict=True))
+    return Step(obs, action, reward, next_obs, terminated, truncated | (is_last & ~terminated))
+
+
+# ---------------------------------------------------------------- one process
+
+
+def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, held: int) -> dict[str, Any]:
+    """Fill the sides, draw batches in turns, and say what one side alone takes."""
+    for name in sides:
+        libraries_of(name)
+    stream = played(file, lanes)
+    observation = sum(part.nbytes for part in _parts(next(stream.steps).obs)) // lanes
+    held = min(held, SB3_BYTES // (2 * observation)) // lanes * lanes
+    opened = [Side(name, stream, held, prefer) for name in sides]
+    readings, sealed = [], [(0, 0)]
+    for tick, step in enumerate(itertools.islice(stream.steps, held // lanes), start=1):
+        for side in opened:
+            side.add(*side.arguments(step))
+        if tick % max(1, held // lanes // READINGS) == 0 and tick * lanes >= held * 0.3:
+            readings.append((tick * lanes, held_bytes().anonymous))
+        if sides == ["core"] and tick % max(1, 128 // lanes) == 0:
+            opened[0].memory.drain()
+            total = sum(field.sealed_bytes for field in opened[0].memory.report().fields)
+            sealed += [(tick * lanes, total)] if total > sealed[-1][1] else []
+    found = {}
+    for side in opened:
+        if side.name != "sb3":
+            side.memory.drain()
+            report = side.memory.report()
+            found = {field.name: field.finding for field in report.fields}
+            found["bytes"] = report.bytes_per_transition
+    times = drawn(opened)
+    result: dict[str, Any] = {"transitions": held, "found": found, "sample_us": times}
+    if len(sides) == 1:
+        result["bytes_per_transition"] = line_through(readings)[0]
+    if sides == ["core"]:
+        # From one sealed block to the last: what lies raw between them is another in every lane.
+        result["bytes_per_transition"] = (sealed[-1][1] - sealed[1][1]) / (sealed[-1][0] - sealed[1][0])
+    return result
+
+
+def drawn(sides: list[Side]) -> dict[str, dict[str, float]]:
+    """Draw batches, some in a row from each side; return median and minimum in microseconds."""
+    np.random.seed(0)  # noqa: NPY002  what Stable-Baselines3 draws from
+    times: dict[str, list[float]] = {side.name: [] for side in sides}
+    for side in sides:
+        side.sample(BATCH)
+    for _ in range(BATCHES // IN_A_ROW):
+        for side in sides:
+            kept = None  # as in training, the last batch is held until the next one was drawn
+            for _ in range(IN_A_ROW):
+                start = time.perf_counter()
+                kept = side.sample(BATCH)
+                times[side.name].append((time.perf_counter() - start) * 1e6)
+            del kept
+    return {name: {"median": statistics.median(taken), "min": min(taken)} for name, taken in times.items()}
+
+
+def _parts(observation: Any) -> list[Any]:
+    return list(observation.values()) if isinstance(observation, dict) else [observation]
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def beside_sb3(wanted: argparse.Namespace) -> dict[str, Any]:
+    """Measure traces and preferences; ratios are holdall's over Stable-Baselines3's."""
+    results = {}
+    for name, prefer in itertools.product(wanted.traces, wanted.prefer):
+        alone = {side: _child(wanted, name, prefer, [side]) for side in ("sb3", "holdall")}
+        turns = _child(wanted, name, prefer, ["sb3", "holdall"])["sample_us"]
+        own = {side: alone[side]["sample_us"][side] for side in alone}
+        row = {
+            "bytes_per_transition": alone["holdall"]["bytes_per_transition"],
+            "sb3_bytes_per_transition": alone["sb3"]["bytes_per_transition"],
+            "sample_of_sb3": {
+                "alone": {kind: own["holdall"][kind] / own["sb3"][kind] for kind in ("median", "min")},
+                "in_turns": {kind: turns["holdall"][kind] / turns["sb3"][kind] for kind in ("median", "min")},
+            },
+            "sample_us": {"alone": own, "in_turns": turns},
+            "transitions": alone["holdall"]["transitions"],
+            "found": alone["holdall"]["found"],
+        }
+        results[f"{name} {prefer}"] = row
+        _say(name, prefer, row)
+    return results
+
+
+def _say(name: str, prefer: str, row: dict[str, Any]) -> None:
+    ratios = row["sample_of_sb3"]
+    text = f"{name:10} {prefer:9} {row['bytes_per_transition']:8,.0f} B ({row['found']['bytes']:,.0f})  sample of SB3's"
+    for how in ratios:
+        text += f"  {how} {ratios[how]['median']:.2f} (min {ratios[how]['min']:.2f})"
+    print(text, flush=True)
+    for field, finding in row["found"].items():
+        if "sealed" in str(finding):
+            print(f"    {field}: {finding}", flush=True)
+
+
+def beside_one_lane(wanted: argparse.Namespace) -> dict[str, Any]:
+    """Compare the bytes of many lanes with those of one."""
+    results = {}
+    for name, prefer in itertools.product(wanted.traces, wanted.prefer):
+        taken = {lanes: _child(wanted, name, prefer, ["core"], lanes) for lanes in (1, wanted.lanes)}
+        one, many = (child["bytes_per_transition"] for child in taken.values())
+        results[f"{name} {prefer}"] = {"one": one, "many": many, "ratio": many / one}
+        results[f"{name} {prefer}"]["found"] = {str(lanes): child["found"] for lanes, child in taken.items()}
+        print(f"{name:10} {prefer:9} {one:8,.0f} B, {wanted.lanes} lanes {many:8,.0f} B: {many / one:.3f}", flush=True)
+    return results
+
+
+def _child(wanted: argparse.Namespace, name: str, prefer: str, sides: list[str], lanes: int = 1) -> dict[str, Any]:
+    command = [sys.executable, __file__, str(wanted.folder), "--traces", name, "--prefer", prefer]
+    command += ["--child", ",".join(sides), "--lanes", str(lanes), "--held", str(wanted.held)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["result"]
+    return result
+
+
+def main() -> None:
+    """Read the command line, measure, write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--traces", type=lambda text: text.split(","), default=list(TRACES))
+    parser.add_argument("--prefer", type=lambda text: text.split(","), default=["balanced"])
+    parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--held", type=int, default=MOST_HELD)
+    parser.add_argument("--video", action="store_true")
+    parser.add_argument("--child", type=lambda text: text.split(","), help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "codecs.json")
+    wanted = parser.parse_args()
+    if wanted.child:
+        file = wanted.folder / TRACES[wanted.traces[0]]
+        emit({"result": measure(file, wanted.child, wanted.prefer[0], wanted.lanes, wanted.held)})
+        return
+    if wanted.video:
+        kind, found = "video", importlib.import_module("video").beside_video(wanted.folder, TRACES)
+    elif wanted.lanes > 1:
+        kind, found = "lanes", beside_one_lane(wanted)
+    else:
+        kind, found = "beside_sb3", beside_sb3(wanted)
+    written = json.loads(wanted.json.read_text("utf-8")) if wanted.json.exists() else {}
+    written[kind] = written.get(kind, {}) | found
+    written |= {"commit": commit(), "versions": versions(), "machine": machine()}
+    wanted.json.write_text(json.dumps(written, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

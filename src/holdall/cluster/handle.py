@@ -1,0 +1,315 @@
+"""A handle of a memory over shards: what learners and feeders call, in whatever process they are.
+
+In:  the name of a memory.  Out: batches, drawn with a generator of this handle's own; transitions, sent to the shards.
+Invariant: a handle has no right over the memory's life. What it added and updated before is in what it draws.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import ray
+
+from holdall.batch import Batch
+from holdall.cluster.answer import Deliverer
+from holdall.cluster.lanes import new_writer
+from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, together
+from holdall.cluster.protocol import ShardCounters, received
+from holdall.cluster.roster import NAMESPACE, WaitNotice
+from holdall.cluster.security import join_cluster, require_safe_cluster
+from holdall.cluster.status import Cluster, Gauges, ShardStatus, added_up, status_of
+from holdall.cluster.writer import Address, Writer
+from holdall.delivery import Loader
+from holdall.errors import ArgumentError, ClosedError
+from holdall.json_state import generator_of, schema_of
+from holdall.native import chosen_kernels
+from holdall.report import MemoryReport
+from holdall.sampling import Hindsight, Sampler
+from holdall.schema import as_ids
+from holdall.units import require_count
+
+_ASK_AGAIN_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTerms:
+    """What every handle of a memory has to know."""
+
+    address: Address
+    sampler: Sampler
+    on_shard_loss: str
+    shard_rows: int  # most rows of a shard
+
+
+class MemoryHandle:
+    """A memory over shards that another process made, see `holdall.ray.attach`.
+
+    It has the calls of `holdall.ray.ReplayMemory`, but for those that begin, save or end shards. All methods may be
+    called from any thread.
+
+    Args:
+        generator: Draws which shard a row comes from.
+        learner: Names the generators with which shards draw rows for this handle; 0: their own.
+    """
+
+    def __init__(
+        self, terms: MemoryTerms, generator: np.random.Generator, device: str | None, learner: int = 0
+    ) -> None:  # fmt: skip
+        self._terms, self._address, self.sampler = terms, terms.address, terms.sampler
+        self.schema = schema_of(self._address.words)
+        self.num_envs, self.name = self.schema.num_envs, self._address.name
+        self._deliverer = Deliverer(self.schema, chosen_kernels(), device)
+        self._device = device
+        self._lock = threading.RLock()
+        self._closed = False
+        self._metrics = Gauges("learner", memory=self.name)
+        patience_s = self._address.patience_s
+        self._cluster = Cluster(self._address.roster(), patience_s, learner)
+        self._writer = new_writer(self._address, self.num_envs)
+        self._drawing = Drawing(
+            self._cluster, self.schema, self._deliverer, self.sampler, generator, terms.on_shard_loss, patience_s
+        )
+        self._priorities = Priorities(self._cluster, self.sampler, patience_s)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the name: a copy is a handle of its own, in whatever process it is."""
+        return functools.partial(attach, device=self._device), (self.name,)
+
+    def writer(self, num_envs: int | None = None, spread: int | None = None) -> Writer:
+        """Return a handle that feeds the memory from any process; it can be pickled.
+
+        Args:
+            num_envs: Its lanes, if not as many as the memory's.
+            spread: Shards that it sends to; None: all. With many actors, 2 keep connections few.
+        """
+        self._open()
+        lanes = self.num_envs if num_envs is None else num_envs
+        require_count("num_envs", lanes, 1)
+        if spread is not None:
+            require_count("spread", spread, 1)
+        return new_writer(self._address, lanes, spread)
+
+    def add(
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Mapping[str, Any] | None = None, valid: Any = None,
+    ) -> None:  # fmt: skip
+        """Add one transition per lane, see `holdall.ReplayMemory.add`."""
+        with self._lock:
+            self._open()
+            self._writer.add(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+
+    def add_as_is(self, *_: Any) -> bool:
+        """Say that there is no short way to add; for adapters."""
+        return False
+
+    add_at_once = add_as_is
+
+    def extend(
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Mapping[str, Any] | None = None, valid: Any = None,
+    ) -> None:  # fmt: skip
+        """Add whole trajectories, see `holdall.ReplayMemory.extend`."""
+        with self._lock:
+            self._open()
+            self._writer.extend(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+
+    def flush(self) -> None:
+        """Return when the shards have acknowledged all that `add` was given."""
+        with self._lock:
+            self._open()
+            self._writer.flush()
+            for shard, counters in self._writer.counters_by_shard.items():
+                self._cluster.note(shard, counters)
+
+    def sample(self, batch_size: int) -> Batch:
+        """Draw `batch_size` transitions; what this process added before is among those that can be drawn."""
+        require_count("batch_size", batch_size, 1)
+        return self._drawing.finish(self._start(batch_size)[0])
+
+    def loader(self, batch_size: int, prefetch: int = 2) -> Loader:
+        """Return an endless iterator over batches asked for ahead of time, see `holdall.ReplayMemory.loader`.
+
+        From four shards on some batches are drawn at once, so that fewer calls are made: each is then drawn at most,
+        and no longer exactly, `prefetch` batches before it is handed out. With a limiter each is drawn alone.
+        """
+        require_count("batch_size", batch_size, 1)
+        require_count("prefetch", prefetch, 0)
+        self._open()
+        self._deliverer.batches.keep(prefetch + 2)
+        batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
+        ahead = BatchesAhead(self._drawing, lambda count: self._start(batch_size, count), batches)
+        return Loader(ahead, max(0, prefetch - batches + 1))
+
+    def gather(self, ids: Any) -> Batch:
+        """Return the transitions `ids`, in that order."""
+        wanted = as_ids(ids)
+        self.flush()
+        return self._drawing.gather(wanted)
+
+    def update_priorities(self, ids: Any, priorities: Any) -> None:
+        """Set how much it would pay to see transitions again, see `holdall.ReplayMemory.update_priorities`.
+
+        It does not wait for the shards, which have it before they draw again. What a shard refuses is raised by a later
+        call.
+        """
+        self._open()
+        update = checked(self.sampler, ids, priorities)
+        self.flush()
+        self._priorities.send(*update)
+
+    def update(self, ids: Any, /, **columns: Any) -> None:
+        """Refuse: shards hold what writers sent, and a restarted one reads that from its journal again."""
+        raise ArgumentError(
+            f"update of {sorted(columns)}: a memory over shards does not rewrite extras; keep them in a "
+            "holdall.ReplayMemory, or have the actors compute them"
+        )
+
+    def __len__(self) -> int:
+        """Count the transitions that can be sampled, over the shards that answer."""
+        self.flush()
+        self._priorities.hear(all_of_them=True)  # so that the shards say what they weigh with them
+        return sum(counters.transitions for counters in self._cluster.refresh().values())
+
+    @property
+    def capacity(self) -> int:
+        """Most transitions that are held, over all shards."""
+        return self._terms.shard_rows * len(self._cluster.numbers)
+
+    @property
+    def num_shards(self) -> int:
+        """Shards, those that do not answer now among them."""
+        return len(self._cluster.numbers)
+
+    @property
+    def first_id(self) -> int:
+        """Lowest transition id that is still held; of a memory of one shard."""
+        return self._only_counters().first_row
+
+    @property
+    def next_id(self) -> int:
+        """Id of the next transition; of a memory of one shard."""
+        return self._only_counters().next_row
+
+    def shards(self) -> list[ShardStatus]:
+        """Say of every shard where it runs and what it holds; `holdall watch PID` there shows more of one."""
+        self._open()
+        return [status_of(number, actor, self._address.patience_s) for number, actor in self._cluster.handles.items()]
+
+    def report(self) -> MemoryReport:
+        """Account for the bytes that all shards hold, field by field."""
+        self.flush()
+        known = self._cluster.refresh()
+        asked = [self._cluster.handle(shard).report.remote() for shard in known]
+        fields = added_up(ray.get(asked, timeout=self._address.patience_s))
+        transitions = sum(counters.transitions for counters in known.values())
+        return MemoryReport(transitions, fields, self._deliverer.assembler.staging.nbytes, len(known))
+
+    def close(self) -> None:
+        """Send what waits, and let go of the memory; it stays where it is."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self._writer.close()
+            finally:
+                self._deliverer.assembler.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        if self._closed:
+            raise ClosedError("the memory was closed; make a new ReplayMemory")
+
+    def _only_counters(self) -> ShardCounters:
+        self.flush()
+        known = self._cluster.refresh()
+        if list(known) != [0]:
+            raise ArgumentError(
+                "first_id and next_id are asked of a memory of several shards, each of which counts for itself; use "
+                "the ids of a batch"
+            )
+        return known[0]
+
+    def _start(self, count: int, batches: int = 1) -> list[Request]:
+        """Ask for some batches, once what this process added and updated has reached the shards."""
+        self.flush()
+        self._priorities.hear()
+        self._priorities.level()
+        self._wait_for_grant(count)
+        if self._metrics.is_due:
+            self._set_metrics()
+        return self._drawing.start(count, batches)
+
+    def _set_metrics(self) -> None:
+        shards = max(1, self.num_shards)
+        self._metrics.set(
+            coverage=1 - len(self._cluster.lost) / shards,
+            losses=self._cluster.losses,
+            unacknowledged_bytes=self._writer.unacknowledged_bytes,
+            credit_wait_seconds=self._writer.waited_s,
+        )
+
+    def _wait_for_grant(self, count: int) -> None:
+        """Wait until the limiter grants a draw, if there is one."""
+        limit = self._address.limit
+        self._cluster.tell_restarted_roster()
+        if limit is None:
+            return
+        limit.require("batch", count)
+        notice = WaitNotice("sample")
+        while not self._cluster.ask_roster("take_samples", count):
+            notice.give(lambda: self._cluster.ask_roster("limiter"))
+            time.sleep(_ASK_AGAIN_S)
+
+
+def attach(
+    name: str, *, rank: int | None = None, seed: int | None = None, device: str | None = None,
+    sampler: Sampler | None = None, address: str | None = None,
+) -> MemoryHandle:  # fmt: skip
+    """Return a handle of a memory that another process of the cluster made.
+
+    Args:
+        name: See `holdall.ray.ReplayMemory`; `memory.name` has it.
+        rank: Which of several learners this is. Each draws with generators of its own, also if all have one `seed`;
+            None: one that no other has.
+        seed: Seeds these generators; None: they are different every time.
+        device: As for `holdall.ReplayMemory`.
+        sampler: Of a memory whose sampler is a `Hindsight`: the same one, as functions of rewards stay where they are.
+        address: Host and port of Ray's head, if this process has not joined a cluster; None: that of this machine.
+    """
+    if ray.is_initialized():
+        require_safe_cluster()
+    else:
+        join_cluster(address, NAMESPACE)
+    roster = Address.roster_of(name)
+    terms: MemoryTerms = received(roster.terms.remote(), None)
+    if sampler is not None or isinstance(terms.sampler, Hindsight):
+        terms = replace(terms, sampler=_same(terms.sampler, sampler))
+    if rank is None:
+        rank = received(roster.enroll.remote(), None) if seed is not None else secrets.randbits(32)
+    entropy = secrets.randbits(63) if seed is None else seed
+    require_count("rank", rank, 0)
+    learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
+    return MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
+
+
+def _same(known: Sampler, passed: Sampler | None) -> Sampler:
+    """Return the sampler that was passed, if it is of the memory's kind."""
+    if type(passed) is not type(known):
+        raise ArgumentError(
+            f"sampler ({type(passed).__name__}) is not of the kind that the memory was made with; pass "
+            f"{type(known).__name__}(...) with the same settings"
+        )
+    return passed

@@ -1,0 +1,113 @@
+"""Priorities over shards: one highest for all, and what of them a restart keeps."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall import Prioritized
+from holdall.cluster.journal import FOLDER, Journal
+from holdall.cluster.protocol import ids_of
+from holdall.cluster.slots import slots_at
+from holdall.ray import ReplayMemory
+from holdall.storage import records_in
+
+from .chaos.chi_square import chi_square_p
+from .processes import kill, process_of, wait_until
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+SPACE, ACTION = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
+
+
+def add(memory: Any, first: int, end: int) -> None:
+    """Add transitions whose reward tells which one they are."""
+    count = end - first
+    row, no = np.zeros((count, 1, 2), np.float32), np.zeros((count, 1), np.bool_)
+    rewards = np.arange(first, end, dtype=np.float64)[:, None]
+    memory.extend(row, np.zeros((count, 1), np.int64), rewards, row, no, no)
+    memory.flush()
+
+
+def held(memory: ReplayMemory) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the ids of everything held, and which transitions these are."""
+    counters = memory._cluster.refresh()
+    ids = np.concatenate([ids_of(n, np.arange(each.first_row, each.next_row)) for n, each in sorted(counters.items())])
+    return ids, memory.gather(ids).reward.astype(np.int64)
+
+
+def drawn(memory: Any, draws: int, most: int) -> NDArray[np.int64]:
+    """Count how often each transition is drawn."""
+    counts, size = np.zeros(most, np.int64), len(memory)
+    for _ in range(-(-draws // size)):
+        counts += np.bincount(memory.sample(size).reward.astype(int), minlength=most)
+    return counts
+
+
+def test_new_rows_get_the_highest_priority_of_all_shards() -> None:
+    settings: dict[str, Any] = {"sampler": Prioritized(alpha=1.0, beta=1.0, floor=1e-6), "seed": 2, "patience_s": 60.0}
+    with ReplayMemory(SPACE, ACTION, 9_000, shards=3, **settings) as memory:
+        add(memory, 0, 600)
+        ids, numbers = held(memory)
+        priorities = np.full(3_000, 1.0)
+        priorities[numbers[0]] = 50.0
+        memory.update_priorities(ids[:1], np.array([50.0]))  # on one shard alone
+        add(memory, 600, 1_200)
+        priorities[600:1_200] = 50.0
+        number = memory.add_shard()
+        kill(process_of(memory._cluster.handle(1)))
+        memory.sample(32)
+        wait_until(lambda: memory._cluster.refresh().get(1) is not None)
+        add(memory, 1_200, 2_200)  # also on a shard that is new, and on one that began again
+        priorities[1_200:2_200] = 50.0
+        ids, numbers = held(memory)
+        assert {0, 1, 2, number} == set((ids >> 48).tolist())
+        counts = drawn(memory, 200_000, 3_000)
+        few = np.setdiff1d(numbers[numbers < 600], numbers[priorities[numbers] > 1])  # are drawn too seldom for a test
+        many = np.setdiff1d(numbers, few)
+        chances = np.append(priorities[many], priorities[few].sum())
+        assert chi_square_p(np.append(counts[many], counts[few].sum()), chances + 1e-6) > 0.001
+
+
+def written_priorities(url: Path, shard: int) -> int:
+    """Count the different priorities that the journal of a shard has, without opening it."""
+    journal = Journal(slots_at(url, FOLDER, f"{shard:05d}"))
+    for path in sorted((url / FOLDER / f"{shard:05d}").glob("*.slot")):
+        with suppress(FileNotFoundError):  # it is written in place of an older one
+            content = path.read_bytes()
+            journal._replay_state(0, list(records_in(content)), content)
+    return 0 if journal.priorities is None else len(np.unique(journal.priorities["scaled"])) - 1
+
+
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_priorities_survive_with_the_journals(is_killed: bool, tmp_path: Path) -> None:
+    """Those of a memory that was closed, and of one whose processes were all killed; new rows get the highest."""
+    settings: dict[str, Any] = {"durability": "segment", "url": tmp_path, "shards": 2, "patience_s": 60.0}
+
+    def sampler() -> Prioritized:
+        return Prioritized(alpha=1.0, beta=1.0, floor=1e-6)
+
+    priorities = np.random.default_rng(4).uniform(0.5, 4.0, 900)
+    memory = ReplayMemory(SPACE, ACTION, 9_000, sampler=sampler(), seed=2, **settings)
+    add(memory, 0, 600)
+    ids, numbers = held(memory)
+    memory.update_priorities(ids, priorities[numbers])
+    len(memory)  # by now the shards have them
+    if is_killed:
+        wait_until(lambda: sum(written_priorities(tmp_path, shard) for shard in (0, 1)) >= 600)
+        for actor in (*memory._cluster.handles.values(), memory._fleet.roster):
+            ray.kill(actor)
+    else:
+        memory.close()
+    with ReplayMemory(SPACE, ACTION, 9_000, sampler=sampler(), seed=3, **settings) as again:
+        assert len(again) == 600
+        add(again, 600, 900)
+        chances = np.append(priorities[:600], np.full(300, priorities[:600].max())) + 1e-6
+        assert chi_square_p(drawn(again, 200_000, 900), chances) > 0.001

@@ -1,0 +1,77 @@
+"""Which rows of a shard follow each other, against lists of every writer's steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from holdall.checkpoint import WriterRun
+from holdall.cluster.row_order import RowOrder
+from holdall.sampling import LANE
+
+
+class Shard:
+    """Rows of some writers that come and go, and by hand what follows each."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = np.random.default_rng(seed)
+        self.order = RowOrder()
+        self.first = self.next = 0
+        self.steps: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # writer and lane: tick to row
+        self.names: dict[int, tuple[tuple[str, int], int]] = {}
+        self.ticks: dict[str, int] = defaultdict(int)
+
+    def add(self, writer: str, lanes: int) -> None:
+        if self.generator.random() < 0.2:
+            self.ticks[writer] += int(self.generator.integers(1, 9))  # was on another shard meanwhile
+        ticks, begin = int(self.generator.integers(1, 6)), self.ticks[writer]
+        self.ticks[writer] += ticks
+        is_ordered = self.generator.random() < 0.9
+        run = WriterRun(writer, begin if is_ordered else -1, lanes if is_ordered else ticks * lanes, self.next,
+                        ticks * lanes)  # fmt: skip
+        for row in range(ticks * lanes):
+            lane = (writer, row % lanes) if is_ordered else (f"alone {self.next + row}", 0)
+            self.steps[lane][begin + row // lanes] = self.next + row
+            self.names[self.next + row] = lane, begin + row // lanes
+        self.next += ticks * lanes
+        self.first = max(self.first, self.next - 60)
+        self.order.add(run, self.first)
+
+    def neighbour(self, row: int, away: int) -> int:
+        lane, tick = self.names[row]
+        found = self.steps[lane].get(tick + away, -1)
+        return found if found >= self.first else -1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_rows_follow_each_other_as_their_writers_stepped(seed: int) -> None:
+    shard = Shard(seed)
+    lanes = {"a": 1, "b": 3, "c": 2}
+    for _ in range(60):
+        writer = str(shard.generator.choice(list(lanes)))
+        before, new_from = shard.first, shard.next
+        shard.add(writer, lanes[writer])
+        if shard.generator.random() < 0.3:
+            shard.first = min(shard.next - 1, shard.first + int(shard.generator.integers(0, 9)))
+            shard.order.forget_before(shard.first)
+        rows = np.arange(shard.first, shard.next)
+        places = shard.order.places(rows)
+        assert (shard.order.at(places)[0] == rows).all()
+        assert shard.order.at(places)[1].all()
+        found, known = shard.order.at(places[:, None] + np.arange(-7, 8))
+        expected = [[shard.neighbour(row, away) for away in range(-7, 8)] for row in rows.tolist()]
+        assert np.where(known, found, -1).tolist() == expected
+        first, last = shard.order.pieces(rows)
+        for row, place, begin, end in zip(rows.tolist(), places, first, last, strict=True):
+            assert shard.neighbour(row, int(begin - place) - 1) == shard.neighbour(row, int(end - place) + 1) == -1
+            assert shard.order.at(np.arange(begin, end + 1))[1].all()
+            assert begin // LANE == place // LANE == end // LANE
+        lost = {
+            row
+            for row in range(shard.first, new_from)
+            if before <= shard.steps[shard.names[row][0]].get(shard.names[row][1] - 1, -1) < shard.first
+        }
+        asked = shard.order.without_past(before)
+        assert lost <= set(asked.tolist()) <= set(rows.tolist())

@@ -1,0 +1,237 @@
+"""Samplers that follow episodes, over shards: as a local memory draws, and from all shards alike."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import holdall
+from holdall import Hindsight, NStep, Prioritized, Sequence
+from holdall.batch import Batch
+from holdall.cluster.answer import Answer, AnswerReader, Deliverer
+from holdall.cluster.encode import Encoder
+from holdall.cluster.fleet import for_shards
+from holdall.cluster.learner import assigned, checked, weights_of
+from holdall.cluster.protocol import ShardCounters, shards_of
+from holdall.cluster.shard_data import ShardData
+from holdall.json_state import schema_words
+from holdall.native import chosen_kernels
+from holdall.ray import ReplayMemory
+from holdall.sampling.draw import Sampler
+from holdall.schema import Schema
+from holdall.storage import Dictionary, Tick, pack_segment
+from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
+
+from .chaos.chi_square import chi_square_p
+
+GOALS = spaces.Dict(
+    achieved_goal=spaces.Box(-9, 9, (2,), np.float32),
+    desired_goal=spaces.Box(-9, 9, (2,), np.float32),
+    observation=spaces.Box(0, 255, (4, 16, 24), np.uint8),
+)
+ACTION = spaces.Discrete(4)
+EXTRAS = {"log_prob": spaces.Box(-9, 0, (), np.float32)}
+PLANS = [LeafPlan(), LeafPlan(), LeafPlan(axis=0, content="table")]
+
+
+def reward(achieved: Any, desired: Any, info: dict[str, Any]) -> Any:
+    return np.where((achieved == desired).all(axis=-1), info["log_prob"], -1)
+
+
+SAMPLERS: dict[str, Callable[[], Sampler]] = {
+    "n-step": lambda: NStep(3, 0.9),
+    "n-step by priority": lambda: NStep(5, 0.99, by=Prioritized(0.7, 0.5)),
+    "sequences": lambda: Sequence(6, burn_in=3),
+    "sequences by priority, every third": lambda: Sequence(5, burn_in=2, stride=3, by=Prioritized(0.7, 0.5)),
+    "sequences, every second": lambda: Sequence(4, stride=2, crossing=True),
+    "future goals": lambda: Hindsight("future", 4, reward),
+    "any goals by priority": lambda: Hindsight("episode", 1, reward, by=Prioritized()),
+    "final goals": lambda: Hindsight("final", 2, reward),
+}
+
+
+def arguments(source: Stream) -> tuple[Any, ...]:
+    step = source.tick()
+    return step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated, step.extras
+
+
+class Desk:
+    """A shard, what feeds it and what reads its answers, in this process."""
+
+    def __init__(self, sampler: Sampler, capacity: int, lanes: int, seed: int) -> None:
+        self.schema = Schema.of(GOALS, ACTION, EXTRAS, lanes)
+        self.kernels, self.sampler = chosen_kernels(), sampler
+        generator = np.random.default_rng(seed)
+        self.shard = ShardData(schema_words(self.schema), capacity, for_shards(sampler), generator, threading.Lock())
+        self.encoder = Encoder(self.schema, lanes, 16, self.kernels)
+        self.reader, self.deliverer = AnswerReader(self.schema), Deliverer(self.schema, self.kernels, None)
+
+    def add(self, *arguments: Any) -> None:
+        fitted: Any = Tick.fitted
+        self.encoder.add(fitted(self.schema, (self.schema.num_envs,), self.encoder.reward_dtype, *arguments))
+        if self.encoder.is_full:
+            self.send()
+
+    def send(self) -> None:
+        if self.encoder.rows:
+            payload = pack_segment(self.encoder.close({}), self.kernels.coder)
+            self.shard.take(b"w" * 16, self.shard.unpacked(payload, {}))
+
+    def sample(self, count: int) -> Batch:
+        self.send()
+        relabelled = self.sampler.relabelled(count) if isinstance(self.sampler, Hindsight) else 0
+        counters = ShardCounters(0, 0, 0, 0, 0, 0, 0, self.shard.mass())
+        drawn = self.shard.draw([(count, relabelled)])
+        known: dict[str, Dictionary] = {}
+        answer = self.reader.read(self.shard.answer(counters, drawn, *self.shard.found(drawn)), known.__getitem__)
+        where, by = [np.arange(count)], getattr(self.sampler, "by", None)
+        weights = weights_of([answer], where, [1.0], by.beta if isinstance(by, Prioritized) else 1.0)
+        return self.deliverer.batch([answer], where, [0], weights, self.sampler)
+
+    def update_priorities(self, ids: Any, priorities: Any) -> None:
+        self.send()
+        wanted, numbers = checked(self.sampler, ids, priorities)
+        self.shard.sampler.update_priorities(self.shard.held(), wanted, numbers)  # type: ignore[attr-defined]
+
+
+def against_a_local_memory(name: str, sharded: Any, settings: dict[str, Any], ticks: int) -> None:
+    """Give both the same ticks, and have both draw the same batches."""
+    mishaps = Mishaps(0.1, silent_resets=0.02, skipped_steps=0.02, foreign_next=0.02)
+    source = Stream(GOALS, ACTION, 2, plans=PLANS, mishaps=mishaps, extras=EXTRAS, seed=3)
+    generator = np.random.default_rng(5)
+    local = holdall.ReplayMemory(GOALS, ACTION, **settings, extras=EXTRAS, sampler=SAMPLERS[name]())
+    for count in range(ticks):
+        step = (*arguments(source), None if count % 7 else np.array([True, count % 2 == 0]))
+        local.add(*step)
+        sharded.add(*step)
+        if count % 20 == 15:
+            batch = local.sample(24)
+            assert_same_bits(sharded.sample(24), batch)
+            if "priority" in name:
+                priorities = generator.random(24).astype(np.float32)
+                local.update_priorities(batch.ids, priorities)
+                sharded.update_priorities(batch.ids, priorities)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_shard_draws_what_a_local_memory_draws(name: str) -> None:
+    settings = {"capacity": 300, "num_envs": 2, "seed": 11}
+    against_a_local_memory(name, Desk(SAMPLERS[name](), 300, 2, seed=11), settings, 400)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_one_shard_gives_the_batches_of_a_local_memory(name: str) -> None:
+    settings: dict[str, Any] = {"capacity": 300, "num_envs": 2, "seed": 11}
+    with ReplayMemory(GOALS, ACTION, **settings, extras=EXTRAS, sampler=SAMPLERS[name](), shards=1) as memory:
+        against_a_local_memory(name, memory, settings, 260)
+
+
+BOX = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+
+def add_episodes(memory: Any, lanes: int, ticks: int, first: int = 0) -> None:
+    """Add episodes of 5 to 30 steps; observations tell lane and tick, and rewards the tick."""
+    generator = np.random.default_rng(first)
+    left = generator.integers(5, 31, lanes)
+    for tick in range(first, first + ticks):
+        obs = np.stack([np.arange(lanes), np.full(lanes, tick)], axis=1).astype(np.float32)
+        left -= 1
+        ended = left == 0
+        left[ended] = generator.integers(5, 31, int(ended.sum()))
+        next_obs = obs + np.array([0, 1], np.float32)
+        memory.add(obs, np.zeros(lanes, np.int64), np.full(lanes, tick, np.float32), next_obs, ended, ended & False)
+    memory.flush()
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.nightly), 7])
+def test_episodes_stay_together_over_shards(lanes: int) -> None:
+    """Returns and sequences are as long as their episodes allow, whichever shard these are on."""
+    with ReplayMemory(BOX, ACTION, 40_000, lanes, shards=3, seed=1, sampler=NStep(4, 1.0)) as memory:
+        add_episodes(memory, lanes, 6_000 // lanes)
+        drawn = [memory.sample(512) for _ in range(8)]
+        assert set(np.concatenate([shards_of(batch.ids) for batch in drawn]).tolist()) == {0, 1, 2}
+        newest = max(float(batch.next_obs[:, 1].max()) for batch in drawn)
+        for batch in drawn:
+            steps = batch.next_obs[:, 1] - batch.obs[:, 1]
+            assert (batch.next_obs[:, 0] == batch.obs[:, 0]).all()
+            cut = (steps < 4) & ~batch.terminated & (batch.next_obs[:, 1] < newest - 1)
+            assert cut.sum() == 0
+            first = batch.obs[:, 1]
+            assert (batch.reward == steps * first + steps * (steps - 1) / 2).all()
+
+
+class Lane:
+    """A shard with one writer of one lane, and episodes of some lengths; rewards tell the transition."""
+
+    def __init__(self, number: int, lengths: list[int], sampler: Sampler, first: int) -> None:
+        schema = Schema.of(BOX, ACTION, None, 1)
+        self.shard = ShardData(
+            schema_words(schema), 4_000, sampler, np.random.default_rng([7, number]), threading.Lock()
+        )
+        encoder, nothing, no = Encoder(schema, 1, 64, chosen_kernels()), np.zeros((1, 2), np.float32), np.zeros(1, bool)
+        self.starts: list[int] = []  # transitions that a sequence may begin with, by hand
+        self.numbers = np.arange(first, first + sum(lengths))
+        was_end = False
+        for tick, is_end in enumerate(is_end for length in lengths for is_end in [*[False] * (length - 1), True]):
+            if was_end or tick % 3 == 0:
+                self.starts.append(first + tick)
+            was_end = is_end
+            reward, action = np.array([first + tick], np.float64), np.zeros(1, np.int64)
+            encoder.add(Tick([nothing], [action], reward, [nothing], np.array([is_end]), no, [], None))
+            if encoder.is_full or tick == sum(lengths) - 1:
+                self.shard.take(b"w" * 16, encoder.close({}))
+
+
+@pytest.mark.parametrize("by", ["uniform", "priority"])
+@pytest.mark.parametrize("kind", ["n-step", "sequences, every third"])
+def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> None:
+    """Every transition for n-step returns, every start for sequences; weights say by how much it was not so."""
+    generator = np.random.default_rng(3)
+
+    def sampler() -> Any:
+        single = Prioritized(alpha=1.0, beta=1.0, floor=1e-6) if by == "priority" else None
+        return NStep(3, 0.9, by=single) if kind == "n-step" else Sequence(5, burn_in=2, stride=3, by=single)
+
+    lanes, first = [], 0
+    for number, episodes in enumerate((60, 12, 3)):
+        lanes.append(Lane(number, generator.integers(2, 25, episodes).tolist(), sampler(), first))
+        first += len(lanes[-1].numbers)
+    chances = np.zeros(first)
+    for lane in lanes:
+        allowed = lane.numbers if kind == "n-step" else np.array(lane.starts)
+        chances[allowed] = 1.0
+        if by == "priority":
+            chances[allowed] = generator.uniform(0.5, 4.0, len(allowed))
+            lane.shard.sampler.update_priorities(  # type: ignore[attr-defined]
+                lane.shard.held(), allowed - lane.numbers[0], chances[allowed] - 1e-6
+            )
+    masses = {number: lane.shard.mass() for number, lane in enumerate(lanes)}
+    assert np.allclose(sum(masses.values()), chances.sum())
+    counts, sums = np.zeros(first, np.int64), np.zeros(first)
+    where = assigned(masses, 200_000, generator)
+    answers = []
+    for number, rows in where.items():
+        shard, numbers = lanes[number].shard, lanes[number].numbers
+        drawn = shard.draw([(len(rows), 0)])
+        scaled, _ = shard.found(drawn)
+        steps = drawn.rows[: len(drawn.rows) - len(drawn.others)].reshape(len(rows), -1)
+        starts = numbers[steps[:, 2 if drawn.steps else 0]]
+        counts += np.bincount(starts, minlength=first)
+        counters = ShardCounters(0, 0, 0, 0, 0, 0, 0, masses[number])
+        answers.append((starts, Answer(counters, drawn, scaled, {}, {})))
+    weights = weights_of([answer for _, answer in answers], list(where.values()), list(masses.values()), beta=1.0)
+    for (starts, _), rows in zip(answers, where.values(), strict=True):
+        sums += np.bincount(starts, weights[rows], minlength=first)
+    assert counts[chances == 0].sum() == 0
+    kept = chances > 0
+    assert chi_square_p(counts[kept], chances[kept]) > 0.001
+    worth = sums[kept] / counts[kept] * chances[kept]
+    assert np.allclose(worth, worth[0], rtol=1e-5)

@@ -1,0 +1,253 @@
+"""Writers: what a call that raised holds, what their end flushes, and what they say of a shard that takes nothing."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from gymnasium import spaces
+
+from holdall import ArgumentError, FencedError, ShardError
+from holdall.cluster import fleet, journal, roster
+from holdall.cluster.fleet import health_patience_s
+from holdall.cluster.journal import Committer, journal_of
+from holdall.ray import RateLimit, ReplayMemory, Writer
+
+from .processes import process_of, wait_until
+
+# Workers have no tests to import.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types
+
+SPACE, ACTION = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2)
+
+
+def add(target: Any, number: int) -> None:
+    row, no = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+    target.add(row, np.zeros(1, np.int64), np.full(1, number, np.float32), row, no, no)
+
+
+def steps(first: int, end: int) -> tuple[Any, ...]:
+    rows, no = np.zeros((end - first, 1, 3), np.float32), np.zeros((end - first, 1), np.bool_)
+    return rows, no.astype(np.int64), np.arange(first, end, dtype=np.float32)[:, None], rows, no, no
+
+
+def held(memory: ReplayMemory) -> list[int]:
+    memory.flush()
+    found: list[int] = []
+    for shard, counters in memory._cluster.refresh().items():
+        rows = np.arange(counters.first_row, counters.next_row) + (shard << 48)
+        found += memory.gather(rows).reward.astype(int).tolist()
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def memory(cluster: None) -> Iterator[ReplayMemory]:
+    with ReplayMemory(SPACE, ACTION, 40_000, shards=1, patience_s=1.0) as made:
+        yield made
+
+
+def begin(memory: ReplayMemory) -> None:
+    """Forget all that other tests have added."""
+    shard = memory._cluster.handle(0)
+    ray.get(shard.__ray_call__.remote(lambda shard: shard._data.begin_at(shard._data.store.next_tick) and None))
+
+
+def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: ReplayMemory) -> None:
+    begin(memory)
+    writer, other = memory.writer(), memory.writer()
+    for one in (writer, other):
+        one.add(*(part[0] for part in steps(9_999, 10_000)))
+        one.flush()
+    shard = psutil.Process(process_of(memory._cluster.handle(0)))
+    shard.send_signal(signal.SIGSTOP)
+    added, raised = 0, 0
+    try:
+        while raised < 3:
+            try:
+                add(writer, added)
+                added += 1
+            except ShardError:
+                raised += 1
+        assert added < 2_000  # what waits is bounded
+        for _ in range(2):
+            with pytest.raises(ShardError, match="kept"):
+                other.extend(*steps(2_000, 4_000))
+    finally:
+        shard.send_signal(signal.SIGCONT)
+    other.extend(*steps(2_000, 4_000))
+    other.extend(*steps(4_000, 4_100))  # another one is not taken for the first
+    writer.flush()
+    other.flush()
+    assert held(memory) == [*range(added), *range(2_000, 4_100), 9_999, 9_999]
+
+
+@ray.remote(num_cpus=0)
+def feed_and_drop(writer: Writer) -> None:
+    for number in range(300):
+        add(writer, number)
+
+
+class Feeder:
+    """An actor of a user's that never calls flush."""
+
+    def __init__(self, writer: Writer, first: int) -> None:
+        self.writer = writer
+        for number in range(first, first + 200):
+            add(self.writer, number)
+
+    def leave(self) -> None:
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]  # it has no types
+
+
+def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(memory: ReplayMemory) -> None:
+    begin(memory)
+    ray.get(feed_and_drop.remote(memory.writer()))
+    feeder: Any = ray.remote(num_cpus=0)(Feeder)
+    ending, dropped = feeder.remote(memory.writer(), 300), feeder.remote(memory.writer(), 500)
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(ending.leave.remote())
+    ray.get(dropped.__ray_ready__.remote())
+    del dropped
+    with memory.writer() as left:
+        add(left, 700)
+    closed = memory.writer()
+    add(closed, 701)
+    closed.close()
+    gone = memory.writer()
+    add(gone, 702)
+    del gone  # at once: nothing else refers to it
+    wait_until(lambda: len(memory) >= 703)
+    assert held(memory) == list(range(703))
+
+
+@pytest.mark.nightly
+def test_a_memory_with_journals_that_is_closed_has_flushed(cluster: None, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"shards": 1, "durability": "segment", "url": tmp_path}
+    with ReplayMemory(SPACE, ACTION, 1_000, **settings) as memory:
+        add(memory, 0)
+    with ReplayMemory(SPACE, ACTION, 1_000, **settings) as again:
+        assert held(again) == [0]
+
+
+def test_a_writer_and_a_learner_of_a_memory_that_was_replaced_hear_so(cluster: None, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"shards": 1, "durability": "segment", "url": tmp_path}
+    with ReplayMemory(SPACE, ACTION, 1_000, **settings) as old:
+        writer = old.writer()
+        add(writer, 0)
+        writer.flush()
+        with ReplayMemory(SPACE, ACTION, 1_000, **settings) as new:
+            add(writer, 1)
+            for _ in range(2):
+                with pytest.raises(FencedError, match="another shard has opened"):
+                    writer.flush()
+            with pytest.raises(FencedError, match="use the new one"):
+                old.sample(1)
+            writer.close(flush=False)
+            assert held(new) == [0]
+
+
+def test_a_shard_that_is_given_nothing_notices_that_it_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "_OWNED_S", 0.01)
+    first = journal_of(str(tmp_path), 0)
+    list(first.open())
+    committer = Committer(first, 0, lambda _: 0)
+    for _ in range(20):  # what it writes itself is not taken for another's
+        committer.record(lambda journal: journal.hide(0, None))
+    assert committer.fenced is None
+    list(journal_of(str(tmp_path), 0).open())
+    wait_until(lambda: committer.fenced is not None)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = journal_of(str(tmp_path), 0)
+    list(opened.open())
+    committer, is_full = Committer(opened, 0, lambda _: 0), threading.Event()
+    is_full.set()
+
+    def write(disk: Any, file: int, content: bytes) -> None:
+        if is_full.is_set():
+            raise OSError(28, "No space left on device")
+        written(disk, file, content)
+
+    disk = type(opened._slots._disk)  # type: ignore[union-attr]  # it is a local one
+    written = disk.write
+    monkeypatch.setattr(disk, "write", write)
+    telling = threading.Thread(target=committer.record, args=(lambda journal: journal.hide(0, None),))
+    telling.start()
+    wait_until(lambda: "No space left" in committer.trouble)
+    is_full.clear()
+    telling.join()
+    assert committer.trouble == ""
+
+
+def test_a_shard_without_room_is_refused_at_once_and_disturbs_nobody(cluster: None) -> None:
+    settings: dict[str, Any] = {"shards": 1, "resources": {"num_cpus": 3.0}}  # of four
+    with ReplayMemory(SPACE, ACTION, 1_000, **settings) as memory:
+        add(memory, 0)
+        wait_until(lambda: ray.available_resources()["CPU"] < 3.0)  # type: ignore[no-untyped-call]  # it has no types
+        with pytest.raises(ShardError, match="no room for another shard"):
+            memory.add_shard()
+        memory._fleet._reserved, memory._fleet._patience_s = {}, 0.5  # Ray may say too late what is free
+        with pytest.raises(ShardError, match="did not start"):
+            memory.add_shard()
+        assert memory.num_shards == 1
+        assert held(memory) == [0]
+
+
+@pytest.mark.nightly
+def test_the_limiter_says_what_it_waits_for(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(roster, "_NOTICE_S", 0.05)
+    limit = RateLimit(samples_per_insert=1.0, min_size=2, tolerance=200.0)
+    with (
+        caplog.at_level(logging.WARNING, "holdall"),
+        ReplayMemory(SPACE, ACTION, 1_000, shards=1, limit=limit) as memory,
+    ):
+        drawing = threading.Thread(target=lambda: memory.sample(1))
+        drawing.start()
+        wait_until(lambda: "0 transitions were added" in caplog.text and "no writer has asked" in caplog.text)
+        with memory.writer() as writer:
+            add(writer, 0)
+            add(writer, 1)
+        drawing.join()
+
+
+@pytest.mark.parametrize("is_private_there", [True, False])
+def test_patience_follows_rays_settings(is_private_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = health_patience_s()
+    assert usual > 60  # Ray gives a machine that hangs up after a minute
+    if not is_private_there:
+        monkeypatch.delattr(ray._raylet, "Config")
+        assert health_patience_s() == usual
+        for name, value in (("initial_delay_ms", 1_000), ("period_ms", 1_000), ("timeout_ms", 1_000)):
+            monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
+        monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
+        assert health_patience_s() == fleet._ANSWERS_S + fleet._RESTARTED_S
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_loads_on_another_number_of_shards(cluster: None, tmp_path: Path) -> None:
+    with ReplayMemory(SPACE, ACTION, 4_000, shards=3) as memory:
+        memory.extend(*steps(0, 1_500))
+        memory.save(tmp_path).result()
+    with ReplayMemory.load(tmp_path, shards=2) as fewer:
+        assert fewer.num_shards == 2
+        assert held(fewer) == list(range(1_500))
+        fewer.save(tmp_path).result()
+    with ReplayMemory.load(tmp_path) as same:
+        assert same.num_shards == 2
+        assert held(same) == list(range(1_500))
+    with pytest.raises(ArgumentError, match="shards"):
+        ReplayMemory.load(tmp_path, shards=0)
