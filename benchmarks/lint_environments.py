@@ -22,8 +22,10 @@ from gymnasium import spaces
 
 FILE = Path(__file__).parents[1] / "src" / "holdall" / "tools" / "lint" / "environments.json"
 PACKAGES = ("ale_py", "minigrid", "highway_env", "gymnasium_robotics", "panda_gym", "vizdoom.gymnasium_wrapper")
-PROCGEN = ("bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot", "heist")
-PROCGEN += ("jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot")
+PROCGEN = (
+    "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot", "heist", "jumper",
+    "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
+)  # fmt: skip
 # Ids that newer packages no longer make, with the spaces that their documentation gives.
 OLDER = {
     "111:float64 8": ("Ant-v2", "Ant-v3"),
