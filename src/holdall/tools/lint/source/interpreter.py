@@ -357,8 +357,8 @@ class Interpreter(Functions):
     def _uncalled(self) -> Iterator[tuple[Any, Scope]]:
         """Yield the functions of the script, those first whose names nothing else mentions."""
         scope = Scope(self.main, self.main.names)
-        used = Counter(n.id for n in ast.walk(self.main.tree) if isinstance(n, ast.Name))
-        used.update(n.attr for n in ast.walk(self.main.tree) if isinstance(n, ast.Attribute))
+        used = Counter(n.id for n in self.script.nodes if isinstance(n, ast.Name))
+        used.update(n.attr for n in self.script.nodes if isinstance(n, ast.Attribute))
         outside = [one for one in self.main.tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
         classes = [one for one in self.main.tree.body if isinstance(one, ast.ClassDef)]
         for node in sorted(outside, key=lambda one: used[one.name] > 0):

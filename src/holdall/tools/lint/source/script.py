@@ -43,10 +43,12 @@ class Script:
     def parse(cls, text: str, path: str) -> Script:
         """Parse source text; a SyntaxError is the caller's to report."""
         script = cls(path, text, ast.parse(text))
-        for node in ast.walk(script.tree):
-            script.nodes.append(node)
+        nodes = script.nodes
+        nodes.append(script.tree)
+        for node in nodes:  # grows as children are found
             for child in ast.iter_child_nodes(node):
                 script._parents[child] = node
+                nodes.append(child)
         return script
 
     @cached_property
