@@ -230,9 +230,7 @@ def _decoded(words: Any) -> Manifest:
         for slice_bytes, slices, refs in words["blocks"]
     )
     segments = tuple(
-        SegmentEntry(
-            counted(first), counted(ticks), unpacked(ref), tuple(counted(b, len(blocks) - 1) for b in numbers)
-        )
+        SegmentEntry(counted(first), counted(ticks), unpacked(ref), tuple(counted(b, len(blocks) - 1) for b in numbers))
         for first, ticks, numbers, *ref in words["segments"]
     )
     rows = tuple(Chunk(counted(first), counted(ticks), unpacked(ref)) for first, ticks, *ref in words["rows"])
