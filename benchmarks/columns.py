@@ -1,11 +1,12 @@
 """Vectors: bytes a transition, `add` and `sample` of the drop-in beside Stable-Baselines3's, where columns repeat.
 
-    python benchmarks/columns.py [--case ant] [--rounds 3] [--traces DIR] [--json FILE] [--docs FILE]
+    python benchmarks/columns.py [--case ant] [--rounds 2] [--traces DIR] [--json FILE] [--docs FILE]
 
-Every side of every round is a fresh process, and the sides take turns. A process adds 30,000 steps and draws 800
-batches of 256. Bytes are the slope of the process's unique set size over the last two thirds of the steps. Times are
-CPU time of the thread: the mean of all blocks of 50 adds, since packing ticks is work of some of them, and the median
-of all blocks of 20 draws. Shown is the best round of each side.
+Every side of every round is a fresh process, and the sides take turns. A process fills a buffer of 60,000 steps and
+draws 800 batches of 256. Bytes are what its anonymous memory grew by until the buffer was full, a step: whole pages,
+and all that is fixed, counted. (A slope would not count small arrays that huge pages bring in at once.) Times are CPU
+time of the thread: the mean of all blocks of 50 adds, since packing ticks is work of some of them, and the median of
+all blocks of 20 draws. Shown is the best round of each side.
 
 `ant` makes vectors up that repeat as those of Gymnasium-Robotics' AntMaze do (105 float64: 24 never change, 54 are
 contact forces of 9 bodies, most often 0; a goal an episode). Where that package is installed, its own environment is
@@ -29,14 +30,13 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-from footprint import line_through
 from gymnasium import spaces
 from process import commit, emit, machine, versions
 
-from holdall.machine import HeldMemory, held_bytes
+from holdall.machine import held_bytes
 
 SIDES = ("sb3", "holdall")
-STEPS, BATCH, ADDED, DRAWN, DRAWS = 30_000, 256, 50, 20, 800
+STEPS, BATCH, ADDED, DRAWN, DRAWS = 60_000, 256, 50, 20, 800
 EPISODE, PAST, TERMS = 300, 10, 30
 RECORDED = {"panda": "panda_*.npz", "fetch": "robotics_FetchPush_*.npz", "highway": "highway_*.npz"}
 BARS = {"ant": (4.0, 0.8, 0.9), "terms": (8.0, None, None), "frames": (8.0, None, None)}
@@ -157,17 +157,18 @@ def measure_side(side: str, case: str, traces: Path | None) -> dict[str, Any]:
     source = CASES[case](traces)
     theirs: Any = buffers.DictReplayBuffer if isinstance(source.space, spaces.Dict) else buffers.ReplayBuffer
     made: Any = theirs if side == "sb3" else holdall.sb3.ReplayBuffer
+    for _ in itertools.islice(source.steps, 1_000):  # what a source allocates for itself
+        continue
+    before = held_bytes().anonymous
     buffer = made(STEPS, source.space, spaces.Box(-1, 1, (8,), np.float32), device="cpu", n_envs=1)
     times: dict[str, list[float]] = {"add": [], "sample": []}
-    readings = []
-    for turn in range(STEPS // ADDED):
+    for _ in range(STEPS // ADDED):
         given = [_arguments(step) for step in itertools.islice(source.steps, ADDED)]
         start = time.thread_time()
         for each in given:
             buffer.add(*each)
         times["add"].append((time.thread_time() - start) / ADDED)
-        if (turn + 1) % (STEPS // ADDED // 30) == 0 and turn >= STEPS // ADDED // 3:
-            readings.append(((turn + 1) * ADDED, held_bytes()))
+    held = held_bytes().anonymous - before
     for _ in range(DRAWS // DRAWN):
         start = time.thread_time()
         for _ in range(DRAWN):
@@ -175,18 +176,10 @@ def measure_side(side: str, case: str, traces: Path | None) -> dict[str, Any]:
         times["sample"].append((time.thread_time() - start) / DRAWN)
     found = str(buffer.memory.report()) if side == "holdall" else ""
     return {
-        "bytes": _slope(readings), "add_us": 1e6 * float(np.mean(times["add"])),
+        "bytes": held / STEPS, "add_us": 1e6 * float(np.mean(times["add"])),
         "add_median_us": 1e6 * float(np.median(times["add"])), "sample_us": 1e6 * float(np.median(times["sample"])),
         "report": found, "kind": source.kind,
     }  # fmt: skip
-
-
-def _slope(readings: list[tuple[int, HeldMemory]]) -> float:
-    """Return the bytes a step: of anonymous pages alone if other processes used the same libraries meanwhile."""
-    unique, steadier = (
-        line_through([(count, getattr(held, kind)) for count, held in readings])[0] for kind in ("unique", "anonymous")
-    )
-    return unique if abs(unique - steadier) <= 0.01 * steadier else steadier
 
 
 def _arguments(step: Step) -> tuple[Any, ...]:
@@ -260,7 +253,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # a child's
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--traces", type=Path, help="where recordings lie; without it, those cases are left out")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--docs", type=Path, help="a file that has the table between <!-- columns --> marks")

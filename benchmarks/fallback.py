@@ -115,8 +115,8 @@ def table(results: dict[str, dict[str, float]]) -> str:
 def rewritten(text: str) -> str:
     """Return the page with the table of the kept results."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    place = re.compile(r"(<!-- fallback: .*? -->\n).*?(\n<!-- end of fallback -->)", re.DOTALL)
-    return place.sub(lambda found: found[1] + table(results) + found[2], text)
+    place = re.compile(r"(<!-- fallback: .*? -->\n).*?(<!-- end of fallback -->)", re.DOTALL)
+    return place.sub(lambda found: f"{found[1]}{table(results)}\n{found[2]}", text)
 
 
 if __name__ == "__main__":

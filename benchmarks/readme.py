@@ -1,10 +1,10 @@
-"""Put the measured tables into the README.
+"""Put the measured tables into the README and docs/benchmarks.md.
 
     python benchmarks/readme.py
 
-Reads the JSON lines in results/ and rewrites what stands between the markers of the README: the memory as it is by
-default and compressed (replay.py), and beside other libraries (`holdall bench buffers`). tests/test_readme.py fails
-where README and JSON disagree.
+Reads the JSON lines in results/ and rewrites what stands between the markers of both pages: the memory as it is by
+default and compressed (replay.py), and beside other libraries (`holdall bench buffers`). The README has five rows.
+tests/test_readme.py fails where a page and JSON disagree.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 from holdall.tools.bench.compare_buffers import cases_of, markdown
 
 README = Path(__file__).parents[1] / "README.md"
+PAGE = README.parent / "docs" / "benchmarks.md"
 RESULTS = Path(__file__).parent / "results"
 MARKERS = r"(<!-- {0}: [^>]*-->\n).*?(<!-- end of {0} -->)"
 NAMES = {
@@ -96,29 +97,68 @@ def _conditions(header: dict[str, Any]) -> str:
     return f"{often} a row, on {cores} cores with a load of {load:.1f} when it began{busy}."
 
 
-PLACES: dict[str, tuple[str, Callable[[Records], list[str]]]] = {
-    "measured": ("replay.jsonl", beside_sb3),
-    "compressed": ("compressed.jsonl", beside_sb3),
-    "buffers": ("buffers.jsonl", beside_others),
+SHORT = (
+    ("replay.jsonl", "atari", None),
+    ("compressed.jsonl", "atari", "balanced"),
+    ("compressed.jsonl", "camera", "balanced"),
+    ("replay.jsonl", "market", None),
+    ("replay.jsonl", "vector1", None),
+)
+"""The README's rows: the file, the case, and how it was compressed."""
+SHORT_NAMES = {
+    "atari": "Atari, 4 frames",
+    "camera": "camera, 84x84x3",
+    "market": "market window, 1.9 MB",
+    "vector1": "17 floats",
 }
-"""By marker: the file, and how it is written."""
 
 
-def rewritten(text: str) -> str:
-    """Return a README whose tables are those of the files."""
-    for place, (file, write) in PLACES.items():
-        lines = (RESULTS / file).read_text(encoding="utf-8").splitlines()
-        table = "\n".join(write([json.loads(line) for line in lines])) + "\n"
+def short() -> list[str]:
+    """Write the README's five rows."""
+    lines = ["| a transition takes | SB3 | holdall | `sample(256)` | wrong rows |", "|---" * 5 + "|"]
+    for file, case, compressed in SHORT:
+        result = next(one for one in _records(file) if one["case"] == case and one.get("compressed") == compressed)
+        ours, theirs = (result["memory"][side]["bytes_per_transition"] for side in ("holdall", "sb3"))
+        times = result["times"]["sample"]
+        speed = times["holdall"]["median_us"] / times["sb3"]["median_us"]
+        name = SHORT_NAMES[case] + (", compressed" if compressed else "")
+        wrong, compared = sum(result["rows"]["wrong"].values()), result["rows"]["compared"]
+        lines.append(
+            f"| {name} | {theirs:,.0f} B | **{ours:,.0f} B** | {speed:.2f} of SB3's time | {wrong} of {compared:,} |"
+        )
+    return lines
+
+
+def _records(file: str) -> Records:
+    return [json.loads(line) for line in (RESULTS / file).read_text(encoding="utf-8").splitlines()]
+
+
+PLACES: dict[Path, dict[str, Callable[[], list[str]]]] = {
+    README: {"short": short},
+    PAGE: {
+        "measured": lambda: beside_sb3(_records("replay.jsonl")),
+        "compressed": lambda: beside_sb3(_records("compressed.jsonl")),
+        "buffers": lambda: beside_others(_records("buffers.jsonl")),
+    },
+}
+"""By page and marker: how the table is written."""
+
+
+def rewritten(page: Path) -> str:
+    """Return a page whose tables are those of the files."""
+    text = page.read_text(encoding="utf-8")
+    for place, write in PLACES[page].items():
         found = re.search(MARKERS.format(place), text, re.DOTALL)
         if found is None:
-            sys.exit(f"README.md has no place marked '{place}'")
-        text = text[: found.end(1)] + table + text[found.start(2) :]
+            sys.exit(f"{page.name} has no place marked '{place}'")
+        text = text[: found.end(1)] + "\n".join(write()) + "\n" + text[found.start(2) :]
     return text
 
 
 def main() -> None:
-    """Rewrite the README's tables."""
-    README.write_text(rewritten(README.read_text(encoding="utf-8")), encoding="utf-8")
+    """Rewrite the tables of both pages."""
+    for page in PLACES:
+        page.write_text(rewritten(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -28,7 +29,8 @@ ROOT = Path(__file__).parents[1]
 TOOLS = Path(sys.executable).parent
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 TESTS = ("tests/contract/test_codecs.py", "tests/contract/test_kernels.py", "tests/unit/test_sealed_memory.py",
-         "tests/unit/test_replay.py", "tests/unit/native/test_thread_pool.py")  # fmt: skip
+         "tests/unit/native/test_thread_pool.py")  # fmt: skip
+"""They need neither torch nor a framework."""
 LICENCES = {"holdall/native/LICENSE.zstd.txt", "holdall/native/LICENSE.lz4.txt"}
 SYSTEM = re.compile(r"(?i)^(/usr/lib/libSystem\.B\.dylib|KERNEL32\.dll|api-ms-win-crt-.*\.dll|ucrtbase\.dll)$")
 
@@ -73,8 +75,8 @@ def check_macos(library: Path) -> str:
     from macholib.MachO import MachO  # noqa: PLC0415  # only with the tools of `make wheels`
 
     (header,) = MachO(str(library)).headers
-    needed = [text for _, name, text in header.walkRelocatables() if name == "LC_LOAD_DYLIB"]
-    require(all(SYSTEM.match(name) for name in needed), f"{library.name} needs {needed}")
+    needed = [text for _, name, text in header.walkRelocatables() if name == "load_dylib"]
+    require(bool(needed) and all(SYSTEM.match(name) for name in needed), f"{library.name} needs {needed}")
     kinds = {command[0].get_cmd_name() for command in header.commands}
     require("arm64" not in str(library.parents[2]) or "LC_CODE_SIGNATURE" in kinds, f"{library.name} is not signed")
     return f"macholib: needs {', '.join(needed)}"
@@ -107,8 +109,13 @@ def test_in(python: str, wheel: Path, tests: bool) -> str:
         command = [str(inside), str(ROOT / "release" / "smoke.py"), "--linked"]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=bare, cwd=folder)
         if tests:
+            # Those of the source distribution: the working tree may have gone on since the wheel was built.
+            (archive,) = wheel.parent.glob("holdall-*.tar.gz")
+            with tarfile.open(archive) as opened:
+                opened.extractall(folder, filter="data")
             suite = [str(inside), "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS]
-            subprocess.run(suite, check=True, env=bare, cwd=ROOT, stdout=subprocess.DEVNULL)
+            tree = Path(folder, archive.name.removesuffix(".tar.gz"))
+            subprocess.run(suite, check=True, env=bare, cwd=tree, stdout=subprocess.DEVNULL)
         return done.stdout.strip()
 
 
@@ -146,7 +153,7 @@ def main() -> None:
         if not runs_here(wheel):
             print(f"{wheel.name}: only built, not run", flush=True)
             continue
-        for python in given.python or filter(works, PYTHONS):
+        for python in given.python or pythons():
             print(f"{wheel.name}: {test_in(python, wheel, given.tests)}", flush=True)
     for archive in [] if given.run_only else given.folder.glob("holdall-*.tar.gz"):
         for portable in (False, True):
@@ -165,12 +172,17 @@ def inspect(wheels: list[Path]) -> None:
         print(f"{wheel.name}: {found}", flush=True)
 
 
-def works(python: str) -> bool:
-    """Tell whether there is such a Python; a shim of a version manager may stand for none."""
-    return (
-        shutil.which(python) is not None
-        and not subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode
-    )
+def pythons() -> list[str]:
+    """Return every Python that works, one a version; those of pyenv are not in PATH."""
+    found: dict[str, str] = {}
+    kept = Path.home() / ".pyenv" / "versions"
+    for python in (*PYTHONS, *map(str, sorted(kept.glob("3.1[1-9].*/bin/python")))):
+        if shutil.which(python):
+            command = [python, "-c", "import sys; print(sys.version_info[:2])"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if not done.returncode:
+                found.setdefault(done.stdout, python)
+    return list(found.values())
 
 
 if __name__ == "__main__":

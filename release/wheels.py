@@ -89,7 +89,7 @@ def main() -> None:
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     build(given.target or list(targets), out)
-    run(sys.executable, ROOT / "release" / "check_wheels.py", out)
+    run(sys.executable, ROOT / "release" / "check_wheels.py", out, "--tests")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,33 @@ def test_python_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_tables_of_the_readme_are_those_of_the_committed_results() -> None:
-    text = README.read_text(encoding="utf-8")
+    """Those of docs/benchmarks.md, too."""
     script = runpy.run_path(str(README.parent / "benchmarks" / "readme.py"))
-    assert script["rewritten"](text) == text, "run `python benchmarks/readme.py`, or measure again"
-    assert text.count("<!-- end of ") == len(script["PLACES"])
+    assert set(script["PLACES"]) == {README, README.parent / "docs" / "benchmarks.md"}
+    for page, places in script["PLACES"].items():
+        text = page.read_text(encoding="utf-8")
+        assert script["rewritten"](page) == text, "run `python benchmarks/readme.py`, or measure again"
+        assert text.count("<!-- end of ") == len(places)
+
+
+def test_the_first_screen_has_one_sentence_the_install_line_the_difference_and_five_rows() -> None:
+    text = README.read_text(encoding="utf-8")
+    places = [
+        text.index(part) for part in ("bit for bit, in a fraction", "pip install", "```diff", "<picture>", "| a tran")
+    ]
+    assert places == sorted(places)
+    assert text[: text.index("## ")].count("\n| ") == 1 + 5
+    assert len(text.splitlines()) < 120
+
+
+def test_the_pictures_are_those_of_the_committed_results() -> None:
+    script = runpy.run_path(str(README.parent / "benchmarks" / "picture.py"))
+    for theme, path in script["PICTURES"].items():
+        assert path.read_text(encoding="utf-8") == script["drawn"](theme), "run `python benchmarks/picture.py`"
+
+
+def test_the_figures_of_the_fallback_are_those_of_the_committed_results() -> None:
+    """In docs/troubleshooting.md."""
+    script = runpy.run_path(str(README.parent / "benchmarks" / "fallback.py"))
+    text = script["PAGE"].read_text(encoding="utf-8")
+    assert script["rewritten"](text) == text, "run `python benchmarks/fallback.py`"

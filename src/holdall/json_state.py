@@ -1,6 +1,6 @@
 """State as JSON: trees of numbers and arrays, random generators, schemas; and back, without pickle.
 
-What is read back is checked with `count_of`, `text_of` and `malformed_refused`, here and wherever else JSON is read.
+What is read back is checked with `counted`, `text_of` and `malformed_refused`, here and wherever else JSON is read.
 
 In:  what samplers, generators and schemas say of themselves.  Out: JSON's own types, arrays apart; and back, checked.
 Invariant: every number comes back as it was. Whole numbers beyond 53 bits and NaN are written in hexadecimal, since
@@ -30,7 +30,7 @@ _MOST_DEPTH = 32
 _DTYPE = re.compile(r"(\|b1|[<|][iuf](1|2|4|8|16))")
 
 
-def count_of(value: Any, most: int = _MOST_COUNT) -> int:
+def counted(value: Any, most: int = _MOST_COUNT) -> int:
     """Return a whole number from 0 to `most` that was read, or refuse it."""
     if type(value) is not int or not 0 <= value <= most:
         raise DamageError(f"{value!r} is no count up to {most}; nothing of it is used")

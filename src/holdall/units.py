@@ -32,9 +32,9 @@ def format_bytes(count: float) -> str:
     return f"{value:.1f} GiB"
 
 
-def count_of(number: int, noun: str) -> str:
-    """Write how many there are: `1 thread`, `61 threads`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Write a count with its noun: `1 thread`, `4 processes`."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -84,7 +84,7 @@ def test_the_compiler_that_pip_fetches_builds_a_library_that_works(
 ) -> None:
     """A machine without a compiler gets the same loops; slices go through the processor's own instructions, too."""
     if hatch_build.zig_compiler() is None:
-        pytest.skip("needs the package ziglang, which `.ci/run` installs")
+        pytest.skip("needs the package ziglang, which `make test` installs")
     shutil.copytree(
         ROOT / hatch_build.FOLDER, tmp_path / hatch_build.FOLDER, ignore=shutil.ignore_patterns("_kernels*")
     )

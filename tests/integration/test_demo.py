@@ -43,11 +43,20 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_weights_of_sb3s_ow
     assert figures["saved"]["step"] == figures["resumed"]["step"] == 120
     assert figures["sb3"]["weights_sha256"] == figures["holdall"]["weights_sha256"]
     assert figures["holdall"]["bytes_per_transition"] < 0.6 * figures["sb3"]["bytes_per_transition"]
+    header = json.loads((tmp_path / "watch.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    assert header["limits"]["given"] == 300 * 2**20
+    assert "300.0 MiB, named for this run" in Path(figures["report"]).read_text(encoding="utf-8")
     assert figures["holdall"]["transitions"] == figures["sb3"]["transitions"] == 2_740
     assert figures["fit"]["sb3"] == "does not fit"
     assert latest_reading(tmp_path / "watch.jsonl").count("buffers") == 1
     assert Path(figures["report"]).read_text(encoding="utf-8").startswith("<!doctype html>")
-    for words in ("Will 2,740 transitions", "kill -9", "the next batches are identical"):
+    for words in (
+        "Will 2,740 transitions of a camera fit, and a million?",
+        "this machine has",
+        "budget of 48MiB",
+        "kill -9",
+        "the next batches are identical",
+    ):
         assert words in done.stderr
 
 

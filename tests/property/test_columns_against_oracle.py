@@ -188,6 +188,7 @@ def _at(value: Any, t: int) -> Any:
 ACTS = ("extend", "extend", "add", "add", "pickled", "saved", "update")
 
 
+@pytest.mark.timeout(900)  # a failure has to be shrunk
 @settings(max_examples=25, deadline=None)
 @given(
     lanes=st.integers(1, 3),

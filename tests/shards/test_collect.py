@@ -107,6 +107,7 @@ def test_an_actor_that_fails_says_why() -> None:
         actors.stop()
 
 
+@pytest.mark.nightly
 def test_a_replay_buffer_over_shards_is_saved_with_its_model(tmp_path: Path) -> None:
     """All transitions and priorities come back, and draws go on where they were."""
     settings: dict[str, Any] = {"shards": 2, "sampler": NStep(3, 0.9, by=Prioritized()), "seed": 1, "patience_s": 60.0}

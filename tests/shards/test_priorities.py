@@ -51,6 +51,7 @@ def drawn(memory: Any, draws: int, most: int) -> NDArray[np.int64]:
     return counts
 
 
+@pytest.mark.nightly
 def test_new_rows_get_the_highest_priority_of_all_shards() -> None:
     settings: dict[str, Any] = {"sampler": Prioritized(alpha=1.0, beta=1.0, floor=1e-6), "seed": 2, "patience_s": 60.0}
     with ReplayMemory(SPACE, ACTION, 9_000, shards=3, **settings) as memory:
@@ -74,6 +75,18 @@ def test_new_rows_get_the_highest_priority_of_all_shards() -> None:
         many = np.setdiff1d(numbers, few)
         chances = np.append(priorities[many], priorities[few].sum())
         assert chi_square_p(np.append(counts[many], counts[few].sum()), chances + 1e-6) > 0.001
+
+
+def test_a_row_that_is_new_on_one_shard_gets_the_priority_that_was_set_on_another() -> None:
+    settings: dict[str, Any] = {"sampler": Prioritized(alpha=1.0, beta=1.0, floor=1e-6), "seed": 2, "patience_s": 60.0}
+    with ReplayMemory(SPACE, ACTION, 9_000, shards=2, **settings) as memory:
+        add(memory, 0, 256)
+        ids, _ = held(memory)
+        before = sum(memory._cluster.masses().values())
+        memory.update_priorities(ids[:1], np.array([50.0]))
+        add(memory, 256, 512)
+        assert set((held(memory)[0] >> 48).tolist()) == {0, 1}
+        assert np.isclose(sum(memory._cluster.masses().values()), before + 49.0 + 256 * 50.0, atol=0.01)
 
 
 def written_priorities(url: Path, shard: int) -> int:

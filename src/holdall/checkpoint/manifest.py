@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
-from holdall.json_state import count_of, malformed_refused, parsed, text_of, unparsed
+from holdall.json_state import counted, malformed_refused, parsed, text_of, unparsed
 from holdall.units import require_path
 
 if TYPE_CHECKING:
@@ -215,37 +215,37 @@ def _require_readable(words: Any) -> None:
 
 
 def _decoded(words: Any) -> Manifest:
-    files = {text_of(name, DATA_NAME): count_of(nbytes) for name, nbytes in words["files"]}
+    files = {text_of(name, DATA_NAME): counted(nbytes) for name, nbytes in words["files"]}
     names = list(files)
 
     def unpacked(packed: Any) -> Ref:
         index, start, nbytes, digest = packed
-        ref = Ref(names[count_of(index)], count_of(start), count_of(nbytes), text_of(digest, _HEX32))
+        ref = Ref(names[counted(index)], counted(start), counted(nbytes), text_of(digest, _HEX32))
         if ref.start + ref.nbytes > files[ref.file]:
             raise ValueError(f"a record of {ref.file} ends behind its file")
         return ref
 
     blocks = tuple(
-        BlockEntry(count_of(slice_bytes), count_of(slices), tuple(unpacked(ref) for ref in refs))
+        BlockEntry(counted(slice_bytes), counted(slices), tuple(unpacked(ref) for ref in refs))
         for slice_bytes, slices, refs in words["blocks"]
     )
     segments = tuple(
         SegmentEntry(
-            count_of(first), count_of(ticks), unpacked(ref), tuple(count_of(b, len(blocks) - 1) for b in numbers)
+            counted(first), counted(ticks), unpacked(ref), tuple(counted(b, len(blocks) - 1) for b in numbers)
         )
         for first, ticks, numbers, *ref in words["segments"]
     )
-    rows = tuple(Chunk(count_of(first), count_of(ticks), unpacked(ref)) for first, ticks, *ref in words["rows"])
+    rows = tuple(Chunk(counted(first), counted(ticks), unpacked(ref)) for first, ticks, *ref in words["rows"])
     if not isinstance(words["schema"], dict):
         raise TypeError("its schema is no object")
     return Manifest(
-        number=count_of(words["number"]),
+        number=counted(words["number"]),
         commit=text_of(words["commit"], _HEX32),
         writer_id=text_of(words["epoch"], _WRITER_ID),
         time=float(words["time"]),
-        first_tick=count_of(words["first_tick"]),
-        next_tick=count_of(words["next_tick"]),
-        capacity_ticks=count_of(words["capacity_ticks"]),
+        first_tick=counted(words["first_tick"]),
+        next_tick=counted(words["next_tick"]),
+        capacity_ticks=counted(words["capacity_ticks"]),
         schema=words["schema"],
         files=files,
         state=unpacked(words["state"]),
@@ -262,8 +262,8 @@ def _decoded(words: Any) -> Manifest:
 
 
 def _shard_of(folder: Any, number: Any, commit: Any, *counts: Any) -> ShardEntry:
-    transitions, nbytes = (count_of(count) for count in counts)
-    return ShardEntry(text_of(folder, SHARD_FOLDER), count_of(number), text_of(commit, _HEX32), transitions, nbytes)
+    transitions, nbytes = (counted(count) for count in counts)
+    return ShardEntry(text_of(folder, SHARD_FOLDER), counted(number), text_of(commit, _HEX32), transitions, nbytes)
 
 
 def _in_order(runs: Any) -> Any:

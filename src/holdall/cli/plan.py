@@ -1,12 +1,13 @@
 """`holdall plan`: check whether a run fits in memory before it is started, and what would fit.
 
-Exit codes: 0 fits, 1 tight, 2 does not fit, 64 a configuration that cannot be read or measured.
+Exit codes: 0 fits, 1 tight, 2 does not fit, 64 whatever was wrong with the command, or cannot be read or measured.
 """
 
 from __future__ import annotations
 
 import json as json_format
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,18 +16,23 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.cli.conventions import ERROR_CODE, AsJson, OptBool, OptPath, OptText, OptTexts, Verbose, option, writing
+from holdall.errors import ArgumentError
+from holdall.machine import Limit, memory_limits
+from holdall.tools.lint.plan_input import ScriptPlan, missing, parse_changes, read_script
 from holdall.tools.plan.config import OPTIONS, parse_count, read_config_file, spec_from_settings
-from holdall.tools.plan.phases import RunPhase, largest_phase
+from holdall.tools.plan.phases import LimitCheck, RunPhase, largest_phase
 from holdall.tools.plan.planner import Plan, count_or_dash, make_plan
 from holdall.units import format_bytes, parse_bytes
 
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
+_BUFFERS_SPREAD = 1.25  # networks, libraries and environments come on top
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 
 def plan(
     context: typer.Context,
-    file: Annotated[OptPath, typer.Argument(help="TOML, YAML or rl-zoo hyperparameter file.")] = None,
+    file: Annotated[OptPath, typer.Argument(help="A training script; or a TOML, YAML or rl-zoo file.")] = None,
+    change: Annotated[OptTexts, option("Try another value: buffer_size=200000; may be repeated.", "--set")] = None,
     obs: Annotated[OptTexts, option("[NAME=]84x84x3:uint8, 31, discrete(4); repeat for a Dict.")] = None,
     action: Annotated[OptText, option("8 for eight numbers, discrete(4) for four choices.")] = None,
     algo: Annotated[OptText, option("dqn, ddpg, td3, sac, ppo, a2c, or one of sb3-contrib.")] = None,
@@ -70,8 +76,11 @@ def plan(
     context.meta[ERROR_CODE] = 64  # 1 and 2 are verdicts of this command
     if net_arch is not None:
         given["policy_kwargs"] = {"net_arch": [parse_count(width, "net_arch") for width in net_arch.split(",")]}
-    from_file = read_config_file(file, (algo or "").lower(), env or "") if file is not None else {}
-    settings = from_file | {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in given.items() if value is not None} | parse_changes(change or [])
+    from_file, notes = _read_file(file, chosen)
+    if from_file is None:
+        raise typer.Exit(_plan_buffers(read_script(file), chosen, json) if file is not None else 0)
+    settings = dict(from_file) | chosen
     sizes = {name: settings.pop(name, None) for name in ("budget", "memory", "vram")}
     limits = {f"{name}_bytes": None if size is None else parse_bytes(size, name) for name, size in sizes.items()}
     spec, environment = spec_from_settings(settings)
@@ -83,6 +92,7 @@ def plan(
         prefer=prefer,
         checkpoint_dir=checkpoint_dir,
         environment=environment,
+        notes=notes,
     )
     if html is not None:
         from holdall.tools.plan.html_page import write_plan_page  # noqa: PLC0415 only a page needs the charts
@@ -98,6 +108,47 @@ def plan(
             console.print(part, highlight=False, soft_wrap=is_code)
             console.print()
     raise typer.Exit(planned.verdict.value)
+
+
+def _read_file(file: Path | None, chosen: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the settings of a file and what to note about them; None: a script without a model to plan."""
+    if file is None:
+        return {}, []
+    if file.suffix != ".py":
+        return read_config_file(file, str(chosen.get("algo", "")).lower(), str(chosen.get("env", ""))), []
+    found = read_script(file, str(chosen.get("algo", "")).lower())
+    if not found.settings:
+        return None, []
+    if lacking := missing(found.settings | chosen):
+        raise ArgumentError(f"file ({file}) does not tell all that a plan needs; name it: {lacking}")
+    notes = [f"{file.name} also makes {other}: choose with --algo or --set" for other in found.others[:3]]
+    return dict(found.settings), notes
+
+
+def _plan_buffers(found: ScriptPlan, chosen: dict[str, Any], as_json: bool) -> int:
+    """Compare the buffers of a script without a model of Stable-Baselines3 with memory; return the exit code."""
+    limits = memory_limits(None if chosen.get("budget") is None else parse_bytes(chosen["budget"], "budget"))
+    if chosen.get("memory") is not None:
+        free = parse_bytes(chosen["memory"], "memory")
+        limits = [Limit("--memory", free, free)]
+    total = sum(one.nbytes for one in found.buffers if not one.is_on_disk and not one.is_on_gpu)
+    check = LimitCheck("all buffers", total, int(total * _BUFFERS_SPREAD), limits[0])
+    rows = [(one, format_bytes(one.nbytes)) for one in found.buffers]
+    if as_json:
+        data = [{"name": one.title, "rows": one.rows, "bytes": one.nbytes, "when": one.condition} for one in found.buffers]
+        typer.echo(json_format.dumps({"verdict": str(check.verdict), "buffers": data} | check.as_dict(), indent=2))
+        return check.verdict.value
+    console = Console()
+    table = _table("Buffers, once they are full", ("buffer", "rows", "takes", "repeated"))
+    for one, size in rows:
+        name = f"{one.title}, line {one.place.line}" + (f"\n  when {one.condition}" if one.condition else "")
+        table.add_row(name, f"{one.rows:,}" if one.rows else "", size, format_bytes(one.repeated_bytes))
+    console.print(table)
+    free = format_bytes(check.limit.free_bytes)
+    console.print(Text.assemble(f"{format_bytes(total)} of {free} ({check.limit.name}): ", _styled_verdict(check.verdict)))
+    for other in found.others[:3]:
+        console.print(f"Note: {other} cannot be planned here.", highlight=False)
+    return check.verdict.value
 
 
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:

@@ -32,7 +32,7 @@ from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, R
 from holdall.tools.watch.session import LaunchedCommand
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
-from holdall.units import count_of, format_bytes, parse_bytes
+from holdall.units import counted, format_bytes, parse_bytes
 
 _TARGET = "A process id; or, after --, a command to start and watch; or, with --ray, the address of Ray's head."
 _JSON = (
@@ -113,7 +113,7 @@ def _watch_process(
         has_names = launched is not None or turns.watcher.latest_report is not None
         return process_view(turn, turns.history, title, width, "" if has_names else shlex.join(command))
 
-    outputs.show(_passes(turns, launched), record_header(pid, command, settings[0]), draw)
+    outputs.show(_passes(turns, launched), record_header(pid, command, *settings), draw)
 
 
 def _passes(turns: WatchLoop, launched: LaunchedCommand | None) -> Iterator[WatchPass]:
@@ -318,7 +318,7 @@ def _headline(title: str, reading: MemoryReading, width: int) -> Text:
         facts.append(f"{reading.steps_per_second:,.0f}/s")
     if reading.phase:
         facts.append(reading.phase)
-    facts.append(count_of(reading.threads, "thread"))
+    facts.append(counted(reading.threads, "thread"))
     tail = "  ".join(facts)
     text.append(title[: max(width - len(tail) - 2, 10)], style="bold")
     return text.append("  " + tail)

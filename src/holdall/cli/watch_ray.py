@@ -15,7 +15,7 @@ from holdall.cli.watch import OutputOptions, curve_of, verdict_line
 from holdall.cluster.security import use_token
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.watch.reading import ReadingHistory
-from holdall.units import count_of, format_bytes
+from holdall.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from holdall.cluster.watch import ClusterPass, ClusterWatch, SeenMemory, SeenShard
@@ -77,7 +77,7 @@ def cluster_view(turn: ClusterPass, history: ReadingHistory, width: int = 80) ->
 
 
 def _cluster_headline(turn: ClusterPass, history: ReadingHistory, width: int) -> Text:
-    left = f"ray {turn.address}  {count_of(turn.nodes, 'node')}"
+    left = f"ray {turn.address}  {counted(turn.nodes, 'node')}"
     middle = f"  {format_bytes(turn.reading.pss)} (peak {format_bytes(turn.reading.peak)})  "
     text = Text(no_wrap=True, overflow="crop").append(left, style="bold").append(middle)
     return text.append(curve_of(history, max(width - len(left) - len(middle), 8)), style="cyan")
@@ -91,7 +91,7 @@ def _memory_summary(memory: SeenMemory, rate: float) -> list[Text]:
     held, plain = (sum(getattr(status, name) for status in known) for name in ("held_bytes", "plain_bytes"))
     first = Text(memory.name, style="bold", no_wrap=True, overflow="ellipsis")
     durable = "" if not known else ", durable" if known[0].is_durable else ", not durable"
-    first.append(f"  {answering} of {count_of(len(memory.shards), 'shard')} answer{durable}", style="default")
+    first.append(f"  {answering} of {counted(len(memory.shards), 'shard')} answer{durable}", style="default")
     if not known:
         return [first]
     words = [f"{transitions:,} of {capacity:,} transitions ({100 * transitions / max(1, capacity):.0f} %)"]

@@ -169,6 +169,8 @@ class Limiter:
 NAMESPACE = "holdall"
 """Where rosters have their names."""
 _LOOK_AGAIN_S = 0.05
+_FIRST_RANK = 2**20
+"""Of learners that are given none: above those that are."""
 _CHOOSING_S = 60.0
 """How long a writer may take to choose a codec before another is asked to."""
 
@@ -179,7 +181,7 @@ class Roster:
     def __init__(self, memory: str, limit: RateLimit | None, survives: bool, terms: Any = None) -> None:
         self._lock = threading.Lock()
         self._terms = terms
-        self._learners = 0
+        self._learners = _FIRST_RANK
         self._highest = 0.0  # priority of the whole memory, as far as was said here
         self._version = 0
         self._limiter = None if limit is None else Limiter(limit)
@@ -201,7 +203,7 @@ class Roster:
         return self._terms
 
     def enroll(self) -> int:
-        """Number the learners."""
+        """Number the learners that have no rank of their own."""
         with self._lock:
             self._learners += 1
             return self._learners

@@ -154,7 +154,9 @@ class ShardData:
         if not isinstance(by, Prioritized) or self.store.next_tick == self.store.first_tick:
             return None
         by.mass(self._startable())  # so that what is new has a priority
-        return by.state() | {"settings": [by.alpha, by.floor]}
+        state = by.state()
+        used = state["scaled"][: self.store.next_tick]  # a shard that was never full has nothing behind
+        return state | {"scaled": used, "settings": [by.alpha, by.floor]}
 
     def load(self, checkpoint: Restored) -> None:
         """Hold what was saved, all of it in memory, and draw on from there."""

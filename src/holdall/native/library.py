@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
@@ -106,31 +104,6 @@ class LayoutStruct(ctypes.Structure):
     ]
 
 
-class DenseLayout:
-    """How C walks through an array whose elements fill its memory, but in another order.
-
-    `order` is the permutation of axes that makes it contiguous, or None if none does.
-    """
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-        self.order = tuple(axes) if array.transpose(axes).flags.c_contiguous else None
-        lengths: list[int] = []
-        strides: list[int] = []
-        for length, stride in zip(array.shape, array.strides, strict=True):
-            if lengths and strides[-1] == length * stride:
-                lengths[-1], strides[-1] = lengths[-1] * length, stride
-            elif length > 1 or not lengths:
-                lengths.append(length)
-                strides.append(stride)
-        if len(lengths) > MOST_DIMENSIONS:
-            self.order = None
-            return
-        numbers = ctypes.c_int64 * MOST_DIMENSIONS
-        self._struct = LayoutStruct(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
-        self.address = ctypes.addressof(self._struct)
-
-
 class OpenPartStruct(ctypes.Structure):
     """One field of the open segment."""
 
@@ -190,20 +163,12 @@ class FastTickStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
-class PartStruct(ctypes.Structure):
-    """A row of a table of records; Python writes such rows as arrays."""
-
-    _fields_ = _numbers(" ".join(RECORD_FIELDS))
-
-
-class RowColumnStruct(ctypes.Structure):
-    """A row of a table of columns; Python writes such rows as arrays."""
-
-    _fields_ = _numbers(" ".join(COLUMN_FIELDS))
+_TABLES = {"part": RECORD_FIELDS, "row_column": COLUMN_FIELDS, **COLUMN_TABLES}
+"""Rows of these Python writes as arrays."""
 
 
 def _table(name: str, fields: Sequence[str]) -> type[ctypes.Structure]:
-    """Describe a row of a table that Python writes as an array."""
+    """Describe a row of a table."""
     return type(name, (ctypes.Structure,), {"_fields_": _numbers(" ".join(fields))})
 
 
@@ -274,10 +239,10 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "decoder": DecoderStruct, "encoder": EncoderStruct, "slice_block": SliceBlockStruct, "layout": LayoutStruct,
     "open_part": OpenPartStruct, "flat_field": FlatFieldStruct, "sliced_field": SlicedFieldStruct,
     "tick_writer": TickWriterStruct, "python": PythonStruct, "argument_form": ArgumentFormStruct,
-    "fast_tick": FastTickStruct, "part": PartStruct, "row_column": RowColumnStruct, "names": NamesStruct,
+    "fast_tick": FastTickStruct, "names": NamesStruct,
     "device_field": DeviceFieldStruct, "assembly": AssemblyStruct, "sliced_source": SlicedSourceStruct,
     "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct, "batch_request": BatchRequestStruct,
-    **{name: _table(name, fields) for name, fields in COLUMN_TABLES.items()},
+    **{name: _table(name, fields) for name, fields in _TABLES.items()},
 }  # fmt: skip
 """By the name of the struct in C."""
 

@@ -18,12 +18,14 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdall.native.library import (
     MOST_DIMENSIONS,
     ArgumentFormStruct,
     FastTickStruct,
     FlatFieldStruct,
+    LayoutStruct,
     PythonStruct,
     SlicedFieldStruct,
     TickWriterStruct,
@@ -57,6 +59,31 @@ _OBJECTS = {
     "array_type": np.ndarray, "dict_type": dict, "ordered_dict_type": OrderedDict, "list_type": list, "str_type": str,
     "is_false": False, "is_none": None,
 }  # fmt: skip
+
+
+class DenseLayout:
+    """How C walks through an array whose elements fill its memory, but in another order.
+
+    `order` is the permutation of axes that makes it contiguous, or None if none does.
+    """
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+        self.order = tuple(axes) if array.transpose(axes).flags.c_contiguous else None
+        lengths: list[int] = []
+        strides: list[int] = []
+        for length, stride in zip(array.shape, array.strides, strict=True):
+            if lengths and strides[-1] == length * stride:
+                lengths[-1], strides[-1] = lengths[-1] * length, stride
+            elif length > 1 or not lengths:
+                lengths.append(length)
+                strides.append(stride)
+        if len(lengths) > MOST_DIMENSIONS:
+            self.order = None
+            return
+        numbers = ctypes.c_int64 * MOST_DIMENSIONS
+        self._struct = LayoutStruct(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
+        self.address = ctypes.addressof(self._struct)
 
 
 class _MethodDef(ctypes.Structure):

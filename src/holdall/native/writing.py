@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.native.library import (
     CompressionLibraries,
-    DenseLayout,
     EncoderStruct,
     OpenPartStruct,
     SealedBlockStruct,
@@ -27,7 +26,7 @@ from holdall.native.library import (
     TransformStruct,
 )
 from holdall.native.reading import NativeDecoder
-from holdall.native.tick_writer import NativeFastTick, NativeTickWriter, has_expected_objects
+from holdall.native.tick_writer import DenseLayout, NativeFastTick, NativeTickWriter, has_expected_objects
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,

@@ -101,7 +101,6 @@ class ColumnPlan:
         self.constants = [chain[0] for chain in groups[0].chains] if groups[0].is_constant else []
         self._constant_starts = np.cumsum([0, *(starts.sizes[column] for column in self.constants)])
         self.columns_of = starts.of  # by field
-        self.largest_window = max(sum(starts.sizes[c] for chain in group.chains for c in chain) for group in groups)
         places: dict[int, tuple[int, int]] = {}  # by column: its group, and the byte behind the first frame shown
         frame_bytes = []
         for number, group in enumerate(groups):

@@ -45,8 +45,10 @@ COLUMN_TABLES = {
 
 _RUN_BYTES = 1 << 19
 """Rows that are packed at once, about: it takes less than a millisecond."""
-_LEAST_TICKS, _MOST_TICKS, _MOST_RUN_BYTES = 64, 4096, 1 << 23
+_LEAST_TICKS, _MOST_TICKS = 64, 4096
 """A run has that many ticks: histories begin again with every run and lane."""
+_MOST_RUN_BYTES = 1 << 23
+"""Runs that would be larger, those of hundreds of lanes, stay as they are: `add` would wait for them."""
 _LEAST_RUNS = 16
 """Rings that hold fewer runs stay as they are: what is spared would not pay for the room to pack one."""
 _WORTH = 0.875

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError, DamageError, NewerFormatError
 from holdall.json_state import (
-    count_of,
+    counted,
     decode_state,
     dtype_name,
     dtype_of,
@@ -226,7 +226,7 @@ def _units_of(record: Record, read: Read) -> tuple[RecordPart, NDArray[np.uint32
 
 def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], data: Bytes | Extent) -> Coded:
     with malformed_refused(f"the block at byte {record.start}"):
-        codec, count = codec_of(record.head, dictionaries), count_of(record.head["count"], _MOST_SETTING)
+        codec, count = codec_of(record.head, dictionaries), counted(record.head["count"], _MOST_SETTING)
     palette, offsets = (record.part(name, read) for name in ("palette", "offsets"))
     width = 2 if count <= 1 << 16 else 4
     places = record.part("places", read) if "places" in record.parts else b""
@@ -254,17 +254,17 @@ def codec_words(codec: Codec, *, is_placed: bool = False) -> dict[str, Any]:
 
 def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
     """Make a codec of its description; KeyError, TypeError or ValueError if that makes no sense."""
-    claimed = {name: count_of(head["transform"][name], _MOST_SETTING) for name in TRANSFORM_FIELDS}
+    claimed = {name: counted(head["transform"][name], _MOST_SETTING) for name in TRANSFORM_FIELDS}
     predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
     transform = Transform(
         **claimed, predictor=Predictor(predictor), interleaved=bool(interleaved), green=bool(green)
     )  # fmt: skip
     name = head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
-    method, level, group = (count_of(head[key], _MOST_SETTING) for key in ("method", "level", "group"))
+    method, level, group = (counted(head[key], _MOST_SETTING) for key in ("method", "level", "group"))
     if method < _LATER_METHODS:
         return Codec(Method(method), level, transform, dictionary, group)
-    key, raw_keys = (count_of(head[name], _MOST_SETTING) for name in ("key", "raw_keys"))
+    key, raw_keys = (counted(head[name], _MOST_SETTING) for name in ("key", "raw_keys"))
     return Codec(Method(method - _LATER_METHODS), level, transform, dictionary, group, key, bool(raw_keys))
 
 
@@ -367,7 +367,7 @@ def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: L
     apart = {}
     for name, count in head["apart"].items():
         (lanes, *shape), dtype = like[name]
-        count_of(count, ticks * lanes)
+        counted(count, ticks * lanes)
         ids = _array(record, f"{name}/ids", read, np.dtype(np.int64), (count,))
         ascending = (np.diff(ids) > 0).all() and (count == 0 or first_tick * lanes <= ids[0])
         if not ascending or (count and ids[-1] >= (first_tick + ticks) * lanes):
@@ -407,7 +407,7 @@ def unpack_logs(
     parts = []
     for number, (words, leaf, block) in enumerate(zip(fields, leaves, blocks, strict=True)):
         window = window_of(words["window"], leaf)
-        rows, count, steps, new = (count_of(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
+        rows, count, steps, new = (counted(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
         if block.slice_bytes != window.slice_bytes or count > block.used:
             raise DamageError(f"the logs at byte {record.start} name another block than their own")
         log: Any = None
@@ -432,7 +432,7 @@ def pack_piece(slices: NDArray[np.uint8], slice_bytes: int, first: int) -> list[
 def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most: int) -> NDArray[np.uint8]:
     """Read some slices of a block, from number `first` on."""
     require_kind(record, PIECE, read)
-    count = count_of(record.head["count"])
+    count = counted(record.head["count"])
     most = min(most, max(1, PIECE_BYTES // slice_bytes))
     if (record.head["slice_bytes"], record.head["first"]) != (slice_bytes, first) or count > most:
         raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
@@ -454,7 +454,7 @@ def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
 def unpack_state(record: Record, read: Read) -> dict[str, Any]:
     """Read a tree back."""
     require_kind(record, STATE, read)
-    sizes = [count_of(nbytes) for nbytes in record.head["sizes"]]
+    sizes = [counted(nbytes) for nbytes in record.head["sizes"]]
     arrays = {i: _array(record, str(i), read, np.dtype(np.uint8), (nbytes,)) for i, nbytes in enumerate(sizes)}
     tree = decode_state(parsed(record.part("tree", read)), arrays)
     if not isinstance(tree, dict):
@@ -482,7 +482,7 @@ def window_of(words: Any, leaf: Leaf) -> Window:
     """Cut a leaf as `window_words` says; whatever it says, the window fits the leaf."""
     if words is None:
         return Window.whole(leaf)
-    axis, step = (count_of(word) for word in words)
+    axis, step = (counted(word) for word in words)
     if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
         raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
     return Window.along(leaf, axis, step)

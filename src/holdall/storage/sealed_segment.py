@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, DamageError
-from holdall.json_state import count_of, dtype_of, malformed_refused
+from holdall.json_state import counted, dtype_of, malformed_refused
 from holdall.schema import Leaf, Schema
 from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
@@ -135,7 +135,7 @@ def unpack_segment(
         rows, logs, *slices = records_in(payload)
         require_kind(rows, ROWS, read)
         like = _columns_like(rows.head["columns"], schema)
-        ticks, first_tick = rows.head["ticks"], count_of(rows.head["first_tick"])
+        ticks, first_tick = rows.head["ticks"], counted(rows.head["first_tick"])
         lanes = like["terminated.0"][0][0]
         if type(ticks) is not int or not 1 <= ticks * lanes <= MOST_SEGMENT_ROWS:
             raise DamageError(f"a segment claims {ticks!r} ticks of {lanes} lanes; nothing of it is used")
@@ -153,8 +153,8 @@ def segment_needs(payload: bytes) -> tuple[int, set[str]]:
     """Return how many rows a packed segment has, and which dictionaries it names, by its heads alone."""
     with malformed_refused("a segment"):
         rows, _, *slices = records_in(payload)
-        lanes = {count_of(shape[0]) for _, _, shape in rows.head["columns"]}
-        (count,) = {count_of(rows.head["ticks"]) * of for of in lanes}
+        lanes = {counted(shape[0]) for _, _, shape in rows.head["columns"]}
+        (count,) = {counted(rows.head["ticks"]) * of for of in lanes}
         names = {record.head["dictionary"] for record in slices} - {None}
     return count, {str(name) for name in names}
 
@@ -162,7 +162,7 @@ def segment_needs(payload: bytes) -> tuple[int, set[str]]:
 def _columns_like(described: Any, schema: Schema) -> Like:
     """Return what the columns of a segment must be, where only lanes, large leaves and the reward's dtype are free."""
     found = {name: (dtype_of(dtype), shape) for name, dtype, shape in described}
-    (lanes,) = {count_of(shape[0]) for _, shape in found.values()}
+    (lanes,) = {counted(shape[0]) for _, shape in found.values()}
     large = _large_leaves(found)
     flag, cursor = Leaf("", (), np.dtype(np.bool_)), Leaf("", (), np.dtype(np.uint32))
     leaves = {f"action.{i}": leaf for i, leaf in enumerate(schema.action.leaves)}

@@ -179,7 +179,7 @@ class Life:
             handle.result()
         except (CheckpointError, *_AWAY):
             return
-        page = self._folder / "complete.tmp"
+        page = self._folder / f"{threading.get_ident()}.tmp"  # saves end at the same time
         page.write_text(json.dumps(promised))
         page.replace(self._folder / f"complete {time.time_ns()}")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdall.native import compiled_library, library, open_library
-from holdall.native.library import _SIGNATURES, _STRUCTS
+from holdall.native.library import _COMPRESSION, _SIGNATURES, _STRUCTS
 
 LIBRARY = compiled_library()
 FOLDER = Path(library.__file__).parent
@@ -149,6 +149,12 @@ def test_every_exported_function_is_declared() -> None:
     sources = "".join(path.read_text() for path in sorted(FOLDER.glob("*.c")))
     exported = set(re.findall(r"^EXPORT [^;{]*?\b(\w+)\(", sources, re.MULTILINE))
     assert exported == {*_SIGNATURES, "holdall_version"}
+
+
+def test_wheels_have_every_function_of_zstandard_and_lz4_that_is_called() -> None:
+    """One that is missing from the table in C would make every wheel look for the system's libraries."""
+    linked = re.findall(r"^ +FUNCTION\((\w+)\),$", (FOLDER / "library.c").read_text(), re.MULTILINE)
+    assert sorted(linked) == sorted(name for signatures in _COMPRESSION.values() for name in signatures)
 
 
 @needs_library

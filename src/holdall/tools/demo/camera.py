@@ -133,7 +133,7 @@ class DemoResult:
     """The figures of one training; all of them measured in its own process."""
 
     buffer: str
-    bytes_per_transition: float  # slope of the process's unique memory over the transitions held
+    bytes_per_transition: float  # growth of the process's unique memory while it filled the buffer, a transition
     peak_bytes: int  # resident, of the whole process, with all transitions held
     steps_per_second: float  # median over the steps that train; a step takes the environment, a batch and a gradient
     transitions: int  # held at the end

@@ -27,7 +27,7 @@ from holdall.replay import ReplayMemory
 from holdall.sb3 import CheckpointCallback, WatchCallback, resume
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
 from holdall.tools.bench.child_process import emit, folder_bytes
-from holdall.tools.bench.training import CameraExtractor, MeasureCallback, late_slope
+from holdall.tools.bench.training import CameraExtractor, MeasureCallback
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}
@@ -52,22 +52,31 @@ class SafeCheckpoint(CheckpointCallback):
 
 
 def train(
-    buffer: str, steps: int, transitions: int, checkpoint: str = "", record: str = "", resumes: bool = False
+    buffer: str,
+    steps: int,
+    transitions: int,
+    checkpoint: str = "",
+    record: str = "",
+    resumes: bool = False,
+    limit: int | None = None,
+    buffer_kwargs: dict[str, Any] | None = None,
 ) -> DemoResult:
     """Train for `steps`, then let random actions fill the same buffer up to `transitions`.
 
     Args:
         checkpoint: Where one is saved half-way, or the training goes on from; empty: nowhere.
         record: Where readings of this process are written; empty: it is not watched.
-    """
+        limit: Drawn in the page of what was watched.
+        buffer_kwargs: Of a new buffer; a resumed one has those that it was saved with.
+    """  # fmt: skip
     # Sums over threads depend on how many there are; one thread keeps the runs comparable on any machine.
     torch.set_num_threads(1)
-    model = _resumed(checkpoint) if resumes else _new(buffer, steps + transitions)
+    model = _resumed(checkpoint) if resumes else _new(buffer, steps + transitions, buffer_kwargs)
     begun = model.num_timesteps
     progress = MeasureCallback("train", steps + transitions, begun)
     callbacks: list[BaseCallback] = [progress]
     if record:
-        callbacks.append(WatchCallback(interval_s=1.0, record=record, verbose=0))
+        callbacks.append(WatchCallback(interval_s=1.0, record=record, limit=limit, verbose=0))
     if checkpoint and not resumes:
         callbacks.append(SafeCheckpoint(steps // 2, checkpoint, env_state=(get_env_state, set_env_state)))
     model.learn(steps - begun, callback=CallbackList(callbacks), reset_num_timesteps=False)
@@ -79,14 +88,16 @@ def train(
     model.learning_starts = steps + transitions + 1
     progress.readings.clear()
     model.learn(transitions, callback=CallbackList(callbacks[:2]), reset_num_timesteps=False)
-    bytes_per_transition = late_slope(progress.readings) or np.nan
+    filled, held = np.array(progress.readings, np.float64).T
+    bytes_per_transition = float((held.max() - held[0]) / (filled[-1] - filled[0]))
     return DemoResult(buffer, bytes_per_transition, peak_bytes(), steps_per_second, model.num_timesteps, weights)
 
 
-def _new(buffer: str, capacity: int) -> Any:
+def _new(buffer: str, capacity: int, buffer_kwargs: dict[str, Any] | None) -> Any:
     network = {"features_extractor_class": CameraExtractor, "net_arch": [64, 64], "share_features_extractor": True}
     sizes: dict[str, Any] = {"buffer_size": capacity, "learning_starts": RANDOM_STEPS, "batch_size": 32}
     kind = BUFFERS[buffer]
+    sizes["replay_buffer_kwargs"] = buffer_kwargs
     env = environment()
     return SAC(
         "MultiInputPolicy", env, **sizes, seed=SEED, replay_buffer_class=kind, policy_kwargs=network, device="cpu"

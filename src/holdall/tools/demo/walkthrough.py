@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from holdall.errors import ArgumentError, HoldallError, MissingPackageError
-from holdall.machine import Limit
+from holdall.machine import Limit, memory_limits
 from holdall.tools.bench.child_process import messages, module_command
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
 from holdall.tools.plan.measure_memory import need_from_spaces
@@ -32,6 +32,8 @@ from holdall.tools.plan.subprocess_probe import run_probe
 from holdall.tools.report import read_report
 from holdall.units import format_bytes
 
+BUDGET = "48MiB"
+A_MILLION = 1_000_000
 MIN_STEPS = 240
 MIN_TRANSITIONS = 2_000  # below this a line through the memory readings means nothing
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
@@ -47,14 +49,23 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     begun = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint, record = folder / "checkpoint", folder / "watch.jsonl"
-    shutil.rmtree(checkpoint, ignore_errors=True)
+    for old in (checkpoint, folder / "spilled"):
+        shutil.rmtree(old, ignore_errors=True)
 
     def heading(number: int, title: str) -> None:
         console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
 
-    heading(1, f"Will {steps + transitions:,} transitions of a camera fit?")
-    fitted = plan_fit(steps + transitions, limit_bytes)
-    console.print(f"  The limit is {format_bytes(fitted.limit_bytes)}.")
+    heading(1, f"Will {steps + transitions:,} transitions of a camera fit, and a million?")
+    measured = _measured()
+    fitted = plan_fit(steps + transitions, limit_bytes, measured)
+    machine = min(limit.free_bytes for limit in memory_limits())
+    million = plan_fit(A_MILLION, machine, measured)
+    console.print(
+        f"  A million: Stable-Baselines3's buffer needs {format_bytes(million.sb3_bytes)}, and this machine has "
+        f"{format_bytes(machine)}: [{_STYLES[million.sb3]}]{million.sb3}[/]",
+        soft_wrap=True,
+    )
+    console.print(f"  {steps + transitions:,}, with a limit of {format_bytes(fitted.limit_bytes)}:")
     for buffer, (size, fit) in fitted.rows().items():
         console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[fit]}]{fit}[/]")
     console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
@@ -63,12 +74,13 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     task: dict[str, Any] = {"buffer": "sb3", "steps": steps, "transitions": transitions}
     plain = _result_of(_train(console, task))
 
-    heading(3, "Train with holdall's, save a checkpoint half-way, and kill -9")
-    task |= {"buffer": "holdall", "checkpoint": str(checkpoint)}
+    heading(3, f"Train with holdall's under a budget of {BUDGET}, save a checkpoint half-way, and kill -9")
+    settings = {"budget": BUDGET, "prefer": "memory", "spill_dir": str(folder / "spilled")}
+    task |= {"buffer": "holdall", "checkpoint": str(checkpoint), "buffer_kwargs": settings}
     saved = _train_until_killed(console, task)
 
     heading(4, "Resume, and watch the memory while it fills")
-    messages_by_kind = _train(console, task | {"resumes": True, "record": str(record)})
+    messages_by_kind = _train(console, task | {"resumes": True, "record": str(record), "limit": fitted.limit_bytes})
     resumed = CheckpointFingerprint(**messages_by_kind["resumed"])
     same = "identical" if resumed.batches_sha256 == saved.batches_sha256 else "DIFFERENT"
     console.print(
@@ -149,12 +161,20 @@ class DemoFit:
         return {"sb3": (self.sb3_bytes, self.sb3), "holdall": (self.holdall_bytes, self.holdall)}
 
 
-def plan_fit(transitions: int, limit_bytes: int | None) -> DemoFit:
-    """Plan the demo's training."""
+def _spec(transitions: int) -> Spec:
     rover = CameraRover()
-    spec = Spec("sac", rover.observation_space, rover.action_space, capacity=transitions, batch_size=32)
-    base = run_probe("baseline", spec=spec, networks=True)
-    measured = MeasuredCosts(libraries=base["updated"], libraries_anonymous=base["imported_anonymous"])
+    return Spec("sac", rover.observation_space, rover.action_space, capacity=transitions, batch_size=32)
+
+
+def _measured() -> MeasuredCosts:
+    """Measure what the libraries take here."""
+    base = run_probe("baseline", spec=_spec(MIN_TRANSITIONS), networks=True)
+    return MeasuredCosts(libraries=base["updated"], libraries_anonymous=base["imported_anonymous"])
+
+
+def plan_fit(transitions: int, limit_bytes: int | None, measured: MeasuredCosts) -> DemoFit:
+    """Plan the demo's training."""
+    spec = _spec(transitions)
     needs = [_known(measured, spec, 0).need_bytes(spec, holdall=holdall) for holdall in (False, True)]
     limit = sum(needs) // (2 * _ROUND_BYTES) * _ROUND_BYTES if limit_bytes is None else limit_bytes
     known = _known(measured, spec, limit)

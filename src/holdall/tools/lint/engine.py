@@ -130,7 +130,10 @@ def check_text(
         found = list(_check_yaml(text, path, rules, machine))
     else:
         found = list(_check_script(text, path, rules, machine, repository or Repository(None)))
-    kept = drop_stale_edits(text, _not_ignored(found, text, path, rules))
+    once: dict[tuple[str, SourceRange, str], Finding] = {}  # what holds under several conditions is said once
+    for one in found:
+        once.setdefault((one.rule, one.place, repr(one.numbers) if one.numbers else one.message), one)
+    kept = drop_stale_edits(text, _not_ignored(list(once.values()), text, path, rules))
     return sorted(kept, key=lambda one: (one.place, one.rule))
 
 
@@ -141,6 +144,8 @@ def check_runs(runs: Iterable[ConfiguredRun], rules: Rules, machine: Machine) ->
             if rule.about in {"run", "search", "buffer"}:
                 variants = (run,) if rule.about == "search" else run.variants
                 found: dict[SourceRange, Finding] = {}
+                if rule.about == "buffer":  # the largest, of those that need no condition
+                    variants = sorted(variants, key=lambda one: (one.condition != "", -(one.count("buffer_size") or 0)))
                 for variant in variants:
                     of = buffer_of(variant, machine) if rule.about == "buffer" else variant
                     for one in _when(variant.condition, rule.findings(of, machine) if of is not None else ()):
@@ -196,7 +201,7 @@ class FileChecker:
             return check_text(text, str(path), self._rules, self._machine, self._repository(path))
         except MissingPackageError:
             raise
-        except Exception as error:  # noqa: BLE001  a mistake of lint's own ends no run over other files
+        except Exception as error:
             message = f"lint failed on it ({type(error).__name__}: {error}); please report the file"
             return list(_not_parsed(self._rules, message, SourceRange.whole(str(path)), Severity.WARNING))
 

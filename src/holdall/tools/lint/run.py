@@ -151,7 +151,7 @@ class Environments:
     stack: int = 1  # frames side by side in one observation, as far as wrappers say
     episode_steps: object = UNKNOWN  # the time limit
     place: SourceRange | None = None
-    origin: object = None  # the same for the same object; None where that is not known
+    origin: object = field(default=None, repr=False)  # the same for the same object; None where that is not known
     is_lazy: bool = False  # a stack's frames are objects that it shares with the stacks around it
     env_id: str = ""
 

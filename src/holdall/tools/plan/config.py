@@ -11,13 +11,14 @@ from __future__ import annotations
 import ast
 import tomllib
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.plan.buffer_layout import REPLAY_CLASSES, installed_version, parse_version
 from holdall.tools.plan.environments import parse_observation, parse_space, read_vec_env, space_from_dict, stacked_space
-from holdall.tools.plan.spec import ALGORITHMS, Spec
+from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Spec
 from holdall.tools.plan.subprocess_probe import run_probe
 
 _COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
@@ -36,7 +37,14 @@ def spec_from_settings(settings: Mapping[str, Any]) -> tuple[Spec, dict[str, Any
     given = {name: value for name, value in settings.items() if value is not None}
     algo = str(given.get("algo", "")).lower()
     if algo not in ALGORITHMS:
-        raise ArgumentError(f"algo ({algo or None}) must be one of {', '.join(ALGORITHMS)}; name it with --algo")
+        own = {name.lower() for name, one in ALGORITHM_CLASSES.items() if not one.has_plain_buffer}
+        why = "has a buffer of its own class, which plan does not know; it knows" if algo in own else "must be one of"
+        raise ArgumentError(f"algo ({algo or None}) {why} {', '.join(ALGORITHMS)}; name it with --algo")
+    if ALGORITHMS[algo].on_policy and "capacity" in given:
+        raise ArgumentError(
+            f"capacity ({given['capacity']}) is that of a replay buffer, and {algo} has none: it collects rollouts of "
+            "--n-steps for each environment"
+        )
     values: dict[str, Any] = {"algo": algo}
     values |= {name: parse_count(given[name], name) for name in _COUNTS if name in given}
     values |= {name: given[name] for name in (*_SWITCHES, "policy_kwargs") if name in given}
@@ -100,10 +108,13 @@ def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any
     data = _load(path)
     if data and all(isinstance(entry, Mapping) for entry in data.values()) and not set(data) <= OPTIONS:
         return _zoo_entry(path, data, algo, env)
-    unknown = sorted(set(data) - OPTIONS)
+    renamed = {_ZOO_NAMES.get(name, name): value for name, value in data.items()}
+    unknown = sorted(set(renamed) - OPTIONS)
     if unknown:
-        raise ArgumentError(f"{path} has the keys {unknown}; holdall plan knows {sorted(OPTIONS)}")
-    return dict(data)
+        close = [match for name in unknown for match in get_close_matches(name, sorted(OPTIONS), n=1)]
+        hint = f"did you mean {', '.join(close)}? " if close else ""
+        raise ArgumentError(f"{path} has the keys {unknown}; {hint}holdall plan knows {sorted(OPTIONS)}")
+    return renamed
 
 
 def _load(path: Path) -> Mapping[str, Any]:

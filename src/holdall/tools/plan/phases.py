@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from holdall.machine import Limit
 from holdall.tools.plan.buffer_layout import leaves_of
 from holdall.tools.plan.spec import Spec
+from holdall.units import counted
 
 MIB = 2**20
 SEGMENTS_OF_A_CAPACITY = 16  # a segment is at most this share of the capacity
@@ -237,11 +238,11 @@ def _libraries_and_environments(spec: Spec, measured: MeasuredCosts) -> list[Pha
     if spec.device.startswith("cuda") and measured.vram_context is None:
         parts.append(PhasePart("CUDA's libraries", _CUDA_HOST_BYTES, "estimate", _MOST_CUDA_HOST_BYTES))
     if spec.vec_env != "dummy":
-        name = f"{spec.num_envs} processes ({spec.method})"
+        name = f"{counted(spec.num_envs, 'process', 'processes')} ({spec.method})"
         parts.append(PhasePart.measured(name, process_bytes(spec, measured), _PROCESSES_SPREAD))
     elif measured.env_first is not None:
         size = measured.env_first + (spec.num_envs - 1) * measured.env_each
-        parts.append(PhasePart.measured(f"{spec.num_envs} environments", size, _PROCESSES_SPREAD))
+        parts.append(PhasePart.measured(counted(spec.num_envs, "environment"), size, _PROCESSES_SPREAD))
     return parts
 
 
@@ -251,7 +252,7 @@ def _probed_libraries(probe: Mapping[str, Any], measured: MeasuredCosts) -> list
     parts = [PhasePart.measured("interpreter, libraries, environments", held, _PROBED_SPREAD)]
     if probe["processes"]:
         unique = sum(int(child["unique"]) for child in probe["processes"])
-        parts.append(PhasePart.measured(f"{len(probe['processes'])} processes", unique, _PROBED_SPREAD))
+        parts.append(PhasePart.measured(counted(len(probe["processes"]), "process", "processes"), unique, _PROBED_SPREAD))
     return parts
 
 
@@ -262,7 +263,10 @@ def _buffer(spec: Spec, holdall: HoldallNeed | None) -> PhasePart:
         return PhasePart.exact(name, layout.resident_bytes(spec.total_timesteps))
     filled = min(spec.total_timesteps or layout.transitions, layout.transitions)
     how = "measured" if holdall.steps else "estimate"
-    return PhasePart("holdall's memory", holdall.need(filled), how, holdall.most(filled))
+    need, most = holdall.need(filled), holdall.most(filled)
+    if spec.holdall_budget is not None:  # a budget counts everything but batches
+        need, most = (min(size, spec.holdall_budget + holdall.fixed_bytes) for size in (need, most))
+    return PhasePart("holdall's memory", need, how, most)
 
 
 def _kept_between_updates(networks: UpdateBytes) -> PhasePart:

@@ -6,7 +6,7 @@ terminal and the HTML page share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -131,7 +131,7 @@ def make_plan(
     *,
     budget_bytes: int | None = None, memory_bytes: int | None = None, vram_bytes: int | None = None,
     networks: bool = True, probe_steps: int = 0, prefer: str = "balanced", checkpoint_dir: Path | None = None,
-    environment: Answer | None = None,
+    environment: Answer | None = None, notes: Sequence[str] = (),
 ) -> Plan:  # fmt: skip
     """Measure what may be measured, and work out the rest.
 
@@ -142,21 +142,22 @@ def make_plan(
         networks: Trace an update; without it, buffers and libraries alone are counted.
         probe_steps: Steps of real training and of the real environment; 0: none.
         environment: What `measure_environment` found, if an environment was made.
+        notes: What else is known of the run.
     """
-    notes: list[str] = []
+    said = list(notes)
     limits = _machine_limits(budget_bytes, memory_bytes, checkpoint_dir)
     with ThreadPoolExecutor(1) as background:
         base = background.submit(run_probe, "baseline", spec=spec, networks=networks)
         from holdall.tools.plan.measure_memory import need_from_spaces  # noqa: PLC0415 loads while the probe runs
 
         made_up = None if probe_steps and spec.env_id else need_from_spaces(spec)
-        measured, vram = _measure(spec, base.result(), networks, probe_steps, environment, notes)
+        measured, vram = _measure(spec, base.result(), networks, probe_steps, environment, said)
     if vram_bytes is not None:
         vram = Limit("--vram", vram_bytes, vram_bytes)
     need = made_up or HoldallNeed(**run_probe("experience", spec=spec, steps=probe_steps, prefer=prefer))
     if made_up is not None and not spec.on_policy:
-        notes.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
-    return plan_from_inputs(spec, PlanInputs(measured, replace(limits, vram=vram), need), notes)
+        said.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
+    return plan_from_inputs(spec, PlanInputs(measured, replace(limits, vram=vram), need), said)
 
 
 def _machine_limits(budget_bytes: int | None, memory_bytes: int | None, checkpoint_dir: Path | None) -> MachineLimits:

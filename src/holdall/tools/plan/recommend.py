@@ -11,10 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES, installed_version
-from holdall.tools.plan.phases import FitVerdict, PlanInputs
+from holdall.tools.plan.phases import FitVerdict, PlanInputs, largest_phase
 from holdall.tools.plan.spec import Spec
+from holdall.units import format_bytes
 
 _LARGEST_SIZE = 1 << 40
+_MIB = 2**20
+_LEAST_BUDGET = 256 * _MIB  # a memory works in segments of some megabytes each
 PROFILES = {
     "memory-efficient": (0.25, 1), "fast": (0.4, 1), "balanced": (0.55, 1), "quality": (0.7, 1),
     "aggressive": (0.55, 4),
@@ -114,8 +117,10 @@ def largest_batch(spec: Spec, known: PlanInputs) -> int | None:
     return largest_int(lambda size: known.fits(spec.but(batch_size=size), holdall=spec.uses_holdall), top)
 
 
-def largest_num_envs(spec: Spec, known: PlanInputs) -> int:
-    """Return the most environments that fit, if nothing else changes."""
+def largest_num_envs(spec: Spec, known: PlanInputs) -> int | None:
+    """Return the most environments that fit, if nothing else changes; None where nothing grows with their number."""
+    if not spec.on_policy and spec.vec_env == "dummy" and known.measured.env_first is None:
+        return None
     top = _LARGEST_SIZE if spec.on_policy else max(spec.capacity, 1)
     return largest_int(lambda count: known.fits(spec.but(num_envs=count), holdall=spec.uses_holdall), top)
 
@@ -149,6 +154,7 @@ def _changes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
     if ours is not None:
         why = "each frame is kept once, nothing is copied to flatten it, and the samples are the same, bit for bit"
         yield SuggestedChange("keep the experience in holdall's buffer", why, ours)
+        yield from _budgets(ours, known)
     if spec.vec_env != "dummy" and spec.method != "fork" and spec.num_envs > 1:
         setup = 'multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])'
         preloading = spec.but(start_method="forkserver", preloads=True)
@@ -162,6 +168,25 @@ def _changes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
     count = spec.num_envs
     while (count := count // 2) >= 1:
         yield SuggestedChange(f"{count} environments", "each takes memory of its own", spec.but(num_envs=count))
+
+
+def _budgets(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
+    """Try to keep every transition: compressed first (a budget and `prefer`), then on disk beyond the budget."""
+    if spec.on_policy or known.need is None:
+        return
+    around = largest_phase(known.phases(spec.but(holdall_budget=0), holdall=True)).most_bytes
+    room = max(known.limits.limit_bytes - around, 0)
+    unit = 2**30 // 10 if room >= 2**30 else _MIB // 10  # as format_bytes writes it
+    budget = room // unit * unit
+    if budget < _LEAST_BUDGET:
+        return
+    total = known.need.need(spec.layout().transitions)
+    beyond = max(total - budget, 0)
+    title = (
+        f"holdall's buffer with budget={format_bytes(budget)!r}, prefer='memory' and a spill_dir: all "
+        f"{size_of(spec):,} transitions stay, {format_bytes(beyond)} of them on disk before compression"
+    )
+    yield SuggestedChange(title, "nothing is dropped, and samples are the same", spec.but(holdall_budget=budget))
 
 
 def _smaller_sizes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
@@ -196,9 +221,13 @@ def code_to_paste(spec: Spec, *, holdall: bool, setup: str = "", compressed: boo
         name = "HerReplayBuffer" if spec.sb3_buffer == "HerReplayBuffer" else f"{kind.title()}Buffer"
         lines.append(f"from holdall.sb3 import {name}")
         settings.append(f"{kind}_buffer_class={name}")
-        kwargs = {"n_steps": spec.rollout_steps} if spec.sb3_buffer == "NStepReplayBuffer" else {}
-        if kwargs or compressed:
-            kwargs_text = repr(kwargs | ({"budget": None} if compressed else {})).replace("'", '"')
+        kwargs: dict[str, Any] = {"n_steps": spec.rollout_steps} if spec.sb3_buffer == "NStepReplayBuffer" else {}
+        if spec.holdall_budget is not None:
+            kwargs |= {"budget": format_bytes(spec.holdall_budget), "prefer": "memory", "spill_dir": "/path/on/disk"}
+        elif compressed:
+            kwargs |= {"budget": None}
+        if kwargs:
+            kwargs_text = repr(kwargs).replace("'", '"')
             settings.append(f"replay_buffer_kwargs={kwargs_text}")
     elif spec.optimize_memory_usage:
         settings += ["optimize_memory_usage=True", 'replay_buffer_kwargs={"handle_timeout_termination": False}']

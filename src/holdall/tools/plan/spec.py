@@ -121,6 +121,7 @@ class Spec:
     handle_timeout_termination: bool = True
     saves_buffer: bool = False
     uses_holdall: bool = False  # whether holdall's buffer is in place of Stable-Baselines3's
+    holdall_budget: int | None = None  # bytes that holdall's buffer keeps in memory; what is beyond goes to disk
     sb3: buffer_layout.Version | None = None  # None: the one that is installed, or the newest
     env_id: str = ""
     wrapper: str = ""  # "atari": Stable-Baselines3's wrapper of that name

@@ -122,7 +122,7 @@ class Recording:
     def limit(self) -> tuple[float, str] | None:
         """The smallest limit on the host's memory, and its name; None if none was recorded."""
         limits = self.header.inner("limits")
-        names = {"cgroup": "control group", "memory": "memory of the machine"}
+        names = {"given": "named for this run", "cgroup": "control group", "memory": "memory of the machine"}
         known = [(limits.size(key) or 0.0, name) for key, name in names.items()] if limits else []
         return min((limit for limit in known if limit[0] > 0), default=None)
 

@@ -17,7 +17,7 @@ from holdall.tools.report import charts
 from holdall.tools.report.charts import Markup, joined, number, tag
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
 from holdall.tools.report.recording import GROUP_TITLES, RecordedPart, RecordedVerdict, Recording
-from holdall.units import count_of, format_bytes, format_seconds
+from holdall.units import counted, format_bytes, format_seconds
 
 _MOST_POINTS = 600
 _MOST_ROWS = 120
@@ -106,7 +106,7 @@ def _facts(recording: Recording) -> list[str]:
         f"on {header.text('host')}" if header.text("host") else "",
         f"process {pid:.0f}" if pid else "",
         _moment(started) if started is not None else "",
-        count_of(readings, "reading") + (f", one every {format_seconds(interval)}" if interval else ""),
+        counted(readings, "reading") + (f", one every {format_seconds(interval)}" if interval else ""),
         header.text("system") or "",
     ]
 
@@ -337,7 +337,7 @@ def _parts(recording: Recording) -> Markup | None:
         held = [format_bytes(part.resident), f"{part.resident / total:.1%}"]
         rows.append([part.name, GROUP_TITLES[part.group], *held, allocated])
     figures = table(["part", "group", "resident", "share", "allocated"], rows, "Parts at the peak", words=2)
-    return section("Everything at the peak", details(f"{count_of(len(rows), 'part')}, the largest first", figures))
+    return section("Everything at the peak", details(f"{counted(len(rows), 'part')}, the largest first", figures))
 
 
 def _events(recording: Recording) -> Markup | None:

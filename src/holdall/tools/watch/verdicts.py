@@ -24,7 +24,7 @@ from holdall.tools.watch.reading import (
     in_common_phase,
     steady_growth,
 )
-from holdall.units import count_of, format_bytes, format_seconds
+from holdall.units import counted, format_bytes, format_seconds
 
 _FEWEST_FILL_READINGS = 4
 _FULL_SHARE = 0.995
@@ -321,7 +321,7 @@ def thread_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
     stacks = [part for part in newest.parts if part.group == "stacks"]
     resident, virtual = sum(part.resident for part in stacks), sum(part.allocated for part in stacks)
     text = (
-        f"{newest.threads} threads for {count_of(newest.cores, 'core')}; they wait for each other. Their stacks take "
+        f"{newest.threads} threads for {counted(newest.cores, 'core')}; they wait for each other. Their stacks take "
         f"{format_bytes(resident)}, not the {format_bytes(virtual)} of addresses"
     )
     remedy = "holdall.threads.limit(workers=...), or OMP_NUM_THREADS=1 for workers; it saves time, hardly memory"

@@ -33,8 +33,11 @@ _PART_METRICS = (
 )
 
 
-def record_header(pid: int, command: Sequence[str], interval_s: float) -> dict[str, Any]:
+def record_header(
+    pid: int, command: Sequence[str], interval_s: float, limit_bytes: int | None = None
+) -> dict[str, Any]:
     """Return the first line of a record."""
+    given = {} if limit_bytes is None else {"given": limit_bytes}
     limits = memory_limits(process=pid)
     groups = [limit.total_bytes for limit in limits if limit.name.startswith("control group")]
     machine = next((limit for limit in limits if limit.name.startswith("free memory")), Limit("", 0, 0))
@@ -47,7 +50,7 @@ def record_header(pid: int, command: Sequence[str], interval_s: float) -> dict[s
         "started": time.time(),
         "interval": interval_s,
         "limits": {
-            "memory": machine.total_bytes, "cgroup": min(groups, default=None), "vram": None, "disk": None,
+            "memory": machine.total_bytes, "cgroup": min(groups, default=None), "vram": None, "disk": None, **given,
         },
         "system": platform.system(),
     }  # fmt: skip
@@ -166,7 +169,7 @@ def main() -> None:
     loop = WatchLoop(pid, wanted["interval_s"], wanted["limit_bytes"])
     outputs: list[WatchRecorder | PrometheusServer] = []
     if wanted["record"] is not None:
-        header = record_header(pid, psutil.Process(pid).cmdline(), wanted["interval_s"])
+        header = record_header(pid, psutil.Process(pid).cmdline(), wanted["interval_s"], wanted["limit_bytes"])
         outputs.append(WatchRecorder(Path(wanted["record"]), header))
     if wanted["prometheus"] is not None:
         outputs.append(PrometheusServer(wanted["prometheus"]))

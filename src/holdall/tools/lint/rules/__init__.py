@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from holdall.tools.lint import rule
 from holdall.tools.lint.rule import Rule
-from holdall.tools.lint.rules import allocator, buffers, callbacks, memory, observations, processes, saving, tensors, transitions
+from holdall.tools.lint.rules import (
+    allocator,
+    buffers,
+    callbacks,
+    memory,
+    observations,
+    processes,
+    saving,
+    tensors,
+    transitions,
+)
 from holdall.tools.lint.rules import training_loop as loop
 
 _FAMILIES = (rule, allocator, buffers, callbacks, memory, observations, processes, saving, tensors, loop, transitions)

@@ -12,7 +12,7 @@ from holdall.tools.lint.run import Machine, PlainBuffer, sized, whole
 from holdall.tools.lint.source.buffers import SMALL
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script, argument_of
-from holdall.tools.lint.source.values import InstanceValue, TableValue, candidates_of
+from holdall.tools.lint.source.values import InstanceValue, ListValue, TableValue, likely
 
 _GIB = 2**30
 _WORTH_SAVING = 2**28
@@ -141,14 +141,13 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
     seen = set()
     for made in training.recorded("appended"):
         container, call = made.value, made.node
-        limit = whole(candidates_of(container.maxlen)[0][0])
+        limit = whole(likely(container.maxlen))
         parts = _parts(script, call, made.detail["item"])
         is_next = len(parts) >= 4 and any(_NEXT.search(part) for part in parts)
-        if not is_next or call in seen or not _is_replay(training, container, limit):
+        if not is_next or call in seen or not _is_replay(container, limit):
             continue
         seen.add(call)
-        name = training.interpreter.container_name(container)
-        name = _written(call) or name
+        name = _written(call) or container.name
         size = "" if limit is None else f" of {limit:,}"
         place = script.place(call)
         cost = f": {sized(sizes[place])} once it is full" if place in sizes else ""
@@ -156,11 +155,11 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
         yield Match(text, place, {"capacity": "unknown" if limit is None else limit})
 
 
-def _is_replay(training: TrainingReader, container: object, limit: int | None) -> bool:
+def _is_replay(container: ListValue, limit: int | None) -> bool:
     """Whether a container is no short window: a deque that is not small, or a list that is named as a buffer."""
-    node = getattr(container, "node", None)
-    if not getattr(container, "is_deque", False):
-        return bool(_BUFFER.search(training.interpreter.container_name(container)))  # type: ignore[arg-type]
+    node = container.node
+    if not container.is_deque:
+        return bool(_BUFFER.search(container.name))
     if limit is not None:
         return limit >= SMALL
     given = argument_of(node, "maxlen", 1) if isinstance(node, ast.Call) else None
@@ -169,12 +168,14 @@ def _is_replay(training: TrainingReader, container: object, limit: int | None) -
 
 def _parts(script: Script, call: ast.AST, item: object) -> list[str]:
     """Return the names that an appended tuple, record or dict is made of; empty for what is no name."""
-    item = candidates_of(item)[0][0]
+    item = likely(item)
     if isinstance(item, TableValue):
         return [str(key) for key in item]
     if isinstance(item, InstanceValue) and item.attributes:
         return list(item.attributes)
     node = call.args[0] if isinstance(call, ast.Call) and len(call.args) == 1 else None
+    if isinstance(call, ast.Subscript):  # memory[position] = state, action, ...
+        node = getattr(script.parent(call), "value", None)
     node = (script.assigned(node) or node) if isinstance(node, ast.Name) else node
     items = node.elts if isinstance(node, ast.Tuple | ast.List) else node.args if isinstance(node, ast.Call) else []
     return [_name(one) for one in items]
@@ -189,6 +190,8 @@ def _name(node: ast.expr) -> str:
 
 def _written(call: ast.AST) -> str:
     """Return the container as the call writes it."""
+    if isinstance(call, ast.Subscript):
+        return ast.unparse(call.value)
     func = getattr(call, "func", None)
     return ast.unparse(func.value) if isinstance(func, ast.Attribute) and func.attr in {"append", "appendleft"} else ""
 

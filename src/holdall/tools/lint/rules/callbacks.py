@@ -142,12 +142,13 @@ def frequency_ignores_environments(run: ConfiguredRun, machine: Machine) -> Iter
     count = run.environments.number
     for callback, name, every in _frequencies(run):
         setting = callback.settings[name]
-        if count is None or count < 2 or setting.divisors is None or count in setting.divisors:
+        if count is None or count < 2 or setting.divisors is None or {count, 0} & set(setting.divisors):
             continue
         text = f"{name}={every:,} with {count} environments {_VERBS[name]} every {every * count:,} steps"
         steps = run.count("n_steps") if run.algorithm.on_policy else None
         if steps:
-            text += f", which is every {every / steps:g} rollouts"
+            rounds = every / steps
+            text += ", which is every rollout" if rounds == 1 else f", which is every {rounds:,.3g} rollouts"
         yield Match(text, setting.place, {"every": every, "every_steps": every * count, "n_envs": count})
 
 

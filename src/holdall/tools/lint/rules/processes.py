@@ -10,6 +10,7 @@ from holdall.tools.lint.rule import Match, run_rule, script_rule
 from holdall.tools.lint.run import ConfiguredRun, Machine, candidates, sized
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Function, Script, argument_of
+from holdall.units import counted
 
 _OVERSUBSCRIBED = 2  # threads a core
 _OTHER_THREADS = {"num_threads"}  # as an argument, those of all kinds of functions
@@ -40,9 +41,9 @@ def no_forkserver_preload(script: Script, training: TrainingReader, machine: Mac
         return
     for call in script.calls:
         made = training.environments(call) if _names_subproc(script, call) else None
-        if made and made.vector == "subproc" and made.start_method in {None, "forkserver"}:
-            count = "" if made.number is None else f"{made.number} "
-            text = f"each of the {count}processes imports the libraries for itself"
+        if made and made.vector == "subproc" and made.number != 1 and made.start_method in {None, "forkserver"}:
+            many = "processes" if made.number is None else f"{made.number} processes"
+            text = f"each of the {many} imports the libraries for itself"
             yield Match(text, script.place(call), {"processes": made.number or "unknown"})
 
 
@@ -169,9 +170,11 @@ def threads_oversubscribed(script: Script, training: TrainingReader, machine: Ma
     node, most = max(threads, key=lambda pair: pair[1])
     pools = max(workers) + _POOLS_BESIDES_WORKERS if workers else 1
     if most > machine.cores or most * pools > _OVERSUBSCRIBED * machine.cores:
-        total = f"{most} threads" if pools == 1 else f"{most} threads x ({max(workers)} workers + 2) = {most * pools}"
+        total = counted(most, "thread")
+        if pools > 1:
+            total += f" x ({counted(max(workers), 'worker')} + 2) = {most * pools}"
         numbers = {"threads": most * pools, "cores": machine.cores}
-        yield Match(f"{total} on {machine.cores} cores", script.place(node), numbers)
+        yield Match(f"{total} on {counted(machine.cores, 'core')}", script.place(node), numbers)
 
 
 def _counts(training: TrainingReader, names: set[str], function: str = "") -> Iterator[tuple[ast.AST, int]]:
@@ -207,7 +210,7 @@ def more_processes_than_cores(run: ConfiguredRun, machine: Machine) -> Iterator[
     """
     count = run.environments.number
     if run.environments.vector == "subproc" and count is not None and count > machine.cores:
-        text = f"{count} environment processes on {machine.cores} cores"
+        text = f"{counted(count, 'environment process', 'environment processes')} on {counted(machine.cores, 'core')}"
         yield Match(text, run.environments.place or run.place, {"processes": count, "cores": machine.cores})
 
 
@@ -235,7 +238,7 @@ def cores_left_idle(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
         factor -= 1
     if factor > 1:
         text = (
-            f"{count} environments on {machine.cores} cores; n_envs={count * factor} with "
+            f"{counted(count, 'environment')} on {counted(machine.cores, 'core')}; n_envs={count * factor} with "
             f"n_steps={steps // factor:,} collects the same {steps * count:,} transitions in the same memory"
         )
         yield Match(text, run.environments.place or run.place, {"n_envs": count * factor, "n_steps": steps // factor})

@@ -21,9 +21,9 @@ from holdall.tools.lint.source.values import (
     InstanceValue,
     ListValue,
     TableValue,
-    candidates_of,
     known_items,
     length_of,
+    likely,
 )
 
 WORTH_RECORDING = 2**20
@@ -48,7 +48,7 @@ def dtype_of(value: Any, package: str = "numpy") -> np.dtype[Any] | None:
     name = value.last if isinstance(value, Reference) else value
     if not isinstance(name, str):
         return None
-    is_torch = isinstance(value, Reference) and value.dotted.startswith("torch") or package == "torch"
+    is_torch = (isinstance(value, Reference) and value.dotted.startswith("torch")) or package == "torch"
     if name == "float" and isinstance(value, Reference) and value.dotted.startswith("builtins"):
         name = "float64"
     elif name == "int" and not is_torch:
@@ -64,10 +64,11 @@ def dtype_of(value: Any, package: str = "numpy") -> np.dtype[Any] | None:
 
 def shape_of(value: Any) -> tuple[Any, ...] | None:
     """Return a shape that an argument gives: a number, or a sequence of them."""
+    value = likely(value)
     if isinstance(value, ArrayValue) or value is UNKNOWN or value is None:
         return None
     if (items := known_items(value)) is not None:
-        return tuple(items)
+        return tuple(likely(one) for one in items)
     return (value,) if whole(value) is not None else None
 
 
@@ -95,11 +96,11 @@ def _filled(interpreter: Any, package: str, last: str, arguments: Any, node: ast
         shape = tuple(arguments.values)
     if last in {"uniform", "normal"}:
         shape = arguments.get(2, "size", UNKNOWN)
-    axes = shape_of(candidates_of(shape)[0][0])
+    axes = shape_of(likely(shape))
     default = "float32" if package == "torch" else "float64"
     at = {"full": 2}.get(last, 1) if package != "torch" else None
     given = arguments.get(at, "dtype", None)
-    dtype = np.dtype(default) if given is None else dtype_of(candidates_of(given)[0][0], package)
+    dtype = np.dtype(default) if given is None else dtype_of(likely(given), package)
     device = arguments.get(None, "device", "")
     name = device if isinstance(device, str) else "cuda" if device not in (None, "", UNKNOWN) else ""
     return _recorded(interpreter, ArrayValue(axes, dtype, frozenset({node}), name), node)
@@ -145,6 +146,8 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
 
 def _function(package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each function
     match last:
+        case "isscalar":
+            return isinstance(first, int | float | str) if first is not UNKNOWN else UNKNOWN
         case "device":
             return first if isinstance(first, str) else UNKNOWN
         case "dtype":
@@ -197,13 +200,16 @@ def _stacked(last: str, first: Any, arguments: Any, node: ast.AST) -> Any:
     elif shape:
         at = {"vstack": 0, "hstack": min(1, len(shape) - 1), "dstack": -1}.get(last, axis if axis is not None else 0)
         if -len(shape) <= at < len(shape):
-            each = [unwrapped(one).shape[at] if isinstance(unwrapped(one), ArrayValue) and unwrapped(one).shape else UNKNOWN
-                    for one in items or ()]  # fmt: skip
-            numbers = [whole(one) for one in each]
+            numbers = [_size_along(unwrapped(one), at) for one in items or ()]
             size = whole(shape[at])
             whole_size = None if size is None or count is None else size * count
             shape[at] = sum(n or 0 for n in numbers) if numbers and None not in numbers else (whole_size or UNKNOWN)
     return ArrayValue(tuple(shape), sample.dtype, frozenset({node}))
+
+
+def _size_along(array: Any, axis: int) -> int | None:
+    shape = array.shape if isinstance(array, ArrayValue) else None
+    return whole(shape[axis]) if shape and -len(shape) <= axis < len(shape) else None
 
 
 def _image(last: str, arguments: Any, node: ast.AST) -> Any:
@@ -270,7 +276,7 @@ def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> 
             return array.made_by(node)
         case "reshape" | "view":
             given = arguments.values if len(arguments.values) != 1 else [arguments.values[0]]
-            axes = tuple(given) if len(given) != 1 else shape_of(candidates_of(given[0])[0][0])
+            axes = tuple(given) if len(given) != 1 else shape_of(likely(given[0]))
             return replace(array, shape=_reshaped(array, axes))
         case "unsqueeze" if array.shape is not None:
             return replace(array, shape=(1, *array.shape))
@@ -379,7 +385,7 @@ class ReturnedValues(tuple[Any, ...]):
 
 def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:
     """Yield the arrays that a record, tuple or dict holds."""
-    value = unwrapped(candidates_of(value)[0][0] if not isinstance(value, OneOf) else _largest(value))
+    value = unwrapped(_largest(value) if isinstance(value, OneOf) else value)
     if isinstance(value, ArrayValue):
         yield value
     elif depth < 4:

@@ -8,7 +8,6 @@ array that two transitions share counts once.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,10 +16,10 @@ import numpy as np
 
 from holdall.errors import HoldallError
 from holdall.schema import Leaf
-from holdall.tools.lint.run import UNKNOWN, OneOf, PlainBuffer, SpaceInfo, StoredField, whole
+from holdall.tools.lint.run import UNKNOWN, PlainBuffer, SpaceInfo, StoredField, whole
 from holdall.tools.lint.source.arrays import leaf_arrays
 from holdall.tools.lint.source.frameworks import held_env
-from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValue, candidates_of
+from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValue, likely
 from holdall.tools.plan import buffer_layout
 
 _NAMED_BUFFER = re.compile(r"buffer|memory|replay|experience|rollout|transition|storage|dataset", re.IGNORECASE)
@@ -90,8 +89,8 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
             appended.setdefault(id(made.value), []).append(made)
     for group in appended.values():
         container: ListValue = group[0].value
-        limit = whole(candidates_of(container.maxlen)[0][0])
-        title = interpreter.container_name(container)
+        limit = whole(likely(container.maxlen))
+        title = container.name
         if limit is None and not container.is_deque:
             limit = interpreter.capacity_of(container)
         if limit is None or limit < SMALL:
@@ -142,9 +141,9 @@ def _libraries(interpreter: Any) -> Iterator[PlainBuffer]:
 
 def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     given = made.arguments
-    size = whole(candidates_of(given.get(0, "buffer_size"))[0][0])
-    seen, acted = (candidates_of(given.get(at, name))[0][0] for at, name in ((1, "observation_space"), (2, "action_space")))
-    count = whole(candidates_of(given.get(6 if "Rollout" in last else 4, "n_envs", 1))[0][0])
+    size = whole(likely(given.get(0, "buffer_size")))
+    seen, acted = (likely(given.get(at, name)) for at, name in ((1, "observation_space"), (2, "action_space")))
+    count = whole(likely(given.get(6 if "Rollout" in last else 4, "n_envs", 1)))
     if size is None or not count or not isinstance(seen, SpaceInfo):
         return None
     action = acted.leaves[0] if isinstance(acted, SpaceInfo) else Leaf("", (0,), np.dtype(np.uint8))
@@ -168,10 +167,10 @@ def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
 
 
 def _torchrl(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
-    storage = candidates_of(made.arguments.get(None, "storage", UNKNOWN))[0][0]
+    storage = likely(made.arguments.get(None, "storage", UNKNOWN))
     if not isinstance(storage, InstanceValue):
         return None
-    size = whole(candidates_of(storage.arguments.get("max_size", storage.arguments.get("0", UNKNOWN)))[0][0])
+    size = whole(likely(storage.arguments.get("max_size", storage.arguments.get("0", UNKNOWN))))
     env = held_env(interpreter.torchrl_env) if interpreter.torchrl_env is not None else None
     seen = env.observation if env is not None else None
     if size is None or seen is None:
@@ -187,7 +186,7 @@ def _torchrl(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
 
 def _tianshou(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     given = made.arguments
-    size = whole(candidates_of(given.get(0, "total_size" if "Vector" in last else "size"))[0][0])
+    size = whole(likely(given.get(0, "total_size" if "Vector" in last else "size")))
     env = held_env(made.value)
     seen = env.observation if env is not None else None
     if size is None or seen is None or env is None:

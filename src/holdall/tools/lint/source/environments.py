@@ -34,6 +34,7 @@ from holdall.tools.lint.source.values import (
     candidates_of,
     known_items,
     length_of,
+    likely,
     one_of,
 )
 from holdall.tools.lint.source.wrappers import ATARI_WRAPPERS, wrapped
@@ -103,13 +104,15 @@ def by_id(name: str) -> tuple[SpaceInfo | None, SpaceInfo | None, object]:
 # ------------------------------------------------------------ calls
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each kind of function
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each kind of function
     """Return a space or environments; NotImplemented for any other function."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if last in _SPACES and (package in _GYMS or ".spaces" in dotted):
         return _space(interpreter, last, arguments, node)
-    if package in _GYMS and last in _MAKERS or dotted == "gym_super_mario_bros.make" or dotted.endswith("retro.make"):
+    if (package in _GYMS and last in _MAKERS) or dotted == "gym_super_mario_bros.make" or dotted.endswith("retro.make"):
         return _made(interpreter, arguments, node, last)
+    if dotted == "dmc2gym.make":
+        return _control_suite(interpreter, arguments, node)
     if last == "register" and (package in _GYMS or ".registration" in dotted):
         name = arguments.get(0, "id")
         if isinstance(name, str):
@@ -127,9 +130,9 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
     if first is None or first is UNKNOWN:
         first = arguments.get(0, "venv", None)
     inner = environment_of(interpreter, first) if isinstance(first, Environments | InstanceValue | OneOf) else None
-    if inner is None or isinstance(first, InstanceValue) and not is_environment(first):
+    if inner is None or (isinstance(first, InstanceValue) and not is_environment(first)):
         return NotImplemented
-    if not (last[:1].isupper() or last in ATARI_WRAPPERS) or package in {"torchrl", "tianshou"} and "Collector" in last:
+    if not (last[:1].isupper() or last in ATARI_WRAPPERS) or (package in {"torchrl", "tianshou"} and "Collector" in last):
         return NotImplemented
     return wrapped(inner, dotted, arguments, place_of(interpreter, node))
 
@@ -140,7 +143,7 @@ def place_of(interpreter: Any, node: ast.AST | None) -> SourceRange:
     return interpreter.place(at)
 
 
-def _space(interpreter: Any, kind: str, arguments: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case for each kind
+def _space(interpreter: Any, kind: str, arguments: Any, node: ast.AST) -> Any:
     place = place_of(interpreter, node)
     match kind:
         case "Box":
@@ -165,8 +168,8 @@ def _space(interpreter: Any, kind: str, arguments: Any, node: ast.AST) -> Any:  
 
 def _box(arguments: Any, place: SourceRange) -> Any:
     low, high = arguments.get(0, "low"), arguments.get(1, "high")
-    dtype = dtype_of(candidates_of(arguments.get(3, "dtype", Reference("numpy.float32")))[0][0])
-    given = candidates_of(arguments.get(2, "shape", None))[0][0]
+    dtype = dtype_of(likely(arguments.get(3, "dtype", Reference("numpy.float32"))))
+    given = likely(arguments.get(2, "shape", None))
     shape = shape_of(given)
     if given is None:
         bound = next((one for one in (low, high) if getattr(one, "shape", None) is not None), None)
@@ -195,7 +198,7 @@ def _dict(arguments: Any, place: SourceRange) -> Any:
     entries |= {name: value for name, value in arguments.named.items() if name not in {"spaces", "seed"}}
     leaves, bounds = [], {}
     for name, child in entries.items():
-        child = candidates_of(child)[0][0]
+        child = likely(child)
         if not isinstance(child, SpaceInfo) or child.is_dict or not isinstance(name, str):
             return UNKNOWN
         leaves.append(Leaf(name, child.leaves[0].shape, child.leaves[0].dtype))
@@ -215,6 +218,8 @@ def _one_made(interpreter: Any, name: Any, arguments: Any, node: ast.AST, maker:
     place = place_of(interpreter, node)
     steps = arguments.get(None, "max_episode_steps", UNKNOWN)
     plain = name if isinstance(name, str) else ""
+    if ":" in plain:
+        interpreter.import_module(plain.partition(":")[0])  # which registers it
     own = interpreter.registered.get(plain.rpartition(":")[2])
     if own is not None:
         made = _registered(interpreter, own, arguments, node)
@@ -235,6 +240,17 @@ def _one_made(interpreter: Any, name: Any, arguments: Any, node: ast.AST, maker:
         count=count, vector="single" if maker != "make_vec" else "sync", observation=seen, action=acted,
         episode_steps=limit if steps is UNKNOWN else steps, place=place, origin=object(), env_id=plain,
     )  # fmt: skip
+
+
+def _control_suite(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
+    """Make an environment of the DeepMind Control Suite as dmc2gym does: pixels with the channels first."""
+    sides = [whole(likely(arguments.get(None, name, 84))) for name in ("height", "width")]
+    place, seen = place_of(interpreter, node), None
+    pixels = likely(arguments.get(None, "from_pixels", False))
+    if pixels is True and None not in sides:
+        shape = (3, sides[0] or 0, sides[1] or 0)
+        seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)})
+    return Environments(1, "single", None, seen, None, place=place, origin=object())
 
 
 def _continuous(name: str, arguments: Any, action: SpaceInfo) -> SpaceInfo:
@@ -284,14 +300,14 @@ def _vector(interpreter: Any, vector: str, arguments: Any, node: ast.AST) -> Any
 
 def _sb3_vector(interpreter: Any, last: str, arguments: Any, node: ast.AST) -> Any:
     place = place_of(interpreter, node)
-    first = candidates_of(arguments.get(0, "env_id"))[0][0]
+    first = likely(arguments.get(0, "env_id"))
     kwargs = arguments.get(None, "env_kwargs", None)
     named = dict(kwargs) if isinstance(kwargs, TableValue) else {}
     given = type(arguments)([], {str(name): value for name, value in named.items()}, kwargs is None or isinstance(kwargs, TableValue))
     if isinstance(first, str):
         given.values.append(first)
         one = _made(interpreter, given, node, "make")
-        one = candidates_of(one)[0][0]
+        one = likely(one)
     else:
         made = interpreter.call(first, given, node) if isinstance(first, ClassValue | FunctionValue) else interpreter.called(first)
         one = environment_of(interpreter, made) or Environments()
@@ -312,7 +328,7 @@ def _sb3_vector(interpreter: Any, last: str, arguments: Any, node: ast.AST) -> A
 def _apply_wrapper(interpreter: Any, wrapper: Any, one: Environments, more: Any, node: ast.AST) -> Environments:
     named = {str(name): value for name, value in more.items()} if isinstance(more, TableValue) else {}
     given = type(interpreter.no_arguments)([one], named, more is None or isinstance(more, TableValue))
-    made = interpreter.call(candidates_of(wrapper)[0][0], given, node)
+    made = interpreter.call(likely(wrapper), given, node)
     return environment_of(interpreter, made) or replace(one, observation=None)
 
 
@@ -344,7 +360,7 @@ def is_environment(value: Any) -> bool:
 
 def environment_of(interpreter: Any, value: Any) -> Environments | None:
     """Return what is known of an environment, or a vector of them; None if the value is none."""
-    value = candidates_of(value)[0][0]
+    value = likely(value)
     if isinstance(value, Environments):
         return value
     if not is_environment(value):

@@ -32,6 +32,7 @@ from holdall.tools.lint.source.values import (
     candidates_of,
     known_items,
     length_of,
+    likely,
     one_of,
     put,
     spread,
@@ -118,7 +119,7 @@ class Expressions:
         self.repeats: int | None = 1  # how often the loops around this line run it
         self.anchor: ast.AST | None = None  # the call of the script that led here
         self.seen_function: Any = UNKNOWN  # what the last call called
-        self.names: dict[object, str] = {}  # of arrays by what made them, and of containers
+        self.names: dict[object, str] = {}  # of arrays by what made them
         self._loops: dict[ast.AST, LoopFacts] = {}
 
     # ------------------------------------------------------------ to be followed by the interpreter
@@ -184,7 +185,7 @@ class Expressions:
             for origin in value.origins:
                 self.names.setdefault(origin, name)
         elif isinstance(value, ListValue):
-            self.names.setdefault(id(value), name)
+            value.name = value.name or name
 
     def assign(self, target: ast.expr, value: Any) -> None:
         """Assign to a name, an attribute, an item, or several of them."""
@@ -197,7 +198,7 @@ class Expressions:
             case ast.Subscript(value=base, slice=index):
                 key = self.value(index)
                 for one, _ in candidates_of(self.value(base)):
-                    self._set_item(one, key, value)
+                    self._set_item(one, key, value, target)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 self._unpack(targets, value)
             case ast.Starred(value=inner):
@@ -227,7 +228,7 @@ class Expressions:
         elif isinstance(owner, TableValue) and owner.has_attributes:
             put(owner, name, value, owner.path, self.path)
 
-    def _set_item(self, owner: Any, key: Any, value: Any) -> None:
+    def _set_item(self, owner: Any, key: Any, value: Any, node: ast.AST) -> None:
         if isinstance(owner, TableValue):
             if isinstance(key, _PLAIN):
                 put(owner, key, value, owner.path, self.path)
@@ -237,8 +238,10 @@ class Expressions:
             number = whole(key)
             if number is not None and owner.is_known and -len(owner.items) <= number < len(owner.items):
                 owner.items[number] = value
-            else:
+            elif len(owner.added) < library.MOST_SAMPLES:
                 owner.added.append(value)
+            if isinstance(value, tuple | TableValue | InstanceValue):
+                self.record("appended", owner, None, node, item=value)
 
     def augmented(self, target: ast.expr, op: ast.operator, value: Any) -> Any:
         """Return what `target op= value` leaves in the target."""
@@ -351,8 +354,9 @@ class Expressions:
 
     def _on_IfExp(self, node: ast.IfExp) -> Any:
         outer, self.is_soft = self.is_soft, False
-        truth = self.truth(self.value(node.test))
-        is_soft, self.is_soft = self.is_soft, outer or self.is_soft
+        tested = self.value(node.test)
+        truth = self.truth(tested)
+        is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer or self.is_soft
         body, other = self.value(node.body), self.value(node.orelse)
         if truth is not None and not is_soft:
             return body if truth else other
@@ -550,7 +554,7 @@ class Expressions:
                 given.named[keyword.arg] = value
                 given.nodes[keyword.arg] = keyword.value
                 continue
-            value = candidates_of(value)[0][0]
+            value = likely(value)
             if isinstance(value, TableValue):
                 given.named |= {str(name): one for name, one in value.items()}
                 given.nodes |= {str(name): keyword.value for name in value}
@@ -615,7 +619,7 @@ class Expressions:
         if isinstance(value, FunctionValue | ClassValue | InstanceValue | Environments | ModuleValue):
             return True
         if isinstance(value, OneOf):
-            truths = {Expressions.truth(one) for one in value.values}
+            truths = {Expressions.truth(one) for one in value.values if one is not UNKNOWN}
             return truths.pop() if len(truths) == 1 else None
         return None
 

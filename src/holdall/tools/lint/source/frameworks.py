@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from holdall.schema import Leaf
-from holdall.tools.lint.run import UNKNOWN, Environments, Reference, SpaceInfo, algorithm_by_import, whole
+from holdall.tools.lint.run import UNKNOWN, Environments, Reference, algorithm_by_import, whole
 from holdall.tools.lint.source import environments
-from holdall.tools.lint.source.arrays import shape_of
-from holdall.tools.lint.source.values import BoundMethod, InstanceValue, ListValue, candidates_of, known_items
+from holdall.tools.lint.source.values import InstanceValue, likely
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
 _SB3_BUFFERS = {"ReplayBuffer", "DictReplayBuffer", "RolloutBuffer", "DictRolloutBuffer", "NStepReplayBuffer", "HerReplayBuffer"}
@@ -29,7 +28,7 @@ _TIANSHOU_BUFFERS = {
 _FLOAT32 = np.dtype(np.float32)
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case for each library
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
     """Return what a library's class or function makes; NotImplemented if it is none of those here."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if package in _SB3:
@@ -111,10 +110,10 @@ def _torchrl(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast
 
 
 def _torchrl_env(interpreter: Any, last: str, arguments: Any, node: ast.AST) -> Any:
-    first = candidates_of(arguments.get(0, "env_name"))[0][0]
+    first = likely(arguments.get(0, "env_name"))
     if last == "GymEnv":
         made = environments.call(interpreter, "gymnasium.make", type(arguments)([first], {}), node)
-        env = candidates_of(made)[0][0]
+        env = likely(made)
         if not isinstance(env, Environments) or env.observation is None:
             return env
         is_image = bool(env.observation.images)
@@ -133,14 +132,14 @@ def _torchrl_env(interpreter: Any, last: str, arguments: Any, node: ast.AST) -> 
 
 def held_env(value: Any) -> Environments | None:
     """Return the environments that an object of TorchRL holds."""
-    value = candidates_of(value)[0][0]
+    value = likely(value)
     held = value.attributes.get("env") if isinstance(value, InstanceValue) else value
     return held if isinstance(held, Environments) else None
 
 
 def transformed(env: Environments, transform: Any) -> Environments:
     """Return environments after one of TorchRL's transforms."""
-    transform = candidates_of(transform)[0][0]
+    transform = likely(transform)
     if not isinstance(transform, InstanceValue) or env.observation is None:
         return env
     given, kind = transform.arguments.get("call"), transform.kind.rpartition(".")[2]
@@ -184,7 +183,7 @@ def _tianshou(interpreter: Any, dotted: str, last: str, arguments: Any, node: as
         return _made(interpreter, "buffer", dotted, arguments, node)
     if last in {"Collector", "AsyncCollector"}:
         env = environments.environment_of(interpreter, arguments.get(1, "env"))
-        buffer = candidates_of(arguments.get(2, "buffer", None))[0][0]
+        buffer = likely(arguments.get(2, "buffer", None))
         if isinstance(buffer, InstanceValue) and env is not None:
             buffer.attributes["env"] = env
         return InstanceValue(Reference(dotted), {}, {"call": arguments}, node)

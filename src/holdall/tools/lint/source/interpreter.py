@@ -32,11 +32,12 @@ from holdall.tools.lint.source.values import (
     candidates_of,
     known_items,
     length_of,
+    likely,
     one_of,
-    put,
 )
 
-_MOST_STEPS = 60_000
+_LIBRARIES = {"stable_baselines3", "sb3_contrib", "torchrl", "tensordict", "tianshou", "gymnasium", "gym", "torch", "numpy"}
+_MOST_STEPS = 30_000
 _DEEPEST_CALL = 14
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
 _LONGEST_CONDITION = 70
@@ -108,15 +109,11 @@ class Interpreter(Expressions):
         """Return the name that an array was given first."""
         return self.names.get(origin, "")
 
-    def container_name(self, container: ListValue) -> str:
-        """Return the name that a list or deque was given first."""
-        return self.names.get(id(container), "")
-
     def capacity_of(self, container: ListValue) -> int | None:
         """Return the size that the object which holds a list limits it to, by the name of its attribute."""
         for owner in self.instances:
             if any(value is container for value in owner.attributes.values()):
-                sizes = (candidates_of(owner.attributes.get(name, UNKNOWN))[0][0] for name in _CAPACITIES)
+                sizes = (likely(owner.attributes.get(name, UNKNOWN)) for name in _CAPACITIES)
                 return next((number for number in map(whole, sizes) if number), None)
         return None
 
@@ -144,7 +141,8 @@ class Interpreter(Expressions):
 
     def import_module(self, dotted: str, level: int = 0) -> Any:
         """Return a module of the repository, or a reference to one of a library."""
-        found = self.repository.find(dotted, level, self.scope.module.path)
+        known = not level and dotted.partition(".")[0] in _LIBRARIES  # described here, also in their own repositories
+        found = None if known else self.repository.find(dotted, level, self.scope.module.path)
         tree = self.repository.tree(found) if found is not None else None
         if found is None or tree is None:
             return Reference(dotted) if dotted and not level else UNKNOWN
@@ -194,7 +192,7 @@ class Interpreter(Expressions):
         """Follow statements; True if what stands behind them is not reached."""
         return any(self.statement(one) for one in statements)
 
-    def statement(self, node: ast.stmt) -> bool:  # noqa: C901, PLR0911, PLR0912  one case for each kind of statement
+    def statement(self, node: ast.stmt) -> bool:  # noqa: C901, PLR0912  one case for each kind of statement
         """Follow one statement; True if it leaves the block."""
         match node:
             case ast.Expr(value=value):
@@ -257,8 +255,9 @@ class Interpreter(Expressions):
 
     def _if(self, node: ast.If) -> bool:
         outer_soft, self.is_soft = self.is_soft, False
-        truth = self.truth(self.value(node.test))
-        is_soft, self.is_soft = self.is_soft, outer_soft or self.is_soft
+        tested = self.value(node.test)
+        truth = self.truth(tested)
+        is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer_soft or self.is_soft
         if truth is not None and not is_soft:
             return self.block(node.body if truth else node.orelse)
         return self._branches([(_condition(node.test), node.body), (_condition(node.test, negate=True), node.orelse)], truth)
@@ -465,7 +464,7 @@ class Interpreter(Expressions):
     def _enter_alone(self, node: Any, scope: Scope) -> None:
         self.scope, self.path, self.repeats = scope, (), None
         value = scope.names.get(node.name, UNKNOWN)
-        value = candidates_of(value)[0][0]
+        value = likely(value)
         if isinstance(value, FunctionValue) and value.node is node:
             self._call_alone(value, None)
         elif isinstance(value, ClassValue) and value.node is node:

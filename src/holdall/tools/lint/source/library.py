@@ -22,9 +22,9 @@ from holdall.tools.lint.source.values import (
     ListValue,
     SuperValue,
     TableValue,
-    candidates_of,
     known_items,
     length_of,
+    likely,
     one_of,
     put,
     spread,
@@ -37,6 +37,7 @@ BUILTINS = frozenset(
     | {"setattr", "isinstance", "print", "sorted", "reversed", "map", "filter", "type", "object", "exit", "quit", "any"}
     | {"all", "hasattr", "input", "iter", "next", "repr", "eval", "callable", "property", "staticmethod", "classmethod"}
 )
+MOST_SAMPLES = 8  # of what is added to a container
 _LOADERS = {"safe_load", "load", "full_load", "unsafe_load", "loads", "FullLoader"}
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 _PARSERS = {"ArgumentParser", "ArgParser", "HfArgumentParser"}
@@ -48,6 +49,10 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if package == "builtins":
         return _builtin(interpreter, last, arguments, node)
+    if last == "__init__" and arguments.values and isinstance(arguments.values[0], InstanceValue):
+        rest = type(arguments)(arguments.values[1:], arguments.named, arguments.is_complete)
+        interpreter.library_start(arguments.values[0], rest)
+        return None
     for follow in (frameworks.call, environments.call, arrays.call):
         found = follow(interpreter, dotted, arguments, node)
         if found is not NotImplemented:
@@ -154,6 +159,9 @@ def click_defaults(function: FunctionValue) -> Iterator[tuple[str, Any]]:
 def _hydra(interpreter: Any, folder: str, name: str) -> Any:
     """Read a configuration of hydra, with the files that its list of defaults names."""
     here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
+    if folder.endswith((".yaml", ".yml")):
+        folder, name = os.path.split(folder)  # as older versions take it
+        name = name.rpartition(".")[0]
     data = interpreter.repository.data(os.path.join(folder, f"{name}.yaml"), here)
     if not isinstance(data, dict):
         data = interpreter.repository.data(name if name.endswith((".yaml", ".yml")) else f"{name}.yml", here)
@@ -194,10 +202,10 @@ def from_data(data: Any, root: Any = None, attributes: bool = False, depth: int 
 def _loaded(interpreter: Any, last: str, arguments: Any, package: str) -> Any:
     if last not in _LOADERS:
         return arguments.get(0, "") if last in {"to_container", "create", "structured"} else UNKNOWN
-    source = candidates_of(arguments.get(0, "stream"))[0][0]
+    source = likely(arguments.get(0, "stream"))
     if isinstance(source, InstanceValue) and source.kind == "builtins.open":
         source = source.arguments.get("0", source.arguments.get("file", UNKNOWN))
-        source = candidates_of(source)[0][0]
+        source = likely(source)
     if not isinstance(source, str):
         return UNKNOWN
     here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
@@ -380,7 +388,7 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
     return UNKNOWN
 
 
-def _table_method(interpreter: Any, table: TableValue, name: str, arguments: Any) -> Any:  # noqa: PLR0911  one line for each method
+def _table_method(interpreter: Any, table: TableValue, name: str, arguments: Any) -> Any:
     key, other = arguments.get(0, "", UNKNOWN), arguments.get(1, "default", None)
     match name:
         case "get" | "pop" | "setdefault":
@@ -410,7 +418,7 @@ def _table_method(interpreter: Any, table: TableValue, name: str, arguments: Any
 
 def update(interpreter: Any, table: TableValue, other: Any) -> None:
     """Add the entries of another dict."""
-    other = candidates_of(other)[0][0]
+    other = likely(other)
     if isinstance(other, TableValue):
         for key, value in other.items():
             put(table, key, value, table.path, interpreter.path)
@@ -436,7 +444,7 @@ def _list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, 
     value = arguments.get(0, "", UNKNOWN)
     if name in {"append", "add", "appendleft", "insert"}:
         value = arguments.get(1, "", UNKNOWN) if name == "insert" else value
-        if len(owner.added) < 8:
+        if len(owner.added) < MOST_SAMPLES:
             owner.added.append(value)
         if interpreter.repeats == 1 and not interpreter.path[len(owner.path) :]:
             owner.items.append(value)
@@ -595,7 +603,7 @@ def suggested(name: str, arguments: Any) -> Any:
 
 def called_value(interpreter: Any, value: Any) -> Any:
     """Return what calling a value without arguments returns: a class, a function, a partial."""
-    value = candidates_of(value)[0][0]
+    value = likely(value)
     node = interpreter.anchor or interpreter.main.tree
     if isinstance(value, InstanceValue) and value.kind == "functools.partial":
         given = value.arguments["arguments"]

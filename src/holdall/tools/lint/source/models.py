@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +25,6 @@ from holdall.tools.lint.run import (
     PlainBuffer,
     Reference,
     Setting,
-    SpaceInfo,
     algorithm_by_import,
     whole,
 )
@@ -45,7 +43,6 @@ from holdall.tools.lint.source.values import (
     candidates_of,
     known_items,
     length_of,
-    one_of,
 )
 from holdall.tools.plan.environments import read_vec_env
 from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
@@ -85,7 +82,7 @@ class SeenValues:
         return UNKNOWN if node is None else plain(self._seen.get(node, UNKNOWN))
 
 
-def plain(value: Any) -> object:  # noqa: PLR0911  one line for each kind of value
+def plain(value: Any) -> object:
     """Return a value as rules read it: constants, references, sequences of them."""
     match value:
         case OneOf():
@@ -139,7 +136,8 @@ class TrainingReader:
             if algorithm is None:
                 continue
             for run in self._runs_of(made, algorithm):
-                found.setdefault(repr((run.place, run.condition, run.given, run.environments.count, run.environments.observation, run.learns)), run)
+                env, taught = run.environments, [learn.place for learn in run.learns]
+                found.setdefault(repr((run.place, run.condition, run.given, env.count, env.observation, taught)), run)
         return tuple(found.values())[:_MOST_RUNS]
 
     @cached_property

@@ -119,5 +119,5 @@ def read_data(file: Path) -> Any:
         import yaml  # noqa: PLC0415  an extra: scripts are read without it
 
         return yaml.safe_load(text)
-    except Exception:  # noqa: BLE001  PyYAML raises errors of many classes on what is no YAML
+    except Exception:
         return None

@@ -58,6 +58,7 @@ class ListValue:
     node: ast.AST | None = None  # where it was made
     path: Path = ()
     added: list[Any] = field(default_factory=list)  # samples of what was appended
+    name: str = ""  # the first that it was given
 
     @property
     def is_known(self) -> bool:
@@ -178,6 +179,13 @@ def candidates_of(value: Any) -> tuple[tuple[Any, str], ...]:
         conditions = value.conditions or ("",) * len(value.values)
         return tuple(zip(value.values, conditions, strict=True))
     return ((value, ""),)
+
+
+def likely(value: Any) -> Any:
+    """Return the first candidate that is known: the default, where there is one."""
+    if not isinstance(value, OneOf):
+        return value
+    return next((one for one in value.values if one is not UNKNOWN and one is not None), value.values[0])
 
 
 def one_of(pairs: Iterable[tuple[Any, str]]) -> Any:

@@ -17,7 +17,7 @@ from holdall.schema import Leaf
 from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, SpaceInfo, whole
 from holdall.tools.lint.source.arrays import shape_of
-from holdall.tools.lint.source.values import candidates_of, known_items
+from holdall.tools.lint.source.values import known_items, likely
 
 _UINT8 = np.dtype(np.uint8)
 _FLOAT32 = np.dtype(np.float32)
@@ -86,7 +86,7 @@ def _warp(env: Environments, arguments: Any, place: SourceRange) -> Environments
 
 
 def _preprocessing(env: Environments, arguments: Any, place: SourceRange) -> Environments:
-    sides = shape_of(candidates_of(arguments.get(3, "screen_size", 84))[0][0])
+    sides = shape_of(likely(arguments.get(3, "screen_size", 84)))
     numbers = [whole(one) for one in sides or ()]
     grey, axis, scaled = (arguments.get(None, name, default) for name, default in
                           (("grayscale_obs", True), ("grayscale_newaxis", False), ("scale_obs", False)))  # fmt: skip
@@ -103,7 +103,7 @@ def _grey(env: Environments, arguments: Any, place: SourceRange) -> Environments
 
 
 def _resized(env: Environments, arguments: Any, place: SourceRange) -> Environments:
-    given = shape_of(candidates_of(arguments.get(1, "shape"))[0][0])
+    given = shape_of(likely(arguments.get(1, "shape")))
     sides = [whole(one) for one in given or ()]
     if not sides or None in sides:
         return replace(env, observation=None)

@@ -1,0 +1,72 @@
+"""A memory over shards with the Ray that is imported: `python tests/shards/other_ray.py VERSION`.
+
+Steps are added by a writer in another process, a shard is killed, batches are drawn, and a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+from gymnasium import spaces
+
+import holdall
+from holdall.ray import ReplayMemory, Writer
+
+COUNT = 1_000
+
+
+def steps(first: int, end: int) -> tuple[Any, ...]:
+    """Return the arguments of `extend`: steps that tell by their reward which they are."""
+    numbers = np.arange(first, end, dtype=np.float32)[:, None]
+    frames, no = np.zeros((end - first, 1, 20, 20), np.uint8), np.zeros((end - first, 1), np.bool_)
+    frames[:] = numbers[..., None, None] % 251
+    return frames, no.astype(np.int64), numbers, frames, no, no
+
+
+def feed(writer: Writer, first: int, end: int) -> None:
+    """Add steps, and end without a flush."""
+    writer.extend(*steps(first, end))
+
+
+def held(memory: Any) -> list[int]:
+    """Return the numbers of all steps that are held, if their frames are theirs."""
+    memory.flush()
+    found: list[int] = []
+    for shard, counters in memory._cluster.refresh().items():
+        batch = memory.gather(np.arange(counters.first_row, counters.next_row) + (shard << 48))
+        assert (batch.obs == (batch.reward % 251).astype(np.uint8)[:, None, None]).all()
+        found += batch.reward.astype(int).tolist()
+    return sorted(found)
+
+
+def main() -> None:
+    """Play it from beginning to end."""
+    assert ray.__version__ == sys.argv[1], ray.__version__
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=128 * 2**20, _node_ip_address="127.0.0.1")
+    space, action = spaces.Box(0, 255, (20, 20), np.uint8), spaces.Discrete(2)
+    remote: Any = ray.remote(num_cpus=0)(feed)
+    with tempfile.TemporaryDirectory() as folder:
+        settings: dict[str, Any] = {"durability": "segment", "url": f"{folder}/journals", "patience_s": 90.0}
+        with ReplayMemory(space, action, 10_000, shards=2, seed=0, **settings) as memory:
+            ray.get(remote.remote(memory.writer(), 0, COUNT))
+            shard = memory._cluster.handle(1)
+            psutil.Process(ray.get(shard.__ray_call__.remote(lambda _: os.getpid()))).kill()
+            memory.extend(*steps(COUNT, 2 * COUNT))
+            memory.flush()
+            memory.sample(256)
+            while len(memory._cluster.refresh()) < 2:
+                pass
+            assert held(memory) == list(range(2 * COUNT))
+            memory.save(f"{folder}/saved").result()
+        assert len(holdall.ReplayMemory.load(f"{folder}/saved")) == 2 * COUNT
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

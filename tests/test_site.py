@@ -1,0 +1,110 @@
+"""The documentation: every link leads somewhere, every page is in the site, its programs run, and it reads easily."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("[A-Z]*.md"), *DOCS.rglob("*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
+PLAIN = [DOCS / f"{name}.md" for name in ("index", "install", "troubleshooting", "notebooks", "benchmarks")]
+PLAIN += [ROOT / f"{name}.md" for name in ("README", "SECURITY", "RELEASE")]
+"""Pages that keep the rules of plain English: short sentences and common words."""
+QUAINT = re.compile(
+    r"\b(tell|tells|told|telling|anew|dear|befall|befalls|befell|ere|is to be|are to be|thereof|hitherto|whilst"
+    r"|oftener)\b",
+    re.IGNORECASE,
+)
+MOST_WORDS = 18
+
+
+def without_code(text: str) -> str:
+    """Leave out programs, tables, comments and headings: what is left is sentences."""
+    text = re.sub(r"^(```+|~~~+).*?^\1$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<!--.*?-->|<[^>]+>", "", text, flags=re.DOTALL)
+    return "\n".join(line for line in text.splitlines() if not line.lstrip().startswith(("|", "#", "!", ":::")))
+
+
+def sentences(text: str) -> list[str]:
+    """Split prose into sentences; an item of a list is one, and code is one word."""
+    text = re.sub(r"`[^`]*`", "code", without_code(text))
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text).replace("**", "")
+    parts = re.split(r"(?<=[.?!:])\s+(?=[\"'A-Z0-9-]|code)|\n\s*\n|\n\s*(?:[-*]|\d+\.)\s", text)
+    return [part for part in parts if len(part.split()) > 2]
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the places of a page that a link may name."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    broken = []
+    for found in LINK.finditer(text):
+        link = found[1] or found[2]
+        path, _, place = link.partition("#")
+        if re.match(r"[a-z]+:", link) or place.startswith("only-"):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (place and target.suffix == ".md" and place not in anchors(target)):
+            broken.append(link)
+    assert not broken
+
+
+def test_every_page_is_in_the_site() -> None:
+    """`make docs` fails on this, too; here it takes no time."""
+    named = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert {page for page in pages - named if not page.startswith("decisions/0")} == set()
+    assert named - pages == set()
+
+
+@pytest.mark.parametrize("page", ["index", "install"])
+def test_the_programs_of_a_page_run(page: str, tmp_path: Path) -> None:
+    programs = re.findall(r"^```python\n(.*?)^```$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.S | re.M)
+    assert programs
+    (tmp_path / "page.py").write_text("\n".join(programs), encoding="utf-8")
+    subprocess.run([sys.executable, "page.py"], cwd=tmp_path, check=True, timeout=100, capture_output=True)
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)
+def test_a_page_has_short_sentences(page: Path) -> None:
+    """At most 18 words on average."""
+    found = sentences(page.read_text(encoding="utf-8"))
+    assert found
+    average = sum(len(sentence.split()) for sentence in found) / len(found)
+    longest = max(found, key=lambda sentence: len(sentence.split()))
+    assert average <= MOST_WORDS, f"{average:.1f} words; the longest is: {longest}"
+
+
+@pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)
+def test_a_page_has_no_quaint_word(page: Path) -> None:
+    assert not QUAINT.findall(without_code(page.read_text(encoding="utf-8")))
+
+
+def test_the_rules_of_prose_find_what_they_should() -> None:
+    assert QUAINT.findall("It is told anew.") == ["told", "anew"]
+    assert not QUAINT.findall("It is retold; dearly, here.")
+    assert len(sentences("One two three four. Five six `a b c` seven: eight nine ten.\n\n- An item of it\n")) == 3
+
+
+def test_workflows_are_yaml_with_pinned_actions() -> None:
+    """actionlint checks them in `make workflows`; each action is named by owner, name and version."""
+    files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    assert [file.stem for file in files] == ["docs", "nightly", "release", "tests"]
+    for file in files:
+        jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
+        for job in jobs.values():
+            assert job["timeout-minutes"] <= 360
+            for step in job["steps"]:
+                assert "run" in step or re.fullmatch(r"[\w-]+/[\w-]+@[\w./]+", step["uses"])
