@@ -9,7 +9,7 @@ too; a cast to whole numbers that would change a value is refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ except ImportError as error:
 
 _CUT = "TimeLimit.truncated"
 _FLOAT32 = np.dtype(np.float32)
+_generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it
 
 
 class ReplayBufferSamples(NamedTuple):
@@ -121,7 +122,11 @@ class ReplayBuffer:
     def sample(self, batch_size: int) -> ReplayBufferSamples:
         """Draw transitions, in the order of CleanRL's own buffer."""
         require_count("batch_size", batch_size)
-        ids = self._held(self._drawn(batch_size))
+        found = self._drawn_at_once(batch_size)
+        if type(found) is tuple:
+            acted, ends, rewards, *observed = map(torch.from_numpy, found)
+            return self._samples(observed[0], acted, observed[1], ends, rewards)
+        ids = self._held(self._drawn(batch_size)) if type(found) is int else found
         if self.device.type == "cuda":
             batch = self.memory.follow(of_ids(ids), device=str(self.device))
             ended = (batch.terminated > batch.truncated).to(torch.float32)
@@ -130,6 +135,13 @@ class ReplayBuffer:
         obs, next_obs = rows.small[0]
         samples = map(torch.from_numpy, self._samples(obs, rows.action[0], next_obs, rows.ended, rows.reward))
         return ReplayBufferSamples(*(samples if self.device.type == "cpu" else (t.to(self.device) for t in samples)))
+
+    def _drawn_at_once(self, batch_size: int) -> Any:
+        """Draw and copy in one call, if that can be done, see `BatchReader`."""
+        if self.optimize_memory_usage or self.device.type != "cpu":
+            return 0
+        slots, steps = self.buffer_size, self.memory.next_id // self.n_envs
+        return self.memory.draw_at_once(_generator(), batch_size, min(steps, slots), slots)
 
     def _samples(self, obs: Any, action: Any, next_obs: Any, ended: Any, reward: Any) -> ReplayBufferSamples:
         """Give arrays or tensors the shapes that CleanRL's have."""

@@ -12,6 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from holdall.checkpoint import Restored, RowsKey, SavedMemory, Snapshot
 from holdall.delivery import (
     Batches,
@@ -26,7 +29,7 @@ from holdall.delivery import (
 from holdall.errors import ArgumentError
 from holdall.sampling import Sampler
 from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, require_held
-from holdall.storage import Budget, Kernels, StepsLeft, Store, StoreContent, Tick, last_rows
+from holdall.storage import Budget, Kernels, Rows, StepsLeft, Store, StoreContent, Tick, last_rows
 
 
 class MemoryOnDevice(SavedMemory):
@@ -39,10 +42,11 @@ class MemoryOnDevice(SavedMemory):
     _tensor_fit: TensorFit | None = None  # of a memory that lives on its device
     _resident: ResidentBatches | None = None  # the same one's batches
     add_at_once: Callable[..., int]  # adds a tick in one step, see `FastTick.add`; for adapters
+    draw_at_once: Callable[..., Any]  # draws a batch in one step, see `BatchReader`; for adapters
 
     @functools.cached_property
     def _assembler(self) -> ObservationAssembler:
-        return ObservationAssembler(self._kernels, self._budget.staging_bytes, self._budget.threads)
+        return ObservationAssembler(self._kernels, self._budget.staging_bytes // 2, self._budget.threads)
 
     @functools.cached_property
     def _batches(self) -> Batches:
@@ -88,6 +92,18 @@ class MemoryOnDevice(SavedMemory):
         if store.fast_tick.fills_blocks:
             store.sealer.wait_for_room()
         return max(ticks, 0)
+
+    def rows(self, ids: NDArray[np.int64]) -> Rows:
+        """Return copies of all fields of held and valid `ids`, as arrays; for adapters."""
+        with self._locked():
+            store = self._whole()
+            rows = store.read(ids, self._assembler.staging.take)
+            store.offer_batches(len(ids))
+        return self._assembler.complete(rows, self.schema.observation.leaves)
+
+    @property
+    def _staged_bytes(self) -> int:
+        return self._assembler.staging.nbytes + self._batches.pinned_bytes + self._open().batch_reader.nbytes
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
         """Check every argument; nothing is written if one does not fit."""
@@ -163,7 +179,7 @@ class MemoryOnDevice(SavedMemory):
         store = Store(self.schema, ticks, self._kernels, self._lock, budget, None, large=(), rings=rings)
         before, batches = self._open(), ResidentBatches(self.schema, rings, self.capacity)
         # In one step, since an interrupt may come between any two; `_batches` were those of the host.
-        here = {"_store": store, "add_at_once": store.fast_tick.add}
+        here = {"_store": store, "add_at_once": store.fast_tick.add, "draw_at_once": store.batch_reader.draw}
         vars(self).update(here, _tensor_fit=fit, _resident=batches, _batches=batches)
         before.close()
 

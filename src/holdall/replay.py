@@ -36,7 +36,7 @@ from holdall.sampling import (
     set_priorities,
 )
 from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
-from holdall.storage import Budget, Rows, SpillFolder, StepsLeft, Store, steps_in
+from holdall.storage import Budget, SpillFolder, StepsLeft, Store, steps_in
 from holdall.threads import pool_threads
 from holdall.units import require_count, whole
 
@@ -98,7 +98,8 @@ class ReplayMemory(MemoryOnDevice):
             raise ArgumentError(
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
             ) from error
-        self.add_at_once, self._next_look = self._store.fast_tick.add, next_look(0)
+        self.add_at_once, self.draw_at_once = self._store.fast_tick.add, self._store.batch_reader.draw
+        self._next_look = next_look(0)
         LIVING.add(self)
 
     def add(
@@ -215,12 +216,6 @@ class ReplayMemory(MemoryOnDevice):
         (job := batches.start(draw, drawn)).work()
         return job
 
-    def rows(self, ids: NDArray[np.int64]) -> Rows:
-        """Return copies of all fields of held and valid `ids`, as arrays; for adapters."""
-        with self._locked():
-            rows = self._whole().read(ids, self._assembler.staging.take)
-        return self._assembler.complete(rows, self.schema.observation.leaves)
-
     def outcomes(self, ids: Any) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
         with self._locked():
@@ -271,7 +266,7 @@ class ReplayMemory(MemoryOnDevice):
             store = self._whole()
             return MemoryReport(
                 transitions=store.transitions, fields=tuple(store.report()), segments=store.segments,
-                staging_bytes=self._assembler.staging.nbytes + self._batches.pinned_bytes,
+                staging_bytes=self._staged_bytes,
                 backlog=store.sealer.backlog, failure=store.sealer.failure,
                 budget_bytes=self._budget.limit, capacity_that_fits=store.capacity_that_fits, fallback=fallback(),
             )  # fmt: skip
@@ -281,7 +276,8 @@ class ReplayMemory(MemoryOnDevice):
         with self._locked():
             if self._store is None:
                 return []
-            return [*self._store.arrays(), *(("staging", block) for block in self._assembler.staging.arrays())]
+            staged = [*self._assembler.staging.arrays(), *self._store.batch_reader.arrays()]
+            return [*self._store.arrays(), *(("staging", block) for block in staged)]
 
     def relieve(self, nbytes: int) -> None:
         """Hold that much less in memory, if no transition is lost: raw data is compressed, with `spill_dir` spilled."""

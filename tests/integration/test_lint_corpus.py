@@ -50,7 +50,9 @@ class Score:
 
     def told(self) -> str:
         missed = [f"  missed {name}: {what}" for name, what, found in (*self.buffers, *self.mistakes) if not found]
-        wrong = [f"  false {one.place.path}:{one.place.line} {one.rule}" for one, is_true in self.findings if not is_true]
+        wrong = [
+            f"  false {one.place.path}:{one.place.line} {one.rule}" for one, is_true in self.findings if not is_true
+        ]
         counts = f"{len(self.buffers)} buffers {self.recall_of_buffers():.0%}, {len(self.mistakes)} mistakes"
         rates = f"{self.recall_of_mistakes():.0%}, {len(self.findings)} findings, {self.false_findings():.1%} false"
         return "\n".join([f"{counts} {rates}", *missed, *wrong])
@@ -103,7 +105,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Score]:
             checkouts[name] = checked_out(clone, script["commit"], root / name.replace("/", "+"))
         judge(scores[script["held_out"]], script, checker.check(checkouts[name] / script["path"]))
     for held_out, score in scores.items():
-        print("held out:" if held_out else "looked at:", score.told())
+        print("held out:" if held_out else "looked at:", score.told())  # noqa: T201  shown with -s
     return scores
 
 

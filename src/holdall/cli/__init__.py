@@ -64,5 +64,5 @@ def holdall(verbose: Verbose = False, version: Version = False) -> None:
 
 def main() -> None:
     """Run the command line; the entry point of the `holdall` script."""
-    sys.stdout = PipeWriter(sys.stdout)  # type: ignore[assignment]  # it has all that a stream has
+    sys.stdout = PipeWriter(sys.stdout)
     app(prog_name="holdall")

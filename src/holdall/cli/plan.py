@@ -119,7 +119,7 @@ def _read_file(file: Path | None, chosen: dict[str, Any]) -> tuple[dict[str, Any
     found = read_script(file, str(chosen.get("algo", "")).lower())
     if not found.settings:
         return None, []
-    if lacking := missing(found.settings | chosen):
+    if lacking := missing(dict(found.settings) | chosen):
         raise ArgumentError(f"file ({file}) does not tell all that a plan needs; name it: {lacking}")
     notes = [f"{file.name} also makes {other}: choose with --algo or --set" for other in found.others[:3]]
     return dict(found.settings), notes
@@ -135,7 +135,9 @@ def _plan_buffers(found: ScriptPlan, chosen: dict[str, Any], as_json: bool) -> i
     check = LimitCheck("all buffers", total, int(total * _BUFFERS_SPREAD), limits[0])
     rows = [(one, format_bytes(one.nbytes)) for one in found.buffers]
     if as_json:
-        data = [{"name": one.title, "rows": one.rows, "bytes": one.nbytes, "when": one.condition} for one in found.buffers]
+        data = [
+            {"name": one.title, "rows": one.rows, "bytes": one.nbytes, "when": one.condition} for one in found.buffers
+        ]
         typer.echo(json_format.dumps({"verdict": str(check.verdict), "buffers": data} | check.as_dict(), indent=2))
         return check.verdict.value
     console = Console()
@@ -144,8 +146,10 @@ def _plan_buffers(found: ScriptPlan, chosen: dict[str, Any], as_json: bool) -> i
         name = f"{one.title}, line {one.place.line}" + (f"\n  when {one.condition}" if one.condition else "")
         table.add_row(name, f"{one.rows:,}" if one.rows else "", size, format_bytes(one.repeated_bytes))
     console.print(table)
-    free = format_bytes(check.limit.free_bytes)
-    console.print(Text.assemble(f"{format_bytes(total)} of {free} ({check.limit.name}): ", _styled_verdict(check.verdict)))
+    left = format_bytes(check.limit.free_bytes)
+    console.print(
+        Text.assemble(f"{format_bytes(total)} of {left} ({check.limit.name}): ", _styled_verdict(check.verdict))
+    )
     for other in found.others[:3]:
         console.print(f"Note: {other} cannot be planned here.", highlight=False)
     return check.verdict.value

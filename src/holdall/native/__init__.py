@@ -1,5 +1,6 @@
 """The compiled loops, their one loader, and the NumPy twins, which do the same work where nothing was compiled."""
 
+from holdall.native.batch_reader import draw_slots
 from holdall.native.kernels import NativeKernels, chosen_kernels, fallback, native_kernels
 from holdall.native.library import (
     MOST_DEVICE_FIELDS,
@@ -12,7 +13,7 @@ from holdall.native.library import (
 )
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
-from holdall.native.reading import CopyPlan, Cut, Names, Refusal, SliceNamer, ThreadPool, draw_slots
+from holdall.native.reading import CopyPlan, Cut, Names, Refusal, SliceNamer, ThreadPool
 from holdall.native.rollout import copy_in_order, estimate_advantages
 from holdall.native.writing import NativeCoder
 

@@ -6,34 +6,12 @@
  * objects and of NumPy's arrays lie is part of the interface of both; tick_writer.py compares it with real ones first.
  */
 #include "holdall.h"
+#include "objects.h"
 #include "structs.h"
 
 #include <string.h>
 
 int64_t holdall_write_tick(tick_writer *t, const uint8_t *packed, int64_t packed_bytes, int64_t is_kept);
-
-/* What every object begins with; tuples; arrays of NumPy's (PyArrayObject_fields). */
-typedef struct {
-    int64_t references;
-    const void *type;
-} object;
-
-typedef struct {
-    object head;
-    int64_t length;
-    const void *first;
-} tuple;
-
-typedef struct {
-    object head;
-    const uint8_t *data;
-    int dimensions;
-    const int64_t *lengths;
-    const int64_t *strides;
-    const void *base;
-    const void *dtype;
-    int flags;
-} array;
 
 enum { C_CONTIGUOUS = 1, MOST_FIELDS = 32, OBS = 0, ACTION, REWARD, NEXT_OBS, TERMINATED, TRUNCATED, INFOS };
 
@@ -117,16 +95,11 @@ static void fetch_soon(const tick_writer *t) {
     for (const flat_field *f = t->flat; f < t->flat + t->flat_count; f++) FETCH_SOON(f->rows + slot * f->tick_bytes);
 }
 
-/* The function's own object is a tuple: an array over the struct, and what must live as long as it. */
-static const fast_tick *own(const void *self) {
-    return (const fast_tick *)((const array *)((const tuple *)self)->first)->data;
-}
-
 /* add(obs, action, reward, next_obs, terminated, truncated, infos=None) -> how many ticks were written in all, or 0 if
  * nothing was written: an argument is not as it must be, more than this step is needed, or somebody has the lock. Nobody
  * can take the lock meanwhile, since that needs the GIL. */
 EXPORT void *holdall_fast_add(void *self, void *const *given, int64_t count) {
-    const fast_tick *const f = own(self);
+    const fast_tick *const f = own_struct(self);
     int64_t ticks = 0;
     if (f->is_open && f->small_count == f->observed_count && f->writer->next_tick < f->writer->pause_tick) {
         fetch_soon(f->writer);
@@ -142,7 +115,7 @@ EXPORT void *holdall_fast_add(void *self, void *const *given, int64_t count) {
 
 /* pack(obs, action, reward, next_obs, terminated, truncated) -> bytes: the fields in rings one after another; or 0. */
 EXPORT void *holdall_fast_pack(void *self, void *const *given, int64_t count) {
-    const fast_tick *const f = own(self);
+    const fast_tick *const f = own_struct(self);
     const int is_packed = f->is_open ? pack(f, given, count) : 0;
     if (is_packed < 0) return NULL;
     return is_packed ? f->python->bytes((const char *)f->packed, f->packed_bytes) : f->python->number(0);

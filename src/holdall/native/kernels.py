@@ -6,7 +6,9 @@ import ctypes
 import functools
 import os
 import warnings
+from typing import Any
 
+from holdall.native.batch_reader import NativeBatchReader, makes_arrays
 from holdall.native.library import (
     chosen_library,
     compiled_library,
@@ -16,9 +18,10 @@ from holdall.native.library import (
 )
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
-from holdall.native.reading import NativeReading
+from holdall.native.reading import NativeDecoder, NativeReading
+from holdall.native.tick_writer import has_expected_objects
 from holdall.native.writing import NativeCoder, NativeWriting
-from holdall.storage import Coder, Kernels
+from holdall.storage import BatchReader, Coder, Kernels, Repair
 
 # Measured by benchmarks/fallback.py; docs/troubleshooting.md has its table.
 _WITHOUT_LOOPS = "add and sample take 2 to 5 times as long, and less is compressed"
@@ -35,6 +38,15 @@ class NativeKernels(NativeWriting, NativeReading):
         self._library = library
         self.packs_columns = bool(library.holdall_release(0, 0))
         self.coder: Coder = PortableCoder() if libraries is None else NativeCoder(library, libraries)
+
+    def new_batch_reader(
+        self, lock: Any, repair: Repair, is_changed: bytearray, most_kept_bytes: int, threads: int
+    ) -> BatchReader:
+        """See `Kernels.new_batch_reader`."""
+        if not (has_expected_objects(lock) and makes_arrays()):
+            return BatchReader()
+        decoder = self.coder if isinstance(self.coder, NativeDecoder) else None
+        return NativeBatchReader(self._library, decoder, lock, repair, is_changed, most_kept_bytes, threads)
 
 
 @functools.cache

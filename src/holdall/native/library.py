@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 15
+_VERSION = 16
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -163,10 +163,6 @@ class FastTickStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
-_TABLES = {"part": RECORD_FIELDS, "row_column": COLUMN_FIELDS, **COLUMN_TABLES}
-"""Rows of these Python writes as arrays."""
-
-
 def _table(name: str, fields: Sequence[str]) -> type[ctypes.Structure]:
     """Describe a row of a table."""
     return type(name, (ctypes.Structure,), {"_fields_": _numbers(" ".join(fields))})
@@ -176,6 +172,39 @@ class NamesStruct(ctypes.Structure):
     """The slices of a batch, each named once."""
 
     _fields_ = [*_pointers("part number slots"), *_numbers("mask room count")]
+
+
+_MOST_BATCH_FIELDS, KEPT_MEMORIES = 16, 16
+ArrayMakerStruct = _table("ArrayMakerStruct", (
+    "array_type", "byte_dtype", "id_dtype", "new_array", "set_base", "new_tuple", "set_item", "as_number", "number",
+    "clear_error", "save_thread", "restore_thread", "take", "drop",
+))  # fmt: skip
+BatchFieldStruct = _table("BatchFieldStruct", ("parts", "part_count", "obs_bytes", "cursor_column", "is_sealed"))
+
+
+class BatchArrayStruct(ctypes.Structure):
+    """An array of a batch for the host."""
+
+    _fields_ = [
+        *_pointers("dtype"), *_numbers("dimensions"), ("lengths", NUMBER * MOST_DIMENSIONS),
+        *_numbers("column field is_next"),
+    ]  # fmt: skip
+
+
+class BatchReaderStruct(ctypes.Structure):
+    """What batches for the host are read from, and what they are made with."""
+
+    _fields_ = [
+        *_pointers("maker writer columns"), *_numbers("column_count"), *_pointers("arrays"), *_numbers("array_count"),
+        ("field", BatchFieldStruct * _MOST_BATCH_FIELDS), *_numbers("field_count"), *_pointers("first_ticks"),
+        *_numbers("segments"), *_pointers("kept"), *_numbers("first_tick capacity_ticks lanes ring_rows most_rows"),
+        *_pointers("ids drawn_lanes segment lane decoders pool"),
+        *_numbers("most_helpers bytes_per_thread sealed_bytes_per_thread bytes_without_gil one_memory_bytes"),
+        *_numbers("least_kept_bytes most_kept_bytes kept_bytes"), ("kept_owner", POINTER * KEPT_MEMORIES),
+        ("kept_length", NUMBER * KEPT_MEMORIES),
+        *_pointers("generator next_uint32 generator_state generator_is_locked lock_owner is_pending is_changed"),
+        *_numbers("is_open is_busy"),
+    ]  # fmt: skip
 
 
 MOST_DEVICE_FIELDS, _MOST_COPIED = 16, 4
@@ -234,14 +263,18 @@ class BatchRequestStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
+_TABLES = {"part": RECORD_FIELDS, "row_column": COLUMN_FIELDS, **COLUMN_TABLES}
+"""Rows of tables that Python writes as arrays."""
 _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "transform": TransformStruct, "sealed_block": SealedBlockStruct, "decoded_slice": DecodedSliceStruct,
     "decoder": DecoderStruct, "encoder": EncoderStruct, "slice_block": SliceBlockStruct, "layout": LayoutStruct,
     "open_part": OpenPartStruct, "flat_field": FlatFieldStruct, "sliced_field": SlicedFieldStruct,
     "tick_writer": TickWriterStruct, "python": PythonStruct, "argument_form": ArgumentFormStruct,
     "fast_tick": FastTickStruct, "names": NamesStruct,
-    "device_field": DeviceFieldStruct, "assembly": AssemblyStruct, "sliced_source": SlicedSourceStruct,
-    "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct, "batch_request": BatchRequestStruct,
+    "array_maker": ArrayMakerStruct, "batch_array": BatchArrayStruct, "batch_field": BatchFieldStruct,
+    "batch_reader": BatchReaderStruct, "device_field": DeviceFieldStruct, "assembly": AssemblyStruct,
+    "sliced_source": SlicedSourceStruct, "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct,
+    "batch_request": BatchRequestStruct,
     **{name: _table(name, fields) for name, fields in _TABLES.items()},
 }  # fmt: skip
 """By the name of the struct in C."""
@@ -279,6 +312,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_write_tick": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_fast_add": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_fast_pack": (POINTER, [POINTER, POINTER, NUMBER]),
+    "holdall_fast_draw": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_encode": (NUMBER, [*[POINTER] * 4, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),

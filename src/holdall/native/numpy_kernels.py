@@ -23,6 +23,7 @@ from holdall.storage import (
     NO_ROOM,
     NOT_CONTINUED,
     RECORD_FIELDS,
+    BatchReader,
     Coder,
     Cursors,
     FastTick,
@@ -73,6 +74,10 @@ class PortableKernels:
     def new_fast_tick(self, _lock: Any, _repair: Repair) -> FastTick:
         """Make one that never writes."""
         return FastTick()
+
+    def new_batch_reader(self, *_: Any) -> BatchReader:
+        """Make one that never draws."""
+        return BatchReader()
 
     def new_pool(self, threads: int | None = None) -> None:
         """Make none: NumPy's loops use one thread."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import enum
-import functools
 import itertools
 import os
 import threading
@@ -28,15 +27,12 @@ from holdall.native.library import (
     DecodedSliceStruct,
     DecoderStruct,
     NamesStruct,
-    chosen_library,
 )
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Bytes
 from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices
 from holdall.threads import left, pool_threads
 
-_MOST_DRAWN = (1 << 32) - 1
-"""NumPy draws numbers beyond in another way."""
 _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
 _PIECE_BYTES = 1 << 18
@@ -97,6 +93,14 @@ class ThreadPool:
             yield self._address, helpers
         finally:
             self._lock.release()
+
+    def started(self, library: ctypes.CDLL) -> int:
+        """Start the threads, if they are not, and return the pool's address, for C; for who has the pool alone."""
+        self._forget_parent()
+        with left(self._lock):
+            if not self._address:
+                self._start(library)
+            return self._address
 
     def dismiss(self) -> None:
         """End the threads, after the call that they help with; the pool may be used again."""
@@ -169,14 +173,17 @@ class NativeDecoder:
         own = self._own_memory(scratch_bytes, batch)
         if pool is None or helpers < 1:
             return own.alone
-        unit_bytes = self._most_unit_bytes
-        kept = [memory for memory in pool.workspaces if memory.suffices(scratch_bytes, unit_bytes)]
-        missing = pool.threads - 1 - len(kept)
-        kept += [_DecoderMemory(self._libraries, scratch_bytes, unit_bytes) for _ in range(missing)]
-        pool.workspaces = kept
+        kept = pool.workspaces = self.more_decoders(pool.workspaces, pool.threads - 1, scratch_bytes)
         for memory in kept:
             memory.begin(batch)
         return (ctypes.c_void_p * pool.threads)(own.address, *(memory.address for memory in kept))
+
+    def more_decoders(self, kept: list[_DecoderMemory], threads: int, scratch_bytes: int) -> list[_DecoderMemory]:
+        """Return memory for so many threads that decode, with what of `kept` is large enough for that."""
+        unit_bytes = self._most_unit_bytes
+        enough = [memory for memory in kept if memory.suffices(scratch_bytes, unit_bytes)][:threads]
+        missing = threads - len(enough)
+        return enough + [_DecoderMemory(self._libraries, scratch_bytes, unit_bytes) for _ in range(missing)]
 
     def _own_memory(self, scratch_bytes: int, batch: int) -> _DecoderMemory:
         memory: _DecoderMemory | None = getattr(self._thread, "memory", None)
@@ -319,37 +326,6 @@ class NativeReading:
                 failed = fill(min(nbytes // _PIECE_BYTES, rows), threads, helpers)
         if failed >= 0:
             raise places.damage(field, failed, error.value)
-
-
-def draw_slots(rows: int, filled: int, slots: int, newest: int, lanes: int) -> NDArray[np.int64]:
-    """Draw transitions from NumPy's global generator: slots as `randint(filled)` does, then lanes as `randint(lanes)`.
-
-    Tick t stands in slot t modulo `slots`, and the newest tick is `newest`. Ids are returned, those of slots that were
-    not written to yet below 0.
-    """
-    draw = _drawing_loop()
-    if draw is None or not (0 < filled <= _MOST_DRAWN and 0 < lanes <= _MOST_DRAWN):
-        ticks = newest - (newest - np.random.randint(0, filled, size=rows)) % slots  # noqa: NPY002  as they ask for
-        return ticks * lanes + np.random.randint(0, high=lanes, size=rows)  # noqa: NPY002  likewise
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # NumPy documents it
-    ids = np.empty(rows, np.int64)
-    lane = None if lanes == 1 else _pointer(np.empty(rows, np.int64))
-    with generator.lock:
-        draw(*_drawn_from(generator), filled, slots, newest, lanes, rows, _pointer(ids), lane)
-    return ids
-
-
-@functools.cache
-def _drawing_loop() -> Any:
-    library = chosen_library()
-    return None if library is None else library.holdall_draw
-
-
-@functools.lru_cache(maxsize=1)
-def _drawn_from(generator: Any) -> tuple[ctypes.c_void_p, int]:
-    """Return what C calls for the next number, and with which argument."""
-    interface = generator.ctypes
-    return ctypes.cast(interface.next_uint32, ctypes.c_void_p), interface.state_address
 
 
 # ---------------------------------------------------------------- slices by name

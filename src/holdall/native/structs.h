@@ -343,6 +343,85 @@ typedef struct {
     int64_t count;
 } names;
 
+/* ---- batches for the host ---------------------------------------------------------- */
+
+enum { MOST_BATCH_FIELDS = 16, KEPT_MEMORIES = 16 };
+
+/* Functions of Python's stable interface and of NumPy's binary interface that make arrays. */
+typedef struct {
+    void *array_type;
+    void *byte_dtype;
+    void *id_dtype;
+    /* PyArray_NewFromDescr, which takes the dtype over, and PyArray_SetBaseObject, which takes the base over. */
+    void *(*new_array)(void *, void *, int, const int64_t *, const int64_t *, void *, int, void *);
+    int (*set_base)(void *, void *);
+    void *(*new_tuple)(int64_t);
+    int (*set_item)(void *, int64_t, void *);
+    long long (*as_number)(void *);
+    void *(*number)(long long);
+    void (*clear_error)(void);
+    void *(*save_thread)(void);
+    void (*restore_thread)(void *);
+    void (*take)(void *);
+    void (*drop)(void *);
+} array_maker;
+
+/* An array of a batch: a column of a table of rows, or a large field. */
+typedef struct {
+    void *dtype;
+    int64_t dimensions;
+    int64_t lengths[MOST_DIMENSIONS]; /* the first one is the batch's */
+    int64_t column;                   /* -1: of a large field, ... */
+    int64_t field;                    /* ... this one, ... */
+    int64_t is_next;                  /* ... its next observations */
+} batch_array;
+
+/* A large field. */
+typedef struct {
+    const part *parts;
+    int64_t part_count;
+    int64_t obs_bytes;
+    int64_t cursor_column; /* of the table of rows */
+    int64_t is_sealed;     /* whether slices of it are */
+} batch_field;
+
+/* What batches are read from, and what they are made with. */
+typedef struct {
+    const array_maker *maker;
+    const tick_writer *writer;
+    const row_column *columns;
+    int64_t column_count;
+    const batch_array *arrays;
+    int64_t array_count;
+    batch_field field[MOST_BATCH_FIELDS];
+    int64_t field_count;
+    const int64_t *first_ticks;
+    int64_t segments;
+    void *kept; /* an object that refers to all that large fields are read from */
+    int64_t first_tick, capacity_ticks, lanes, ring_rows;
+    int64_t most_rows; /* that there is scratch memory for, in the five arrays that follow */
+    int64_t *ids;
+    int64_t *drawn_lanes;
+    int32_t *segment;
+    int32_t *lane;
+    decoder *const *decoders; /* one a thread, or NULL */
+    void *pool;
+    int64_t most_helpers, bytes_per_thread, sealed_bytes_per_thread, bytes_without_gil;
+    int64_t one_memory_bytes; /* short fields share one memory up to this size */
+    int64_t least_kept_bytes, most_kept_bytes, kept_bytes;
+    void *kept_owner[KEPT_MEMORIES]; /* arrays of bytes, or NULL, ... */
+    int64_t kept_length[KEPT_MEMORIES]; /* ... and their lengths */
+    const void *generator;
+    uint32_t (*next_uint32)(void *);
+    void *generator_state;
+    const uint8_t *generator_is_locked;
+    const uint64_t *lock_owner; /* the thread that holds the memory's lock, or 0 */
+    const uint8_t *is_pending;  /* whether an interrupted call left anything to repair */
+    const uint8_t *is_changed;  /* whether segments or their blocks are others than when this was described */
+    int64_t is_open;            /* 0: batches are made another way now */
+    int64_t is_busy;            /* whether a thread is copying without the GIL */
+} batch_reader;
+
 /* ---- batches that a device puts together ------------------------------------------- */
 
 enum { MOST_DEVICE_FIELDS = 16, MOST_COPIED = 4 };

@@ -212,13 +212,13 @@ class NativeFastTick(FastTick):
         self._is_readable = False
         pending = np.frombuffer(repair.is_pending, np.uint8)
         self._struct = FastTickStruct(
-            python=ctypes.addressof(_python()), lock_owner=id(lock) + _OWNER_AT, is_pending=address(pending),
+            python=ctypes.addressof(_python()), lock_owner=owner_address(lock), is_pending=address(pending),
             cut_key=id(_CUT_KEY),
         )  # fmt: skip
         self._kept: list[Any] = []
         # A tuple, and not an array that has all: the collector of cycles looks into tuples.
         owner = (np.frombuffer(memoryview(self._struct).cast("B"), np.uint8), lock, pending, self._kept)
-        self.add, self.pack = (_built_in(name, library, owner) for name in ("holdall_fast_add", "holdall_fast_pack"))
+        self.add, self.pack = (built_in(name, library, owner) for name in ("holdall_fast_add", "holdall_fast_pack"))
 
     @property
     def is_open(self) -> bool:  # type: ignore[override]  # asked of C
@@ -294,6 +294,11 @@ def _has_expected_layout() -> bool:
     )
 
 
+def owner_address(lock: Any) -> int:
+    """Return where C sees which thread holds a lock that is as expected."""
+    return id(lock) + _OWNER_AT
+
+
 def _has_expected_lock() -> bool:
     """Whether a lock says where arguments.c looks which thread holds it."""
     lock: Any = threading.RLock()
@@ -343,7 +348,7 @@ def _method(name: str, function: int) -> _MethodDef:
     return _MethodDef(name.encode(), function, _METH_FASTCALL, None)
 
 
-def _built_in(name: str, library: ctypes.CDLL, owner: tuple[Any, ...]) -> Any:
+def built_in(name: str, library: ctypes.CDLL, owner: tuple[Any, ...]) -> Any:
     """Make a function of C a function of Python, whose first argument is `owner`."""
     function = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
     return _maker()(ctypes.addressof(_method(name, function)), owner, None)

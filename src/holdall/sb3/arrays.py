@@ -314,3 +314,21 @@ class SlotArrays:
                 "again"
             )
         array[...] = value
+
+
+def cut_flags(timeouts: list[Any], shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Return what infos say about time limits, one flag an environment: bools, numbers, arrays of one, None."""
+    given = cast([0 if timeout is None else timeout for timeout in timeouts], shape, np.dtype(np.float32))
+    if not np.isin(given, (0, 1)).all():
+        raise ArgumentError(f'infos[...]["TimeLimit.truncated"] is {timeouts}, which are flags; pass True or False')
+    return np.ascontiguousarray(np.broadcast_to(given != 0, shape))
+
+
+def cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
+    rows: NDArray[Any] = np.asarray(array)
+    if rows.dtype != dtype:
+        rows = rows.astype(dtype)
+    if rows.shape != shape and rows.size == prod(shape):
+        rows = rows.reshape(shape)
+    return rows

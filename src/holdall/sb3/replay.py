@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable
 from math import prod
 from typing import Any, Self
 
@@ -31,10 +32,10 @@ from holdall.errors import ArgumentError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.sb3.arrays import SlotArray, SlotArrays
+from holdall.sb3.arrays import SlotArray, SlotArrays, cast, cut_flags
 from holdall.sb3.on_device import MadeAhead, OnDevice, n_step_returns
 from holdall.schema import stored_space
-from holdall.storage import Rows, fresh_bytes
+from holdall.storage import fresh_bytes
 from holdall.units import require_count
 
 _FLOAT32 = np.dtype(np.float32)
@@ -47,6 +48,10 @@ _WARNS_OF_STEPS = (2, 9, 1)
 """From this version on Stable-Baselines3 itself warns that it ignores a model's `n_steps`."""
 _FRAMES_TO_MODEL = 4
 """Calls between a model that makes its buffer and the buffer's constructor: those of subclasses, at most."""
+_generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it
+_BOX_DEFAULTS, _DICT_DEFAULTS = (
+    tuple(kind._field_defaults.values()) for kind in (ReplayBufferSamples, DictReplayBufferSamples)
+)
 _TORCH_ALIGNMENT_BYTES = 64
 """Where torch's own tensors begin. Matrix products of floats that begin elsewhere add up in another order: the
 last bits differ, and with them the weights (seen with MKL on rows at 4 and 8 bytes past a multiple of 16)."""
@@ -144,16 +149,16 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         ticks = self.memory.add_as_is(obs, action, reward, next_obs, done, self._nothing_cut, looked_at)
         if ticks:
             return ticks
-        cut, done = self._nothing_cut, _cast(done, self._lane_shape, _BOOL)
+        cut, done = self._nothing_cut, cast(done, self._lane_shape, _BOOL)
         if self.handle_timeout_termination:
             timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
             if any(timeouts):
-                cut = _cut_flags(timeouts, self._lane_shape)
+                cut = cut_flags(timeouts, self._lane_shape)
                 done = done ^ cut
         self.memory.add(
             self._cast_observation(obs),
-            _cast(action, self._action_shape, self._action_dtype),
-            _cast(reward, self._lane_shape, _FLOAT32),
+            cast(action, self._action_shape, self._action_dtype),
+            cast(reward, self._lane_shape, _FLOAT32),
             self._cast_observation(next_obs),
             done,
             cut,
@@ -166,6 +171,13 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
+        if env is None and self.n_steps == 1 and self.device.type == "cpu" and _draws_as_usual(type(self)):
+            slots = self.buffer_size
+            found = self.memory.draw_at_once(_generator(), batch_size, slots if self.full else self.pos, slots)
+            if type(found) is tuple:
+                return self._samples_at_once(*found)
+            if type(found) is not int:  # what lies under these ids cannot be read: say why
+                return self._samples(found, env)
         if self.full and self.memory.next_id == 0:  # somebody set `full`
             return self._samples_of_nothing(batch_size, env)
         if type(self)._get_samples is not ReplayBuffer._get_samples:  # a user's own
@@ -173,6 +185,18 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         if self._is_delivered(env):
             return self._delivered(batch_size)
         return self._samples(self._drawn(batch_size), env)
+
+    def _samples_at_once(self, action: Any, ended: Any, reward: Any, *observed: Any) -> Any:
+        """Return arrays of which nothing is normalised or moved as tensors: they begin where tensors do."""
+        tensor = th.from_numpy
+        if not self._is_dict:
+            obs, next_obs = observed
+            found = tensor(obs), tensor(action), tensor(next_obs), tensor(ended), tensor(reward), *_BOX_DEFAULTS
+            return tuple.__new__(ReplayBufferSamples, found)
+        tensors, keys = [tensor(array) for array in observed], self._obs_specs
+        all_obs, all_next = (dict(zip(keys, each, strict=True)) for each in (tensors[::2], tensors[1::2]))
+        rest = tensor(ended), tensor(reward), *_DICT_DEFAULTS
+        return tuple.__new__(DictReplayBufferSamples, (all_obs, tensor(action), all_next, *rest))
 
     def _drawn(self, batch_size: int) -> NDArray[np.int64]:
         """Draw ids; its own buffer draws differently with optimize_memory_usage, and this one never does."""
@@ -212,24 +236,16 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
             return self._as_samples(batch, batch.reward.reshape(-1, 1), env, batch.discount.reshape(-1, 1))
         rows = self.memory.rows(ids)
         if env is None and self.device.type == "cpu":
-            return self._samples_as_they_are(rows)
+            observed = (array for i in range(len(self._obs_specs)) for array in rows.small[i])
+            return self._samples_at_once(
+                rows.action[0], rows.ended.reshape(-1, 1), rows.reward.reshape(-1, 1), *observed
+            )
         obs: Any = {key: rows.small[i][0] for i, key in enumerate(self._obs_specs)}
         next_obs: Any = {key: rows.small[i][1] for i, key in enumerate(self._obs_specs)}
         if not self._is_dict:
             obs, next_obs = obs[""], next_obs[""]
         rewards = self._normalize_reward(rows.reward.reshape(-1, 1), env)
         return self._tensors_of(obs, rows.action[0], next_obs, rows.ended, rewards, env, None)
-
-    def _samples_as_they_are(self, rows: Rows) -> Any:
-        """Return rows of which nothing is normalised or moved: they begin where tensors do."""
-        tensor, small = th.from_numpy, rows.small
-        rest = tensor(rows.ended.reshape(-1, 1)), tensor(rows.reward.reshape(-1, 1))
-        if not self._is_dict:
-            obs, next_obs = small[0]
-            return ReplayBufferSamples(tensor(obs), tensor(rows.action[0]), tensor(next_obs), *rest)
-        all_obs = {key: tensor(small[i][0]) for i, key in enumerate(self._obs_specs)}
-        all_next = {key: tensor(small[i][1]) for i, key in enumerate(self._obs_specs)}
-        return DictReplayBufferSamples(all_obs, tensor(rows.action[0]), all_next, *rest)
 
     def _following(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Read rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 does."""
@@ -389,8 +405,8 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
 
     def _cast_observation(self, obs: Any) -> Any:
         if not self._is_dict:
-            return _cast(obs, *self._obs_specs[""])
-        return {key: _cast(obs[key], *spec) for key, spec in self._obs_specs.items()}
+            return cast(obs, *self._obs_specs[""])
+        return {key: cast(obs[key], *spec) for key, spec in self._obs_specs.items()}
 
     def _ids(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Name the transitions in the given slots."""
@@ -448,6 +464,11 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
 
 
+def _draws_as_usual(kind: type[ReplayBuffer]) -> bool:
+    """Whether a class draws from all slots, and reads what it draws as this one does."""
+    return kind._get_samples is ReplayBuffer._get_samples and kind.size is ReplayBuffer.size
+
+
 def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in stable_baselines3.__version__.split(".")[:3] if part.isdigit())
 
@@ -468,21 +489,3 @@ def _done_flags(batch: Batch) -> NDArray[np.bool_]:
     was as truncated; a cut without an end, which only writing to `timeouts` first can give, as both.
     """
     return np.asarray(batch.terminated ^ batch.truncated)
-
-
-def _cut_flags(timeouts: list[Any], shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Return what infos say about time limits, one flag an environment: bools, numbers, arrays of one, None."""
-    given = _cast([0 if timeout is None else timeout for timeout in timeouts], shape, _FLOAT32)
-    if not np.isin(given, (0, 1)).all():
-        raise ArgumentError(f'infos[...]["TimeLimit.truncated"] is {timeouts}, which are flags; pass True or False')
-    return np.ascontiguousarray(np.broadcast_to(given != 0, shape))
-
-
-def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
-    rows: NDArray[Any] = np.asarray(array)
-    if rows.dtype != dtype:
-        rows = rows.astype(dtype)
-    if rows.shape != shape and rows.size == prod(shape):
-        rows = rows.reshape(shape)
-    return rows

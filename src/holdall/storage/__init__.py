@@ -6,6 +6,7 @@ Other packages import the names below, and kernels (`Kernels`, `Coder`) are hand
 """
 
 from holdall.storage.adopting import AdoptingStore
+from holdall.storage.batch_source import BatchArray, BatchReader, BatchSource
 from holdall.storage.blocks import (
     CarriedSlices,
     Coded,
@@ -139,6 +140,9 @@ __all__ = [
     "Apart",
     "Arguments",
     "AwaitedFile",
+    "BatchArray",
+    "BatchReader",
+    "BatchSource",
     "Budget",
     "Buffer",
     "CarriedSlices",

@@ -122,7 +122,7 @@ class Codec:
 
     def hurried(self) -> Codec:
         """Return the same code at the compressor's fastest useful level, for when time is short."""
-        return replace(self, level=min(self.level, 3 if self.method is Method.LZ4 else 1))
+        return replace(self, level=min(self.level, 0 if self.method is Method.LZ4 else 1))
 
     def describe(self) -> str:
         """Say what is done, for people."""

@@ -367,7 +367,7 @@ class RolloutFields:
 
     def _take_sealed(self, sealer: Sealer) -> None:
         """Let fields change over to what the worker finished."""
-        for block, sealed, _ in sealer.collect():
+        for block, sealed, *_ in sealer.collect():
             if sealed is not None:
                 any(isinstance(f.rows, SlicedRows) and f.rows.take_sealed(block, sealed) for f in self._fields)
 

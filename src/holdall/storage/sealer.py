@@ -14,25 +14,30 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from holdall.report import GROWTH_CHECKS
-from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.codec_choice import choose
 from holdall.storage.layout import Window
+from holdall.storage.seal_queue import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
-one being sealed and the open one."""
+one being sealed and the open one. More may wait where a limit leaves room for them."""
 _WAIT_WHILE_CHOOSING_FROM = 4
 _WAIT_WHILE_CHOOSING_BYTES = 8 * 2**20
 """The same while a codec is chosen, which takes a second and happens once or twice: training need not stand still for
 it, unless the blocks that wait are large."""
+_WAIT_FOR_CHOICE_S = 0.005
+_FAST_BYTES_PER_SECOND, _BUSY_SHARE = 32 * 2**20, 0.7
+"""Blocks that come faster than this are sealed in a hurry if sealing them well would take more than this share of the
+worker's time: once they queue up, it is late."""
 _DRIFT = 0.85
 """A block that shrinks this much worse than the one the codec was chosen on asks for a new choice."""
 _REST = 8
@@ -51,20 +56,6 @@ Write = Callable[[SealedSlices], SealedSlices]
 Wake = Callable[[], None]
 
 
-class SealResult(NamedTuple):
-    """What became of a block."""
-
-    block: SliceBlock
-    sealed: SealedSlices | None  # None: it stays as it is
-    is_spilled: bool  # whether it was to go to a file
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _SealJob:
-    frozen: FrozenBlock
-    spill: bool  # move it to a file, instead of sealing it
-
-
 @dataclass(slots=True)
 class _ChosenCodec:
     """What was chosen for a field's slices, and how well it did then."""
@@ -72,63 +63,16 @@ class _ChosenCodec:
     codec: Codec
     hurried: Codec  # the same, for when time is short
     ratio: float = 0.0
+    seconds_per_byte: float = 0.0  # that sealing took, of the worker's CPU time
     age: int = 0  # blocks since
 
 
-class _Queue:
-    """What the worker and the memory share.
+class _Choice(NamedTuple):
+    """A codec that is being chosen."""
 
-    An interrupt may hit the memory's thread anywhere, so there is no lock that it could leave behind: what is asked for
-    and what came of it lie in queues that change in one step, and bells are locks that one waits for and others
-    release. A thread that waits looks again after a while, so that a bell which was not rung costs time only.
-    """
-
-    def __init__(self) -> None:
-        self.jobs: deque[_SealJob] = deque()
-        self.current: _SealJob | None = None  # what the worker is at; it may still be the first of the jobs, too
-        self.results: deque[SealResult] = deque()
-        self.wakes_worker = _new_bell()
-        self.waiting: deque[threading.Lock] = deque()  # a bell for everybody who waits for the worker
-        self.stopped = False
-        self.failure = ""
-
-    def under_way(self) -> list[_SealJob]:
-        """Return what waits or is being worked at, each once."""
-        jobs, current = list(self.jobs), self.current
-        return jobs if current is None or current in jobs else [current, *jobs]
-
-    def begin_next(self) -> _SealJob | None:
-        """Take the next job; it is never in between."""
-        while self.jobs:
-            with contextlib.suppress(IndexError, ValueError):  # it was withdrawn
-                self.current = self.jobs[0]
-                self.jobs.remove(self.current)
-                return self.current
-        self.current = None
-        return None
-
-    def tell(self) -> None:
-        """Wake everybody who waits for the worker."""
-        while self.waiting:
-            with contextlib.suppress(IndexError):  # another thread was quicker
-                _ring(self.waiting.popleft())
-
-    def stop(self) -> None:
-        """Let the worker end, and nobody wait for it any more."""
-        self.stopped = True
-        _ring(self.wakes_worker)
-        self.tell()
-
-
-def _new_bell() -> threading.Lock:
-    bell = threading.Lock()
-    bell.acquire()
-    return bell
-
-
-def _ring(bell: threading.Lock) -> None:
-    with contextlib.suppress(RuntimeError):  # it rang already
-        bell.release()
+    key: tuple[int, Window]
+    found: list[_ChosenCodec | Exception]
+    thread: threading.Thread
 
 
 class Sealer:
@@ -138,29 +82,34 @@ class Sealer:
         cap: How much longer sampling may take, over a raw gather.
         threads: Threads that share the decoding of a batch.
         wake: Called by the worker after every block, for its owner to collect the result at once; a bound method, held
-            weakly, so that a memory which is simply dropped ends its worker too. None: the owner looks by itself.
+            weakly, so that a memory which is simply dropped ends its worker too. None: the owner looks by itself, and
+            no block is sealed again, since the owner may write over it.
         write: Writes sealed slices to a file and returns them as they are read from there; None without a disk tier.
+
+    Attributes:
+        spare_bytes: Bytes of blocks that may wait, beside those that always may: what a limit leaves.
     """
 
     def __init__(
         self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None
     ) -> None:
-        self._queue = _Queue()
+        self._queue = SealQueue(seals_again=wake is not None)
         self._work = _Work(coder, cap, threads, write)
         self._wake = None if wake is None else weakref.WeakMethod(wake)
         self._thread: threading.Thread | None = None
         self._busy = threading.Lock()  # held by the worker: there is never more than one
         self._process = os.getpid()
+        self.spare_bytes = 0
         self.grown_bytes = 0  # raw blocks that were filled since a guard was asked
         weakref.finalize(self, self._queue.stop)
 
     def submit(self, frozen: FrozenBlock) -> None:
         """Have a block sealed, unless it is about to be."""
-        self._enqueue(_SealJob(frozen, spill=False))
+        self._enqueue(SealJob(frozen, spill=False))
 
     def spill(self, frozen: FrozenBlock) -> None:
         """Have a block moved to a file, unless it is about to be."""
-        self._enqueue(_SealJob(frozen, spill=True))
+        self._enqueue(SealJob(frozen, spill=True))
 
     def withdraw(self, evicted: set[int]) -> None:
         """Forget the blocks with these identities, unless their turn has come."""
@@ -200,9 +149,12 @@ class Sealer:
     def is_crowded(self) -> bool:
         """Whether so many blocks are queued that no more should come."""
         jobs = tuple(self._queue.jobs)
-        if len(jobs) < _WAIT_FROM or not self._work.is_choosing or len(jobs) >= _WAIT_WHILE_CHOOSING_FROM:
-            return len(jobs) >= _WAIT_FROM
-        return sum(job.frozen.block.used_bytes for job in jobs) > _WAIT_WHILE_CHOOSING_BYTES
+        if len(jobs) < _WAIT_FROM:
+            return False
+        waiting = sum(job.frozen.block.used_bytes for job in jobs)
+        if self._work.is_choosing and len(jobs) < _WAIT_WHILE_CHOOSING_FROM and waiting <= _WAIT_WHILE_CHOOSING_BYTES:
+            return False
+        return waiting > self.spare_bytes
 
     def wait_for_room(self) -> None:
         """Wait while too many blocks are queued, or for all if memory is short; not under the memory's lock."""
@@ -213,8 +165,14 @@ class Sealer:
             self._wait_until(lambda: not self.is_crowded)
 
     def drain(self) -> None:
-        """Wait until everything submitted is sealed or spilled."""
-        self._wait_until(lambda: self.backlog == 0)
+        """Wait until everything submitted is sealed or spilled, what was sealed in a hurry sealed again."""
+        queue = self._queue
+        queue.has_leisure = True
+        ring(queue.wakes_worker)
+        try:
+            self._wait_until(lambda: self.backlog == 0 and not queue.hurried)
+        finally:
+            queue.has_leisure = False
 
     def stop(self) -> None:
         """End the worker after the block that it is at."""
@@ -223,14 +181,16 @@ class Sealer:
             self._thread.join(_STOP_S)
         self._thread = None
 
-    def _enqueue(self, job: _SealJob) -> None:
+    def _enqueue(self, job: SealJob) -> None:
         queue, block = self._queue, job.frozen.block
         known = [(other.frozen.block, other.spill) for other in queue.under_way()]
         known += [(result.block, result.is_spilled) for result in tuple(queue.results)]
         # A block that was just sealed, and is what the worker is at, may have to be spilled next.
         if all(other is not block or spill != job.spill for other, spill in known):
             queue.jobs.append(job)
-        _ring(queue.wakes_worker)
+            if not job.spill:
+                queue.came(block.used_bytes)
+        ring(queue.wakes_worker)
         self._see_to_worker()
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
@@ -241,7 +201,7 @@ class Sealer:
                 is_said = True
                 reason = f" ({self.failure})" if self.failure else ""
                 _LOG.warning("still waiting: %d blocks are to be compressed or spilled%s", self.backlog, reason)
-            bell = _new_bell()
+            bell = new_bell()
             self._queue.waiting.append(bell)
             if not condition() and not self._queue.stopped:
                 bell.acquire(timeout=_LOOK_AGAIN_S)
@@ -271,16 +231,18 @@ class _Work:
         self._cap = cap
         self._threads = threads
         self._chosen: dict[tuple[int, Window], _ChosenCodec] = {}
-        self.is_choosing = False
+        self._choice: _Choice | None = None
 
     def reason(self, field: int) -> str:
         """Say why the newest codec of a field was chosen."""
         reasons = [chosen.codec.reason for (of, _), chosen in tuple(self._chosen.items()) if of == field]
         return reasons[-1] if reasons else ""
 
-    def do(self, job: _SealJob, hurry: bool) -> SealedSlices | None:
+    def do(self, job: SealJob, queue: SealQueue) -> SealedSlices | None:
         """Give a block its next form; None if it stays as it is."""
-        return self.spill(job.frozen) if job.spill else self.seal(job.frozen, hurry)
+        if job.again:
+            return self.seal_again(job.frozen)
+        return self.spill(job.frozen) if job.spill else self.seal(job.frozen, queue)
 
     def spill(self, frozen: FrozenBlock) -> SealedSlices | None:
         """Move one block to a file, as it is: what did not shrink is written raw."""
@@ -292,64 +254,124 @@ class _Work:
             sealed = self._coder.seal(frozen.block.raw, stored)
         return None if sealed is None else self._write(sealed)
 
-    def seal(self, frozen: FrozenBlock, hurry: bool) -> SealedSlices | None:
-        """Seal one block; None if nothing pays."""
+    def seal(self, frozen: FrozenBlock, queue: SealQueue) -> SealedSlices | None:
+        """Seal one block, worse and faster if blocks come faster than they are sealed; None if nothing pays."""
         slices = frozen.block.raw
         key = (frozen.field, frozen.window)
-        chosen = self._chosen.get(key)
+        chosen = self._chosen.get(key) or self._await_choice(frozen, queue)
         if chosen is None:
-            chosen = self._chosen[key] = self._choose(frozen, slices)
+            queue.hurried.append(HurriedBlock(frozen))
+            return _smaller(self._coder.seal(slices, _before_choice(frozen.block)), slices.nbytes)
         chosen.age += 1
         if chosen.codec.method is Method.STORED:
             if chosen.age > _REST:
                 del self._chosen[key]
             return None
+        rate = queue.bytes_per_second
+        is_late = rate > _FAST_BYTES_PER_SECOND and rate * chosen.seconds_per_byte > _BUSY_SHARE
         order = frozen.lane_order()
         ordered = () if order is None else (order,)  # a coder need not know of orders where there is one lane
-        sealed = self._coder.seal(slices, chosen.hurried if hurry else chosen.codec, *ordered)
+        if (is_late or queue.jobs) and chosen.hurried != chosen.codec:
+            queue.hurried.append(HurriedBlock(frozen))
+            return _smaller(self._coder.seal(slices, chosen.hurried, *ordered), slices.nbytes)
+        began = time.thread_time()
+        sealed = self._coder.seal(slices, chosen.codec, *ordered)
+        chosen.seconds_per_byte = (time.thread_time() - began) / max(slices.nbytes, 1)
         ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
         chosen.ratio = chosen.ratio or ratio
-        if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not hurry:
-            self._chosen[key] = chosen = self._choose(frozen, slices)
+        if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not queue.jobs:
+            self._chosen[key] = chosen = self._choose(frozen)
             stays = chosen.codec.method is Method.STORED
             sealed = None if stays else self._coder.seal(slices, chosen.codec, *ordered)
             chosen.ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
-        return sealed if sealed is not None and sealed.nbytes < slices.nbytes else None
+        return _smaller(sealed, slices.nbytes)
 
-    def _choose(self, frozen: FrozenBlock, slices: Bytes) -> _ChosenCodec:
-        self.is_choosing = True
-        try:
-            codec = choose(
-                self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes,
-                frozen.lane_order(),
-            )  # fmt: skip
-            return _ChosenCodec(codec, codec.hurried())
-        finally:
-            self.is_choosing = False
+    def seal_again(self, frozen: FrozenBlock) -> SealedSlices | None:
+        """Seal a block better that was sealed in a hurry; None if that does not pay."""
+        chosen, before = self._chosen.get((frozen.field, frozen.window)), frozen.block.sealed
+        if chosen is None or before is None or chosen.codec.method is Method.STORED:
+            return None
+        numbers = np.arange(frozen.block.used)
+        slices = np.empty((len(numbers), frozen.block.slice_bytes), np.uint8)
+        self._coder.decode(before, numbers, slices)
+        order = frozen.lane_order()
+        ordered = () if order is None else (order,)
+        return _smaller(self._coder.seal(slices, chosen.codec, *ordered), before.nbytes)
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether a codec is being chosen."""
+        choice = self._choice
+        return choice is not None and choice.thread.is_alive()
+
+    def _await_choice(self, frozen: FrozenBlock, queue: SealQueue) -> _ChosenCodec | None:
+        """Have a codec chosen for a field; None if that takes so long that `add` would wait for it."""
+        key = (frozen.field, frozen.window)
+        while key not in self._chosen:
+            choice = self._choice = self._choice or self._begin_choice(frozen)
+            while choice.thread.is_alive() and not queue.stopped:
+                choice.thread.join(_WAIT_FOR_CHOICE_S)
+                if sum(job.frozen.block.used_bytes for job in tuple(queue.jobs)) > _WAIT_WHILE_CHOOSING_BYTES:
+                    break
+            if choice.thread.is_alive():
+                return None
+            self._choice = None
+            for found in choice.found:  # none if this is a forked child
+                if isinstance(found, Exception):
+                    raise found
+                self._chosen[choice.key] = found
+        return self._chosen[key]
+
+    def _begin_choice(self, frozen: FrozenBlock) -> _Choice:
+        """Choose in a thread of its own: blocks that come meanwhile are sealed all the same."""
+        found: list[_ChosenCodec | Exception] = []
+
+        def choose_one() -> None:
+            try:
+                found.append(self._choose(frozen))
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=choose_one, name="holdall-choice", daemon=True)
+        thread.start()
+        return _Choice((frozen.field, frozen.window), found, thread)
+
+    def _choose(self, frozen: FrozenBlock) -> _ChosenCodec:
+        slices, cap, threads = frozen.block.raw, self._cap, self._threads
+        order = frozen.lane_order()
+        codec = choose(self._coder, frozen.leaf, frozen.window, slices, cap, threads, frozen.lanes, order)
+        return _ChosenCodec(codec, codec.hurried())
 
 
-def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Wake] | None, busy: threading.Lock) -> None:
+def _before_choice(block: SliceBlock) -> Codec:
+    """Return the codec of blocks that cannot wait until one is chosen."""
+    return Codec(Method.LZ4, 0, Transform(block.slice_bytes))
+
+
+def _smaller(sealed: SealedSlices | None, nbytes: int) -> SealedSlices | None:
+    return sealed if sealed is not None and sealed.nbytes < nbytes else None
+
+
+def _run_worker(queue: SealQueue, work: _Work, wake: weakref.WeakMethod[Wake] | None, busy: threading.Lock) -> None:
     """Work until the queue is stopped; one that was started beside another waits for it to end."""
     with busy:
-        hurry = False
+        is_idle = False  # nothing came for a while
         while not queue.stopped:
-            job = queue.begin_next()
+            job = queue.begin_next() or (queue.begin_again() if is_idle or queue.has_leisure else None)
             queue.tell()
             if job is None:
-                hurry = False
-                queue.wakes_worker.acquire(timeout=_LOOK_AGAIN_S)
+                is_idle = not queue.wakes_worker.acquire(timeout=_LOOK_AGAIN_S)
                 continue
-            _try(job, hurry, work, queue, wake)
-            hurry = bool(queue.jobs)  # one that is there already: the worker falls behind
+            _try(job, work, queue, wake)
             del job
             queue.current = None
             queue.tell()
 
 
-def _try(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.WeakMethod[Wake] | None) -> None:
+def _try(job: SealJob, work: _Work, queue: SealQueue, wake: weakref.WeakMethod[Wake] | None) -> None:
     """Have a job done; if that fails, the block stays as it is, and training goes on."""
     try:
-        _do(job, hurry, work, queue, wake)
+        _do(job, work, queue, wake)
         queue.failure = "" if job.spill else queue.failure
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
@@ -359,13 +381,13 @@ def _try(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.W
         queue.failure = failure
 
 
-def _do(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.WeakMethod[Wake] | None) -> None:
+def _do(job: SealJob, work: _Work, queue: SealQueue, wake: weakref.WeakMethod[Wake] | None) -> None:
     """Have a job done, list the result, and have it collected if anybody is there: also if it failed."""
     sealed: SealedSlices | None = None
     try:
-        sealed = work.do(job, hurry)
+        sealed = work.do(job, queue)
     finally:
-        queue.results.append(SealResult(job.frozen.block, sealed, job.spill))
+        queue.results.append(SealResult(job.frozen.block, sealed, job.spill, job.again))
         collect = None if wake is None else wake()
         if collect is not None:
             try:

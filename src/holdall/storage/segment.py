@@ -441,8 +441,8 @@ class Segments:
             self.frozen.append(self._as_frozen(field, window, block))
 
     def _as_frozen(self, field: int, window: Window, block: SliceBlock) -> FrozenBlock:
-        def logs() -> list[Log]:
-            parts = [segment.parts[field] for segment in self._naming.get(id(block), [])]
+        def logs(name: int = id(block)) -> list[Log]:  # not the block itself, which this must not keep
+            parts = [segment.parts[field] for segment in self._naming.get(name, [])]
             return [part.log for part in parts if part.log is not None]
 
         return FrozenBlock(field, self._leaves[field], window, block, self._lanes, logs)

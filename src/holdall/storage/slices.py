@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes
+from holdall.storage.batch_source import BatchReader
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.layout import RowReader, Window
 from holdall.storage.ticks import FastTick, FlatField, Repair, TickWriter
@@ -334,6 +335,11 @@ class Kernels(RowReader, Protocol):
     def new_fast_tick(self, lock: Any, repair: Repair, /) -> FastTick:
         """Make a short way to write ticks, for a memory with this lock."""
 
+    def new_batch_reader(
+        self, lock: Any, repair: Repair, is_changed: bytearray, most_kept_bytes: int, threads: int, /
+    ) -> BatchReader:
+        """Make a short way to draw batches, for a memory with this lock; see `SegmentIndex` for `is_changed`."""
+
     def gather(
         self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: Any = None, /
     ) -> None:
@@ -363,6 +369,7 @@ class SegmentIndex:
 
     def __init__(self) -> None:
         self.version = 0
+        self.is_changed = bytearray(b"\x01")  # 1 with every change; read by C, and set to 0 by who has seen it
         self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
         self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))
         self.held: list[tuple[Held, ...]] = []  # per field and segment: what its record points into
@@ -370,6 +377,7 @@ class SegmentIndex:
     def rebuild(self, first_ticks: list[int], fields: list[list[AnyPart]]) -> None:
         """Start over, field by field and segment by segment."""
         self.version += 1
+        self.is_changed[0] = 1
         self.first_ticks = np.array(first_ticks, np.int64)
         self.records = [
             np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
@@ -379,6 +387,7 @@ class SegmentIndex:
     def open_next(self, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
         """The open segment was closed, and another one follows."""
         self.version += 1
+        self.is_changed[0] = 1
         self.first_ticks = np.append(self.first_ticks, first_tick)
         for field, (old, new) in enumerate(zip(closed, following, strict=True)):
             rows = np.array([old.record(), new.record()], np.int64)
@@ -388,6 +397,7 @@ class SegmentIndex:
     def drop(self, segments: int) -> None:
         """Forget the oldest segments."""
         self.version += 1
+        self.is_changed[0] = 1
         self.first_ticks = self.first_ticks[segments:]
         self.records = [records[segments:] for records in self.records]
         self.held = [held[segments:] for held in self.held]
@@ -395,6 +405,7 @@ class SegmentIndex:
     def update(self, field: int, segment: int, part: AnyPart) -> None:
         """A part lies elsewhere now."""
         self.version += 1
+        self.is_changed[0] = 1
         records = self.records[field].copy()
         records[segment] = part.record()
         self.records[field] = records

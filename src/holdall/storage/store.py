@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.report import FieldReport
-from holdall.schema import Array, Bytes, Schema
+from holdall.schema import Array, Schema
+from holdall.storage.batch_source import StoredRows
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import TINY_BYTES, RowSources, Window, WindowScout, field_layouts, fresh_bytes
-from holdall.storage.rings import Rings, Rows, field_name
+from holdall.storage.layout import TINY_BYTES, Window, WindowScout, field_layouts
+from holdall.storage.rings import Rings, field_name
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import Kernels
@@ -56,7 +57,7 @@ from holdall.storage.ticks import (
 from holdall.storage.tiers import Budget, Tiers, warn_of_small_budget
 
 
-class Store:
+class Store(StoredRows):
     """All fields of a memory. Not locked: the memory that owns it is.
 
     Args:
@@ -77,8 +78,7 @@ class Store:
         self.fast_tick = kernels.new_fast_tick(lock, self.repair)
         self._schema, self._lanes = schema, schema.num_envs
         self._capacity_ticks, self._ring_ticks = capacity_ticks, capacity_ticks + 1
-        self._kernels, self._lock, self._folder = kernels, lock, folder
-        self._budget = budget
+        self._kernels, self._lock, self._folder, self._budget = kernels, lock, folder, budget
         leaves = schema.observation.leaves
         self._large = budget.choose(field_layouts(schema, self._ring_ticks, large)).large
         small = [i for i in range(len(leaves)) if i not in self._large]
@@ -89,6 +89,8 @@ class Store:
         self.large_segments = Segments(
             kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick, self.repair
         )
+        is_changed, staging = self.large_segments.index.is_changed, budget.staging_bytes // 2  # the rest: other batches
+        self.batch_reader = kernels.new_batch_reader(lock, self.repair, is_changed, staging, budget.threads)
         self._writer = self._new_writer(first_tick, first_tick)
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
@@ -127,6 +129,7 @@ class Store:
                 self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
             ticks = self._writer.write(rows, sliced, is_kept=is_kept)
             if ticks == NOT_CONTINUED:
+                self.batch_reader.end()
                 self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
                 is_kept = True
             elif ticks == NO_ROOM:
@@ -137,11 +140,13 @@ class Store:
             raise DamageError("a segment ran over; nothing of the tick was written. Report this")
 
     def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
+        self.batch_reader.end()
         return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
 
     def _pack(self, end_tick: int) -> None:
         """Keep short observations up to a tick without what repeats in them, once enough ticks are complete."""
         if end_tick >= self._rings.pause_tick:
+            self.batch_reader.end()
             self._rings.pack(self._kernels, self.first_tick, end_tick, self._writer)
 
     def write_fast(self, packed: bytes, obs: Any, next_obs: Any) -> int:
@@ -155,6 +160,7 @@ class Store:
             self.large_segments.lengthen_logs()
             ticks = write(packed, sliced, is_kept=False)
         if ticks == NOT_CONTINUED:
+            self.batch_reader.end()
             self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
             if self._writer.writes(self._rings.flat()):
                 ticks = write(packed, sliced, is_kept=True)
@@ -228,6 +234,7 @@ class Store:
                 break
             freed += self._let_go(gone)
         tiers.try_again()
+        self.sealer.spare_bytes = tiers.spare_bytes(allowance)
 
     def _send_orders(self) -> None:
         """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
@@ -253,9 +260,9 @@ class Store:
         """Collect what the worker did; called by its thread."""
         with self._lock:
             self.repair.run()
-            for block, sealed, _ in self.sealer.collect():
+            for block, sealed, _, is_again in self.sealer.collect():
                 if sealed is not None:
-                    self.large_segments.seal(block, sealed)
+                    self._tiers.exchange(block, partial(self.large_segments.seal, block, sealed), is_again=is_again)
                 self._tiers.take_back(block)
             # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
             self._settle(may_evict=False)
@@ -267,18 +274,15 @@ class Store:
             warn_of_small_budget(fits, self._capacity_ticks * self._lanes)
 
     def relieve(self, nbytes: int) -> None:
-        """Hold that much less in memory from now on: raw blocks are sealed, and spilled where there is a disk tier.
-
-        Nothing is evicted for it. It takes effect as the worker gets to it.
-        """
+        """Hold that much less as the worker gets to it: raw blocks are sealed and spilled, and nothing is evicted."""
         self._change(lambda: self._tiers.relieve(nbytes))
         self._settle(may_evict=False)
 
     @property
     def _fixed_bytes(self) -> int:
         """What rings and cursors take once all of their rows were written."""
-        cursors = self.large_segments.cursor_bytes * len(self._large)
-        return self._ring_ticks * self._lanes * (self._rings.row_bytes + cursors)
+        row_bytes = self._rings.row_bytes + self.large_segments.cursor_bytes * len(self._large)
+        return self._ring_ticks * self._lanes * row_bytes
 
     @property
     def _ticks_that_fit(self) -> int | None:
@@ -314,45 +318,6 @@ class Store:
     def reward_dtype(self) -> np.dtype[Any] | None:
         """Of all rewards: that of the first."""
         return None if self._rings.reward is None else self._rings.reward.dtype
-
-    def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
-        """Copy the small fields of `ids`, all of them held, and find the large ones.
-
-        Args:
-            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
-        """
-        held, large = (self.first_tick * self._lanes, self.next_tick * self._lanes), tuple(self._large)
-        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
-        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
-        places = segments.places(wanted, columns[-len(large) :]) if large else None
-        return self._rings.rows(columns, large, places)
-
-    def sources(self) -> RowSources:
-        """Return what batches are read from, as it is now."""
-        held, segments = (self.first_tick * self._lanes, self.next_tick * self._lanes), self.large_segments
-        cursors, index, table = segments.cursors, segments.index, self._rings.table(segments.cursors)
-        rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
-        return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
-
-    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell real transitions from lanes that made none."""
-        return self._rings.are_valid(ids)
-
-    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell the last transitions of episodes."""
-        return np.asarray(np.logical_or(*self._rings.flags(ids)))
-
-    def rewards(self, ids: NDArray[np.int64]) -> Array:
-        """Copy the rewards of `ids`, of any shape."""
-        return self._rings.rewards(ids)
-
-    def outcomes(self, ids: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Copy rewards and flags of `ids`, of any shape."""
-        return self._rings.rewards(ids), *self._rings.flags(ids)
-
-    def extra(self, number: int, ids: NDArray[np.int64]) -> Array:
-        """Copy one extra of `ids`, of any shape."""
-        return self._rings.extra(number, ids)
 
     def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
@@ -440,6 +405,7 @@ class Store:
         held = chunk.since(self.first_tick, self._lanes)
         if held is None:
             return
+        self.batch_reader.end()
         self._rings.put(held.first_tick, held.columns, held.apart)
         for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
             put_rows(cursors, held.first_tick, held.columns[f"cursors.{i}"])
@@ -495,6 +461,7 @@ class Store:
 
     def close(self) -> None:
         """End the sealer and delete what was spilled."""
+        self.batch_reader.close()
         self.sealer.stop()
         if self._folder is not None:
             self._folder.close()

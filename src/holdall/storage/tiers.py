@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -228,6 +228,13 @@ class Tiers:
             self._sealed.put_back(back)
         return {id(other.block) for other in waiting}
 
+    def exchange(self, block: SliceBlock, exchange: Callable[[], None], *, is_again: bool) -> None:
+        """Give a block its next form; one that was sealed before, only if it is still in memory and about to stay."""
+        if is_again:
+            self._sealed.exchange(block, exchange)
+        else:
+            exchange()
+
     def forget(self, evicted: Iterable[SliceBlock]) -> set[int]:
         """Let go of blocks that were evicted; return those that need not be sealed or spilled any more."""
         gone = {id(block) for block in evicted}
@@ -273,6 +280,10 @@ class Tiers:
         known = {frozen.field for frozen in self._sealed.blocks.values()}
         return self._sealed.nbytes / self._sealed.whole_bytes if self._fields and known == self._fields else None
 
+    def spare_bytes(self, allowance: Allowance) -> int:
+        """Return what a limit leaves for blocks that wait; 0 if there is none: then as few wait as possible."""
+        return 0 if self._budget.limit is None else max(allowance.closed - self._held, 0)
+
     @property
     def _held(self) -> int:
         """What closed blocks take, those on their way as if they had arrived: for these, memory is set aside."""
@@ -310,6 +321,13 @@ class _BlockQueue:
     def drop(self, gone: set[int]) -> None:
         for frozen in [self.blocks.pop(key) for key in gone if key in self.blocks]:
             self._count(frozen, -1)
+
+    def exchange(self, block: SliceBlock, exchange: Callable[[], None]) -> None:
+        frozen = self.blocks.get(id(block))
+        if frozen is not None:
+            self._count(frozen, -1)
+            exchange()
+            self._count(frozen, 1)
 
     def _count(self, frozen: FrozenBlock, sign: int) -> None:
         self.nbytes += sign * frozen.block.used_bytes

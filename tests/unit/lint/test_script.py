@@ -8,6 +8,11 @@ from holdall.tools.lint.run import UNKNOWN, KnownLength, OneOf, Reference
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
 
+PARSER = "import argparse\np = argparse.ArgumentParser()\n"
+BIG = PARSER + "p.add_argument('--big', action='store_true')\n"
+DATA = "from dataclasses import dataclass\nimport tyro\n@dataclass\nclass Args:\n    n: int = 7\n"
+HOLDER = "class C:\n    def __init__(self, n):\n        self.n = n\n    def go(self):\n        use(self.n)\n"
+
 
 def value_of(text: str) -> object:
     """Return what the argument of the one call of `use` is."""
@@ -63,17 +68,16 @@ def test_constants_are_found(text: str, value: object) -> None:
         ("N = 4\nN = 5\ndef f():\n    use(N)", 5),
         ("use(4 if y else 4)", 4),
         ("class C:\n    N = 5\nC.N = 6\nuse(C.N)", 6),
-        ("class C:\n    def __init__(self, n):\n        self.n = n\n    def go(self):\n        use(self.n)\nC(3).go()", 3),
-        ("class C:\n    def a(self):\n        self.n = 5\n    def b(self):\n        self.n = 6\n        use(self.n)", 6),
+        (HOLDER + "C(3).go()", 3),
+        ("class C:\n    def b(self):\n        self.n = 5\n        self.n = 6\n        use(self.n)", 6),
         ("try:\n    N = 4\nexcept Error:\n    N = 5\nuse(N)", 4),
         ("for n in (1, 2):\n    n = n + 1\n    use(n)", OneOf((2, 3))),
         ("kwargs = dict(n=1)\nkwargs['n'] = 2\nuse(kwargs['n'])", 2),
         ("kwargs = dict(n=1)\nkwargs.update(n=2)\nuse(kwargs['n'])", 2),
         ("kwargs = dict(n=1)\nother = kwargs\nother['n'] = 2\nuse(kwargs['n'])", 2),
         ("kwargs = dict(n=1)\nkwargs |= {'n': 2}\nuse(kwargs['n'])", 2),
-        ("import argparse\np = argparse.ArgumentParser()\np.add_argument('--buffer-size', type=int, default=10 ** 6)\n"
-         "args = p.parse_args()\nuse(args.buffer_size)", 1_000_000),
-        ("from dataclasses import dataclass\nimport tyro\n@dataclass\nclass Args:\n    n: int = 7\nargs = tyro.cli(Args)\nuse(args.n)", 7),
+        (PARSER + "p.add_argument('--size-of-it', type=int, default=10 ** 6)\nuse(p.parse_args().size_of_it)", 10**6),
+        (DATA + "args = tyro.cli(Args)\nuse(args.n)", 7),
         ("import click\n@click.command()\n@click.option('--n', default=9)\ndef main(n):\n    use(n)\nmain()", 9),
         ("from absl import flags\nflags.DEFINE_integer('n', 3, 'help')\nFLAGS = flags.FLAGS\nuse(FLAGS.n)", 3),
         ("import functools\ndef f(a, b):\n    use(b)\nfunctools.partial(f, 1)(2)", 2),
@@ -91,8 +95,7 @@ def test_values_are_followed_as_a_reader_would(text: str, value: object) -> None
         ("N = 4\nif x:\n    N = 5\nuse(N)", (5, 4), ("x", "not x")),
         ("use(3 if y else 4)", (3, 4), ("y", "not (y)")),
         ("N = 4\nwhile x:\n    N = 5\nuse(N)", (5, 4), ("", "")),
-        ("import argparse\np = argparse.ArgumentParser()\np.add_argument('--big', action='store_true')\n"
-         "if p.parse_args().big:\n    N = 5\nelse:\n    N = 4\nuse(N)", (4, 5), ("", "p.parse_args().big")),
+        (BIG + "if p.parse_args().big:\n    N = 5\nelse:\n    N = 4\nuse(N)", (4, 5), ("", "p.parse_args().big")),
     ],
 )  # fmt: skip
 def test_what_branches_set_is_each_of_its_values_under_its_condition(

@@ -165,6 +165,7 @@ def test_the_largest_rollout_batch_and_number_of_environments_fit_and_no_more() 
     assert known.fits(spec.but(n_steps=steps), holdall=False)
     assert not known.fits(spec.but(n_steps=steps + 1), holdall=False)
     envs = recommend.largest_num_envs(spec, known)
+    assert envs is not None
     assert known.fits(spec.but(num_envs=envs), holdall=False)
     assert not known.fits(spec.but(num_envs=envs + 1), holdall=False)
     batch = recommend.largest_batch(spec, known)

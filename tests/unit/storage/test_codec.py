@@ -115,7 +115,7 @@ def test_what_is_predicted_is_all_of_a_slice(
     ("codec", "level"),
     [
         (Codec(Method.LZ4, 0, Transform(9)), 0),
-        (Codec(Method.LZ4, 9, Transform(9)), 3),
+        (Codec(Method.LZ4, 9, Transform(9)), 0),
         (Codec(Method.ZSTD, 3, Transform(9), Dictionary(b"x")), 1),
         (Codec(Method.STORED, 0, Transform(9)), 0),
     ],

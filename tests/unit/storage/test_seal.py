@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from holdall.storage import sealer as seal
 from holdall.storage import segment
 from holdall.storage.blocks import FrozenBlock, KeptBlock, Order, SealedSlices, SliceBlock, address
 from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec_choice import choose
 from holdall.storage.layout import Window
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -75,7 +77,7 @@ class Keeper:
 
     def collect(self) -> None:
         assert self.sealer is not None
-        for block, sealed, _ in self.sealer.collect():
+        for block, sealed, _, _ in self.sealer.collect():
             if self.failing:
                 raise OSError("no place")
             if sealed is None:
@@ -671,6 +673,7 @@ def test_a_block_that_is_sealed_while_it_is_pickled_is_pickled_whole() -> None:
 EXIT = """
 import threading, time
 import numpy as np
+from holdall.storage.codec_choice import choose
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.native import native_kernels
 
@@ -692,3 +695,139 @@ def test_a_process_may_end_while_a_block_is_being_sealed() -> None:
     """Nothing is freed under the worker, which would end a finished training with a crash."""
     done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- in a hurry, and again
+
+
+SLOW_CODEC = Codec(Method.LZ4, 9, Transform(96 * 96))
+
+
+@pytest.fixture
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 1 << 19)
+
+
+def camera_memory(budget: Any, capacity: int = 4000) -> ReplayMemory:
+    return ReplayMemory(spaces.Box(0, 255, (96, 96), np.uint8), spaces.Discrete(2), capacity, budget=budget, seed=0)
+
+
+def add_camera(memory: ReplayMemory, first: int, steps: int) -> None:
+    """Add images with smooth ground and a little noise, so that one codec shrinks them more than another."""
+    ground = np.add.outer(np.arange(96), np.arange(96)).astype(np.uint8)
+    seen = [
+        (ground + i % 60 + np.random.default_rng(i).integers(0, 3, (96, 96), np.uint8)).astype(np.uint8)
+        for i in range(first, first + steps + 1)
+    ]
+    for i in range(steps):
+        memory.add(seen[i][None], np.zeros(1, np.int64), np.ones(1), seen[i + 1][None], [False], [False])
+
+
+@pytest.mark.usefixtures("_small_segments")
+def test_what_was_sealed_in_a_hurry_is_sealed_again_at_leisure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The better codec in the end, every bit as it was, and the count of bytes right all the while."""
+    monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
+    monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)  # every block after the first few is late
+    monkeypatch.setattr(seal, "choose", lambda *_: SLOW_CODEC)
+    memory = camera_memory(None)
+    add_camera(memory, 0, 700)
+    wait_until(lambda: memory.report().backlog == 0)
+    sealer, tiers = memory._open().sealer, memory._open()._tiers
+    before, hurried = memory.gather(np.arange(memory.first_id, memory.next_id)), len(sealer._queue.hurried)
+    bytes_before = memory.report().fields[0].sealed_bytes
+    assert hurried
+    memory.drain()
+    assert not sealer._queue.hurried
+    assert_same_bits(memory.gather(np.arange(memory.first_id, memory.next_id)).obs, before.obs)
+    assert memory.report().fields[0].sealed_bytes < bytes_before
+    assert tiers._sealed.nbytes == sum(frozen.block.used_bytes for frozen in tiers._sealed.blocks.values())
+    memory.close()
+
+
+@pytest.mark.usefixtures("_small_segments")
+def test_a_block_that_left_is_not_sealed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor kept: what waits for leisure is referred to weakly."""
+    monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
+    monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)
+    monkeypatch.setattr(seal, "choose", lambda *_: SLOW_CODEC)
+    memory = camera_memory(None, capacity=320)
+    add_camera(memory, 0, 800)
+    wait_until(lambda: memory.report().backlog == 0)
+    queue = memory._open().sealer._queue
+    gone = [each for each in tuple(queue.hurried) if each.frozen() is None]
+    assert gone
+    memory.drain()
+    assert not queue.hurried
+    memory.close()
+
+
+@pytest.mark.usefixtures("_small_segments")
+def test_blocks_do_not_wait_for_a_codec_that_is_being_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `add` would have to wait, they are sealed in a plain way, and better when it is chosen."""
+    may_choose = threading.Event()
+
+    def choose_late(*arguments: Any) -> Codec:
+        assert may_choose.wait(PATIENCE_S)
+        return choose(*arguments)
+
+    monkeypatch.setattr(seal, "choose", choose_late)
+    monkeypatch.setattr(seal, "_WAIT_WHILE_CHOOSING_BYTES", 0)
+    memory = camera_memory(None)
+    add_camera(memory, 0, 700)  # returns, though nothing was chosen yet
+    assert memory._open().sealer._work.is_choosing
+    assert memory.report().fields[0].sealed_bytes > 0
+    may_choose.set()
+    memory.drain()
+    assert not memory._open().sealer._work.is_choosing
+    found = memory.report().fields[0].finding
+    memory.close()
+    other = camera_memory(None)
+    add_camera(other, 0, 700)
+    other.drain()
+    assert found == other.report().fields[0].finding
+    other.close()
+
+
+def test_an_error_in_a_choice_leaves_the_block_as_it_is(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Codec:
+        raise OSError("no codec")
+
+    monkeypatch.setattr(seal, "choose", fail)
+    bench.coder.open()
+    bench.submit(frozen_block())
+    bench.sealer.drain()
+    assert "no codec" in bench.sealer.failure
+    assert len(bench.keeper.left) == 1
+    monkeypatch.setattr(seal, "choose", lambda *_: CODEC)
+    bench.submit(frozen_block())
+    bench.sealer.drain()
+    assert len(bench.keeper.kept) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="there is no smaps")
+def test_a_limit_holds_while_a_camera_is_faster_than_the_worker() -> None:
+    """All that the process has for itself, at every moment, as the system counts it."""
+    limit = 48 * 2**20
+
+    def unique_bytes() -> int:
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private"))
+
+    space = spaces.Box(0, 255, (96, 96, 3), np.uint8)
+    memory = ReplayMemory(space, spaces.Discrete(2), 100_000, budget=limit, seed=0)
+    ground = np.arange(96 * 96 * 3, dtype=np.uint32).reshape(1, 96, 96, 3)
+    images = [(ground * (i % 7 + 1) // 64 + i).astype(np.uint8) for i in range(64)]
+    action, reward, never = np.zeros(1, np.int64), np.ones(1), np.zeros(1, np.bool_)
+    before, most = unique_bytes(), 0
+    for step in range(6_000):
+        now, after = images[step * 7 % 61].copy(), images[(step + 1) * 7 % 61].copy()
+        now[0, 0, :4, 0] = after[0, 0, :4, 0] = 0
+        now[0, 0, 0] = [step % 251, step // 251 % 251, 1]
+        after[0, 0, 0] = [(step + 1) % 251, (step + 1) // 251 % 251, 1]
+        memory.add(now, action, reward, after, never, never)
+        if step % 200 == 0:
+            most = max(most, unique_bytes() - before)
+            memory.sample(1)
+    assert most <= limit + 16 * 2**20  # what the interpreter and this test take meanwhile
+    assert memory.report().failure == ""
+    memory.close()

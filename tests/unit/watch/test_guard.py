@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, ReplayMemory
-from holdall.machine import held_bytes
+from holdall.machine import Limit, held_bytes
 from holdall.tools.watch.agent import Agent, agent
 from holdall.tools.watch.agent_files import read_agent_report
 from holdall.tools.watch.guard import MemoryGuard
@@ -29,9 +29,16 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
 def guard(own: Agent, act: Any, **named: Any) -> MemoryGuard:
     """A guard that looks only when it is told to."""
-    made = MemoryGuard(own, act, **named)
+    made = Unhurried(own, act, **named)
     made.stop()
     return made
+
+
+class Unhurried(MemoryGuard):
+    """One without a thread."""
+
+    def _run(self) -> None:
+        """Never look by itself."""
 
 
 def filled(memory: ReplayMemory, count: int) -> list[np.ndarray[Any, Any]]:
@@ -92,6 +99,29 @@ def test_a_checkpoint_is_asked_for_once_each_time_memory_runs_short(own: Agent) 
     one._limit_bytes, one._rests_until = limit, 0.0
     assert one.check()
     assert saved == [1, 1]
+
+
+def test_an_agent_counts_the_transitions_that_were_added_and_bears_closed_memories(own: Agent) -> None:
+    space = spaces.Box(-1, 1, (2,), np.float32)
+    with ReplayMemory(CAMERA, space, 100) as memory, ReplayMemory(CAMERA, space, 100) as other:
+        filled(memory, 7)
+        other.close()
+        own.publish()
+        told = read_agent_report(own._pid)
+        assert told is not None
+        assert (told.step or 0) >= 7  # memories of other tests may still be there
+
+
+def test_a_small_limit_is_looked_at_often_beside_a_large_one_that_is_nearer_as_a_share(
+    own: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = guard(own, "spill")
+    machine, group = Limit("machine", 8 * 1024 * MIB, 24 * 1024 * MIB), Limit("group", 160 * MIB, 200 * MIB)
+    monkeypatch.setattr(one, "_limits", lambda: [machine, group])
+    one._unseen_bytes = 0.0
+    assert not one.is_short(MIB)
+    assert one._unseen_bytes <= 160 * MIB / 8
+    assert one._pause_s < 0.5
 
 
 def test_arguments_that_make_no_sense_are_refused(own: Agent) -> None:

@@ -145,7 +145,8 @@ def check_runs(runs: Iterable[ConfiguredRun], rules: Rules, machine: Machine) ->
                 variants = (run,) if rule.about == "search" else run.variants
                 found: dict[SourceRange, Finding] = {}
                 if rule.about == "buffer":  # the largest, of those that need no condition
-                    variants = sorted(variants, key=lambda one: (one.condition != "", -(one.count("buffer_size") or 0)))
+                    order = {id(one): (one.condition != "", -(one.count("buffer_size") or 0)) for one in variants}
+                    variants = tuple(sorted(variants, key=lambda one: order[id(one)]))
                 for variant in variants:
                     of = buffer_of(variant, machine) if rule.about == "buffer" else variant
                     for one in _when(variant.condition, rule.findings(of, machine) if of is not None else ()):
@@ -159,9 +160,7 @@ def _when(condition: str, findings: Iterable[Finding]) -> Iterator[Finding]:
         yield replace(one, message=f"{one.message} (when {condition})") if condition else one
 
 
-def _check_script(
-    text: str, path: str, rules: Rules, machine: Machine, repository: Repository
-) -> Iterator[Finding]:
+def _check_script(text: str, path: str, rules: Rules, machine: Machine, repository: Repository) -> Iterator[Finding]:
     try:
         script = Script.parse(text, path)
     except SyntaxError as error:

@@ -87,7 +87,10 @@ def _words(run: ConfiguredRun) -> str:
 def _settings(run: ConfiguredRun) -> Iterator[tuple[str, Any]]:
     """Yield what is known of a run, by the names of plan's options."""
     yield "algo", run.algorithm.name.lower()
-    yield "name", f"{Path(run.place.path).name}, line {run.place.line}" + (f", when {run.condition}" if run.condition else "")
+    yield (
+        "name",
+        f"{Path(run.place.path).name}, line {run.place.line}" + (f", when {run.condition}" if run.condition else ""),
+    )
     for name in _COUNTED:
         number = run.count(name)
         if number is not None and (name != "buffer_size" or not run.algorithm.on_policy):
@@ -159,4 +162,3 @@ def missing(settings: Mapping[str, Any]) -> str:
     wanted = {"obs": "--obs 84x84x3:uint8, or --env ID", "action": "--action 8, or --action 'discrete(4)'"}
     lacking = [text for name, text in wanted.items() if name not in settings and "env" not in settings]
     return "; ".join(lacking)
-

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from holdall import report as tracked
+from holdall.errors import ClosedError, WatchError
 from holdall.machine import begin_peak, peak_bytes
 from holdall.report import Tracked
 from holdall.tools.watch import agent_files, allocators
@@ -126,8 +127,10 @@ class Agent:
             if self._ended.is_set():
                 return
             begun = time.thread_time()
-            with contextlib.suppress(OSError):  # a full disk: the watch goes without
+            try:
                 agent_files.write_agent_report(self._report())
+            except Exception:  # a full disk, or what changes meanwhile: the watch goes without, and training goes on
+                _LOG.debug("the agent could not report", exc_info=True)
             spent = time.thread_time() - begun
             self._spent += spent
             self.due = time.monotonic() + max(self.interval_s, spent / _SHARE_OF_TIME)
@@ -144,7 +147,7 @@ class Agent:
 
     def _run(self) -> None:
         while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s)):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, WatchError):
                 agent_files.answer_trim_request()
                 if agent_files.take_trace_request():
                     self._trace()
@@ -241,7 +244,11 @@ def _sb3_buffer_regions(name: str, buffer: Any, memories: list[Any]) -> Iterator
 
 def _added() -> int | None:
     """Return the most transitions that were added to a memory: the steps of a loop that reports none."""
-    return max((int(ids) for one in list(tracked.LIVING) if (ids := getattr(one, "next_id", 0))), default=None)
+    most = 0
+    for memory in list(tracked.LIVING):
+        with contextlib.suppress(ClosedError):
+            most = max(most, int(getattr(memory, "next_id", 0)))
+    return most or None
 
 
 def _found_phase(models: list[Any], step: int | None) -> str | None:

@@ -78,7 +78,8 @@ class MemoryGuard:
         self._pid = os.getpid()
         self._checking = threading.Lock()
         self._unseen_bytes = 0.0  # that memories may still take before they ask again
-        self._pause_s = self._approach.nearest(self._limits(), time.monotonic()).pause_s
+        self._pause_s = 0.0
+        self._plan_next_look(self._approach.follow(self._limits(), time.monotonic()))
         self._ended = threading.Event()
         tracked.GROWTH_CHECKS.append(self.is_short)
         self._thread = threading.Thread(target=self._run, name="holdall-guard", daemon=True)
@@ -110,8 +111,9 @@ class MemoryGuard:
         """
         with self._checking:
             now = time.monotonic()
-            near = self._approach.nearest(self._limits(), now)
-            self._pause_s, self._unseen_bytes = near.pause_s, near.spare_bytes / _LOOKS_UNTIL_NEAR
+            known = self._approach.follow(self._limits(), now)
+            near = nearest_of(known)
+            self._plan_next_look(known)
             if rests and now < self._rests_until:
                 return False
             if not near.is_near and (stalled_percent() or 0.0) < _STALLED_PERCENT:
@@ -122,6 +124,11 @@ class MemoryGuard:
             self._is_near, self._rests_until = True, now + _PAUSE_AFTER_ACTION_S
             return True
 
+    def _plan_next_look(self, known: list[ApproachedLimit]) -> None:
+        """Look again before any limit can be near: the one that is near first may not be the one with least left."""
+        self._pause_s = min(one.pause_s for one in known)
+        self._unseen_bytes = min(one.spare_bytes for one in known) / _LOOKS_UNTIL_NEAR
+
     def _limits(self) -> list[Limit]:
         limits = memory_limits()
         if self._limit_bytes is not None:
@@ -129,7 +136,7 @@ class MemoryGuard:
             limits.append(Limit("limit", left, self._limit_bytes))
         return limits
 
-    def _do(self, near: NearestLimit, wanted: int, says: bool) -> None:
+    def _do(self, near: ApproachedLimit, wanted: int, says: bool) -> None:
         left, total = format_bytes(near.limit.free_bytes), format_bytes(near.limit.total_bytes)
         text = f"memory is short: {left} left of {total} ({near.limit.name})"
         if near.spare_bytes > 0:  # it does not look short yet
@@ -165,8 +172,8 @@ class MemoryGuard:
                 return
 
 
-class NearestLimit(NamedTuple):
-    """The limit that is near first."""
+class ApproachedLimit(NamedTuple):
+    """A limit, and how near it is."""
 
     limit: Limit
     spare_bytes: float  # until it is near; below 0: it is
@@ -189,6 +196,11 @@ class NearestLimit(NamedTuple):
         return self.bytes_per_second * _LOOKAHEAD_S
 
 
+def nearest_of(known: Iterable[ApproachedLimit]) -> ApproachedLimit:
+    """Return the limit that is near first, as a share of its size."""
+    return min(known, key=lambda near: (near.spare_bytes - near.soon_bytes) / max(near.limit.total_bytes, 1))
+
+
 class LimitTracker:
     """Follows how fast memory is taken. A rising rate counts at once, a falling one slowly.
 
@@ -200,10 +212,13 @@ class LimitTracker:
         self._at = at
         self._before: dict[str, tuple[float, int, float]] = {}  # when, how much was left, bytes a second
 
-    def nearest(self, limits: Iterable[Limit], now: float) -> NearestLimit:
+    def follow(self, limits: Iterable[Limit], now: float) -> list[ApproachedLimit]:
+        """Return all limits, with what is left of each and how fast it goes."""
+        return [ApproachedLimit(limit, self._spare(limit), self._rate(limit, now)) for limit in limits]
+
+    def nearest(self, limits: Iterable[Limit], now: float) -> ApproachedLimit:
         """Return the limit that is near first, as a share of its size."""
-        found = [NearestLimit(limit, self._spare(limit), self._rate(limit, now)) for limit in limits]
-        return min(found, key=lambda near: (near.spare_bytes - near.soon_bytes) / max(near.limit.total_bytes, 1))
+        return nearest_of(self.follow(limits, now))
 
     def _spare(self, limit: Limit) -> float:
         return limit.free_bytes - (1.0 - self._at) * limit.total_bytes

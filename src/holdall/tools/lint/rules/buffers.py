@@ -184,7 +184,11 @@ def _parts(script: Script, call: ast.AST, item: object) -> list[str]:
 def _name(node: ast.expr) -> str:
     while isinstance(node, ast.Call | ast.Subscript):
         inner = node.value if isinstance(node, ast.Subscript) else node.args[0] if node.args else node.func
-        node = inner if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Attribute) else node.func.value
+        node = (
+            inner
+            if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Attribute)
+            else node.func.value
+        )
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
 
 
@@ -194,4 +198,3 @@ def _written(call: ast.AST) -> str:
         return ast.unparse(call.value)
     func = getattr(call, "func", None)
     return ast.unparse(func.value) if isinstance(func, ast.Attribute) and func.attr in {"append", "appendleft"} else ""
-

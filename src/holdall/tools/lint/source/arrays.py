@@ -30,14 +30,27 @@ WORTH_RECORDING = 2**20
 _FILLED = {"zeros", "ones", "empty", "full", "rand", "randn", "random", "uniform", "normal", "empty_strided"}
 _LIKE = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 _FROM = {"array", "asarray", "ascontiguousarray", "tensor", "as_tensor", "from_numpy", "asanyarray", "float32", "uint8"}
-_TENSORS = {"FloatTensor": "float32", "ByteTensor": "uint8", "LongTensor": "int64", "Tensor": "float32", "DoubleTensor": "float64"}
+_TENSORS = {
+    "FloatTensor": "float32",
+    "ByteTensor": "uint8",
+    "LongTensor": "int64",
+    "Tensor": "float32",
+    "DoubleTensor": "float64",
+}
 _VIEWS = {"from_numpy", "asarray", "as_tensor", "ascontiguousarray", "asanyarray"}
 _NAMES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "byte": "uint8",
           "bfloat16": "float16", "short": "int16", "float_": "float64", "bool_": "bool", "int_": "int64",
           "single": "float32", "char": "int8", "long_": "int64"}  # fmt: skip
-_SAME_MEMORY = {"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "detach", "flatten", "ravel", "numpy",
-                "contiguous", "swapaxes", "expand", "requires_grad_", "pin_memory", "share_memory_", "data"}  # fmt: skip
-_TO_DTYPE = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "byte": "uint8"}
+_SAME_MEMORY = {"view", "reshape", "unsqueeze", "squeeze", "transpose", "permute", "detach", "flatten", "ravel"}
+_SAME_MEMORY |= {"numpy", "contiguous", "swapaxes", "expand", "requires_grad_", "pin_memory", "share_memory_"}
+_TO_DTYPE = {
+    "float": "float32",
+    "double": "float64",
+    "half": "float16",
+    "long": "int64",
+    "int": "int32",
+    "byte": "uint8",
+}
 _PACKAGES = {"numpy", "torch", "cv2", "jax", "cupy", "skimage"}
 
 
@@ -112,21 +125,28 @@ def _recorded(interpreter: Any, made: Any, node: ast.AST) -> Any:
     return made
 
 
-def _converted(interpreter: Any, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:
+def _converted(  # noqa: C901  one case for each kind of value
+    interpreter: Any, package: str, last: str, first: Any, arguments: Any, node: ast.AST
+) -> Any:
     given = arguments.get(None, "dtype", None)
     if package == "numpy" and len(arguments.values) > 1 and given is None:
         given = arguments.values[1]
     wanted = dtype_of(given, package) if given is not None else None
     if last in _TENSORS:
         wanted = np.dtype(_TENSORS[last])
-        if not isinstance(first, ArrayValue) and (shape := shape_of(first)) is not None and not isinstance(first, tuple | ListValue):
+        if whole(first) is not None:
             return _recorded(interpreter, ArrayValue(tuple(arguments.values), wanted, frozenset({node})), node)
     if isinstance(first, OneOf):
         first = next((one for one in first.values if isinstance(one, ArrayValue)), first.values[0])
     if isinstance(first, ArrayValue):
         if last in _VIEWS and wanted in {None, first.dtype} and first.shared_frames == 1:
             return first
-        if first.dtype == np.float64 and package == "torch" and wanted is None and last not in {"from_numpy", "as_tensor", "tensor"}:
+        if (
+            first.dtype == np.float64
+            and package == "torch"
+            and wanted is None
+            and last not in {"from_numpy", "as_tensor", "tensor"}
+        ):
             wanted = np.dtype("float32")
         return first.made_by(node, dtype=wanted or first.dtype)
     items = known_items(first)
@@ -144,7 +164,7 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
     return ArrayValue(None, wanted, frozenset({node}))
 
 
-def _function(package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each function
+def _function(package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
     match last:
         case "isscalar":
             return isinstance(first, int | float | str) if first is not UNKNOWN else UNKNOWN
@@ -162,6 +182,11 @@ def _function(package: str, last: str, first: Any, arguments: Any, node: ast.AST
         case "resize" if isinstance(first, ArrayValue) and first.shape is not None:
             shape = shape_of(arguments.get(1, "output_shape"))
             return UNKNOWN if shape is None else first.made_by(node, shape=shape, dtype=np.dtype("float64"))
+        case "rgb2gray" if isinstance(first, ArrayValue) and first.shape is not None:
+            return first.made_by(node, shape=first.shape[:2], dtype=np.dtype("float64"))
+        case "append" if isinstance(first, ArrayValue):
+            both = ListValue([first, unwrapped(arguments.get(1, "values"))], 2)
+            return _stacked("concatenate", both, type(arguments)([], {"axis": arguments.get(2, "axis", 0)}), node)
         case "clip" | "abs" | "round" | "nan_to_num" | "copy" | "pad" | "mean" | "dot" if isinstance(first, ArrayValue):
             return first.made_by(node) if last not in {"mean", "dot", "pad"} else ArrayValue()
         case "arange" | "linspace":
@@ -224,7 +249,9 @@ def _image(last: str, arguments: Any, node: ast.AST) -> Any:
         dtype = first.dtype if isinstance(first, ArrayValue) else np.dtype("uint8")
         channels = tuple(first.shape[2:]) if is_image else ()
         channels = () if channels == (1,) else channels
-        return ArrayValue((size[1], size[0], *channels), dtype, frozenset({node})) if is_image else ArrayValue(None, dtype)
+        return (
+            ArrayValue((size[1], size[0], *channels), dtype, frozenset({node})) if is_image else ArrayValue(None, dtype)
+        )
     if last == "cvtColor" and is_image:
         code = arguments.get(1, "code")
         is_gray = isinstance(code, Reference) and code.last.endswith("GRAY")
@@ -283,11 +310,13 @@ def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> 
         case "squeeze" if array.shape is not None:
             return replace(array, shape=tuple(axis for axis in array.shape if axis != 1))
         case "transpose" | "permute" | "swapaxes" | "moveaxis" if array.shape is not None:
-            given = arguments.values if len(arguments.values) > 1 else known_items(arguments.get(0, "")) or arguments.values
-            order = [whole(one) for one in given]
-            if None in order or sorted(o % len(array.shape) if array.shape else 0 for o in order) != list(range(len(array.shape))):  # type: ignore[operator]
-                return replace(array, shape=tuple(reversed(array.shape)) if not order else array.shape)
-            return replace(array, shape=tuple(array.shape[one] for one in order if one is not None))
+            given = (
+                arguments.values if len(arguments.values) > 1 else known_items(arguments.get(0, "")) or arguments.values
+            )
+            order = [number % max(len(array.shape), 1) for number in map(whole, given) if number is not None]
+            if sorted(order) == list(range(len(array.shape))):
+                return replace(array, shape=tuple(array.shape[one] for one in order))
+            return replace(array, shape=array.shape if given else array.shape[::-1])
         case "flatten" | "ravel":
             size = array.shape and all(whole(one) is not None for one in array.shape)
             count = prod(whole(one) or 0 for one in array.shape or ()) if size else UNKNOWN
@@ -409,5 +438,8 @@ def _largest(value: OneOf) -> Any:
 
 def space_sample(space: SpaceInfo, node: Any, shared_frames: int = 1) -> Any:
     """Return a value of a space: an array, or a dict of them."""
-    made = {leaf.name: ArrayValue(leaf.shape, leaf.dtype, frozenset({(node, leaf.name)}), "", shared_frames) for leaf in space.leaves}
+    made = {
+        leaf.name: ArrayValue(leaf.shape, leaf.dtype, frozenset({(node, leaf.name)}), "", shared_frames)
+        for leaf in space.leaves
+    }
     return TableValue(made.items()) if space.is_dict else made.get("", UNKNOWN)

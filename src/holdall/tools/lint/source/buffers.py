@@ -45,7 +45,10 @@ def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
         if made.what == "array":
             groups.setdefault(id(made.owner), []).append(made)
     for group in groups.values():
-        by_node = {(id(one.value.origins), one.value.shape, id(one.node), next(iter(one.value.origins), 0)): one for one in group}
+        by_node = {
+            (id(one.value.origins), one.value.shape, id(one.node), next(iter(one.value.origins), 0)): one
+            for one in group
+        }
         unique = list({next(iter(one.value.origins), id(one)): one for one in by_node.values()}.values())
         rows = _leading(unique)
         owner = unique[0].owner
@@ -102,7 +105,10 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
         if not known:
             continue
         per_item = sum(size // one.shared_frames + _OBJECT_BYTES for one, size in known)
-        fields = tuple(StoredField("", tuple(whole(a) or 0 for a in one.shape or ()), one.dtype or np.dtype("f4")) for one, _ in known)
+        fields = tuple(
+            StoredField("", tuple(whole(a) or 0 for a in one.shape or ()), one.dtype or np.dtype("f4"))
+            for one, _ in known
+        )
         yield PlainBuffer(
             title=title or "deque", rows=limit, nbytes=limit * per_item, fields=fields,
             place=interpreter.place(group[0].node), condition=" and ".join(group[0].path), is_container=True,
@@ -111,7 +117,9 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
 
 
 def _fullest(group: list[Any]) -> Any:
-    return max((one.detail["item"] for one in group), key=lambda item: sum(a.nbytes or 0 for a in leaf_arrays(item)))
+    """Return the item that holds most; of several alike the last: by then a loop hands arrays from step to step."""
+    items = [one.detail["item"] for one in reversed(group)]
+    return max(items, key=lambda item: sum(array.nbytes or 0 for array in leaf_arrays(item)))
 
 
 def _distinct(arrays: list[ArrayValue]) -> list[ArrayValue]:
@@ -147,7 +155,10 @@ def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     if size is None or not count or not isinstance(seen, SpaceInfo):
         return None
     action = acted.leaves[0] if isinstance(acted, SpaceInfo) else Leaf("", (0,), np.dtype(np.uint8))
-    options = {name: given.get(None, name, default) for name, default in (("optimize_memory_usage", False), ("handle_timeout_termination", True))}
+    options = {
+        name: given.get(None, name, default)
+        for name, default in (("optimize_memory_usage", False), ("handle_timeout_termination", True))
+    }
     try:
         if "Rollout" in last:
             layout = buffer_layout.rollout_buffer(seen.leaves, action, size, count, buffer_class=last)
@@ -161,8 +172,8 @@ def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     fields = tuple(StoredField(one.name, one.shape[2:], one.dtype) for one in layout.arrays)
     return PlainBuffer(
         title=last, rows=layout.transitions, nbytes=layout.nbytes, fields=fields, place=interpreter.place(made.node),
-        condition=" and ".join(made.path), is_buffer=True, library="cleanrl" if made.value.kind.startswith("cleanrl") else "sb3",
-        is_exact=isinstance(acted, SpaceInfo), stack=1,
+        condition=" and ".join(made.path), is_buffer=True,
+        library="cleanrl" if made.value.kind.startswith("cleanrl") else "sb3", is_exact=isinstance(acted, SpaceInfo),
     )  # fmt: skip
 
 
@@ -175,12 +186,17 @@ def _torchrl(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     seen = env.observation if env is not None else None
     if size is None or seen is None:
         return None
-    fields = tuple(StoredField(prefix + (leaf.name or "observation"), leaf.shape, leaf.dtype) for prefix in ("", "next.") for leaf in seen.leaves)
+    fields = tuple(
+        StoredField(prefix + (leaf.name or "observation"), leaf.shape, leaf.dtype)
+        for prefix in ("", "next.")
+        for leaf in seen.leaves
+    )
     nbytes = size * sum(one.nbytes for one in fields)
     on_disk = "Memmap" in storage.kind
     return PlainBuffer(
         title=last, rows=size, nbytes=nbytes, fields=fields, place=interpreter.place(made.node), is_buffer=True,
-        condition=" and ".join(made.path), library="torchrl", is_exact=False, is_on_disk=on_disk, stack=env.stack if env else 1,
+        condition=" and ".join(made.path), library="torchrl", is_exact=False, is_on_disk=on_disk,
+        stack=env.stack if env else 1,
     )  # fmt: skip
 
 
@@ -195,7 +211,9 @@ def _tianshou(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     no_next = given.get(None, "ignore_obs_next", False) is True
     leaves = [Leaf(one.name, one.shape[1:] if last_only and one.shape else one.shape, one.dtype) for one in seen.leaves]
     prefixes = ("",) if no_next else ("", "next.")
-    fields = tuple(StoredField(prefix + (leaf.name or "obs"), leaf.shape, leaf.dtype) for prefix in prefixes for leaf in leaves)
+    fields = tuple(
+        StoredField(prefix + (leaf.name or "obs"), leaf.shape, leaf.dtype) for prefix in prefixes for leaf in leaves
+    )
     return PlainBuffer(
         title=last, rows=size, nbytes=size * sum(one.nbytes for one in fields), fields=fields,
         place=interpreter.place(made.node), condition=" and ".join(made.path), is_buffer=True, library="tianshou",

@@ -2,28 +2,22 @@
 
 In:  the name of a library's function or class and its arguments, or an object of the program's own environment class.
 Out: a SpaceInfo, an Environments record, or UNKNOWN.
-Ids are looked up in environments.json, which docs/lint_environments.py makes from the installed packages.
+Ids are looked up in environments.json, which benchmarks/lint_environments.py makes from the installed packages.
 Invariant: a wrapper that is not known here makes the observation unknown.
 """
 
 from __future__ import annotations
 
 import ast
-import json
-import re
 from dataclasses import replace
-from functools import cache
-from importlib import resources
-from math import prod
 from typing import Any
 
 import numpy as np
 
-from holdall.errors import HoldallError
 from holdall.schema import Leaf
-from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
-from holdall.tools.lint.source.arrays import ReturnedValues, dtype_of, shape_of, space_sample
+from holdall.tools.lint.source.arrays import ReturnedValues, space_sample
+from holdall.tools.lint.source.spaces import SPACES, by_id, make_space
 from holdall.tools.lint.source.values import (
     BoundMethod,
     ClassValue,
@@ -38,67 +32,14 @@ from holdall.tools.lint.source.values import (
     one_of,
 )
 from holdall.tools.lint.source.wrappers import ATARI_WRAPPERS, wrapped
-from holdall.tools.plan.buffer_layout import leaves_of
-from holdall.tools.plan.environments import parse_observation, parse_space
 
-_SPACES = {"Box", "Discrete", "MultiDiscrete", "MultiBinary", "Dict", "Tuple"}
 _GYMS = ("gymnasium", "gym", "gymnasium_robotics")
-_NOWHERE = SourceRange("", 0, 0, 0, 0)
 _VECTORS = {
     "DummyVecEnv": "dummy", "SubprocVecEnv": "subproc", "SyncVectorEnv": "sync", "AsyncVectorEnv": "async",
     "DummyVectorEnv": "dummy", "SubprocVectorEnv": "subproc", "ShmemVectorEnv": "subproc", "RayVectorEnv": "subproc",
     "SharedMemoryVecEnv": "subproc", "ShmemVecEnv": "subproc",
 }  # fmt: skip
 _MAKERS = {"make", "make_vec", "make_gym", "make_gymnasium"}
-_ALE = re.compile(r"^(?:ALE/)?(?P<game>[A-Za-z]+?)(?:-ram)?(?P<kind>NoFrameskip|Deterministic)?-v\d+$")
-
-
-def space_of(space: Any, argument: str, place: SourceRange) -> SpaceInfo | None:
-    """Return a gymnasium space as leaves and bounds; None if Stable-Baselines3 cannot store it."""
-    try:
-        leaves = leaves_of(space, argument)
-    except HoldallError:
-        return None
-    children: dict[str, Any] = dict(space.spaces) if hasattr(space, "spaces") else {"": space}
-    bounds = {
-        name: (float(child.low.min()), float(child.high.max()))
-        for name, child in children.items()
-        if hasattr(child, "low") and hasattr(child, "high") and child.low.size
-    }
-    counts = tuple(int(one) for one in np.atleast_1d(getattr(space, "n", getattr(space, "nvec", ())))) if not hasattr(space, "spaces") else ()
-    return SpaceInfo(leaves, hasattr(space, "spaces"), place, bounds, counts)
-
-
-@cache
-def known_environments() -> dict[str, tuple[str, int | None]]:
-    """Return the spaces of known ids, as text, and their time limits."""
-    text = resources.files("holdall.tools.lint").joinpath("environments.json").read_text(encoding="utf-8")
-    table = json.loads(text)
-    return {
-        name: (pair, table["steps"].get(name)) for pair, names in table["spaces"].items() for name in names.split()
-    }
-
-
-def by_id(name: str) -> tuple[SpaceInfo | None, SpaceInfo | None, object]:
-    """Return the spaces of a known environment, and its time limit."""
-    plain = name.rpartition(":")[2]
-    known = known_environments()
-    found = known.get(plain)
-    if found is None and (game := _ALE.match(plain)):
-        alike = known.get(f"ALE/{game['game']}-v5") or known.get(f"{game['game']}NoFrameskip-v4")
-        if alike and "-ram" in plain:
-            alike = ("128:uint8 " + alike[0].rpartition(" ")[2], alike[1])
-        found = alike
-    if found is None:
-        return None, None, UNKNOWN
-    observation, _, action = found[0].rpartition(" ")
-    texts = observation.split("+") if "=" in observation else [observation]
-    try:
-        seen = space_of(parse_observation(texts, "obs"), "obs", _NOWHERE)
-        acted = space_of(parse_space(action, "action"), "action", _NOWHERE)
-    except HoldallError:
-        return None, None, UNKNOWN
-    return seen, acted, UNKNOWN if found[1] is None else found[1]
 
 
 # ------------------------------------------------------------ calls
@@ -107,8 +48,8 @@ def by_id(name: str) -> tuple[SpaceInfo | None, SpaceInfo | None, object]:
 def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each kind of function
     """Return a space or environments; NotImplemented for any other function."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
-    if last in _SPACES and (package in _GYMS or ".spaces" in dotted):
-        return _space(interpreter, last, arguments, node)
+    if last in SPACES and (package in _GYMS or ".spaces" in dotted):
+        return make_space(interpreter, last, arguments, node)
     if (package in _GYMS and last in _MAKERS) or dotted == "gym_super_mario_bros.make" or dotted.endswith("retro.make"):
         return _made(interpreter, arguments, node, last)
     if dotted == "dmc2gym.make":
@@ -120,7 +61,11 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         return None
     if last in _VECTORS and package not in {"builtins"}:
         return _vector(interpreter, _VECTORS[last], arguments, node)
-    if last in {"make_vec_env", "make_atari_env", "make_dmc_env"} and package in {"stable_baselines3", "sb3_contrib", "rl_zoo3"}:
+    if last in {"make_vec_env", "make_atari_env", "make_dmc_env"} and package in {
+        "stable_baselines3",
+        "sb3_contrib",
+        "rl_zoo3",
+    }:
         return _sb3_vector(interpreter, last, arguments, node)
     if package == "envpool" and last in {"make", "make_gym", "make_gymnasium"}:
         return _envpool(interpreter, arguments, node)
@@ -132,78 +77,11 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
     inner = environment_of(interpreter, first) if isinstance(first, Environments | InstanceValue | OneOf) else None
     if inner is None or (isinstance(first, InstanceValue) and not is_environment(first)):
         return NotImplemented
-    if not (last[:1].isupper() or last in ATARI_WRAPPERS) or (package in {"torchrl", "tianshou"} and "Collector" in last):
+    if not (last[:1].isupper() or last in ATARI_WRAPPERS) or (
+        package in {"torchrl", "tianshou"} and "Collector" in last
+    ):
         return NotImplemented
-    return wrapped(inner, dotted, arguments, place_of(interpreter, node))
-
-
-def place_of(interpreter: Any, node: ast.AST | None) -> SourceRange:
-    """Return where something of the script stands."""
-    at = node if interpreter.scope.module is interpreter.main else interpreter.anchor
-    return interpreter.place(at)
-
-
-def _space(interpreter: Any, kind: str, arguments: Any, node: ast.AST) -> Any:
-    place = place_of(interpreter, node)
-    match kind:
-        case "Box":
-            return _box(arguments, place)
-        case "Discrete":
-            count = whole(arguments.get(0, "n"))
-            return SpaceInfo((Leaf("", (), np.dtype(np.int64)),), False, place, {}, (count or 0,) if count else ())
-        case "MultiBinary":
-            shape = shape_of(arguments.get(0, "n"))
-            if shape is None or any(whole(one) is None for one in shape):
-                return UNKNOWN
-            return SpaceInfo((Leaf("", tuple(map(int, shape)), np.dtype(np.int8)),), False, place)
-        case "MultiDiscrete":
-            counts = arguments.get(0, "nvec")
-            length = length_of(counts)
-            values = tuple(whole(one) or 0 for one in known_items(counts) or ())
-            return UNKNOWN if length is None else SpaceInfo((Leaf("", (length,), np.dtype(np.int64)),), False, place, {}, values)
-        case "Dict":
-            return _dict(arguments, place)
-    return UNKNOWN
-
-
-def _box(arguments: Any, place: SourceRange) -> Any:
-    low, high = arguments.get(0, "low"), arguments.get(1, "high")
-    dtype = dtype_of(likely(arguments.get(3, "dtype", Reference("numpy.float32"))))
-    given = likely(arguments.get(2, "shape", None))
-    shape = shape_of(given)
-    if given is None:
-        bound = next((one for one in (low, high) if getattr(one, "shape", None) is not None), None)
-        shape = None if bound is None else bound.shape
-    axes = [whole(one) for one in shape or ()]
-    if dtype is None or shape is None or any(axis is None or axis < 0 for axis in axes):
-        return UNKNOWN
-    leaf = Leaf("", tuple(axis for axis in axes if axis is not None), dtype)
-    return SpaceInfo((leaf,), False, place, {"": (_number(low), _number(high))})
-
-
-def _number(value: Any) -> object:
-    return value if isinstance(value, int | float) else UNKNOWN
-
-
-def _dict(arguments: Any, place: SourceRange) -> Any:
-    given = arguments.get(0, "spaces", None)
-    entries: dict[Any, Any] = {}
-    if isinstance(given, TableValue) and given.is_complete:
-        entries |= given
-    elif isinstance(given, SpaceInfo) or given not in (None,):
-        items = known_items(given)
-        if items is None or not all(isinstance(one, tuple) and len(one) == 2 for one in items):
-            return UNKNOWN
-        entries |= dict(items)
-    entries |= {name: value for name, value in arguments.named.items() if name not in {"spaces", "seed"}}
-    leaves, bounds = [], {}
-    for name, child in entries.items():
-        child = likely(child)
-        if not isinstance(child, SpaceInfo) or child.is_dict or not isinstance(name, str):
-            return UNKNOWN
-        leaves.append(Leaf(name, child.leaves[0].shape, child.leaves[0].dtype))
-        bounds |= {name: child.bounds[""]} if child.bounds else {}
-    return SpaceInfo(tuple(leaves), True, place, bounds) if leaves and arguments.is_complete else UNKNOWN
+    return wrapped(inner, dotted, arguments, interpreter.place_here(node))
 
 
 def _made(interpreter: Any, arguments: Any, node: ast.AST, maker: str) -> Any:
@@ -215,7 +93,7 @@ def _made(interpreter: Any, arguments: Any, node: ast.AST, maker: str) -> Any:
 
 
 def _one_made(interpreter: Any, name: Any, arguments: Any, node: ast.AST, maker: str) -> Any:
-    place = place_of(interpreter, node)
+    place = interpreter.place_here(node)
     steps = arguments.get(None, "max_episode_steps", UNKNOWN)
     plain = name if isinstance(name, str) else ""
     if ":" in plain:
@@ -245,7 +123,7 @@ def _one_made(interpreter: Any, name: Any, arguments: Any, node: ast.AST, maker:
 def _control_suite(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
     """Make an environment of the DeepMind Control Suite as dmc2gym does: pixels with the channels first."""
     sides = [whole(likely(arguments.get(None, name, 84))) for name in ("height", "width")]
-    place, seen = place_of(interpreter, node), None
+    place, seen = interpreter.place_here(node), None
     pixels = likely(arguments.get(None, "from_pixels", False))
     if pixels is True and None not in sides:
         shape = (3, sides[0] or 0, sides[1] or 0)
@@ -273,7 +151,9 @@ def _registered(interpreter: Any, own: Any, arguments: Any, node: ast.AST) -> En
     if not isinstance(entry, ClassValue | FunctionValue):
         return None
     named = dict(kwargs) if isinstance(kwargs, TableValue) else {}
-    named |= {name: value for name, value in arguments.named.items() if name not in {"id", "render_mode", "max_episode_steps"}}
+    named |= {
+        name: value for name, value in arguments.named.items() if name not in {"id", "render_mode", "max_episode_steps"}
+    }
     given = type(arguments)([], {str(name): value for name, value in named.items()})
     return environment_of(interpreter, interpreter.call(entry, given, node))
 
@@ -281,7 +161,7 @@ def _registered(interpreter: Any, own: Any, arguments: Any, node: ast.AST) -> En
 def _vector(interpreter: Any, vector: str, arguments: Any, node: ast.AST) -> Any:
     functions = arguments.get(0, "env_fns")
     start = arguments.get(1, "start_method", None)
-    place = place_of(interpreter, node)
+    place = interpreter.place_here(node)
 
     def one(made: Any) -> Environments:
         items = getattr(made, "items", None) if isinstance(made, ListValue) else known_items(made)
@@ -299,17 +179,23 @@ def _vector(interpreter: Any, vector: str, arguments: Any, node: ast.AST) -> Any
 
 
 def _sb3_vector(interpreter: Any, last: str, arguments: Any, node: ast.AST) -> Any:
-    place = place_of(interpreter, node)
+    place = interpreter.place_here(node)
     first = likely(arguments.get(0, "env_id"))
     kwargs = arguments.get(None, "env_kwargs", None)
     named = dict(kwargs) if isinstance(kwargs, TableValue) else {}
-    given = type(arguments)([], {str(name): value for name, value in named.items()}, kwargs is None or isinstance(kwargs, TableValue))
+    given = type(arguments)(
+        [], {str(name): value for name, value in named.items()}, kwargs is None or isinstance(kwargs, TableValue)
+    )
     if isinstance(first, str):
         given.values.append(first)
         one = _made(interpreter, given, node, "make")
         one = likely(one)
     else:
-        made = interpreter.call(first, given, node) if isinstance(first, ClassValue | FunctionValue) else interpreter.called(first)
+        made = (
+            interpreter.call(first, given, node)
+            if isinstance(first, ClassValue | FunctionValue)
+            else interpreter.called(first)
+        )
         one = environment_of(interpreter, made) or Environments()
     wrapper = arguments.get(5, "wrapper_class", None) if last == "make_vec_env" else None
     more = arguments.get(None, "wrapper_kwargs", None)
@@ -320,7 +206,9 @@ def _sb3_vector(interpreter: Any, last: str, arguments: Any, node: ast.AST) -> A
     kind = arguments.get(7 if last == "make_vec_env" else 6, "vec_env_cls", None)
     vector = _VECTORS.get(kind.last, "") if isinstance(kind, Reference) else "dummy" if kind is None else ""
     settings = arguments.get(None, "vec_env_kwargs", None)
-    start = settings.get("start_method") if isinstance(settings, TableValue) else UNKNOWN if settings is UNKNOWN else None
+    start = (
+        settings.get("start_method") if isinstance(settings, TableValue) else UNKNOWN if settings is UNKNOWN else None
+    )
     count = arguments.get(1, "n_envs", 1)
     return replace(one, count=count, vector=vector, start_method=start, place=place, origin=object())
 
@@ -333,7 +221,7 @@ def _apply_wrapper(interpreter: Any, wrapper: Any, one: Environments, more: Any,
 
 
 def _envpool(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
-    name, place = arguments.get(0, "task_id"), place_of(interpreter, node)
+    name, place = arguments.get(0, "task_id"), interpreter.place_here(node)
     seen, acted, _ = by_id(name) if isinstance(name, str) else (None, None, UNKNOWN)
     if seen is not None and seen.images and len(seen.images[0].shape) == 3 and seen.images[0].shape[0] in {210, 250}:
         stack = whole(arguments.get(None, "stack_num", 4)) or 4
@@ -353,8 +241,11 @@ def is_environment(value: Any) -> bool:
         return False
     names = [one.rpartition(".")[2] for one in made_of.libraries()]
     looks = any(name.endswith(("Env", "Wrapper", "VecEnv", "VectorEnv")) for name in names)
-    return looks or "observation_space" in value.attributes or made_of.find("observation_space") is not UNKNOWN or (
-        "env" in value.attributes and "step" in {name for one in made_of.lineage() for name in one.attributes}
+    return (
+        looks
+        or "observation_space" in value.attributes
+        or made_of.find("observation_space") is not UNKNOWN
+        or ("env" in value.attributes and "step" in {name for one in made_of.lineage() for name in one.attributes})
     )
 
 
@@ -404,9 +295,13 @@ def start(interpreter: Any, instance: InstanceValue, arguments: Any) -> None:
     first = arguments.get(0, "venv", UNKNOWN) if first is UNKNOWN else first
     if first is UNKNOWN:
         return
-    known = [one for one in made_of.libraries() if one.rpartition(".")[2].endswith(("Wrapper", "WarpFrame", "FrameStack")) or "wrappers" in one]
+    known = [
+        one
+        for one in made_of.libraries()
+        if one.rpartition(".")[2].endswith(("Wrapper", "WarpFrame", "FrameStack")) or "wrappers" in one
+    ]
     if known and (inner := environment_of(interpreter, first)) is not None:
-        result = wrapped(inner, known[0], arguments, place_of(interpreter, instance.node))
+        result = wrapped(inner, known[0], arguments, interpreter.place_here(instance.node))
         instance.attributes.setdefault("env", result)
     elif known:
         instance.attributes.setdefault("env", first)
@@ -416,7 +311,14 @@ def instance_member(interpreter: Any, base: InstanceValue, name: str, node: ast.
     """Return an attribute that an object of the program inherits from a library's class."""
     if is_environment(base):
         found = environment_of(interpreter, base)
-        if found is not None and name in {"observation_space", "action_space", "unwrapped", "num_envs", "single_observation_space", "single_action_space"}:
+        if found is not None and name in {
+            "observation_space",
+            "action_space",
+            "unwrapped",
+            "num_envs",
+            "single_observation_space",
+            "single_action_space",
+        }:
             return member(interpreter, found, name, node) if name != "unwrapped" else base
     return BoundMethod(base, name)
 
@@ -430,7 +332,7 @@ def instance_method(interpreter: Any, owner: InstanceValue, name: str, arguments
 # ------------------------------------------------------------ members and methods of environments and spaces
 
 
-def member(interpreter: Any, env: Environments, name: str, node: ast.AST | None) -> Any:
+def member(interpreter: Any, env: Environments, name: str, node: ast.AST | None) -> Any:  # noqa: PLR0911  one line each
     """Return an attribute of environments."""
     is_gym_vector = env.vector in {"sync", "async"}
     match name:
@@ -442,7 +344,11 @@ def member(interpreter: Any, env: Environments, name: str, node: ast.AST | None)
             space = env.observation if name == "observation_space" else env.action
             if is_gym_vector and space is not None:
                 count = env.number
-                return UNKNOWN if count is None else replace(space, leaves=tuple(replace(one, shape=(count, *one.shape)) for one in space.leaves))
+                return (
+                    UNKNOWN
+                    if count is None
+                    else replace(space, leaves=tuple(replace(one, shape=(count, *one.shape)) for one in space.leaves))
+                )
             return space or UNKNOWN
         case "num_envs":
             return env.count
@@ -451,7 +357,9 @@ def member(interpreter: Any, env: Environments, name: str, node: ast.AST | None)
         case "_max_episode_steps":
             return env.episode_steps
         case "spec":
-            return InstanceValue(Reference("gymnasium.EnvSpec"), {"max_episode_steps": env.episode_steps, "id": env.env_id or UNKNOWN})
+            return InstanceValue(
+                Reference("gymnasium.EnvSpec"), {"max_episode_steps": env.episode_steps, "id": env.env_id or UNKNOWN}
+            )
     return BoundMethod(env, name)
 
 
@@ -480,46 +388,8 @@ def _returned(env: Environments, name: str, node: ast.AST) -> Any:
     return ReturnedValues((space_sample(space, node, frames), *rest))
 
 
-def space_member(space: SpaceInfo, name: str) -> Any:
-    """Return an attribute of a space."""
-    leaf = space.leaves[0] if space.leaves and not space.is_dict else None
-    match name:
-        case "shape" if leaf is not None:
-            return leaf.shape
-        case "dtype" if leaf is not None:
-            return Reference(f"numpy.{leaf.dtype.name}")
-        case "n" if leaf is not None:
-            return space.counts[0] if len(space.counts) == 1 else UNKNOWN
-        case "nvec" if leaf is not None:
-            return space.counts or UNKNOWN
-        case "low" | "high" if leaf is not None:
-            return space_sample(replace(space, is_dict=False), name)
-        case "spaces" if space.is_dict:
-            return TableValue((one.name, child(space, one.name)) for one in space.leaves)
-    return BoundMethod(space, name)
-
-
-def child(space: SpaceInfo, name: str) -> SpaceInfo:
-    """Return one of the spaces of a Dict."""
-    leaf = next(one for one in space.leaves if one.name == name)
-    bounds = {"": space.bounds[name]} if name in space.bounds else {}
-    return SpaceInfo((replace(leaf, name=""),), False, space.place, bounds)
-
-
-def item(base: Any, index: Any) -> Any:
-    """Return `space[key]`."""
-    if isinstance(base, SpaceInfo) and base.is_dict and isinstance(index, str):
-        return child(base, index) if any(one.name == index for one in base.leaves) else UNKNOWN
-    return UNKNOWN
-
-
 def enum_member(value: Any, owner: ClassValue) -> Any:
     """Return a member of an enumeration as an object that knows its value."""
     if not owner.extends("Enum", "IntEnum", "StrEnum") or isinstance(value, FunctionValue):
         return value
     return InstanceValue(owner, {"value": value, "name": UNKNOWN})
-
-
-def flat_size(space: SpaceInfo) -> int:
-    """Return how many numbers a flattened value has."""
-    return sum(prod(leaf.shape) for leaf in space.leaves)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import ast
 import operator
-import os.path
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
-from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, algorithm_by_import, whole
-from holdall.tools.lint.source import environments, frameworks, library
-from holdall.tools.lint.source.arrays import ReturnedValues
-from holdall.tools.lint.source.repository import Module
+import numpy as np
+
+from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
+from holdall.tools.lint.source import command_line, containers, environments, library
+from holdall.tools.lint.source.scopes import CallArguments, Names, Scope
 from holdall.tools.lint.source.values import (
     ArrayValue,
     BoundMethod,
@@ -25,8 +26,6 @@ from holdall.tools.lint.source.values import (
     FunctionValue,
     InstanceValue,
     ListValue,
-    ModuleValue,
-    Path,
     SuperValue,
     TableValue,
     candidates_of,
@@ -34,7 +33,6 @@ from holdall.tools.lint.source.values import (
     length_of,
     likely,
     one_of,
-    put,
     spread,
 )
 
@@ -58,213 +56,20 @@ _COMPARED: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 _PLAIN = int | float | str | bool | bytes | None
 
 
-@dataclass(eq=False, slots=True)
-class Scope:
-    """The names of a module, class or function while it is followed."""
-
-    module: Module | None
-    names: dict[str, Any] = field(default_factory=dict)
-    parent: Scope | None = None
-    is_class: bool = False
-    instance: Any = None  # self
-    owner: ClassValue | None = None  # the class whose method this is
-    path: Path = ()
-    outer: set[str] = field(default_factory=set)  # global and nonlocal names
-    soft: set[str] = field(default_factory=set)  # parameters that have only their default
-    returned: list[tuple[Any, str]] = field(default_factory=list)
-    yielded: list[Any] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class CallArguments:
-    """What a call passes, with the expressions that pass it."""
-
-    values: list[Any] = field(default_factory=list)
-    named: dict[str, Any] = field(default_factory=dict)
-    is_complete: bool = True  # False: there are further ones that cannot be read
-    nodes: dict[int | str, ast.AST] = field(default_factory=dict)
-    node: ast.AST | None = None
-
-    def get(self, index: int | None, name: str, default: Any = UNKNOWN) -> Any:
-        """Return one argument by name or position; `default` if it is not passed."""
-        if name in self.named:
-            return self.named[name]
-        if index is not None and index < len(self.values):
-            return self.values[index]
-        return default if self.is_complete else UNKNOWN
-
-    def by_name(self, positional: tuple[str, ...]) -> dict[str, tuple[Any, ast.AST | None]]:
-        """Return all arguments by name, each with its expression."""
-        given = {name: (value, self.nodes.get(i)) for i, (name, value) in enumerate(zip(positional, self.values))}
-        return given | {name: (value, self.nodes.get(name)) for name, value in self.named.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class LoopFacts:
-    """Names of a loop's body."""
-
-    counted: frozenset[str]  # changed by += and the like
-    carried: frozenset[str]  # assigned in one round and read in the next
-
-
-class Expressions:
-    """Evaluates; how calls are followed is the interpreter's."""
-
-    def __init__(self) -> None:
-        self.scope = Scope(None)
-        self.path: Path = ()
-        self.seen: dict[ast.AST, Any] = {}  # by expression of the script
-        self.instances: list[InstanceValue] = []
-        self.is_soft = False  # whether a default that a user can override was read
-        self.repeats: int | None = 1  # how often the loops around this line run it
-        self.anchor: ast.AST | None = None  # the call of the script that led here
-        self.seen_function: Any = UNKNOWN  # what the last call called
-        self.names: dict[object, str] = {}  # of arrays by what made them
-        self._loops: dict[ast.AST, LoopFacts] = {}
-
-    # ------------------------------------------------------------ to be followed by the interpreter
-
-    main: Module
-
-    def step(self) -> None: ...
-    def call_function(self, function: FunctionValue, arguments: CallArguments, owner: Any = None) -> Any: ...
-    def instantiate(self, made_of: ClassValue, arguments: CallArguments, node: ast.AST | None) -> Any: ...
-    def record(self, what: str, value: Any, arguments: CallArguments | None, node: ast.AST, **detail: Any) -> None: ...
-    def import_module(self, dotted: str, level: int = 0) -> Any: ...
-
-    # ------------------------------------------------------------ values
-
-    def value(self, node: ast.expr) -> Any:
-        """Return what an expression is."""
-        self.step()
-        kind = type(node).__name__
-        found = getattr(self, f"_on_{kind}", None)
-        value = found(node) if found else self._other(node)
-        if self.scope.module is self.main:
-            kept = library.snapshot(value)
-            self.seen[node] = one_of([(self.seen[node], ""), (kept, "")]) if node in self.seen else kept
-        return value
-
-    def _other(self, node: ast.expr) -> Any:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.expr):
-                self.value(child)
-        return UNKNOWN
-
-    def _on_Constant(self, node: ast.Constant) -> Any:
-        return node.value
-
-    def _on_Name(self, node: ast.Name) -> Any:
-        return self.lookup(node.id)
-
-    def lookup(self, name: str) -> Any:
-        """Return what a name is here."""
-        scope: Scope | None = self.scope
-        is_own = True
-        while scope is not None:
-            if name in scope.names and (is_own or not scope.is_class):
-                self.is_soft = self.is_soft or name in scope.soft
-                return scope.names[name]
-            names = None if scope.module is None or scope.parent is not None else scope.module.names
-            if names is not None and name in names:
-                return names[name]
-            scope, is_own = scope.parent, False
-        return Reference(f"builtins.{name}") if name in library.BUILTINS else UNKNOWN
-
-    def bind(self, name: str, value: Any) -> None:
-        """Give a name a value."""
-        if name in self.scope.outer and self.scope.module is not None:
-            put(self.scope.module.names, name, value, (), (*self.path, f"{name} is changed"))
-            return
-        self.scope.soft.discard(name)
-        self.scope.names[name] = value
-        self._remember(name, value)
-
-    def _remember(self, name: str, value: Any) -> None:
-        if isinstance(value, ArrayValue):
-            for origin in value.origins:
-                self.names.setdefault(origin, name)
-        elif isinstance(value, ListValue):
-            value.name = value.name or name
-
-    def assign(self, target: ast.expr, value: Any) -> None:
-        """Assign to a name, an attribute, an item, or several of them."""
-        match target:
-            case ast.Name(id=name):
-                self.bind(name, value)
-            case ast.Attribute(value=base, attr=name):
-                for one, _ in candidates_of(self.value(base)):
-                    self._set_attribute(one, name, value)
-            case ast.Subscript(value=base, slice=index):
-                key = self.value(index)
-                for one, _ in candidates_of(self.value(base)):
-                    self._set_item(one, key, value, target)
-            case ast.Tuple(elts=targets) | ast.List(elts=targets):
-                self._unpack(targets, value)
-            case ast.Starred(value=inner):
-                self.assign(inner, UNKNOWN)
-
-    def _unpack(self, targets: list[ast.expr], value: Any) -> None:
-        items = known_items(value)
-        if isinstance(value, ReturnedValues) and len(value) == 5 and len(targets) == 4:
-            items = list(value[:4])  # older environments return one flag for both ends
-        if isinstance(value, OneOf):
-            several = [known_items(one) for one in value.values]
-            if all(one is not None and len(one) == len(targets) for one in several):
-                items = [one_of((one[i], "") for one in several if one) for i in range(len(targets))]
-        if isinstance(value, ArrayValue) and value.shape and len(value.shape) > 1:
-            items = [ArrayValue(value.shape[1:], value.dtype, value.origins)] * len(targets)
-        if any(isinstance(one, ast.Starred) for one in targets) or items is None or len(items) != len(targets):
-            items = [UNKNOWN] * len(targets)
-        for target, item in zip(targets, items, strict=True):
-            self.assign(target, item)
-
-    def _set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        self._remember(name, value)
-        if isinstance(owner, InstanceValue):
-            put(owner.attributes, name, value, owner.path, self.path)
-        elif isinstance(owner, ClassValue):
-            put(owner.attributes, name, value, (), self.path)
-        elif isinstance(owner, TableValue) and owner.has_attributes:
-            put(owner, name, value, owner.path, self.path)
-
-    def _set_item(self, owner: Any, key: Any, value: Any, node: ast.AST) -> None:
-        if isinstance(owner, TableValue):
-            if isinstance(key, _PLAIN):
-                put(owner, key, value, owner.path, self.path)
-            else:
-                owner.is_complete = False
-        elif isinstance(owner, ListValue):
-            number = whole(key)
-            if number is not None and owner.is_known and -len(owner.items) <= number < len(owner.items):
-                owner.items[number] = value
-            elif len(owner.added) < library.MOST_SAMPLES:
-                owner.added.append(value)
-            if isinstance(value, tuple | TableValue | InstanceValue):
-                self.record("appended", owner, None, node, item=value)
-
-    def augmented(self, target: ast.expr, op: ast.operator, value: Any) -> Any:
-        """Return what `target op= value` leaves in the target."""
-        old = self.value(target)
-        if isinstance(old, ListValue) and isinstance(op, ast.Add):
-            library.extend(self, old, value)
-            return old
-        if isinstance(old, TableValue) and isinstance(op, ast.BitOr):
-            library.update(self, old, value)
-            return old
-        return spread(lambda left, right: self.binary(op, left, right, target), old, value)
+class Expressions(Names):
+    """Evaluates what is made of other expressions, and calls."""
 
     # ------------------------------------------------------------ compound expressions
 
-    def _on_Tuple(self, node: ast.Tuple) -> Any:
+    def _on_tuple(self, node: ast.Tuple) -> Any:
         items, is_known = self._items(node.elts)
         return tuple(items) if is_known else ListValue(items, None)
 
-    def _on_List(self, node: ast.List) -> Any:
+    def _on_list(self, node: ast.List) -> Any:
         items, is_known = self._items(node.elts)
         return ListValue(items, len(items) if is_known else None, node=node, path=self.path)
 
-    _on_Set = _on_List
+    _on_set = _on_list
 
     def _items(self, nodes: list[ast.expr]) -> tuple[list[Any], bool]:
         items: list[Any] = []
@@ -280,12 +85,12 @@ class Expressions:
             items += more or []
         return items, is_known
 
-    def _on_Dict(self, node: ast.Dict) -> Any:
+    def _on_dict(self, node: ast.Dict) -> Any:
         table = TableValue(path=self.path)
         for key, value in zip(node.keys, node.values, strict=True):
             made = self.value(value)
             if key is None:
-                library.update(self, table, made)
+                containers.update(self, table, made)
                 continue
             name = self.value(key)
             if isinstance(name, _PLAIN | Reference):
@@ -294,7 +99,7 @@ class Expressions:
                 table.is_complete = False
         return table
 
-    def _on_UnaryOp(self, node: ast.UnaryOp) -> Any:
+    def _on_unaryop(self, node: ast.UnaryOp) -> Any:
         def apply(operand: Any) -> Any:
             if isinstance(node.op, ast.Not):
                 truth = self.truth(operand)
@@ -306,7 +111,7 @@ class Expressions:
 
         return spread(apply, self.value(node.operand))
 
-    def _on_BinOp(self, node: ast.BinOp) -> Any:
+    def _on_binop(self, node: ast.BinOp) -> Any:
         left, right = self.value(node.left), self.value(node.right)
         return spread(lambda a, b: self.binary(node.op, a, b, node), left, right)
 
@@ -317,14 +122,14 @@ class Expressions:
         if isinstance(op, ast.Mult) and (repeated := _repeated(left, right)) is not None:
             return repeated
         if isinstance(op, ast.Add) and isinstance(left, tuple | ListValue) and isinstance(right, tuple | ListValue):
-            return library.joined_sequences(left, right)
+            return containers.joined_sequences(left, right)
         if isinstance(op, ast.BitOr) and isinstance(left, TableValue):
             table = TableValue(left.items(), path=self.path)
             table.is_complete = left.is_complete
-            library.update(self, table, right)
+            containers.update(self, table, right)
             return table
         if isinstance(op, ast.Div) and isinstance(left, str) and isinstance(right, str):
-            return os.path.join(left, right)  # of pathlib
+            return str(PurePath(left, right))
         both = isinstance(left, int | float) and isinstance(right, int | float)
         texts = isinstance(left, str) and isinstance(right, str) and isinstance(op, ast.Add)
         if not (both or texts) or type(op) not in _BINARY:
@@ -333,7 +138,7 @@ class Expressions:
             return UNKNOWN
         return bounded(_BINARY[type(op)], left, right)
 
-    def _on_BoolOp(self, node: ast.BoolOp) -> Any:
+    def _on_boolop(self, node: ast.BoolOp) -> Any:
         is_and = isinstance(node.op, ast.And)
         values = [self.value(one) for one in node.values]
         for value in values[:-1]:
@@ -345,14 +150,14 @@ class Expressions:
                 return value
         return values[-1]
 
-    def _on_Compare(self, node: ast.Compare) -> Any:
+    def _on_compare(self, node: ast.Compare) -> Any:
         left = self.value(node.left)
         rights = [self.value(one) for one in node.comparators]
         if len(rights) != 1:
             return UNKNOWN
-        return spread(lambda a, b: _compared(node.ops[0], a, b), left, rights[0])
+        return spread(lambda a, b: _compared(node.ops[0], a, b, node), left, rights[0])
 
-    def _on_IfExp(self, node: ast.IfExp) -> Any:
+    def _on_ifexp(self, node: ast.IfExp) -> Any:
         outer, self.is_soft = self.is_soft, False
         tested = self.value(node.test)
         truth = self.truth(tested)
@@ -364,14 +169,17 @@ class Expressions:
         pairs = [(body, "" if truth else text), (other, "" if truth is False else f"not ({text})")]
         return one_of(sorted(pairs, key=lambda one: one[1] != "") if truth is not None else pairs)
 
-    def _on_Subscript(self, node: ast.Subscript) -> Any:
+    def _on_subscript(self, node: ast.Subscript) -> Any:
         base = self.value(node.value)
         if isinstance(node.slice, ast.Slice):
-            bounds = [None if one is None else self.value(one) for one in (node.slice.lower, node.slice.upper, node.slice.step)]
-            return spread(lambda one: library.sliced(one, bounds), base)
-        return spread(lambda one, key: library.item(self, one, key), base, self.value(node.slice))
+            bounds = [
+                None if one is None else self.value(one)
+                for one in (node.slice.lower, node.slice.upper, node.slice.step)
+            ]
+            return spread(lambda one: containers.sliced(one, bounds), base)
+        return spread(lambda one, key: containers.item(self, one, key), base, self.value(node.slice))
 
-    def _on_JoinedStr(self, node: ast.JoinedStr) -> Any:
+    def _on_joinedstr(self, node: ast.JoinedStr) -> Any:
         parts = []
         for part in node.values:
             value = self.value(part.value) if isinstance(part, ast.FormattedValue) else getattr(part, "value", UNKNOWN)
@@ -379,27 +187,27 @@ class Expressions:
             parts.append(value if is_plain and isinstance(value, str | int | float) else UNKNOWN)
         return UNKNOWN if UNKNOWN in parts else "".join(map(str, parts))
 
-    def _on_NamedExpr(self, node: ast.NamedExpr) -> Any:
+    def _on_namedexpr(self, node: ast.NamedExpr) -> Any:
         value = self.value(node.value)
         self.assign(node.target, value)
         return value
 
-    def _on_Lambda(self, node: ast.Lambda) -> Any:
+    def _on_lambda(self, node: ast.Lambda) -> Any:
         return FunctionValue(node, self.scope, None, tuple(self.value(one) for one in node.args.defaults))
 
-    def _on_Await(self, node: ast.Await) -> Any:
+    def _on_await(self, node: ast.Await) -> Any:
         return self.value(node.value)
 
-    def _on_Yield(self, node: ast.Yield) -> Any:
+    def _on_yield(self, node: ast.Yield) -> Any:
         self.scope.yielded.append(self.value(node.value) if node.value else None)
         return UNKNOWN
 
-    def _on_ListComp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Any:
+    def _on_listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Any:
         lengths, items = self._comprehended(node)
         made = [ListValue(list(items), length, node=node, path=self.path) for length in dict.fromkeys(lengths)]
         return made[0] if len(made) == 1 else OneOf(tuple(made))
 
-    _on_SetComp = _on_GeneratorExp = _on_ListComp
+    _on_setcomp = _on_generatorexp = _on_listcomp
 
     def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> tuple[list[int | None], list[Any]]:
         lengths, over = self._enter_comprehension(node.generators)
@@ -416,7 +224,7 @@ class Expressions:
             self.scope = self.scope.parent or self.scope
         return lengths, items
 
-    def _on_DictComp(self, node: ast.DictComp) -> Any:
+    def _on_dictcomp(self, node: ast.DictComp) -> Any:
         _, over = self._enter_comprehension(node.generators)
         table = TableValue(path=self.path)
         try:
@@ -445,78 +253,17 @@ class Expressions:
                 self.value(test)
         return lengths, over
 
-    def item_of_loop(self, over: Any) -> Any: ...
+    def item_of_loop(self, over: Any) -> Any:
+        """Return what a loop's variable is."""
+        raise NotImplementedError
 
-    # ------------------------------------------------------------ attributes
-
-    def _on_Attribute(self, node: ast.Attribute) -> Any:
-        return spread(lambda base: self.member(base, node.attr, node), self.value(node.value))
-
-    def member(self, base: Any, name: str, node: ast.AST | None = None) -> Any:
-        """Return an attribute of a value."""
-        match base:
-            case InstanceValue():
-                return self._instance_member(base, name, node)
-            case ModuleValue(module=module):
-                return module.names.get(name, UNKNOWN)
-            case Reference(dotted="absl.flags.FLAGS"):
-                self.is_soft = True
-                return getattr(self, "flags", {}).get(name, UNKNOWN)
-            case Reference(dotted=dotted):
-                return Reference(f"{dotted}.{name}")
-            case ClassValue():
-                found = base.find(name)
-                return environments.enum_member(found, base) if name in base.attributes else found
-            case SuperValue(owner=owner, above=above):
-                return self._super_member(owner, above, name)
-            case TableValue() if base.has_attributes and name in base:
-                self.is_soft = True
-                return base[name]
-            case Environments():
-                return environments.member(self, base, name, node)
-            case SpaceInfo():
-                return environments.space_member(base, name)
-            case ArrayValue():
-                return library.array_member(base, name)
-            case str() if name == "parent":
-                return os.path.dirname(base)
-            case ListValue() | TableValue() | str() | tuple():
-                return BoundMethod(base, name)
-        return UNKNOWN
-
-    def _instance_member(self, base: InstanceValue, name: str, node: ast.AST | None) -> Any:
-        if name in base.attributes:
-            self.is_soft = self.is_soft or base.is_default
-            return base.attributes[name]
-        if isinstance(base.made_of, ClassValue):
-            found = base.made_of.find(name)
-            if isinstance(found, FunctionValue):
-                if any(one.rpartition(".")[2] in {"property", "cached_property"} for one in found.decorators):
-                    return self.call_function(found, CallArguments(), base)
-                return BoundMethod(base, name, found)
-            if found is not UNKNOWN:
-                return found
-        return environments.instance_member(self, base, name, node)
-
-    def _super_member(self, owner: InstanceValue, above: ClassValue, name: str) -> Any:
-        for base in above.bases:
-            found = base.find(name) if isinstance(base, ClassValue) else UNKNOWN
-            if isinstance(found, FunctionValue):
-                return BoundMethod(owner, name, found)
-        return BoundMethod(SuperValue(owner, above), name)
-
-    def library_start(self, instance: InstanceValue, arguments: CallArguments) -> None:
-        """Do what the constructor of the library class does that an instance's class extends."""
-        known = [one for one in instance.made_of.libraries()] if isinstance(instance.made_of, ClassValue) else []
-        model = next((one for one in known if algorithm_by_import(one)), None)
-        if model is not None:
-            frameworks.start_model(self, instance, model, arguments)
-        else:
-            environments.start(self, instance, arguments)
+    def instantiate(self, made_of: ClassValue, arguments: CallArguments, node: ast.AST | None) -> Any:
+        """Make an object of a class of the program."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------ calls
 
-    def _on_Call(self, node: ast.Call) -> Any:
+    def _on_call(self, node: ast.Call) -> Any:
         called = self.value(node.func)
         if called == Reference("builtins.super"):
             return self._super()
@@ -561,7 +308,7 @@ class Expressions:
             given.is_complete = given.is_complete and isinstance(value, TableValue) and value.is_complete
         return given
 
-    def call(self, called: Any, arguments: CallArguments, node: ast.AST) -> Any:
+    def call(self, called: Any, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a kind
         """Return what a call returns."""
         match called:
             case FunctionValue():
@@ -585,7 +332,9 @@ class Expressions:
         first = arguments.get(0, "env", UNKNOWN)
         if name[:1].isupper() and environments.is_environment(first):
             inner = environments.environment_of(self, first)
-            return UNKNOWN if inner is None else replace(inner, observation=None, action=None)  # a wrapper from elsewhere
+            return (
+                UNKNOWN if inner is None else replace(inner, observation=None, action=None)
+            )  # a wrapper from elsewhere
         if name.startswith("suggest_"):
             return library.suggested(name, arguments)
         for value in (*arguments.values, *arguments.named.values()):
@@ -605,39 +354,7 @@ class Expressions:
 
     def configured_argument(self, function: FunctionValue) -> Any:
         """Return the configuration that a decorator hands to a function: hydra's, from its file."""
-        return library.configured_argument(self, function)
-
-    # ------------------------------------------------------------ conditions and loops
-
-    @staticmethod
-    def truth(value: Any) -> bool | None:
-        """Return whether a condition holds, if that is known."""
-        if isinstance(value, _PLAIN | tuple):
-            return bool(value)
-        if isinstance(value, ListValue) and value.length is not None and not value.is_deque:
-            return value.length > 0
-        if isinstance(value, FunctionValue | ClassValue | InstanceValue | Environments | ModuleValue):
-            return True
-        if isinstance(value, OneOf):
-            truths = {Expressions.truth(one) for one in value.values if one is not UNKNOWN}
-            return truths.pop() if len(truths) == 1 else None
-        return None
-
-    def loop_facts(self, node: ast.AST) -> LoopFacts:
-        """Return which names a loop's body changes, and which of them its next round reads."""
-        if node not in self._loops:
-            counted, first = set(), {}
-            for part in ast.walk(node):
-                if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
-                    counted.add(part.target.id)
-                if isinstance(part, ast.Name):
-                    at = (part.lineno, part.col_offset)
-                    is_load = isinstance(part.ctx, ast.Load)
-                    loads, stores = first.setdefault(part.id, ([], []))
-                    (loads if is_load else stores).append(at)
-            carried = {name for name, (loads, stores) in first.items() if loads and stores and min(loads) <= max(stores)}
-            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted))
-        return self._loops[node]
+        return command_line.configured_argument(self, function)
 
 
 def bounded(function: Callable[..., Any], *values: Any) -> Any:
@@ -662,7 +379,9 @@ def _repeated(left: Any, right: Any) -> Any:
     return None
 
 
-def _compared(op: ast.cmpop, left: Any, right: Any) -> Any:
+def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a kind
+    if isinstance(left, ArrayValue) and isinstance(op, ast.Gt | ast.GtE | ast.Lt | ast.LtE | ast.Eq | ast.NotEq):
+        return left.made_by(node, dtype=np.dtype(np.bool_))
     if isinstance(op, ast.Is | ast.IsNot) and right is None:
         if left is UNKNOWN or isinstance(left, Reference):
             return UNKNOWN

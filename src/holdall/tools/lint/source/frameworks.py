@@ -19,11 +19,27 @@ from holdall.tools.lint.source import environments
 from holdall.tools.lint.source.values import InstanceValue, likely
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
-_SB3_BUFFERS = {"ReplayBuffer", "DictReplayBuffer", "RolloutBuffer", "DictRolloutBuffer", "NStepReplayBuffer", "HerReplayBuffer"}
+_SB3_BUFFERS = {
+    "ReplayBuffer",
+    "DictReplayBuffer",
+    "RolloutBuffer",
+    "DictRolloutBuffer",
+    "NStepReplayBuffer",
+    "HerReplayBuffer",
+}
 _TORCHRL_STORAGES = {"LazyTensorStorage", "LazyMemmapStorage", "ListStorage", "TensorStorage"}
-_TORCHRL_BUFFERS = {"ReplayBuffer", "TensorDictReplayBuffer", "TensorDictPrioritizedReplayBuffer", "PrioritizedReplayBuffer"}
+_TORCHRL_BUFFERS = {
+    "ReplayBuffer",
+    "TensorDictReplayBuffer",
+    "TensorDictPrioritizedReplayBuffer",
+    "PrioritizedReplayBuffer",
+}
 _TIANSHOU_BUFFERS = {
-    "ReplayBuffer", "VectorReplayBuffer", "PrioritizedReplayBuffer", "PrioritizedVectorReplayBuffer", "CachedReplayBuffer"
+    "ReplayBuffer",
+    "VectorReplayBuffer",
+    "PrioritizedReplayBuffer",
+    "PrioritizedVectorReplayBuffer",
+    "CachedReplayBuffer",
 }
 _FLOAT32 = np.dtype(np.float32)
 
@@ -137,17 +153,19 @@ def held_env(value: Any) -> Environments | None:
     return held if isinstance(held, Environments) else None
 
 
-def transformed(env: Environments, transform: Any) -> Environments:
+def transformed(env: Environments, transform: Any) -> Environments:  # noqa: C901  one case for each transform
     """Return environments after one of TorchRL's transforms."""
     transform = likely(transform)
-    if not isinstance(transform, InstanceValue) or env.observation is None:
+    seen = env.observation
+    if not isinstance(transform, InstanceValue) or seen is None:
         return env
     given, kind = transform.arguments.get("call"), transform.kind.rpartition(".")[2]
     if kind == "Compose" and given is not None:
         for inner in given.values:
             env = transformed(env, inner)
         return env
-    leaf = env.observation.leaves[0]
+    leaf = seen.leaves[0]
+    shape: tuple[int, ...]
     match kind:
         case "ToTensorImage" if len(leaf.shape) == 3:
             shape, dtype = (leaf.shape[2], *leaf.shape[:2]), _FLOAT32
@@ -171,7 +189,7 @@ def transformed(env: Environments, transform: Any) -> Environments:
             shape, dtype = leaf.shape, _FLOAT32
         case _:
             return env
-    space = replace(env.observation, leaves=(Leaf(leaf.name, tuple(shape), dtype), *env.observation.leaves[1:]))
+    space = replace(seen, leaves=(Leaf(leaf.name, tuple(shape), dtype), *seen.leaves[1:]))
     return replace(env, observation=space)
 
 

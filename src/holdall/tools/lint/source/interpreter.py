@@ -18,8 +18,9 @@ from typing import Any
 from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 from holdall.tools.lint.source import library
-from holdall.tools.lint.source.expressions import CallArguments, Expressions, Scope
+from holdall.tools.lint.source.functions import Functions
 from holdall.tools.lint.source.repository import Module, Repository
+from holdall.tools.lint.source.scopes import CallArguments, Scope
 from holdall.tools.lint.source.script import Script
 from holdall.tools.lint.source.values import (
     ClassValue,
@@ -36,14 +37,22 @@ from holdall.tools.lint.source.values import (
     one_of,
 )
 
-_LIBRARIES = {"stable_baselines3", "sb3_contrib", "torchrl", "tensordict", "tianshou", "gymnasium", "gym", "torch", "numpy"}
+_LIBRARIES = {
+    "stable_baselines3",
+    "sb3_contrib",
+    "torchrl",
+    "tensordict",
+    "tianshou",
+    "gymnasium",
+    "gym",
+    "torch",
+    "numpy",
+}
 _MOST_STEPS = 30_000
-_DEEPEST_CALL = 14
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
 _LONGEST_CONDITION = 70
 _CAPACITIES = ("capacity", "max_size", "maxlen", "buffer_size", "memory_size", "max_len", "limit", "size", "_maxsize")
 _ENDS = {"sys.exit", "os._exit"}
-_DATA_CLASSES = {"dataclass", "NamedTuple", "struct", "define", "frozen", "s", "attrs"}
 
 
 class OutOfStepsError(Exception):
@@ -51,7 +60,7 @@ class OutOfStepsError(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Made:
+class ProgramEvent:
     """Something that the program makes or does and that rules are about."""
 
     what: str  # model, learn, buffer, array, collect
@@ -63,7 +72,7 @@ class Made:
     detail: dict[str, Any] = field(default_factory=dict)
 
 
-class Interpreter(Expressions):
+class Interpreter(Functions):
     """Follows one script."""
 
     def __init__(self, script: Script, repository: Repository) -> None:
@@ -74,12 +83,9 @@ class Interpreter(Expressions):
         self.no_arguments = CallArguments()
         self.flags: dict[str, Any] = {}  # of absl
         self.torchrl_env: Any = None  # the last one that was made
-        self.made: list[Made] = []
+        self.made: list[ProgramEvent] = []
         self.registered: dict[str, Any] = {}  # environments that the program registers
-        self.entered: set[ast.AST] = set()
-        self._active: Counter[ast.AST] = Counter()
         self._steps = 0
-        self._depth = 0
 
     def run(self) -> None:
         """Follow the script, then the functions that it does not call itself."""
@@ -100,6 +106,10 @@ class Interpreter(Expressions):
     def place(self, node: ast.AST | None) -> SourceRange:
         """Return where a node of the script stands."""
         return self.script.place(node) if node is not None else SourceRange.whole(self.script.path)
+
+    def place_here(self, node: ast.AST | None) -> SourceRange:
+        """Return where something stands in the script, or the call of the script that leads to it."""
+        return self.place(node if self.scope.module is self.main else self.anchor)
 
     def called(self, value: Any) -> Any:
         """Return what calling a value without arguments returns."""
@@ -122,7 +132,7 @@ class Interpreter(Expressions):
         at = node if self.scope.module is self.main else self.anchor
         if at is not None:
             owner = self.scope.instance or self.scope
-            self.made.append(Made(what, value, arguments, at, self.path, owner, detail))
+            self.made.append(ProgramEvent(what, value, arguments, at, self.path, owner, detail))
 
     # ------------------------------------------------------------ modules
 
@@ -142,7 +152,7 @@ class Interpreter(Expressions):
     def import_module(self, dotted: str, level: int = 0) -> Any:
         """Return a module of the repository, or a reference to one of a library."""
         known = not level and dotted.partition(".")[0] in _LIBRARIES  # described here, also in their own repositories
-        found = None if known else self.repository.find(dotted, level, self.scope.module.path)
+        found = None if known else self.repository.find(dotted, level, (self.scope.module or self.main).path)
         tree = self.repository.tree(found) if found is not None else None
         if found is None or tree is None:
             return Reference(dotted) if dotted and not level else UNKNOWN
@@ -170,7 +180,9 @@ class Interpreter(Expressions):
             value = self.import_module(alias.name)
             if not alias.asname and "." in alias.name and isinstance(value, ModuleValue):
                 value = self.import_module(first)
-            self.bind(alias.asname or first, value if alias.asname or isinstance(value, ModuleValue) else Reference(first))
+            self.bind(
+                alias.asname or first, value if alias.asname or isinstance(value, ModuleValue) else Reference(first)
+            )
 
     def _import_from(self, node: ast.ImportFrom) -> None:
         package = node.module or ""
@@ -226,9 +238,9 @@ class Interpreter(Expressions):
             case ast.Raise() | ast.Break() | ast.Continue():
                 return True
             case ast.FunctionDef() | ast.AsyncFunctionDef():
-                self.bind(node.name, self._define(node))
+                self.bind(node.name, self.define(node))
             case ast.ClassDef():
-                self.bind(node.name, self._define_class(node))
+                self.bind(node.name, self.define_class(node))
             case ast.Import():
                 self._import(node)
             case ast.ImportFrom():
@@ -260,7 +272,9 @@ class Interpreter(Expressions):
         is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer_soft or self.is_soft
         if truth is not None and not is_soft:
             return self.block(node.body if truth else node.orelse)
-        return self._branches([(_condition(node.test), node.body), (_condition(node.test, negate=True), node.orelse)], truth)
+        return self._branches(
+            [(_condition(node.test), node.body), (_condition(node.test, negate=True), node.orelse)], truth
+        )
 
     def _branches(self, branches: list[tuple[str, list[ast.stmt]]], truth: bool | None = None) -> bool:
         """Follow alternatives, and join what they leave behind; the default one holds without its condition."""
@@ -295,7 +309,9 @@ class Interpreter(Expressions):
         for handler in node.handlers:
             self.scope.names = before | after
             self.block(handler.body)
-            after = self.scope.names | after
+            made = {n: v for n, v in self.scope.names.items() if v is not after.get(n) and isinstance(v, InstanceValue)}
+            again = {name: one_of([(after[name], ""), (value, "")]) for name, value in made.items() if name in after}
+            after = self.scope.names | after | again
         self.scope.names = after
         return self.block(node.finalbody) or (left and not node.handlers)
 
@@ -336,117 +352,6 @@ class Interpreter(Expressions):
             return one_of((self.item_of_loop(one), condition) for one, condition in candidates_of(over))
         return one_of((item, "") for item in items) if items else UNKNOWN
 
-    # ------------------------------------------------------------ functions and classes
-
-    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef, owner: ClassValue | None = None) -> Any:
-        defaults = tuple(self.value(one) for one in node.args.defaults)
-        keyword = tuple(UNKNOWN if one is None else self.value(one) for one in node.args.kw_defaults)
-        made = [self.value(one) for one in node.decorator_list]
-        names = frozenset(ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list)
-        function = FunctionValue(node, self.scope, owner, defaults, keyword, None, names)
-        function.wrapped = tuple(one for one in made if isinstance(one, InstanceValue))
-        return function
-
-    def _define_class(self, node: ast.ClassDef) -> ClassValue:
-        bases = tuple(one for base in node.bases for one, _ in candidates_of(self.value(base))[:1])
-        names = frozenset(
-            ast.unparse(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2] for one in node.decorator_list
-        )
-        made = ClassValue(node, self.scope, bases, decorators=names)
-        outer, self.scope = self.scope, Scope(self.scope.module, {}, self.scope, is_class=True)
-        fields = []
-        for statement in node.body:
-            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-                self.scope.names[statement.name] = self._define(statement, made)
-                continue
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                fields.append(statement.target.id)
-            self.statement(statement)
-        made.attributes, made.fields = self.scope.names, tuple(fields)
-        self.scope = outer
-        return made
-
-    def call_function(self, function: FunctionValue, arguments: CallArguments, owner: Any = None) -> Any:
-        """Follow a function of the program."""
-        if self._active[function.node] > 1 or self._depth >= _DEEPEST_CALL:
-            return UNKNOWN
-        self.entered.add(function.node)
-        scope = Scope(function.scope.module, {}, function.scope, instance=owner, owner=function.owner, path=self.path)
-        self._bind(function, arguments, owner, scope)
-        outer, self.scope = self.scope, scope
-        soft, self.is_soft = self.is_soft, False
-        self._active[function.node] += 1
-        self._depth += 1
-        try:
-            if isinstance(function.node, ast.Lambda):
-                return self.value(function.node.body)
-            left = self.block(function.node.body)
-            if scope.yielded:
-                return ListValue(scope.yielded, None)
-            ends = scope.returned if left or any(value is not None for value, _ in scope.returned) else []
-            return one_of(ends) if ends else None
-        finally:
-            self._depth -= 1
-            self._active[function.node] -= 1
-            self.scope, self.is_soft = outer, soft
-
-    def _bind(self, function: FunctionValue, given: CallArguments, owner: Any, scope: Scope) -> None:
-        spec = function.node.args
-        names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
-        is_method = owner is not None and not {"staticmethod"} & function.decorators
-        positional = [owner, *given.values] if is_method and names else list(given.values)
-        if not positional and function.wrapped and (configured := self.configured_argument(function)) is not None:
-            positional = [configured]
-        with_default = dict(zip(names[len(names) - len(function.defaults) :], function.defaults, strict=True))
-        with_default |= dict(zip((one.arg for one in spec.kwonlyargs), function.keyword_defaults, strict=True))
-        values = scope.names
-        missing = UNKNOWN if not given.is_complete else None
-        for name in (*names, *(one.arg for one in spec.kwonlyargs)):
-            values[name] = with_default.get(name, UNKNOWN) if missing is None or name in with_default else UNKNOWN
-        values |= dict(zip(names, positional, strict=False))
-        for name, default in library.click_defaults(function):
-            if name in values and name not in given.named:
-                values[name] = default
-                scope.soft.add(name)
-        if not given.is_complete:
-            scope.soft |= set(with_default) - set(names[: len(positional)]) - set(given.named)
-        values |= {name: value for name, value in given.named.items() if name in values}
-        if spec.vararg:
-            rest = positional[len(names) :]
-            values[spec.vararg.arg] = tuple(rest) if given.is_complete else ListValue(rest, None)
-        if spec.kwarg:
-            extra = {name: value for name, value in given.named.items() if name not in names}
-            table = TableValue(extra.items(), path=self.path)
-            table.is_complete = given.is_complete
-            values[spec.kwarg.arg] = table
-
-    def instantiate(self, made_of: ClassValue, arguments: CallArguments, node: ast.AST | None) -> Any:
-        """Make an object of a class of the program."""
-        instance = InstanceValue(made_of, node=node, path=self.path)
-        self.instances.append(instance)
-        if made_of.decorators & _DATA_CLASSES or made_of.extends("NamedTuple", "BaseModel", "Tap", "BaseSettings"):
-            self._fill_fields(instance, arguments)
-        start = made_of.find("__init__")
-        if isinstance(start, FunctionValue):
-            self.call_function(start, arguments, instance)
-        else:
-            self.library_start(instance, arguments)
-        after = made_of.find("__post_init__")
-        if isinstance(after, FunctionValue):
-            self.call_function(after, CallArguments(), instance)
-        return instance
-
-    def _fill_fields(self, instance: InstanceValue, arguments: CallArguments) -> None:
-        made_of = instance.made_of
-        if not isinstance(made_of, ClassValue):
-            return
-        names = [name for one in reversed(list(made_of.lineage())) for name in one.fields]
-        for name in names:
-            value = made_of.find(name)
-            instance.attributes[name] = self.fresh_default(value)
-        instance.attributes |= dict(zip(names, arguments.values, strict=False))
-        instance.attributes |= {name: value for name, value in arguments.named.items() if name in names}
-
     # ------------------------------------------------------------ what nothing calls
 
     def _uncalled(self) -> Iterator[tuple[Any, Scope]]:
@@ -458,8 +363,8 @@ class Interpreter(Expressions):
         classes = [one for one in self.main.tree.body if isinstance(one, ast.ClassDef)]
         for node in sorted(outside, key=lambda one: used[one.name] > 0):
             yield node, scope
-        for node in sorted(classes, key=lambda one: used[one.name] > 0):
-            yield node, scope
+        for made in sorted(classes, key=lambda one: used[one.name] > 0):
+            yield made, scope
 
     def _enter_alone(self, node: Any, scope: Scope) -> None:
         self.scope, self.path, self.repeats = scope, (), None
@@ -481,8 +386,7 @@ class Interpreter(Expressions):
         return found[-1] if found else None
 
     def _alone(self, value: ClassValue) -> Any:
-        instance = self.instantiate(value, CallArguments(is_complete=False), value.node)
-        return instance
+        return self.instantiate(value, CallArguments(is_complete=False), value.node)
 
     def _call_alone(self, function: FunctionValue, owner: Any) -> None:
         self.call_function(function, CallArguments(is_complete=False), owner)

@@ -8,6 +8,7 @@ Stable-Baselines3 is not imported here: a live model brings it along.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
@@ -29,10 +30,11 @@ from holdall.tools.lint.run import (
     whole,
 )
 from holdall.tools.lint.source.buffers import plain_buffers
-from holdall.tools.lint.source.environments import by_id, environment_of, space_of
-from holdall.tools.lint.source.interpreter import Interpreter, Made
+from holdall.tools.lint.source.environments import environment_of
+from holdall.tools.lint.source.interpreter import Interpreter, ProgramEvent
 from holdall.tools.lint.source.repository import Repository
 from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.spaces import by_id, space_of
 from holdall.tools.lint.source.values import (
     ClassValue,
     FunctionValue,
@@ -64,11 +66,12 @@ _POLICIES = {
     "ActorCriticCnnPolicy": "CnnPolicy",
     "ActorCriticPolicy": "MlpPolicy",
 }
-_MARKS = (
-    "stable_baselines3", "sb3_contrib", "Replay", "replay", "deque", "buffer", "memory", "torchrl", "tianshou",
-    "elegantrl", "zeros", "VectorEnv", "VecEnv", "append", "thread", "divided", "1024", "1e9", "num_threads", "use(",
-)  # fmt: skip
-"""Words without one of which a script makes nothing that rules ask for."""
+_MARKS = re.compile(
+    r"stable_baselines3|sb3_contrib|[Rr]eplay|deque|torchrl|tianshou|elegantrl|VecEnv|VectorEnv|make_vec|pickle|\buse\("
+    r"|\b(?:np|numpy|torch|th)\.(?:zeros|empty|ones|full)\b|num_threads|thread_num|worker_num|[GMT]i?B\b"
+    r"|(?:memory|buffer|transitions|experience)\w*\.append"
+)
+"""A script without any of these makes nothing that rules ask for."""
 
 
 class SeenValues:
@@ -110,13 +113,13 @@ class TrainingReader:
     def __init__(self, script: Script, repository: Repository | None = None) -> None:
         self.script = script
         self.interpreter = Interpreter(script, repository or Repository(None))
-        if any(mark in script.text for mark in _MARKS):
+        if _MARKS.search(script.text):
             self.interpreter.run()
         self.evaluator = SeenValues(self.interpreter.seen)
 
-    def recorded(self, *what: str) -> list[Made]:
+    def recorded(self, *what: str) -> list[ProgramEvent]:
         """Return what the program makes or does, once for each object and line."""
-        kept: dict[tuple[int, str, ast.AST], Made] = {}
+        kept: dict[tuple[int, str, ast.AST], ProgramEvent] = {}
         for made in self.interpreter.made:
             if made.what in what:
                 kept[id(made.value), made.what, made.node] = made
@@ -184,7 +187,7 @@ class TrainingReader:
                 if value is not None:
                     yield from self._divisors(value, depth + 1)
 
-    def _runs_of(self, made: Made, algorithm: Algorithm) -> Iterator[ConfiguredRun]:
+    def _runs_of(self, made: ProgramEvent, algorithm: Algorithm) -> Iterator[ConfiguredRun]:
         given, has_more = self.settings(made.arguments, algorithm.positional)
         place = self.interpreter.place(made.node)
         given.setdefault("policy", Setting(UNKNOWN, place))
@@ -203,13 +206,13 @@ class TrainingReader:
 
     # ------------------------------------------------------------ learn and its callbacks
 
-    def _learn(self, made: Made, model: Made) -> LearnCall:
+    def _learn(self, made: ProgramEvent, model: ProgramEvent) -> LearnCall:
         given, has_more = self.settings(made.arguments, ("total_timesteps", "callback"))
         place = self.interpreter.place(made.node)
         loop = self.script.loop(made.node)
         return LearnCall(
             given.get("total_timesteps", Setting(UNKNOWN, place)),
-            tuple(self._callbacks(made.arguments.get(1, "callback", None))),
+            tuple(self._callbacks(made.arguments.get(1, "callback", None) if made.arguments else None)),
             place,
             loop is not None and loop not in self.script.ancestors(model.node),
             given["reset_num_timesteps"].value if "reset_num_timesteps" in given else UNKNOWN if has_more else True,

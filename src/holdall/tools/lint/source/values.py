@@ -71,7 +71,9 @@ class TableValue(dict[object, Any]):
 
     __slots__ = ("has_attributes", "is_complete", "path")
 
-    def __init__(self, entries: Iterable[tuple[object, Any]] = (), *, path: Path = (), attributes: bool = False):
+    def __init__(
+        self, entries: Iterable[tuple[object, Any]] = (), *, path: Path = (), attributes: bool = False
+    ) -> None:
         super().__init__(entries)
         self.path, self.has_attributes, self.is_complete = path, attributes, True
 

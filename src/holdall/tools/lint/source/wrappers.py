@@ -22,13 +22,44 @@ from holdall.tools.lint.source.values import known_items, likely
 _UINT8 = np.dtype(np.uint8)
 _FLOAT32 = np.dtype(np.float32)
 _SAME = frozenset(
-    {"Monitor", "VecMonitor", "VecCheckNan", "VecTransposeImage", "RecordEpisodeStatistics", "RecordVideo", "PyTorchObs"}
+    {
+        "Monitor",
+        "VecMonitor",
+        "VecCheckNan",
+        "VecTransposeImage",
+        "RecordEpisodeStatistics",
+        "RecordVideo",
+        "PyTorchObs",
+    }
     | {"VecVideoRecorder", "OrderEnforcing", "PassiveEnvChecker", "NormalizeReward", "ClipReward", "ClipRewardEnv"}
-    | {"MaxAndSkipEnv", "NoopResetEnv", "EpisodicLifeEnv", "FireResetEnv", "StickyActionEnv", "Autoreset", "AutoResetWrapper"}
+    | {
+        "MaxAndSkipEnv",
+        "NoopResetEnv",
+        "EpisodicLifeEnv",
+        "FireResetEnv",
+        "StickyActionEnv",
+        "Autoreset",
+        "AutoResetWrapper",
+    }
     | {"TransformReward", "HumanRendering", "RenderCollection", "EnvCompatibility", "StepAPICompatibility", "SkipFrame"}
     | {"VecExtractDictObs", "RecordRewards", "ClipAction", "RescaleAction", "NumpyToTorch", "MaxAndSkipObservation"}
-    | {"EpisodicLifeWrapper", "ActionMasker", "RewardWrapper", "StickyAction", "Wrapper", "ObservationWrapper", "VecEnvWrapper"}
-    | {"ActionWrapper", "RepeatAction", "GymToGymnasium", "GymV21CompatibilityV0", "VectorEnvWrapper", "VectorEnvNormObs"}
+    | {
+        "EpisodicLifeWrapper",
+        "ActionMasker",
+        "RewardWrapper",
+        "StickyAction",
+        "Wrapper",
+        "ObservationWrapper",
+        "VecEnvWrapper",
+    }
+    | {
+        "ActionWrapper",
+        "RepeatAction",
+        "GymToGymnasium",
+        "GymV21CompatibilityV0",
+        "VectorEnvWrapper",
+        "VectorEnvNormObs",
+    }
 )
 _NEW_ACTIONS = frozenset({"JoypadSpace", "DiscretizedAction", "MultiBinaryToDiscrete"})
 ATARI_WRAPPERS = frozenset({"wrap_deepmind", "make_atari"})
@@ -99,7 +130,10 @@ def _preprocessing(env: Environments, arguments: Any, place: SourceRange) -> Env
 
 def _grey(env: Environments, arguments: Any, place: SourceRange) -> Environments:
     keeps = arguments.get(1, "keep_dim", False) is True
-    return _changed(env, lambda leaf: replace(leaf, shape=leaf.shape[:2] + ((1,) if keeps else ())) if len(leaf.shape) == 3 else None)
+    return _changed(
+        env,
+        lambda leaf: replace(leaf, shape=leaf.shape[:2] + ((1,) if keeps else ())) if len(leaf.shape) == 3 else None,
+    )
 
 
 def _resized(env: Environments, arguments: Any, place: SourceRange) -> Environments:
@@ -108,11 +142,18 @@ def _resized(env: Environments, arguments: Any, place: SourceRange) -> Environme
     if not sides or None in sides:
         return replace(env, observation=None)
     height, width = sides[0] or 0, sides[-1] or 0
-    return _changed(env, lambda leaf: replace(leaf, shape=(height, width, *leaf.shape[2:])) if len(leaf.shape) >= 2 else None)
+    return _changed(
+        env, lambda leaf: replace(leaf, shape=(height, width, *leaf.shape[2:])) if len(leaf.shape) >= 2 else None
+    )
 
 
 def _stacked_first(env: Environments, arguments: Any, place: SourceRange) -> Environments:
-    count = whole(next((arguments.named[n] for n in ("num_stack", "stack_size", "k", "n_frames") if n in arguments.named), arguments.get(1, "num_stack")))
+    count = whole(
+        next(
+            (arguments.named[n] for n in ("num_stack", "stack_size", "k", "n_frames") if n in arguments.named),
+            arguments.get(1, "num_stack"),
+        )
+    )
     if count is None or count < 1:
         return replace(env, observation=None)
     made = _changed(env, lambda leaf: replace(leaf, shape=(count, *leaf.shape)))

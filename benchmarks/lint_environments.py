@@ -1,8 +1,8 @@
-"""Make the table of known environments: `python docs/lint_environments.py`, in an environment with their packages.
+"""Make the table of environments that lint knows by id, where their packages are installed.
 
     pip install 'gymnasium[atari,box2d,classic-control,toy-text,mujoco]' minigrid highway-env gymnasium-robotics \
         miniworld vizdoom
-    python docs/lint_environments.py
+    python benchmarks/lint_environments.py
 
 In:  every id that the installed packages register.  Out: src/holdall/tools/lint/environments.json: by observation and
 action space, in the notation of `holdall plan`, the ids that have them, and the time limit of an id where it has one.
@@ -15,12 +15,17 @@ import json
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 from gymnasium import spaces
 
 FILE = Path(__file__).parents[1] / "src" / "holdall" / "tools" / "lint" / "environments.json"
 PACKAGES = ("ale_py", "minigrid", "highway_env", "gymnasium_robotics", "panda_gym", "vizdoom.gymnasium_wrapper")
+PROCGEN = (
+    "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot", "heist", "jumper",
+    "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
+)  # fmt: skip
 # Ids that newer packages no longer make, with the spaces that their documentation gives.
 OLDER = {
     "111:float64 8": ("Ant-v2", "Ant-v3"),
@@ -43,15 +48,11 @@ OLDER = {
         for version in range(4)
         for stage in ("", "2", "RandomStages", *(f"-{world}-{level}" for world in range(1, 9) for level in range(1, 5)))
     ),
-    "64x64x3:uint8 discrete(15)": tuple(
-        f"procgen-{game}-v0"
-        for game in ("bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze "
-                     "miner ninja plunder starpilot").split()
-    ),
+    "64x64x3:uint8 discrete(15)": tuple(f"procgen-{game}-v0" for game in PROCGEN),
 }  # fmt: skip
 
 
-def text(space: spaces.Space) -> str | None:
+def text(space: spaces.Space[Any]) -> str | None:
     """Write a space as `holdall plan` reads it."""
     match space:
         case spaces.Box():
@@ -84,7 +85,7 @@ def main() -> None:
             continue
         try:
             env = gym.make(name)
-        except Exception as error:  # noqa: BLE001  whatever a package lacks here, the others go on
+        except Exception as error:  # whatever a package lacks here, the others go on
             print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             continue
         seen, acted = text(env.observation_space), text(env.action_space)
@@ -96,7 +97,9 @@ def main() -> None:
         env.close()
     known = {key: " ".join(sorted(set(ids))) for key, ids in sorted(table.items())}
     FILE.write_text(json.dumps({"spaces": known, "steps": steps}, indent=0) + "\n", encoding="utf-8")
-    print(f"{sum(len(ids.split()) for ids in known.values())} ids in {len(known)} spaces: {FILE.stat().st_size:,} bytes")
+    print(
+        f"{sum(len(ids.split()) for ids in known.values())} ids in {len(known)} spaces: {FILE.stat().st_size:,} bytes"
+    )
 
 
 if __name__ == "__main__":

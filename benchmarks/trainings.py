@@ -1,0 +1,171 @@
+"""Whole trainings with the drop-in and with Stable-Baselines3's buffers: steps a second, and `add` and `sample` inside.
+
+    OMP_NUM_THREADS=1 python benchmarks/trainings.py [--case dqn|camera|vectors] [--rounds 5] [--json FILE]
+
+`dqn` is DQN on made-up stacks of four frames, batches of 32; `camera` is SAC on a Dict of image and vector, batches of
+64; `vectors` is TD3 on Pendulum, batches of 256. Every side of every round is a fresh process, and the sides take
+turns. Environments and networks are small, so that buffers count for much. Shown are the best rounds: steps a second by
+the CPU time of the process, and the medians of calls by the CPU time of the thread. Exit status 1 if a bar is not met:
+1.0 of Stable-Baselines3's steps a second, and in `dqn` 0.8 (raw) and 1.1 (compressed) of the time of its `sample`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from process import commit, emit, machine, versions
+from small_batches import made_up_frames
+from small_observations import Times, buffer_class
+
+SIDES: dict[str, dict[str, Any]] = {"sb3": {}, "raw": {"budget": "auto"}, "compressed": {"budget": None}}
+SAMPLE_BARS = {"dqn": {"raw": 0.8, "compressed": 1.1}}
+FRAMES = 1_500
+
+
+class Film(gym.Env[Any, Any]):
+    """Made-up frames one after another, as stacks, or as images beside a vector; episodes of 300 steps."""
+
+    def __init__(self, *, stacks: bool) -> None:
+        self._frames = made_up_frames(FRAMES)
+        self._stacks, self._at = stacks, 0
+        if stacks:
+            self.observation_space: Any = spaces.Box(0, 255, (4, 84, 84), np.uint8)
+            self.action_space: Any = spaces.Discrete(4)
+        else:
+            image, vector = spaces.Box(0, 255, (3, 84, 84), np.uint8), spaces.Box(-9, 9, (31,), np.float32)
+            self.observation_space = spaces.Dict({"image": image, "vector": vector})
+            self.action_space = spaces.Box(-1, 1, (4,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin somewhere."""
+        super().reset(seed=seed, options=options)
+        self._at, self._left = int(self.np_random.integers(0, FRAMES - 400)), 300
+        return self._seen(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Show the next frame."""
+        self._at, self._left = self._at + 1, self._left - 1
+        return self._seen(), float(np.sum(action)) % 1.0, self._left == 0, False, {}
+
+    def _seen(self) -> Any:
+        first = self._at
+        if self._stacks:
+            return self._frames[first : first + 4]
+        vector = np.full(31, first / FRAMES, np.float32)
+        return {"image": self._frames[first : first + 3], "vector": vector}
+
+
+IMAGES = {"train_freq": 8, "learning_starts": 400}
+CASES: dict[str, tuple[str, str, Any, dict[str, Any], int]] = {
+    "dqn": ("DQN", "CnnPolicy", lambda: Film(stacks=True), {"batch_size": 32, **IMAGES}, 1_600),
+    "camera": ("SAC", "MultiInputPolicy", lambda: Film(stacks=False), {"batch_size": 64, **IMAGES}, 600),
+    "vectors": (
+        "TD3",
+        "MlpPolicy",
+        lambda: gym.make("Pendulum-v1"),
+        {"batch_size": 256, "learning_starts": 200},
+        1_500,
+    ),
+}
+
+
+def train(case: str, side: str) -> dict[str, Any]:
+    """Train one side, with its calls timed from outside."""
+    import stable_baselines3  # noqa: PLC0415  children alone need it
+    from stable_baselines3.common.vec_env import DummyVecEnv  # noqa: PLC0415  likewise
+
+    algorithm, policy, make_env, settings, steps = CASES[case]
+    times, env = Times(), DummyVecEnv([make_env])
+    parent: Any = buffer_class("sb3" if side == "sb3" else "holdall", env.observation_space)
+
+    class Timed(parent):  # type: ignore[misc]  # chosen at run time
+        def add(self, *arguments: Any) -> None:
+            times.of("add", lambda: parent.add(self, *arguments))
+
+        def sample(self, *arguments: Any, **options: Any) -> Any:
+            return times.of("sample", lambda: parent.sample(self, *arguments, **options))
+
+    small: dict[str, Any] = {"features_extractor_kwargs": {"features_dim": 64}} if case == "dqn" else {}
+    model = getattr(stable_baselines3, algorithm)(
+        policy, env, replay_buffer_class=Timed, replay_buffer_kwargs=SIDES[side], buffer_size=20_000, seed=0,
+        device="cpu", policy_kwargs=small, **settings,
+    )  # fmt: skip
+    began, cpu = time.perf_counter(), time.process_time()
+    model.learn(steps)
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - began
+    return {"steps_per_cpu_s": steps / cpu, "steps_per_s": steps / wall, **times.summary()}
+
+
+def measure(cases: list[str], rounds: int) -> dict[str, Any]:
+    """Run all sides in turn, each in a fresh process; return the best of each."""
+    found: dict[str, dict[str, list[Any]]] = {case: {side: [] for side in SIDES} for case in cases}
+    for turn in range(rounds):
+        for case in cases:
+            for side in list(SIDES)[:: 1 if turn % 2 == 0 else -1]:
+                command = [sys.executable, __file__, "--case", case, "--side", side]
+                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                found[case][side].append(json.loads(done.stdout.splitlines()[-1])["result"])
+        print(f"round {turn + 1} of {rounds} done", file=sys.stderr)
+    return {case: _compared(case, sides) for case, sides in found.items()}
+
+
+def _compared(case: str, sides: dict[str, list[Any]]) -> dict[str, Any]:
+    best: dict[str, dict[str, Any]] = {
+        side: {
+            "steps_per_cpu_s": max(each["steps_per_cpu_s"] for each in results),
+            "steps_per_s": max(each["steps_per_s"] for each in results),
+            "sample_us": min(each["sample"]["cpu_us"] for each in results),
+            "add_us": min(each["add"]["cpu_us"] for each in results),
+        }
+        for side, results in sides.items()
+    }
+    for side, row in best.items():
+        for name in ("steps_per_cpu_s", "steps_per_s", "sample_us", "add_us"):
+            row[f"{name}_ratio"] = row[name] / best["sb3"][name]
+        row["sample_bar"] = SAMPLE_BARS.get(case, {}).get(side)
+    return best
+
+
+def show(found: dict[str, Any]) -> bool:
+    """Print a table to stderr; return whether all bars are met."""
+    is_met = True
+    for case, sides in found.items():
+        for side, row in sides.items():
+            is_met &= row["steps_per_cpu_s_ratio"] >= 1.0
+            is_met &= row["sample_bar"] is None or row["sample_us_ratio"] <= row["sample_bar"]
+            steps = f"{row['steps_per_cpu_s']:.0f} steps a CPU second ({row['steps_per_cpu_s_ratio']:.2f})"
+            calls = f"sample {row['sample_us']:.0f} us ({row['sample_us_ratio']:.2f}), add {row['add_us']:.0f} us"
+            print(f"{case:8} {side:11} {steps}, {calls} ({row['add_us_ratio']:.2f})", file=sys.stderr)
+    return is_met
+
+
+def main() -> int:
+    """Read the command line; train one side here, or all of them in processes of their own."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # a child's
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    wanted = parser.parse_args()
+    if wanted.side:
+        emit({"result": train(wanted.case, wanted.side)})
+        return 0
+    found = measure([wanted.case] if wanted.case else list(CASES), wanted.rounds)
+    is_met = show(found)
+    result = {"commit": commit(), "machine": machine(), "versions": versions(), "rounds": wanted.rounds, "found": found}
+    if wanted.json:
+        wanted.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0 if is_met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

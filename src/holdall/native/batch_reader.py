@@ -1,0 +1,303 @@
+"""Batches for the host in one call: batch.c draws rows, copies them and makes the arrays.
+
+In:  where all fields lie, as the store says it.  Out: a built-in function of Python, made without headers.
+Invariant: C reads and makes objects of Python and NumPy only if real ones are as it expects, see tick_writer.py. All
+other interpreters go the general way, and read the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.native.library import (
+    KEPT_MEMORIES,
+    MOST_DIMENSIONS,
+    ArrayMakerStruct,
+    BatchArrayStruct,
+    BatchFieldStruct,
+    BatchReaderStruct,
+    chosen_library,
+)
+from holdall.native.reading import NativeDecoder, ThreadPool
+from holdall.native.tick_writer import built_in, owner_address
+from holdall.schema import Array
+from holdall.storage import ALIGNMENT_BYTES, RECORD_FIELDS, BatchArray, BatchReader, BatchSource, Repair, address
+from holdall.threads import tell_of_forks
+
+_MOST_DRAWN = (1 << 32) - 1
+"""NumPy draws numbers beyond in another way."""
+_BYTES_PER_THREAD = 1 << 20
+"""A thread is woken only for at least this much to copy ..."""
+_SEALED_BYTES_PER_THREAD = 1 << 18
+"""... or to decode."""
+_BYTES_WITHOUT_GIL = 1 << 16
+"""Copying less takes no longer than it takes to give up the GIL and to get it back."""
+_MOST_SHORT_BYTES = 1 << 20
+"""Short fields are copied with the GIL: more would keep other threads waiting."""
+_ONE_MEMORY_BYTES = 1 << 15
+"""See `RowTable`."""
+_LEAST_KEPT_BYTES = 1 << 16
+"""Smaller memory is cheap to allocate; above it, fresh pages cost more than the copy."""
+_LOOK_AGAIN_S = 0.001
+_MOST_COLUMNS, _MOST_FIELDS = 160, 16
+_BYTE, _ID = np.dtype(np.uint8), np.dtype(np.int64)
+_SEALED = RECORD_FIELDS.index("sealed")
+_MAKERS = {
+    "new_tuple": "PyTuple_New", "set_item": "PyTuple_SetItem", "as_number": "PyLong_AsLongLong",
+    "number": "PyLong_FromLongLong", "clear_error": "PyErr_Clear", "save_thread": "PyEval_SaveThread",
+    "restore_thread": "PyEval_RestoreThread", "take": "Py_IncRef", "drop": "Py_DecRef",
+}  # fmt: skip
+_NEW_ARRAY, _SET_BASE = 94, 282
+"""Places of PyArray_NewFromDescr and PyArray_SetBaseObject in the table that NumPy gives to extensions."""
+_ARRAY_INTERFACES = {0x02000000}
+"""Versions of that table, which its first function returns."""
+
+
+class NativeBatchReader(BatchReader):
+    """One built-in function over one struct, which is described again when fields lie elsewhere.
+
+    Args:
+        lock: The memory's own.
+        is_changed: Set when segments or their blocks are others than before.
+        most_kept_bytes: Most memory that is kept for the next batches.
+        threads: That share the copying of a batch.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, decoder: NativeDecoder | None, lock: Any, repair: Repair, is_changed: bytearray,
+        most_kept_bytes: int, threads: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._library, self._decoder, self._is_changed = library, decoder, is_changed
+        self._pool, self._decoders = ThreadPool(threads), list[Any]()
+        flags = [np.frombuffer(flag, np.uint8) for flag in (repair.is_pending, is_changed)]
+        self._struct = BatchReaderStruct(
+            maker=ctypes.addressof(_array_maker()), bytes_per_thread=_BYTES_PER_THREAD,
+            sealed_bytes_per_thread=_SEALED_BYTES_PER_THREAD, bytes_without_gil=_BYTES_WITHOUT_GIL,
+            one_memory_bytes=_ONE_MEMORY_BYTES, least_kept_bytes=_LEAST_KEPT_BYTES, most_kept_bytes=most_kept_bytes,
+            lock_owner=owner_address(lock), is_pending=address(flags[0]), is_changed=address(flags[1]),
+        )  # fmt: skip
+        self._described: list[Any] = []  # what the struct points into
+        # A tuple, and not an array that has all: the collector of cycles looks into tuples.
+        owner = (np.frombuffer(memoryview(self._struct).cast("B"), np.uint8), lock, flags, self._described)
+        self.draw = built_in("holdall_fast_draw", library, owner)
+        self._release = weakref.finalize(self, _release_memory, self._struct)
+        tell_of_forks(self)
+
+    def needs(self, rows: int) -> bool:
+        """See `BatchReader.needs`."""
+        struct = self._struct
+        return not struct.is_busy and bool(
+            not struct.is_open
+            or self._is_changed[0]
+            or struct.most_rows < rows
+            or struct.generator != id(_global_generator())
+        )
+
+    def offer(self, source: BatchSource, rows: int) -> None:
+        """See `BatchReader.offer`."""
+        struct, table = self._struct, source.rows.table
+        struct.is_open = 0
+        columns, row_bytes = table.columns(), sum(table.spans(ALIGNMENT_BYTES)[1:3]) // ALIGNMENT_BYTES
+        room = min(max(rows, struct.most_rows), _MOST_SHORT_BYTES // max(row_bytes, 1))
+        is_readable = len(columns) <= _MOST_COLUMNS and len(source.rows.large) <= _MOST_FIELDS
+        is_readable &= all(0 not in array.shape and len(array.shape) < MOST_DIMENSIONS for array in source.arrays)
+        if struct.is_busy or not is_readable or room < rows or not self._can_decode(source):
+            return
+        self._is_changed[0] = 0
+        generator = _global_generator()
+        arrays = (BatchArrayStruct * len(source.arrays))(*map(_array_struct, source.arrays))
+        scratch = [np.empty(room, dtype) for dtype in (np.int64, np.int64, np.int32, np.int32)]
+        kept = (source, columns, tuple(source.rows.records))  # of the tables, whose list changes
+        self._described[:] = [kept, arrays, scratch, generator]
+        struct.writer, struct.columns = ctypes.addressof(source.writer.places[0]), address(columns)
+        struct.column_count, struct.arrays, struct.array_count = len(columns), ctypes.addressof(arrays), len(arrays)
+        struct.kept, struct.first_tick, struct.capacity_ticks = id(kept), source.first_tick, source.capacity_ticks
+        struct.lanes, struct.ring_rows, struct.most_rows = source.lanes, source.rows.ring_rows, room
+        struct.ids, struct.drawn_lanes, struct.segment, struct.lane = map(address, scratch)
+        struct.generator, struct.generator_is_locked = id(generator), id(generator.lock) + _held_at()
+        next_uint32, state = _drawn_from(generator)
+        struct.next_uint32, struct.generator_state = next_uint32.value, state
+        self._describe_fields(source, len(columns))
+        self._call_helpers(source, room)
+        struct.is_open = 1
+
+    def _describe_fields(self, source: BatchSource, columns: int) -> None:
+        """Say where large fields lie."""
+        struct, rows = self._struct, source.rows
+        struct.field_count, struct.segments = len(rows.large), len(rows.first_ticks)
+        struct.first_ticks = address(rows.first_ticks) if len(rows.first_ticks) else None
+        for k, (records, nbytes) in enumerate(zip(rows.records, source.large_bytes, strict=True)):
+            is_sealed = bool(records[:, _SEALED].any())
+            cursors = columns - len(rows.large) + k
+            struct.field[k] = BatchFieldStruct(address(records), len(records), nbytes, cursors, is_sealed)
+
+    def _can_decode(self, source: BatchSource) -> bool:
+        """Whether what is sealed can be decoded in C."""
+        return self._decoder is not None or not any(records[:, _SEALED].any() for records in source.rows.records)
+
+    def _call_helpers(self, source: BatchSource, rows: int) -> None:
+        """Start the threads and make the decoders that batches of so many rows are worth."""
+        struct = self._struct
+        bytes_of = [2 * rows * nbytes for nbytes in source.large_bytes]
+        sealed = [field.is_sealed for field in struct.field[: struct.field_count]]
+        least = [_SEALED_BYTES_PER_THREAD if is_sealed else _BYTES_PER_THREAD for is_sealed in sealed]
+        wanted = max((nbytes // one for nbytes, one in zip(bytes_of, least, strict=True)), default=0)
+        threads = max(1, min(self._pool.threads, wanted))
+        struct.pool, struct.most_helpers = self._pool.started(self._library) if threads > 1 else None, threads - 1
+        struct.decoders = None
+        if self._decoder is not None and any(sealed):
+            self._decoders = self._decoder.more_decoders(self._decoders, threads, 3 * max(source.large_bytes))
+            addresses = (ctypes.c_void_p * threads)(*(memory.address for memory in self._decoders))
+            self._described.append((addresses, self._decoders))
+            struct.decoders = ctypes.addressof(addresses)
+
+    def end(self) -> None:
+        """See `BatchReader.end`."""
+        self._struct.is_open = 0
+
+    def close(self) -> None:
+        """See `BatchReader.close`."""
+        self._struct.is_open = 0
+        while self._struct.is_busy:
+            time.sleep(_LOOK_AGAIN_S)
+        _release_memory(self._struct)
+        self._pool.dismiss()
+        self._described.clear()
+        self._decoders = []
+
+    def after_fork(self) -> None:
+        """Leave the parent's threads, and what one of them is in the middle of."""
+        self._struct.is_open = self._struct.is_busy = 0
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]  # asked of C
+        """Bytes kept for the next batches."""
+        return int(self._struct.kept_bytes)
+
+    def arrays(self) -> list[Array]:
+        """Return what is kept for the next batches."""
+        return [ctypes.cast(owner, ctypes.py_object).value for owner in self._struct.kept_owner if owner]
+
+
+def _release_memory(struct: BatchReaderStruct) -> None:
+    """Let go of the memory that is kept; who uses it keeps it."""
+    struct.is_open = 0
+    for place in range(KEPT_MEMORIES):
+        owner, struct.kept_owner[place], struct.kept_length[place] = struct.kept_owner[place], None, 0
+        if owner:
+            ctypes.pythonapi.Py_DecRef(ctypes.c_void_p(owner))
+    struct.kept_bytes = 0
+
+
+def _array_struct(array: BatchArray) -> BatchArrayStruct:
+    """Describe an array to C; the caller keeps the dtype alive."""
+    lengths = (ctypes.c_int64 * MOST_DIMENSIONS)(0, *array.shape)
+    return BatchArrayStruct(
+        id(array.dtype), 1 + len(array.shape), lengths, array.column, array.field, int(array.is_next)
+    )
+
+
+# ---------------------------------------------------------------- what C expects
+
+
+def makes_arrays() -> bool:
+    """Whether batch.c can make arrays in this interpreter, and see whether a generator is in use."""
+    names = (*_MAKERS.values(), "PyCapsule_GetPointer")
+    return (
+        all(hasattr(ctypes.pythonapi, name) for name in names) and bool(_held_at()) and _array_interface() is not None
+    )
+
+
+@functools.cache
+def _array_interface() -> Any:
+    """Return the table of functions that NumPy gives to extensions; None if it is not one that is known here."""
+    capsule = getattr(sys.modules.get("numpy._core._multiarray_umath"), "_ARRAY_API", None)
+    if capsule is None:
+        return None
+    get = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
+    table = (ctypes.c_void_p * (_SET_BASE + 1)).from_address(get(capsule, None))
+    version = ctypes.PYFUNCTYPE(ctypes.c_uint)(table[0] or 0)()
+    return table if version in _ARRAY_INTERFACES else None
+
+
+@functools.cache
+def _array_maker() -> ArrayMakerStruct:
+    """Return the functions and objects that batch.c makes arrays with; they live as long as the process."""
+    functions = {
+        field: ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value or 0
+        for field, name in _MAKERS.items()
+    }
+    table = _array_interface()
+    return ArrayMakerStruct(
+        array_type=id(np.ndarray), byte_dtype=id(_BYTE), id_dtype=id(_ID), new_array=table[_NEW_ARRAY],
+        set_base=table[_SET_BASE], **functions,
+    )  # fmt: skip
+
+
+@functools.cache
+def _held_at() -> int:
+    """Return which byte of a lock says that somebody has it; 0 if that is not found."""
+    lock, other = threading.Lock(), threading.Lock()
+    for place in range(object.__basicsize__, type(lock).__basicsize__):
+        found = []
+        for each in (lock, other, lock):
+            held = ctypes.c_uint8.from_address(id(each) + place)
+            found.append(held.value)
+            with each:
+                found.append(held.value)
+            found.append(held.value)
+        if found == [0, 1, 0] * 3:
+            return place
+    return 0
+
+
+# ---------------------------------------------------------------- drawing
+
+_global_generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it
+
+
+def draw_slots(rows: int, filled: int, slots: int, newest: int, lanes: int) -> NDArray[np.int64]:
+    """Draw transitions from NumPy's global generator: slots as `randint(filled)` does, then lanes as `randint(lanes)`.
+
+    Tick t stands in slot t modulo `slots`, and the newest tick is `newest`. Ids are returned, those of slots that were
+    not written to yet below 0.
+    """
+    draw = _drawing_loop()
+    if draw is None or not (0 < filled <= _MOST_DRAWN and 0 < lanes <= _MOST_DRAWN):
+        ticks = newest - (newest - np.random.randint(0, filled, size=rows)) % slots  # noqa: NPY002  as they ask for
+        return ticks * lanes + np.random.randint(0, high=lanes, size=rows)  # noqa: NPY002  likewise
+    generator = _global_generator()
+    ids = np.empty(rows, np.int64)
+    lane = None if lanes == 1 else np.empty(rows, np.int64)
+    with generator.lock:
+        draw(
+            *_drawn_from(generator), filled, slots, newest, lanes, rows, address(ids),
+            None if lane is None else address(lane),
+        )  # fmt: skip
+    return ids
+
+
+@functools.cache
+def _drawing_loop() -> Any:
+    library = chosen_library()
+    return None if library is None else library.holdall_draw
+
+
+@functools.lru_cache(maxsize=1)
+def _drawn_from(generator: Any) -> tuple[ctypes.c_void_p, int]:
+    """Return what C calls for the next number, and with which argument."""
+    interface = generator.ctypes
+    return ctypes.cast(interface.next_uint32, ctypes.c_void_p), interface.state_address

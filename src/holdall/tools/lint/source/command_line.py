@@ -1,0 +1,221 @@
+"""What command lines and configuration files give a program: the defaults of their options.
+
+argparse, tyro, click, typer, absl, hydra; YAML, JSON and TOML files beside the script.
+In:  the calls that describe options, or that open a file.  Out: objects that hold the defaults.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
+from typing import Any
+
+from holdall.tools.lint.run import UNKNOWN, Reference
+from holdall.tools.lint.source.values import (
+    ClassValue,
+    FunctionValue,
+    InstanceValue,
+    ListValue,
+    TableValue,
+    known_items,
+    likely,
+)
+
+_LOADERS = {"safe_load", "load", "full_load", "unsafe_load", "loads", "FullLoader"}
+
+
+NUMBERS: dict[str, Callable[..., Any]] = {
+    one.__name__: one for one in (int, float, bool, max, min, round, abs, sum, str)
+}
+_PARSERS = {"ArgumentParser", "ArgParser", "HfArgumentParser"}
+
+
+_FOLLOWED = {
+    "argparse",
+    "configargparse",
+    "absl",
+    "click",
+    "typer",
+    "hydra",
+    "dataclasses",
+    "ml_collections",
+    "easydict",
+}
+
+
+def command_line(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:
+    """Return what parsers of command lines make: their options, with the defaults."""
+    first = arguments.get(0, "", UNKNOWN)
+    if last in _PARSERS:
+        made = InstanceValue(Reference("argparse.ArgumentParser"), node=node)
+        made.attributes["options"] = TableValue()
+        return made
+    if dotted in {
+        "tyro.cli",
+        "pyrallis.parse",
+        "draccus.parse",
+        "jsonargparse.CLI",
+        "fire.Fire",
+        "tyro.extras.overridable_config_cli",
+    }:
+        return _from_defaults(interpreter, arguments.get(0, "config_class"), node)
+    if dotted.startswith(("absl.flags.DEFINE", "flags.DEFINE")):
+        if isinstance(first, str):
+            interpreter.flags[first] = arguments.get(1, "default", None)
+        return UNKNOWN
+    if dotted in {"typer.Option", "typer.Argument", "pydantic.Field", "tyro.conf.arg"}:
+        return arguments.get(0, "default", UNKNOWN)
+    if dotted.partition(".")[0] in _FOLLOWED or last[:1].isupper():
+        named = {str(i): value for i, value in enumerate(arguments.values)} | arguments.named
+        return InstanceValue(Reference(dotted), {}, named, node, interpreter.path)
+    return UNKNOWN
+
+
+def _from_defaults(interpreter: Any, made_of: Any, node: ast.AST) -> Any:
+    """Make a data class, or call a function, with nothing but its defaults."""
+    empty = type(interpreter.no_arguments)(is_complete=False)
+    if isinstance(made_of, ClassValue):
+        made = interpreter.instantiate(made_of, empty, node)
+        if isinstance(made, InstanceValue):
+            made.is_default = True
+        return made
+    return interpreter.call_function(made_of, empty) if isinstance(made_of, FunctionValue) else UNKNOWN
+
+
+def configured_argument(interpreter: Any, function: FunctionValue) -> Any:
+    """Return the configuration that hydra hands to a function; None if it hands none."""
+    made = next((one for one in function.wrapped or () if one.kind == "hydra.main"), None)
+    if made is None:
+        return None
+    folder = made.arguments.get("config_path", made.arguments.get("0", ""))
+    name = made.arguments.get("config_name", made.arguments.get("1", "config"))
+    if not isinstance(name, str):
+        return None
+    folder = folder if isinstance(folder, str) else ""
+    return _hydra(interpreter, folder, name.removesuffix(".yaml"))
+
+
+def click_defaults(function: FunctionValue) -> Iterator[tuple[str, Any]]:
+    """Yield the options that click's decorators give a function, with their defaults."""
+    for one in function.wrapped or ():
+        if one.kind in {"click.option", "click.argument"}:
+            names = [value for key, value in one.arguments.items() if key.isdigit() and isinstance(value, str)]
+            long = next((name for name in names if not name.startswith("-")), None)
+            long = long or next((name for name in names if name.startswith("--")), "").partition("/")[0]
+            flag = False if one.arguments.get("is_flag") is True else None
+            yield long.lstrip("-").replace("-", "_"), one.arguments.get("default", flag)
+
+
+def _hydra(interpreter: Any, folder: str, name: str) -> Any:
+    """Read a configuration of hydra, with the files that its list of defaults names."""
+    here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
+    if folder.endswith((".yaml", ".yml")):
+        file = PurePath(folder)  # as older versions take it
+        folder, name = str(file.parent), file.stem
+    data = interpreter.repository.data(str(PurePath(folder, f"{name}.yaml")), here)
+    if not isinstance(data, dict):
+        data = interpreter.repository.data(name if name.endswith((".yaml", ".yml")) else f"{name}.yml", here)
+    if not isinstance(data, dict):
+        return None
+    merged: dict[Any, Any] = {}
+    for entry in data.get("defaults", None) or ():
+        for named, chosen in entry.items() if isinstance(entry, dict) else [("", entry)]:
+            group = str(named).removeprefix("override ").lstrip("/").partition("@")[0]
+            inner = interpreter.repository.data(str(PurePath(folder, group, f"{chosen}.yaml")), here)
+            if isinstance(inner, dict):
+                merged |= {group: inner} if group and "package _global_" not in str(inner) else inner
+    merged |= {key: value for key, value in data.items() if key not in {"defaults", "hydra"}}
+    return from_data(merged, merged, attributes=True)
+
+
+def from_data(data: Any, root: Any = None, attributes: bool = False, depth: int = 0) -> Any:
+    """Return a value for what a data file holds."""
+    if depth > 8:
+        return UNKNOWN
+    if isinstance(data, dict):
+        return TableValue(
+            ((k, from_data(v, root, attributes, depth + 1)) for k, v in data.items()), attributes=attributes
+        )
+    if isinstance(data, list):
+        return ListValue([from_data(one, root, attributes, depth + 1) for one in data], len(data))
+    if isinstance(data, str) and data.startswith("${") and data.endswith("}") and isinstance(root, dict):
+        found: Any = root
+        for part in data[2:-1].split("."):
+            found = found.get(part, UNKNOWN) if isinstance(found, dict) else UNKNOWN
+        return found if isinstance(found, int | float | str) else UNKNOWN
+    if isinstance(data, str):
+        try:  # YAML takes 1e6 for text
+            return float(data) if "e" in data.lower() and data[:1].isdigit() else data
+        except ValueError:
+            return data
+    return data if isinstance(data, int | float | bool | None) else UNKNOWN
+
+
+def loaded(interpreter: Any, last: str, arguments: Any, package: str) -> Any:
+    """Return what a file of data holds that the program loads."""
+    if last not in _LOADERS:
+        return arguments.get(0, "") if last in {"to_container", "create", "structured"} else UNKNOWN
+    source = likely(arguments.get(0, "stream"))
+    if isinstance(source, InstanceValue) and source.kind == "builtins.open":
+        source = source.arguments.get("0", source.arguments.get("file", UNKNOWN))
+        source = likely(source)
+    if not isinstance(source, str):
+        return UNKNOWN
+    here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
+    data = interpreter.repository.data(source, here)
+    return UNKNOWN if data is None else from_data(data, data, attributes=package == "omegaconf")
+
+
+def as_number(name: str, values: tuple[Any, ...]) -> Any:
+    """Return what int, max and the like make of known numbers."""
+    plain = [known_items(one) if isinstance(one, ListValue) else one for one in values]
+    if name == "str":
+        return str(values[0]) if isinstance(values[0], str | int | float) else UNKNOWN
+    if name in {"int", "float"} and isinstance(values[0], str):
+        try:
+            return NUMBERS[name](values[0])
+        except ValueError:
+            return UNKNOWN
+    for one in plain:
+        items = one if isinstance(one, list | tuple) else [one]
+        if not all(isinstance(item, int | float) for item in items):
+            return UNKNOWN
+    try:
+        return NUMBERS[name](*plain)
+    except (ArithmeticError, ValueError, TypeError):
+        return UNKNOWN
+
+
+def parser_method(interpreter: Any, parser: InstanceValue, name: str, arguments: Any) -> Any:
+    """Return what a method of an ArgumentParser returns."""
+    options = parser.attributes["options"]
+    match name:
+        case "add_argument" | "add":
+            _add_option(interpreter, options, arguments)
+            return UNKNOWN
+        case "set_defaults":
+            options |= arguments.named
+            return None
+        case "parse_args" | "parse_known_args" | "parse_args_into_dataclasses":
+            made = InstanceValue(Reference("argparse.Namespace"), dict(options), is_default=True, path=interpreter.path)
+            return (made, ListValue([], None)) if name == "parse_known_args" else made
+    return parser  # groups and subparsers add to the same options
+
+
+def _add_option(interpreter: Any, options: TableValue, arguments: Any) -> None:
+    names = [one for one in arguments.values if isinstance(one, str)]
+    long = next((one for one in names if one.startswith("--")), names[0] if names else "")
+    name = arguments.get(None, "dest", long.lstrip("-").replace("-", "_"))
+    action = arguments.get(None, "action", "store")
+    default = arguments.get(None, "default", None)
+    is_required = not long.startswith("-") or arguments.get(None, "required", False) is True
+    if action in {"store_true", "store_false"}:
+        default = arguments.get(None, "default", action == "store_false")
+    elif is_required and default is None:
+        default = UNKNOWN
+    kind = arguments.get(None, "type", None)
+    if isinstance(default, str) and isinstance(kind, Reference) and kind.last in {"int", "float"}:
+        default = as_number(kind.last, (default,))
+    if isinstance(name, str) and name:
+        options[name] = default

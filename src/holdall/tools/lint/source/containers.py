@@ -1,0 +1,199 @@
+"""Lists, dicts and texts: their methods and items.
+
+In:  a container, and what the program does with it.  Out: a value; the container is changed as Python changes it.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
+from holdall.tools.lint.source import arrays, spaces
+from holdall.tools.lint.source.values import (
+    ArrayValue,
+    ClassValue,
+    InstanceValue,
+    ListValue,
+    TableValue,
+    known_items,
+    length_of,
+    likely,
+    one_of,
+    put,
+    spread,
+)
+
+MOST_SAMPLES = 8  # of what is added to a container
+
+
+def table_method(interpreter: Any, table: TableValue, name: str, arguments: Any) -> Any:
+    """Return what a method of a dict returns."""
+    key, other = arguments.get(0, "", UNKNOWN), arguments.get(1, "default", None)
+    match name:
+        case "get" | "pop" | "setdefault":
+            if isinstance(key, OneOf):
+                return spread(lambda one: table.get(one, UNKNOWN) if isinstance(one, str | int) else UNKNOWN, key)
+            if not isinstance(key, str | int | float | bool | None):
+                return UNKNOWN
+            if name == "setdefault" and key not in table:
+                table[key] = other
+            default = other if table.is_complete else UNKNOWN
+            return table.pop(key, default) if name == "pop" and not interpreter.path else table.get(key, default)
+        case "update":
+            for value in arguments.values:
+                update(interpreter, table, value)
+            for one, value in arguments.named.items():
+                put(table, one, value, table.path, interpreter.path)
+            return None
+        case "items" | "values" | "keys":
+            made = {"items": list(table.items()), "values": list(table.values()), "keys": list(table)}[name]
+            return ListValue(made, len(made) if table.is_complete else None)
+        case "copy":
+            copied = TableValue(table.items(), path=interpreter.path, attributes=table.has_attributes)
+            copied.is_complete = table.is_complete
+            return copied
+    return UNKNOWN
+
+
+def update(interpreter: Any, table: TableValue, other: Any) -> None:
+    """Add the entries of another dict."""
+    other = likely(other)
+    if isinstance(other, TableValue):
+        for key, value in other.items():
+            put(table, key, value, table.path, interpreter.path)
+        table.is_complete = table.is_complete and other.is_complete
+    elif (items := known_items(other)) is not None and all(isinstance(one, tuple) and len(one) == 2 for one in items):
+        for key, value in items:
+            if isinstance(key, str | int):
+                put(table, key, value, table.path, interpreter.path)
+    elif other is not None:
+        table.forget()
+
+
+def extend(interpreter: Any, owner: ListValue, more: Any) -> None:
+    """Add the items of a sequence to a list."""
+    items, length = known_items(more), length_of(more)
+    owner.items += items or []
+    repeats = interpreter.repeats
+    is_known = owner.length is not None and length is not None and repeats is not None
+    owner.length = owner.length + length * repeats if is_known else None
+
+
+def list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, node: ast.AST) -> Any:
+    """Return what a method of a list or deque returns; what is appended is kept."""
+    value = arguments.get(0, "", UNKNOWN)
+    if name in {"append", "add", "appendleft", "insert"}:
+        value = arguments.get(1, "", UNKNOWN) if name == "insert" else value
+        if len(owner.added) < MOST_SAMPLES:
+            owner.added.append(value)
+        if interpreter.repeats == 1 and not interpreter.path[len(owner.path) :]:
+            owner.items.append(value)
+            owner.length = None if owner.length is None else owner.length + 1
+        else:
+            owner.items = owner.items or [value]
+            is_known = owner.length is not None and interpreter.repeats is not None
+            owner.length = owner.length + interpreter.repeats if is_known else None
+        if owner.is_deque or isinstance(value, tuple | TableValue | InstanceValue | ListValue):
+            interpreter.record("appended", owner, arguments, node, item=value)
+        return None
+    if name == "extend":
+        extend(interpreter, owner, value)
+    elif name in {"pop", "popleft"}:
+        owner.length = None
+        return one_of((one, "") for one in owner.added) if owner.added else UNKNOWN
+    elif name == "copy":
+        return ListValue(list(owner.items), owner.length)
+    elif name in {"clear", "remove"}:
+        owner.length = None
+    return UNKNOWN
+
+
+def text_method(text: str, name: str, arguments: Any) -> Any:
+    """Return what a method of a text returns."""
+    plain = [one for one in arguments.values if isinstance(one, str | int)]
+    if name not in {"lower", "upper", "strip", "replace", "startswith", "endswith", "removesuffix", "removeprefix"}:
+        return _split(text, plain) if name == "split" else UNKNOWN
+    if len(plain) != len(arguments.values):
+        return UNKNOWN
+    try:
+        return getattr(text, name)(*plain)
+    except (TypeError, ValueError):
+        return UNKNOWN
+
+
+def _split(text: str, plain: list[Any]) -> Any:
+    try:
+        parts: list[Any] = text.split(*plain)
+    except (TypeError, ValueError):
+        return UNKNOWN
+    return ListValue(parts, len(parts))
+
+
+def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911  one line for each kind of value
+    """Return `base[index]`."""
+    if isinstance(base, TableValue):
+        if isinstance(index, str | int | float | bool | None | Reference):
+            return base.get(index, UNKNOWN)
+        return one_of((one, f"for {key!r}") for key, one in base.items()) if base and base.is_complete else UNKNOWN
+    if isinstance(base, Reference | ClassValue):
+        return base  # a generic class with its parameters
+    number = whole(index)
+    if isinstance(base, tuple) and number is not None and -len(base) <= number < len(base):
+        return base[number]
+    if isinstance(base, ListValue):
+        if number is not None and base.is_known and -len(base.items) <= number < len(base.items):
+            return base.items[number]
+        samples = base.items or base.added
+        return one_of((one, "") for one in samples) if samples else UNKNOWN
+    if isinstance(base, SpaceInfo | Environments):
+        return spaces.item(base, index)
+    if isinstance(base, ArrayValue):
+        return arrays.item(base, index)
+    if isinstance(base, str) and number is not None and -len(base) <= number < len(base):
+        return base[number]
+    if isinstance(base, InstanceValue) and isinstance(index, str) and index in base.attributes:
+        return base.attributes[index]
+    return UNKNOWN
+
+
+def sliced(base: Any, bounds: list[Any]) -> Any:
+    """Return `base[a:b:c]`."""
+    numbers = [None if one is None else whole(one) for one in bounds]
+    if isinstance(base, ArrayValue):
+        return arrays.sliced(base, bounds)
+    if any(number is None and bound is not None for number, bound in zip(numbers, bounds, strict=True)):
+        return ListValue([], None) if isinstance(base, ListValue) else UNKNOWN
+    if isinstance(base, str | tuple):
+        return base[slice(*numbers)]
+    if isinstance(base, ListValue) and base.is_known:
+        part = base.items[slice(*numbers)]
+        return ListValue(part, len(part))
+    return UNKNOWN
+
+
+def joined_sequences(left: Any, right: Any) -> Any:
+    """Return `left + right` of two sequences."""
+    both = [known_items(left), known_items(right)]
+    if None not in both and isinstance(left, tuple) and isinstance(right, tuple):
+        return left + right
+    lengths = [length_of(left), length_of(right)]
+    items = [one for part in both for one in part or ()]
+    if None in lengths:
+        return ListValue(items, None)
+    if None not in both and isinstance(left, tuple):
+        return tuple(items)
+    return ListValue(items, sum(lengths))  # type: ignore[arg-type]
+
+
+def snapshot(value: Any) -> Any:
+    """Return a value as it is now: lists and dicts may be changed later."""
+    if isinstance(value, TableValue):
+        copied = TableValue(value.items(), path=value.path, attributes=value.has_attributes)
+        copied.is_complete = value.is_complete
+        return copied
+    return (
+        ListValue(list(value.items), value.length, value.maxlen, value.is_deque)
+        if isinstance(value, ListValue)
+        else value
+    )

@@ -1,0 +1,161 @@
+"""Functions and classes of the program: how they are defined, called and made into objects.
+
+In:  a definition, or a function or class with the arguments of a call.  Out: the value that the call returns.
+Invariant: calls are followed to a bounded depth, and a function within itself once.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from holdall.tools.lint.run import UNKNOWN
+from holdall.tools.lint.source import command_line
+from holdall.tools.lint.source.expressions import Expressions
+from holdall.tools.lint.source.scopes import CallArguments, Scope
+from holdall.tools.lint.source.values import (
+    ClassValue,
+    FunctionValue,
+    InstanceValue,
+    ListValue,
+    TableValue,
+    candidates_of,
+    one_of,
+)
+
+_DEEPEST_CALL = 14
+_DATA_CLASSES = {"dataclass", "NamedTuple", "struct", "define", "frozen", "s", "attrs"}
+
+
+class Functions(Expressions):
+    """Follows definitions and calls; how statements are followed is the interpreter's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: set[ast.AST] = set()
+        self._active: Counter[ast.AST] = Counter()
+        self._depth = 0
+
+    def block(self, statements: Iterable[ast.stmt]) -> bool:
+        """Follow statements."""
+        raise NotImplementedError
+
+    def statement(self, node: ast.stmt) -> bool:
+        """Follow one statement."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ functions and classes
+
+    def define(self, node: ast.FunctionDef | ast.AsyncFunctionDef, owner: ClassValue | None = None) -> Any:
+        """Return the function that a statement defines."""
+        defaults = tuple(self.value(one) for one in node.args.defaults)
+        keyword = tuple(UNKNOWN if one is None else self.value(one) for one in node.args.kw_defaults)
+        made = [self.value(one) for one in node.decorator_list]
+        names = frozenset(ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list)
+        function = FunctionValue(node, self.scope, owner, defaults, keyword, None, names)
+        function.wrapped = tuple(one for one in made if isinstance(one, InstanceValue))
+        return function
+
+    def define_class(self, node: ast.ClassDef) -> ClassValue:
+        """Return the class that a statement defines."""
+        bases = tuple(one for base in node.bases for one, _ in candidates_of(self.value(base))[:1])
+        names = frozenset(
+            ast.unparse(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
+            for one in node.decorator_list
+        )
+        made = ClassValue(node, self.scope, bases, decorators=names)
+        outer, self.scope = self.scope, Scope(self.scope.module, {}, self.scope, is_class=True)
+        fields = []
+        for statement in node.body:
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+                self.scope.names[statement.name] = self.define(statement, made)
+                continue
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                fields.append(statement.target.id)
+            self.statement(statement)
+        made.attributes, made.fields = self.scope.names, tuple(fields)
+        self.scope = outer
+        return made
+
+    def call_function(self, function: FunctionValue, arguments: CallArguments, owner: Any = None) -> Any:
+        """Follow a function of the program."""
+        if self._active[function.node] > 1 or self._depth >= _DEEPEST_CALL:
+            return UNKNOWN
+        self.entered.add(function.node)
+        scope = Scope(function.scope.module, {}, function.scope, instance=owner, owner=function.owner, path=self.path)
+        self._bind(function, arguments, owner, scope)
+        outer, self.scope = self.scope, scope
+        soft, self.is_soft = self.is_soft, False
+        self._active[function.node] += 1
+        self._depth += 1
+        try:
+            if isinstance(function.node, ast.Lambda):
+                return self.value(function.node.body)
+            left = self.block(function.node.body)
+            if scope.yielded:
+                return ListValue(scope.yielded, None)
+            ends = scope.returned if left or any(value is not None for value, _ in scope.returned) else []
+            return one_of(ends) if ends else None
+        finally:
+            self._depth -= 1
+            self._active[function.node] -= 1
+            self.scope, self.is_soft = outer, soft
+
+    def _bind(self, function: FunctionValue, given: CallArguments, owner: Any, scope: Scope) -> None:
+        spec = function.node.args
+        names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
+        is_method = owner is not None and not {"staticmethod"} & function.decorators
+        positional = [owner, *given.values] if is_method and names else list(given.values)
+        if not positional and function.wrapped and (configured := self.configured_argument(function)) is not None:
+            positional = [configured]
+        with_default = dict(zip(names[len(names) - len(function.defaults) :], function.defaults, strict=True))
+        with_default |= dict(zip((one.arg for one in spec.kwonlyargs), function.keyword_defaults, strict=True))
+        values = scope.names
+        missing = UNKNOWN if not given.is_complete else None
+        for name in (*names, *(one.arg for one in spec.kwonlyargs)):
+            values[name] = with_default.get(name, UNKNOWN) if missing is None or name in with_default else UNKNOWN
+        values |= dict(zip(names, positional, strict=False))
+        for name, default in command_line.click_defaults(function):
+            if name in values and name not in given.named:
+                values[name] = default
+                scope.soft.add(name)
+        if not given.is_complete:
+            scope.soft |= set(with_default) - set(names[: len(positional)]) - set(given.named)
+        values |= {name: value for name, value in given.named.items() if name in values}
+        if spec.vararg:
+            rest = positional[len(names) :]
+            values[spec.vararg.arg] = tuple(rest) if given.is_complete else ListValue(rest, None)
+        if spec.kwarg:
+            extra = {name: value for name, value in given.named.items() if name not in names}
+            table = TableValue(extra.items(), path=self.path)
+            table.is_complete = given.is_complete
+            values[spec.kwarg.arg] = table
+
+    def instantiate(self, made_of: ClassValue, arguments: CallArguments, node: ast.AST | None) -> Any:
+        """Make an object of a class of the program."""
+        instance = InstanceValue(made_of, node=node, path=self.path)
+        self.instances.append(instance)
+        if made_of.decorators & _DATA_CLASSES or made_of.extends("NamedTuple", "BaseModel", "Tap", "BaseSettings"):
+            self._fill_fields(instance, arguments)
+        start = made_of.find("__init__")
+        if isinstance(start, FunctionValue):
+            self.call_function(start, arguments, instance)
+        else:
+            self.library_start(instance, arguments)
+        after = made_of.find("__post_init__")
+        if isinstance(after, FunctionValue):
+            self.call_function(after, CallArguments(), instance)
+        return instance
+
+    def _fill_fields(self, instance: InstanceValue, arguments: CallArguments) -> None:
+        made_of = instance.made_of
+        if not isinstance(made_of, ClassValue):
+            return
+        names = [name for one in reversed(list(made_of.lineage())) for name in one.fields]
+        for name in names:
+            value = made_of.find(name)
+            instance.attributes[name] = self.fresh_default(value)
+        instance.attributes |= dict(zip(names, arguments.values, strict=False))
+        instance.attributes |= {name: value for name, value in arguments.named.items() if name in names}

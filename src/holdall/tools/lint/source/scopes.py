@@ -1,0 +1,348 @@
+"""Scopes, names and attributes: where the values of a program are kept while it is followed.
+
+In:  a name, an attribute or an item, and the value that the program gives it.  Out: the value where it is read.
+Invariant: a change that happens only under a condition keeps the value from before as a candidate.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+
+from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, algorithm_by_import, whole
+from holdall.tools.lint.source import containers, environments, frameworks, library, spaces
+from holdall.tools.lint.source.arrays import ReturnedValues
+from holdall.tools.lint.source.repository import Module
+from holdall.tools.lint.source.values import (
+    ArrayValue,
+    BoundMethod,
+    ClassValue,
+    FunctionValue,
+    InstanceValue,
+    ListValue,
+    ModuleValue,
+    Path,
+    SuperValue,
+    TableValue,
+    candidates_of,
+    known_items,
+    one_of,
+    put,
+    spread,
+)
+
+_PLAIN = int | float | str | bool | bytes | None
+
+
+@dataclass(eq=False, slots=True)
+class Scope:
+    """The names of a module, class or function while it is followed."""
+
+    module: Module | None
+    names: dict[str, Any] = field(default_factory=dict)
+    parent: Scope | None = None
+    is_class: bool = False
+    instance: Any = None  # self
+    owner: ClassValue | None = None  # the class whose method this is
+    path: Path = ()
+    outer: set[str] = field(default_factory=set)  # global and nonlocal names
+    soft: set[str] = field(default_factory=set)  # parameters that have only their default
+    returned: list[tuple[Any, str]] = field(default_factory=list)
+    yielded: list[Any] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class CallArguments:
+    """What a call passes, with the expressions that pass it."""
+
+    values: list[Any] = field(default_factory=list)
+    named: dict[str, Any] = field(default_factory=dict)
+    is_complete: bool = True  # False: there are further ones that cannot be read
+    nodes: dict[int | str, ast.AST] = field(default_factory=dict)
+    node: ast.AST | None = None
+
+    def get(self, index: int | None, name: str, default: Any = UNKNOWN) -> Any:
+        """Return one argument by name or position; `default` if it is not passed."""
+        if name in self.named:
+            return self.named[name]
+        if index is not None and index < len(self.values):
+            return self.values[index]
+        return default if self.is_complete else UNKNOWN
+
+    def by_name(self, positional: tuple[str, ...]) -> dict[str, tuple[Any, ast.AST | None]]:
+        """Return all arguments by name, each with its expression."""
+        given = {
+            name: (value, self.nodes.get(i))
+            for i, (name, value) in enumerate(zip(positional, self.values, strict=False))
+        }
+        return given | {name: (value, self.nodes.get(name)) for name, value in self.named.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFacts:
+    """Names of a loop's body."""
+
+    counted: frozenset[str]  # changed by += and the like
+    carried: frozenset[str]  # assigned in one round and read in the next
+
+
+class Names:
+    """The names of the scopes, and what they hold; how calls are followed is the interpreter's."""
+
+    def __init__(self) -> None:
+        self.scope = Scope(None)
+        self.path: Path = ()
+        self.seen: dict[ast.AST, Any] = {}  # by expression of the script
+        self.instances: list[InstanceValue] = []
+        self.is_soft = False  # whether a default that a user can override was read
+        self.repeats: int | None = 1  # how often the loops around this line run it
+        self.anchor: ast.AST | None = None  # the call of the script that led here
+        self.seen_function: Any = UNKNOWN  # what the last call called
+        self.names: dict[object, str] = {}  # of arrays by what made them
+        self._loops: dict[ast.AST, LoopFacts] = {}
+
+    # ------------------------------------------------------------ to be followed by the interpreter
+
+    main: Module
+
+    def step(self) -> None:
+        """Count one expression."""
+        raise NotImplementedError
+
+    def call_function(self, function: FunctionValue, arguments: CallArguments, owner: Any = None) -> Any:
+        """Follow a function of the program."""
+        raise NotImplementedError
+
+    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:
+        """Return the result of an operator."""
+        raise NotImplementedError
+
+    def record(self, what: str, value: Any, arguments: CallArguments | None, node: ast.AST, **detail: Any) -> None:
+        """Keep what the program makes."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ values
+
+    def value(self, node: ast.expr) -> Any:
+        """Return what an expression is."""
+        self.step()
+        kind = type(node).__name__.lower()
+        found = getattr(self, f"_on_{kind}", None)
+        value = found(node) if found else self._other(node)
+        if self.scope.module is self.main:
+            kept = containers.snapshot(value)
+            self.seen[node] = one_of([(self.seen[node], ""), (kept, "")]) if node in self.seen else kept
+        return value
+
+    def _other(self, node: ast.expr) -> Any:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                self.value(child)
+        return UNKNOWN
+
+    def _on_constant(self, node: ast.Constant) -> Any:
+        return node.value
+
+    def _on_name(self, node: ast.Name) -> Any:
+        return self.lookup(node.id)
+
+    def lookup(self, name: str) -> Any:
+        """Return what a name is here."""
+        scope: Scope | None = self.scope
+        is_own = True
+        while scope is not None:
+            if name in scope.names and (is_own or not scope.is_class):
+                self.is_soft = self.is_soft or name in scope.soft
+                return scope.names[name]
+            names = None if scope.module is None or scope.parent is not None else scope.module.names
+            if names is not None and name in names:
+                return names[name]
+            scope, is_own = scope.parent, False
+        return Reference(f"builtins.{name}") if name in library.BUILTINS else UNKNOWN
+
+    def bind(self, name: str, value: Any) -> None:
+        """Give a name a value."""
+        if name in self.scope.outer and self.scope.module is not None:
+            put(self.scope.module.names, name, value, (), (*self.path, f"{name} is changed"))
+            return
+        self.scope.soft.discard(name)
+        self.scope.names[name] = value
+        self._remember(name, value)
+
+    def _remember(self, name: str, value: Any) -> None:
+        if isinstance(value, ArrayValue):
+            for origin in value.origins:
+                self.names.setdefault(origin, name)
+        elif isinstance(value, ListValue):
+            value.name = value.name or name
+
+    def assign(self, target: ast.expr, value: Any) -> None:
+        """Assign to a name, an attribute, an item, or several of them."""
+        match target:
+            case ast.Name(id=name):
+                self.bind(name, value)
+            case ast.Attribute(value=base, attr=name):
+                for one, _ in candidates_of(self.value(base)):
+                    self._set_attribute(one, name, value)
+            case ast.Subscript(value=base, slice=index):
+                key = self.value(index)
+                for one, _ in candidates_of(self.value(base)):
+                    self._set_item(one, key, value, target)
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                self._unpack(targets, value)
+            case ast.Starred(value=inner):
+                self.assign(inner, UNKNOWN)
+
+    def _unpack(self, targets: list[ast.expr], value: Any) -> None:
+        items = known_items(value)
+        if isinstance(value, ReturnedValues) and len(value) == 5 and len(targets) == 4:
+            items = list(value[:4])  # older environments return one flag for both ends
+        if isinstance(value, OneOf):
+            several = [known_items(one) for one in value.values]
+            if all(one is not None and len(one) == len(targets) for one in several):
+                items = [one_of((one[i], "") for one in several if one) for i in range(len(targets))]
+        if isinstance(value, ArrayValue) and value.shape and len(value.shape) > 1:
+            items = [ArrayValue(value.shape[1:], value.dtype, value.origins)] * len(targets)
+        if any(isinstance(one, ast.Starred) for one in targets) or items is None or len(items) != len(targets):
+            items = [UNKNOWN] * len(targets)
+        for target, item in zip(targets, items, strict=True):
+            self.assign(target, item)
+
+    def _set_attribute(self, owner: Any, name: str, value: Any) -> None:
+        self._remember(name, value)
+        if isinstance(owner, InstanceValue):
+            put(owner.attributes, name, value, owner.path, self.path)
+        elif isinstance(owner, ClassValue):
+            put(owner.attributes, name, value, (), self.path)
+        elif isinstance(owner, TableValue) and owner.has_attributes:
+            put(owner, name, value, owner.path, self.path)
+
+    def _set_item(self, owner: Any, key: Any, value: Any, node: ast.AST) -> None:
+        if isinstance(owner, TableValue):
+            if isinstance(key, _PLAIN):
+                put(owner, key, value, owner.path, self.path)
+            else:
+                owner.is_complete = False
+        elif isinstance(owner, ListValue):
+            number = whole(key)
+            if number is not None and owner.is_known and -len(owner.items) <= number < len(owner.items):
+                owner.items[number] = value
+            elif len(owner.added) < containers.MOST_SAMPLES:
+                owner.added.append(value)
+            if isinstance(value, tuple | TableValue | InstanceValue):
+                self.record("appended", owner, None, node, item=value)
+
+    def augmented(self, target: ast.expr, op: ast.operator, value: Any) -> Any:
+        """Return what `target op= value` leaves in the target."""
+        old = self.value(target)
+        if isinstance(old, ListValue) and isinstance(op, ast.Add):
+            containers.extend(self, old, value)
+            return old
+        if isinstance(old, TableValue) and isinstance(op, ast.BitOr):
+            containers.update(self, old, value)
+            return old
+        return spread(lambda left, right: self.binary(op, left, right, target), old, value)
+
+    # ------------------------------------------------------------ attributes
+
+    def _on_attribute(self, node: ast.Attribute) -> Any:
+        return spread(lambda base: self.member(base, node.attr, node), self.value(node.value))
+
+    def member(self, base: Any, name: str, node: ast.AST | None = None) -> Any:  # noqa: C901, PLR0911  one case a kind
+        """Return an attribute of a value."""
+        match base:
+            case InstanceValue():
+                return self._instance_member(base, name, node)
+            case ModuleValue(module=module):
+                return module.names.get(name, UNKNOWN)
+            case Reference(dotted="absl.flags.FLAGS"):
+                self.is_soft = True
+                return getattr(self, "flags", {}).get(name, UNKNOWN)
+            case Reference(dotted=dotted):
+                return Reference(f"{dotted}.{name}")
+            case ClassValue():
+                found = base.find(name)
+                return environments.enum_member(found, base) if name in base.attributes else found
+            case SuperValue(owner=owner, above=above):
+                return self._super_member(owner, above, name)
+            case TableValue() if base.has_attributes and name in base:
+                self.is_soft = True
+                return base[name]
+            case Environments():
+                return environments.member(self, base, name, node)
+            case SpaceInfo():
+                return spaces.space_member(base, name)
+            case ArrayValue():
+                return library.array_member(base, name)
+            case str() if name == "parent":
+                return str(PurePath(base).parent)
+            case ListValue() | TableValue() | str() | tuple():
+                return BoundMethod(base, name)
+        return UNKNOWN
+
+    def _instance_member(self, base: InstanceValue, name: str, node: ast.AST | None) -> Any:
+        if name in base.attributes:
+            self.is_soft = self.is_soft or base.is_default
+            return base.attributes[name]
+        if isinstance(base.made_of, ClassValue):
+            found = base.made_of.find(name)
+            if isinstance(found, FunctionValue):
+                if any(one.rpartition(".")[2] in {"property", "cached_property"} for one in found.decorators):
+                    return self.call_function(found, CallArguments(), base)
+                return BoundMethod(base, name, found)
+            if found is not UNKNOWN:
+                return found
+        return environments.instance_member(self, base, name, node)
+
+    def _super_member(self, owner: InstanceValue, above: ClassValue, name: str) -> Any:
+        for base in above.bases:
+            found = base.find(name) if isinstance(base, ClassValue) else UNKNOWN
+            if isinstance(found, FunctionValue):
+                return BoundMethod(owner, name, found)
+        return BoundMethod(SuperValue(owner, above), name)
+
+    def library_start(self, instance: InstanceValue, arguments: CallArguments) -> None:
+        """Do what the constructor of the library class does that an instance's class extends."""
+        known = list(instance.made_of.libraries()) if isinstance(instance.made_of, ClassValue) else []
+        model = next((one for one in known if algorithm_by_import(one)), None)
+        if model is not None:
+            frameworks.start_model(self, instance, model, arguments)
+        else:
+            environments.start(self, instance, arguments)
+
+    # ------------------------------------------------------------ conditions and loops
+
+    @staticmethod
+    def truth(value: Any) -> bool | None:
+        """Return whether a condition holds, if that is known."""
+        if isinstance(value, _PLAIN | tuple):
+            return bool(value)
+        if isinstance(value, ListValue) and value.length is not None and not value.is_deque:
+            return value.length > 0
+        if isinstance(value, FunctionValue | ClassValue | InstanceValue | Environments | ModuleValue):
+            return True
+        if isinstance(value, OneOf):
+            truths = {Names.truth(one) for one in value.values if one is not UNKNOWN}
+            return truths.pop() if len(truths) == 1 else None
+        return None
+
+    def loop_facts(self, node: ast.AST) -> LoopFacts:
+        """Return which names a loop's body changes, and which of them its next round reads."""
+        if node not in self._loops:
+            counted: set[str] = set()
+            first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+            for part in ast.walk(node):
+                if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
+                    counted.add(part.target.id)
+                if isinstance(part, ast.Name):
+                    at = (part.lineno, part.col_offset)
+                    is_load = isinstance(part.ctx, ast.Load)
+                    loads, stores = first.setdefault(part.id, ([], []))
+                    (loads if is_load else stores).append(at)
+            carried = {
+                name for name, (loads, stores) in first.items() if loads and stores and min(loads) <= max(stores)
+            }
+            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted))
+        return self._loops[node]
