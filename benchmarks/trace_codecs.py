@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 TRACES = {
     "minigrid": "minigrid_FourRooms_rgb56_3000.npz",
     "procgen": "procgen_coinrun_rgb64_1200.npz",
-    "gameboy": "gb_renegaderush_600.npz",
+    "game_boy": "gb_renegaderush_600.npz",
     "pong": "atari_Pong_gray84_random_2000.npz",
     "seaquest": "atari_Seaquest_gray84_random.npz",
     "crafter": "crafter_rgb64_600.npz",

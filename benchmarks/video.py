@@ -28,7 +28,7 @@ from holdall.storage import COST_CAPS, Window, choose
 GROUP = 16
 BLOCK_BYTES = 16 * 2**20
 MOST_FRAMES, FEWEST = 3_000, 200
-STACKS = {"pong": 4, "seaquest": 4, "gameboy": 4}
+STACKS = {"pong": 4, "seaquest": 4, "game_boy": 4}
 
 
 def beside_video(folder: Path, traces: dict[str, str]) -> dict[str, Any]:
