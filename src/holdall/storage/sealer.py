@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdall.report import GROWTH_CHECKS
-from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
+from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.codec_choice import choose
 from holdall.storage.layout import Window
@@ -292,7 +292,7 @@ class _Work:
         if chosen is None or before is None or chosen.codec.method is Method.STORED:
             return None
         numbers = np.arange(frozen.block.used)
-        slices = np.empty((len(numbers), frozen.block.slice_bytes), np.uint8)
+        slices = reserve(frozen.block.used * frozen.block.slice_bytes).reshape(-1, frozen.block.slice_bytes)
         self._coder.decode(before, numbers, slices)
         order = frozen.lane_order()
         ordered = () if order is None else (order,)
