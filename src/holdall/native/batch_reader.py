@@ -234,7 +234,7 @@ def _array_interface() -> Any:
 
 
 @functools.cache
-def _array_maker() -> ArrayMakerStruct:
+def _array_maker() -> ctypes.Structure:
     """Return the functions and objects that batch.c makes arrays with; they live as long as the process."""
     functions = {
         field: ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value or 0

@@ -16,12 +16,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from holdall.report import GROWTH_CHECKS
-from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
+from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, reserve
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.codec_choice import choose
 from holdall.storage.layout import Window
@@ -34,7 +33,6 @@ _WAIT_WHILE_CHOOSING_FROM = 4
 _WAIT_WHILE_CHOOSING_BYTES = 8 * 2**20
 """The same while a codec is chosen, which takes a second and happens once or twice: training need not stand still for
 it, unless the blocks that wait are large."""
-_WAIT_FOR_CHOICE_S = 0.005
 _FAST_BYTES_PER_SECOND, _BUSY_SHARE = 32 * 2**20, 0.7
 """Blocks that come faster than this are sealed in a hurry if sealing them well would take more than this share of the
 worker's time: once they queue up, it is late."""
@@ -65,14 +63,6 @@ class _ChosenCodec:
     ratio: float = 0.0
     seconds_per_byte: float = 0.0  # that sealing took, of the worker's CPU time
     age: int = 0  # blocks since
-
-
-class _Choice(NamedTuple):
-    """A codec that is being chosen."""
-
-    key: tuple[int, Window]
-    found: list[_ChosenCodec | Exception]
-    thread: threading.Thread
 
 
 class Sealer:
@@ -231,7 +221,7 @@ class _Work:
         self._cap = cap
         self._threads = threads
         self._chosen: dict[tuple[int, Window], _ChosenCodec] = {}
-        self._choice: _Choice | None = None
+        self.is_choosing = False
 
     def reason(self, field: int) -> str:
         """Say why the newest codec of a field was chosen."""
@@ -258,10 +248,9 @@ class _Work:
         """Seal one block, worse and faster if blocks come faster than they are sealed; None if nothing pays."""
         slices = frozen.block.raw
         key = (frozen.field, frozen.window)
-        chosen = self._chosen.get(key) or self._await_choice(frozen, queue)
+        chosen = self._chosen.get(key)
         if chosen is None:
-            queue.hurried.append(HurriedBlock(frozen))
-            return _smaller(self._coder.seal(slices, _before_choice(frozen.block)), slices.nbytes)
+            chosen = self._chosen[key] = self._choose(frozen)
         chosen.age += 1
         if chosen.codec.method is Method.STORED:
             if chosen.age > _REST:
@@ -292,60 +281,21 @@ class _Work:
         if chosen is None or before is None or chosen.codec.method is Method.STORED:
             return None
         numbers = np.arange(frozen.block.used)
-        slices = np.empty((len(numbers), frozen.block.slice_bytes), np.uint8)
+        slices = reserve(frozen.block.used * frozen.block.slice_bytes).reshape(-1, frozen.block.slice_bytes)
         self._coder.decode(before, numbers, slices)
         order = frozen.lane_order()
         ordered = () if order is None else (order,)
         return _smaller(self._coder.seal(slices, chosen.codec, *ordered), before.nbytes)
 
-    @property
-    def is_choosing(self) -> bool:
-        """Whether a codec is being chosen."""
-        choice = self._choice
-        return choice is not None and choice.thread.is_alive()
-
-    def _await_choice(self, frozen: FrozenBlock, queue: SealQueue) -> _ChosenCodec | None:
-        """Have a codec chosen for a field; None if that takes so long that `add` would wait for it."""
-        key = (frozen.field, frozen.window)
-        while key not in self._chosen:
-            choice = self._choice = self._choice or self._begin_choice(frozen)
-            while choice.thread.is_alive() and not queue.stopped:
-                choice.thread.join(_WAIT_FOR_CHOICE_S)
-                if sum(job.frozen.block.used_bytes for job in tuple(queue.jobs)) > _WAIT_WHILE_CHOOSING_BYTES:
-                    break
-            if choice.thread.is_alive():
-                return None
-            self._choice = None
-            for found in choice.found:  # none if this is a forked child
-                if isinstance(found, Exception):
-                    raise found
-                self._chosen[choice.key] = found
-        return self._chosen[key]
-
-    def _begin_choice(self, frozen: FrozenBlock) -> _Choice:
-        """Choose in a thread of its own: blocks that come meanwhile are sealed all the same."""
-        found: list[_ChosenCodec | Exception] = []
-
-        def choose_one() -> None:
-            try:
-                found.append(self._choose(frozen))
-            except Exception as error:
-                found.append(error)
-
-        thread = threading.Thread(target=choose_one, name="holdall-choice", daemon=True)
-        thread.start()
-        return _Choice((frozen.field, frozen.window), found, thread)
-
     def _choose(self, frozen: FrozenBlock) -> _ChosenCodec:
-        slices, cap, threads = frozen.block.raw, self._cap, self._threads
-        order = frozen.lane_order()
-        codec = choose(self._coder, frozen.leaf, frozen.window, slices, cap, threads, frozen.lanes, order)
-        return _ChosenCodec(codec, codec.hurried())
-
-
-def _before_choice(block: SliceBlock) -> Codec:
-    """Return the codec of blocks that cannot wait until one is chosen."""
-    return Codec(Method.LZ4, 0, Transform(block.slice_bytes))
+        # Here, and not in a thread of its own: what that one's allocator keeps would be 20 MiB more.
+        self.is_choosing = True
+        try:
+            slices, cap, threads, order = frozen.block.raw, self._cap, self._threads, frozen.lane_order()
+            codec = choose(self._coder, frozen.leaf, frozen.window, slices, cap, threads, frozen.lanes, order)
+            return _ChosenCodec(codec, codec.hurried())
+        finally:
+            self.is_choosing = False
 
 
 def _smaller(sealed: SealedSlices | None, nbytes: int) -> SealedSlices | None:

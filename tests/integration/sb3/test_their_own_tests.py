@@ -28,6 +28,9 @@ CANNOT_APPLY = {
 ELSEWHERE = {
     "stable_baselines3": {
         "tests/test_logger.py::test_set_logger": "needs tensorboard",
+        "tests/test_logger.py::test_fps_logger[A2C]": "goes by the clock",
+        "tests/test_logger.py::test_fps_logger[DQN]": "goes by the clock",
+        "tests/test_vec_envs.py::test_video_recorder": "needs pygame",
     },
     "sb3_contrib": {},
 }

@@ -25,7 +25,6 @@ from holdall.storage import sealer as seal
 from holdall.storage import segment
 from holdall.storage.blocks import FrozenBlock, KeptBlock, Order, SealedSlices, SliceBlock, address
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.codec_choice import choose
 from holdall.storage.layout import Window
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -759,33 +758,6 @@ def test_a_block_that_left_is_not_sealed_again(monkeypatch: pytest.MonkeyPatch) 
     memory.drain()
     assert not queue.hurried
     memory.close()
-
-
-@pytest.mark.usefixtures("_small_segments")
-def test_blocks_do_not_wait_for_a_codec_that_is_being_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `add` would have to wait, they are sealed in a plain way, and better when it is chosen."""
-    may_choose = threading.Event()
-
-    def choose_late(*arguments: Any) -> Codec:
-        assert may_choose.wait(PATIENCE_S)
-        return choose(*arguments)
-
-    monkeypatch.setattr(seal, "choose", choose_late)
-    monkeypatch.setattr(seal, "_WAIT_WHILE_CHOOSING_BYTES", 0)
-    memory = camera_memory(None)
-    add_camera(memory, 0, 700)  # returns, though nothing was chosen yet
-    assert memory._open().sealer._work.is_choosing
-    assert memory.report().fields[0].sealed_bytes > 0
-    may_choose.set()
-    memory.drain()
-    assert not memory._open().sealer._work.is_choosing
-    found = memory.report().fields[0].finding
-    memory.close()
-    other = camera_memory(None)
-    add_camera(other, 0, 700)
-    other.drain()
-    assert found == other.report().fields[0].finding
-    other.close()
 
 
 def test_an_error_in_a_choice_leaves_the_block_as_it_is(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
