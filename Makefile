@@ -46,13 +46,8 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 shape: $(STAMP) ## Files that a datum passes, files, lines and names with two meanings, before and now
 	$(BIN)/python benchmarks/shape.py
 
-<<<<<<< HEAD
-nightly: $(STAMP) $(OLDER_SB3) $(OLDER_RAY) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
-	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
-=======
-nightly: $(STAMP) $(OLDER_SB3) $(SB3_TESTS) $(SERVERS) ## The slow suites: every test, and Hypothesis with thousands of examples
+nightly: $(STAMP) $(OLDER_SB3) $(OLDER_RAY) $(SB3_TESTS) $(SERVERS) ## The slow suites: every test, and Hypothesis with thousands of examples
 	PATH="$(CURDIR)/$(AZURITE):$$PATH" HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
->>>>>>> main
 
 wheels: ## Build the source distribution and a wheel for every platform into dist, and check and test them
 	$(PYTHON) release/wheels.py
