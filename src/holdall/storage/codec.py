@@ -22,6 +22,8 @@ _DICTIONARY_UP_TO = 32 * 1024
 
 _SMALL_SLICE = 10 * 1024
 """Zstandard's level 12 takes some 0.1 ms for it."""
+_TABLES_GROW_AT = 2**18
+"""Of longer units Zstandard's higher levels keep tables of some 30 MiB, which is more than a memory may take beside."""
 
 _MOST_IN_A_UNIT = 64
 _MOST_OF_A_KEY = 2**32 - 1
@@ -120,6 +122,12 @@ class Codec:
         alone = self.method is not Method.STORED and self.level > 0 and self.group == 1 and not self.key
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
 
+    def grouped(self, group: int, key: int = 0, *, raw_keys: bool = False) -> Codec:
+        """Return the same code for units of so many slices, behind keys if so."""
+        is_long = self.method is Method.ZSTD and group * self.transform.coded_bytes > _TABLES_GROW_AT
+        level = min(self.level, 3) if is_long else self.level
+        return replace(self, group=group, key=key, raw_keys=raw_keys, level=level)
+
     def hurried(self) -> Codec:
         """Return the same code at the compressor's fastest useful level, for when time is short."""
         return replace(self, level=min(self.level, 0 if self.method is Method.LZ4 else 1))
@@ -161,7 +169,8 @@ def candidates(leaf: Leaf, window: Window) -> list[Codec]:
 
 def _methods(form: Transform) -> tuple[tuple[Method, int], ...]:
     """Name methods and levels: higher ones take hardly less room, and longer to compress than frames take to come."""
-    return (Method.LZ4, 0), (Method.LZ4, 7), (Method.ZSTD, 12 if form.coded_bytes <= _SMALL_SLICE else 9)
+    level = 12 if form.coded_bytes <= _SMALL_SLICE else 9 if form.coded_bytes <= _TABLES_GROW_AT else 3
+    return (Method.LZ4, 0), (Method.LZ4, 7), (Method.ZSTD, level)
 
 
 def _predictions(base: Transform, leaf: Leaf, window: Window) -> list[Transform]:

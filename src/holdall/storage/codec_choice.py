@@ -128,7 +128,7 @@ def measure_together(
 ) -> list[MeasuredCodec]:  # fmt: skip
     """Seal neighbours together, and decode them as a batch does: the slices of one transition at a time."""
     groups = [group for group in _GROUPS if group * window.slice_bytes <= _MOST_UNIT_BYTES]
-    together = [replace(one.codec, group=group) for one in leading for group in groups]
+    together = [one.codec.grouped(group) for one in leading for group in groups]
     return _measure_neighbours(coder, together, window, slices, lanes, order, 2 * max(_GROUPS))
 
 
@@ -144,7 +144,7 @@ def measure_behind_keys(
             continue
         is_raw = in_all == _RAW_KEY_SLICES
         fitting = [group for group in groups if group * window.slice_bytes <= _MOST_UNIT_BYTES and length >= 2 * group]
-        keyed = [replace(one.codec, group=g, key=length // g, raw_keys=is_raw) for one in bases for g in fitting]
+        keyed = [one.codec.grouped(g, length // g, raw_keys=is_raw) for one in bases for g in fitting]
         # Of many slices that share a key some are measured, as far from it as the others are.
         step = in_all // length if is_raw else 1
         for found in _measure_neighbours(coder, keyed, window, slices, lanes, order, length, step):
