@@ -230,11 +230,10 @@ def _measure_one(
         return None
     if order is None:
         order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64)
-    wanted = order
-    out = np.empty((len(wanted), samples.shape[1]), np.uint8)
     if coder.is_compiled:
-        decode_us = _counted_us(sealed, wanted)
+        decode_us = _counted_us(sealed, order)
     else:
+        wanted, out = order, np.empty((len(order), samples.shape[1]), np.uint8)
         decode_us = min(_timed_us(lambda: coder.decode(sealed, wanted, out)) for _ in range(3)) / len(wanted)
     return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), decode_us)
 

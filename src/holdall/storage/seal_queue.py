@@ -1,6 +1,6 @@
 """The queue of a sealer: what its worker and the memory share.
 
-In:  blocks to seal or to spill.  Out: what became of each, and what is to be sealed again when there is time.
+In:  blocks to seal or to spill.  Out: what became of each, and what will be sealed again when there is time.
 Invariant: everything changes in one step, so that an interrupt of the memory's thread leaves nothing in between.
 """
 
@@ -28,7 +28,7 @@ class SealResult(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SealJob:
-    """What is to be done with a block."""
+    """What has to be done with a block."""
 
     frozen: FrozenBlock
     spill: bool  # move it to a file, instead of sealing it
