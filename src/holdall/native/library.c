@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 16; }
+EXPORT int64_t holdall_version(void) { return 17; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -380,7 +380,7 @@ static const struct_field FIELDS[] = {
     FIELD(sliced_source, repeats),
     FIELD(sliced_source, to),
     STRUCT(copied_array),
-    FIELD(copied_array, from),
+    FIELD(copied_array, source),
     FIELD(copied_array, offset),
     FIELD(copied_array, bytes),
     STRUCT(row_place),
@@ -392,6 +392,12 @@ static const struct_field FIELDS[] = {
     FIELD(batch_request, ids),
     FIELD(batch_request, last_ids),
     FIELD(batch_request, rows),
+    FIELD(batch_request, next_uint32),
+    FIELD(batch_request, generator_state),
+    FIELD(batch_request, filled),
+    FIELD(batch_request, drawn_slots),
+    FIELD(batch_request, newest),
+    FIELD(batch_request, drawn_lanes),
     FIELD(batch_request, first_id),
     FIELD(batch_request, next_id),
     FIELD(batch_request, ring_rows),
@@ -417,6 +423,8 @@ static const struct_field FIELDS[] = {
     FIELD(batch_request, bring),
     FIELD(batch_request, finish),
     FIELD(batch_request, stream),
+    FIELD(batch_request, record),
+    FIELD(batch_request, event),
     FIELD(batch_request, most_blocks),
     FIELD(batch_request, wrong),
     FIELD(batch_request, task),
