@@ -310,13 +310,13 @@ def test_rows_are_drawn_as_an_adapter_draws_them(monkeypatch: pytest.MonkeyPatch
     for count in (30, 30, 9, 9, 30):
         np.random.seed(count)  # noqa: NPY002  the generator that adapters draw from
         job = there.draw_on("cpu", count, SlotDraw(np.random.get_bit_generator(), slots, slots), ahead=False)  # type: ignore[attr-defined]
-        state = np.random.get_state()[2]  # noqa: NPY002
+        state: Any = np.random.get_state()  # noqa: NPY002
         np.random.seed(count)  # noqa: NPY002
         ids = draw_slots(count, slots, slots, arrays.next_id // 2 - 1, 2)
         if job is None:
             there.follow(of_ids(ids), "cpu")  # which makes the plan
             continue
-        assert state == np.random.get_state()[2]  # noqa: NPY002
+        assert str(state) == str(np.random.get_state())  # noqa: NPY002
         assert_same_bits(job.receive(), arrays.gather(ids))
     assert job is not None
 
@@ -368,7 +368,7 @@ def test_what_a_user_does_to_a_batch_does_not_reach_the_next(monkeypatch: pytest
         batch = there.sample(40)
         assert_same_bits(batch, arrays.sample(40))
         assert not batch.obs["state"].requires_grad
-        change(batch)
+        change(batch)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def test_every_batch_is_one_of_its_own_where_torch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
