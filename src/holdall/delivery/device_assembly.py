@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -216,8 +217,8 @@ class _Plan:
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         return _Span(kind, shape, strides, first // dtype.itemsize)
 
-    def tensors(self, memory: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Show a block as the fields of a batch."""
+    def tensors(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Show a block as the fields of a batch, in the order of `batch`."""
 
         def seen(span: _Span) -> torch.Tensor:
             return memory.view(span.kind).as_strided(span.shape, span.strides, span.offset)
@@ -226,7 +227,9 @@ class _Plan:
         for leaf, span in self._large:
             for side, tensor in zip(("obs", "next_obs"), seen(span).unbind(), strict=True):
                 fields[side].insert(leaf, tensor)
-        return fields
+        named = [fields.pop(name) for name in ("obs", "next_obs", "action", "extras")]
+        self._ends, self._rest = list(accumulate(map(len, named))), list(fields)
+        return [tensor for of_name in (*named, *fields.values()) for tensor in of_name]
 
     def free_block(self, stream: DeviceStream, most: int) -> _Block:
         """Return memory for a batch that nobody else can see."""
@@ -240,14 +243,14 @@ class _Plan:
 
     def batch(self, ids: NDArray[np.int64], block: _Block) -> DeviceBatch:
         """Show a block as a batch: `data` gives tensors that know nothing of each other, nor of those of the block."""
-        schema, named = self._schema, {name: [t.data for t in tensors] for name, tensors in block.tensors}
+        schema, found, (obs, following, action, extras) = self._schema, [t.data for t in block.tensors], self._ends
         return DeviceBatch(
-            schema.observation.build(named.pop("obs")),
-            schema.action.build(named.pop("action")),
-            next_obs=schema.observation.build(named.pop("next_obs")),
-            extras=schema.extras.build(named.pop("extras")),
+            obs=schema.observation.build(found[:obs]),
+            next_obs=schema.observation.build(found[obs:following]),
+            action=schema.action.build(found[following:action]),
+            extras=schema.extras.build(found[action:extras]),
             ids=ids,
-            **{name: tensors[0] for name, tensors in named.items()},
+            **dict(zip(self._rest, found[extras:], strict=True)),
         )
 
 
@@ -261,7 +264,7 @@ class _Block:
 
     def __init__(self, stream: DeviceStream, plan: _Plan) -> None:
         self._memory, self._count_uses = stream.device_bytes(plan.block_bytes), stream.count_uses
-        self.start, self.tensors = self._memory.data_ptr(), list(plan.tensors(self._memory).items())
+        self.start, self.tensors = self._memory.data_ptr(), plan.tensors(self._memory)
         self._storage = self._memory.untyped_storage()
         self._uses = self._count()
 
@@ -393,7 +396,7 @@ class DeviceAssembler:
             self._let_go()
         head, block = self._free_head(plan.pinned_bytes), plan.free_block(stream, self.most_blocks)
         if ahead:
-            stream.wait_for(stream.record_consumer())
+            stream.wait_for_consumer()
             request.stream, self.behind = stream.number, head.event
         else:
             if self.behind is not None:
