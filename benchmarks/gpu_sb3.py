@@ -5,8 +5,8 @@ line of it anywhere. In:  camera images and vectors.  Out: the tensors compared,
 
 Both buffers hold the same transitions and take turns, batch by batch. A time is from the call until the stream has the
 batch, the median over all turns; "host" is how long the call itself takes. Then SAC trains on both, and on a batch that
-costs nothing: one that is there already. The ways take turns, two gradient steps each, in an order that is drawn anew for every
-turn. Medians; a second buffer that costs nothing shows what the medians are worth.
+costs nothing: one that is there already. The ways take turns, two gradient steps each, in an order that is drawn anew
+for every turn. Medians; a second buffer that costs nothing shows what the medians are worth.
 """
 
 from __future__ import annotations
@@ -119,12 +119,13 @@ def train(device: str, ways: dict[str, Any], rows: int, turns: int) -> dict[str,
     model.set_logger(configure(None, []))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     order = np.random.default_rng(3)
-    for turn in range(turns + WARM_UP):
+    warm_up = min(turns, WARM_UP)
+    for turn in range(turns + warm_up):
         for name in order.permutation(list(ways)).tolist():
             model.replay_buffer = ways[name]
             begun = synchronized(device)
             model.train(STEPS_A_TURN, rows)
-            if turn >= WARM_UP:
+            if turn >= warm_up:
                 seconds[name].append(synchronized(device) - begun)
     return {name: STEPS_A_TURN / statistics.median(times) for name, times in seconds.items()}
 

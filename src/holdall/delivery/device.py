@@ -326,7 +326,7 @@ class CudaDriver:
 
     def order(self, event: int, first: int, then: int) -> bool:
         """Let a stream go on behind what another one was given; False if the driver refuses."""
-        return self._record(event, first) == 0 and self.wait(then, event, 0) == 0
+        return not (self._record(event, first) or self.wait(then, event, 0))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
