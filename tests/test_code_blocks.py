@@ -85,7 +85,7 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
         "diff": (1, "unit/test_torchrl.py::test_the_programs_of_the_guide_run"),
         "python": (2, "unit/test_torchrl.py::test_the_programs_of_the_guide_run"),
     },
-    "docs/index.md": {"python": (2, "test_site.py::test_the_programs_of_a_page_run")},
+    "docs/index.md": {"sh": (1, LOOKED_UP), "python": (2, "test_site.py::test_the_programs_of_a_page_run")},
     "docs/install.md": {
         "sh": (2, LOOKED_UP),
         "text": (1, NO_CODE),
