@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Leaf, Tree, as_array, fit_flags
+from holdall.schema import Array, Leaf, Tree, as_array, fit_flags, on_host
 
 NEXT_STEP, SAME_STEP, DISABLED = "next_step", "same_step", "disabled"
 _MODES = (NEXT_STEP, SAME_STEP, DISABLED)
@@ -71,7 +71,7 @@ class _VectorSource:
         """Step all lanes; return what the environment returned, and what it made."""
         returned = self.envs.step(actions)
         obs, reward, terminated, truncated, info = returned
-        return returned, Made(obs, obs, _rewards(reward), terminated, truncated, info)
+        return returned, Made(obs, obs, _rewards(reward), on_host(terminated), on_host(truncated), info)
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
         """Reset; return what the environment returned, and its observations as given and with a lane axis."""
@@ -80,7 +80,7 @@ class _VectorSource:
 
     def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
         """Return one checked array a leaf, with a leading lane axis."""
-        return tree.flatten(value, (self.lanes,), argument)
+        return tree.flatten(value, (self.lanes,), argument, _fit_lanes)
 
     def batched_floats(self, value: Any) -> Any:
         """Return a network's output with a leading lane axis."""
@@ -165,9 +165,14 @@ class _SingleSource(_VectorSource):
         return value.reshape(1) if getattr(value, "ndim", 1) == 0 else value
 
 
+def _fit_lanes(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
+    """Check the values of all lanes; tensors are taken as a network or an environment on a GPU returns them."""
+    return leaf.fit(value if type(value) is np.ndarray else on_host(value), leading, argument)
+
+
 def _fit_one(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
     """Return the value of a single environment with a lane axis of one; Python numbers take the leaf's dtype."""
-    array = as_array(value, leaf.called(argument))
+    array = as_array(on_host(value), leaf.called(argument))
     if isinstance(value, int | float) and array.dtype != leaf.dtype and leaf.dtype.type(value) == value:
         array = np.asarray(value, leaf.dtype)
     return leaf.fit(array[None] if array.shape == leaf.shape else array, leading, argument)
@@ -175,7 +180,7 @@ def _fit_one(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) ->
 
 def _rewards(given: Any, *, are_mixed: bool = False) -> Array:
     """Return rewards as an array; whole numbers that are no array, or mixed with others, as float64."""
-    rewards = as_array(given, "reward")
+    rewards = as_array(on_host(given), "reward")
     if rewards.dtype.kind not in "biu" or not (are_mixed or isinstance(given, list | tuple)):
         return rewards
     floats = rewards.astype(np.float64)
@@ -266,7 +271,7 @@ def _of_lane(structure: Any, values: Any, lane: int) -> Any:
 
 def _fit_final(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
     """Check a final observation; its dtype may differ as far as vector environments cast their observations."""
-    array = as_array(value, argument)
+    array = as_array(on_host(value), argument)
     if array.dtype != leaf.dtype and (np.can_cast(array.dtype, leaf.dtype, "same_kind") or array.ndim == 0):
         array = array.astype(leaf.dtype)
     return leaf.fit(array, leading, argument)

@@ -302,6 +302,11 @@ def _required_shape(shape: Any) -> tuple[int, ...]:
     return tuple(map(int, given))
 
 
+def on_host(value: Any) -> Any:
+    """Return a tensor where NumPy can read it, and anything else as it is."""
+    return value.detach().cpu() if hasattr(value, "detach") else value
+
+
 def as_array(value: Any, called: str) -> Array:
     """Make an array of a list, a scalar or a foreign array, without choosing a dtype for it."""
     if isinstance(value, np.ma.MaskedArray):

@@ -93,9 +93,21 @@ def test_what_is_no_policy_or_no_extras_is_refused_before_anything_is_stepped() 
         recorder.collect(3, 5)  # type: ignore[arg-type]  # that is the point
     with pytest.raises(holdall.ArgumentError, match=r"extras \(0.5\) must be a dict"):
         recorder.step(1, 0.5)  # type: ignore[arg-type]
-    with pytest.raises(holdall.ArgumentError, match=r"extras\['log_prob'\] is a Tensor.*detach"):
-        recorder.step(1, log_prob=torch.ones((), requires_grad=True))
+    with pytest.raises(holdall.ArgumentError, match=r"extras\['log_prob'\] is a list of unequal"):
+        recorder.step(1, log_prob=[None])
     assert env.resets == 0
+
+
+@pytest.mark.parametrize("lanes", [None, 2], ids=["one environment", "two lanes"])
+def test_tensors_are_taken_as_a_network_returns_them(lanes: int | None) -> None:
+    envs = [WatchedEnv("vector", 0.3, seed, VECTOR) for seed in range(lanes or 1)]
+    memory = memory_of(envs[0], len(envs), extras={"log_prob": spaces.Box(-9, 9, (), np.float32)})
+    stepped = gym.vector.SyncVectorEnv([lambda env=env: env for env in envs]) if lanes else envs[0]
+    shape = (lanes,) if lanes else ()
+    given = torch.full((*shape, 2), 0.5, requires_grad=True), {"log_prob": torch.full(shape, 2.0, requires_grad=True)}
+    holdall.Recorder(stepped, memory).collect(lambda _: given, 12)
+    assert_holds(memory, [env.log for env in envs])
+    assert set(memory.sample(8).extras["log_prob"]) == {2.0}
 
 
 # ---------------------------------------------------------------- rewards
