@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdall.report import GROWTH_CHECKS
-from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, reserve
+from holdall.storage.blocks import Coder, SealedSlices, reserve
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.codec_choice import choose
 from holdall.storage.layout import Window
-from holdall.storage.seal_queue import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
+from holdall.storage.seal_queue import FrozenBlock, HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the

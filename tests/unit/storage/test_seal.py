@@ -23,9 +23,10 @@ from holdall.native import NativeCoder, PortableCoder, ThreadPool, chosen_kernel
 from holdall.schema import Bytes, Leaf
 from holdall.storage import sealer as seal
 from holdall.storage import segment
-from holdall.storage.blocks import FrozenBlock, KeptBlock, Order, SealedSlices, SliceBlock, address
+from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, address
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.layout import Window
+from holdall.storage.seal_queue import FrozenBlock
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import Places
