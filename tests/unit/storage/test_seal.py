@@ -54,13 +54,13 @@ class GatedCoder(PortableCoder):
         self.levels: list[int] = []
         self.failing = False
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None) -> SealedSlices | None:
+    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
         self.begun.release()
         assert self.gate.acquire(timeout=PATIENCE_S)
         self.levels.append(codec.level)
         if self.failing:
             raise OSError("out of order")
-        return super().seal(slices, codec, order)
+        return super().seal(slices, codec, order, threads=threads)
 
     def open(self, times: int = 1000) -> None:
         self.gate.release(times)
@@ -108,7 +108,7 @@ class Bench:
     def rest(self) -> None:
         """Wait until the worker waits for blocks: one that comes then is not late."""
         self.sealer.drain()
-        wait_until(lambda: self.sealer._queue.current is None)
+        wait_until(lambda: not self.sealer._queue.begun)
 
     def _choose(self, *_: Any) -> Codec:
         self.choices += 1
