@@ -98,12 +98,17 @@ class BlockSample:
         spread = _spread(slices, _KNOWN_SLICES, _KNOWN_BYTES)
         stride = 1 if order is not None else lanes
         reach = (window.count + window.shift - 1) * stride + 1  # of a transition, in the block
-        most = max(_FEWEST_SAMPLES, min(_NEAR_SLICES, _NEAR_SAMPLE_BYTES // window.slice_bytes))
-        length = max(min(_STRETCH, most), reach)
+        most = min(_NEAR_SLICES, _NEAR_SAMPLE_BYTES // window.slice_bytes)
+        length = max(min(_STRETCH, most), reach, *_groups_of(window))
         near = _stretches(slices, order, length, 1, most)
         kinds = _KEY_SLICES, _RAW_KEY_SLICES
         keyed = {kind: _stretches(slices, order, length, max(1, kind // length), most // 2) for kind in kinds}
         return cls(spread, near, {kind: found for kind, found in keyed.items() if len(slices) >= kind}, stride)
+
+
+def _groups_of(window: Window) -> list[int]:
+    """Return how many neighbours are tried together; at least one is."""
+    return [group for group in (1, *_GROUPS) if group * window.slice_bytes <= _MOST_UNIT_BYTES or group == 1]
 
 
 def _spread(slices: Bytes, most: int, most_bytes: int) -> Bytes:
@@ -199,10 +204,9 @@ def measure_together(
     coder: Coder, leading: list[MeasuredCodec], window: Window, sample: BlockSample, worth: _Worth = ANY_WORTH
 ) -> list[MeasuredCodec]:
     """Seal neighbours together, in larger and larger groups while that pays; decode them as a batch does."""
-    groups = [group for group in _GROUPS if group * window.slice_bytes <= _MOST_UNIT_BYTES]
     results = []
     for before in leading:
-        for group in groups:
+        for group in _groups_of(window)[1:]:
             found = _measure_neighbours(coder, before.codec.grouped(group), window, sample.near, sample.stride)
             results += [] if found is None else [found]
             if found is None or not worth.allows(found) or worth.of(found) <= worth.of(before):
@@ -254,12 +258,12 @@ def _measure_neighbours(
 
 
 def _transitions(window: Window, count: int, length: int, stride: int) -> NDArray[np.int64]:
-    """Draw transitions from stretches and return their slices."""
+    """Draw transitions from stretches and return the slices of each."""
     in_one = window.count + window.shift
     draws = max(1, min(8, _NEAR_SLICES // (count * in_one)))
     starts = np.random.default_rng(0).integers(0, length - (in_one - 1) * stride, (draws, count))
     starts = (starts + length * np.arange(count)).reshape(-1, 1)
-    return (starts + stride * np.arange(in_one)).reshape(-1).astype(np.int64)
+    return (starts + stride * np.arange(in_one)).astype(np.int64)
 
 
 def measure(coder: Coder, leaf: Leaf, window: Window, samples: Bytes) -> list[MeasuredCodec]:
@@ -312,13 +316,15 @@ def _measure_one(
     if sealed is None:
         return None
     if order is None:
-        order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64)
+        order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64).reshape(-1, 1)
     return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), _decode_us(coder, sealed, order))
 
 
-def _decode_us(coder: Coder, sealed: SealedSlices, order: NDArray[np.int64]) -> float:
+def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> float:
+    """Say how long a slice takes to decode, by those of transitions that were drawn, a row each."""
     if coder.is_compiled:
-        return _counted_us(coder, sealed, order)
+        return _counted_us(coder, sealed, drawn)
+    order = drawn.reshape(-1)
     out = np.empty((len(order), sealed.codec.transform.slice_bytes), np.uint8)
     return min(_timed_us(lambda: coder.decode(sealed, order, out)) for _ in range(3)) / len(order)
 
@@ -356,16 +362,17 @@ _COPY_US = (0.03, 0.088)
 """The same for a slice that is copied, and a kilobyte of it."""
 
 
-def _counted_us(coder: Coder, sealed: SealedSlices, order: NDArray[np.int64]) -> float:
+def _counted_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> float:
     """Say how long decoding takes by what has to be done: the same data gives the same answer, whatever else runs."""
     codec, form = sealed.codec, sealed.codec.transform
-    units = sealed.coded.place(order) // codec.group
-    decoded = 1 + np.count_nonzero(np.diff(units))  # neighbours in one unit are decoded once
+    units = sealed.coded.place(drawn) // codec.group
+    # Those of one transition in one unit are decoded once; the next transition lies elsewhere in a memory.
+    decoded = len(units) + np.count_nonzero(np.diff(units, axis=1))
     total_us = decoded * _mean_unit_us(coder, sealed, units)
     if codec.key:
         total_us += decoded * _BEHIND_KEY_US[codec.method]
-        keys = (units - units % codec.key)[units % codec.key > 0]
-        changes = len(keys) and 1 + np.count_nonzero(np.diff(keys))
+        keys = units - units % codec.key
+        changes = len(keys) + np.count_nonzero(np.diff(keys, axis=1))
         raw_us = _COPY_US[1] * codec.group * form.coded_bytes / 1000  # it is not in a cache
         total_us += changes * (raw_us if codec.raw_keys else _mean_unit_us(coder, sealed, keys))
     undone = {
@@ -374,7 +381,7 @@ def _counted_us(coder: Coder, sealed: SealedSlices, order: NDArray[np.int64]) ->
         "shuffle": form.shuffle > 0, "words": form.word_bytes > 0,
     }  # fmt: skip
     per_slice = sum(_TRANSFORM_US[name] for name, is_done in undone.items() if is_done) * form.coded_bytes / 1000
-    return float(total_us / len(order) + per_slice)
+    return float(total_us / drawn.size + per_slice)
 
 
 def _mean_unit_us(coder: Coder, sealed: SealedSlices, units: NDArray[np.int64]) -> float:
