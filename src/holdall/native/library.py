@@ -243,7 +243,7 @@ class SlicedSourceStruct(ctypes.Structure):
 class CopiedArrayStruct(ctypes.Structure):
     """An array that is copied into pinned memory as it is."""
 
-    _fields_ = [*_pointers("from"), *_numbers("offset bytes")]
+    _fields_ = [*_pointers("source"), *_numbers("offset bytes")]
 
 
 class RowPlaceStruct(ctypes.Structure):
@@ -256,12 +256,14 @@ class BatchRequestStruct(ctypes.Structure):
     """A batch that a device is to put together."""
 
     _fields_ = [
-        *_pointers("ids last_ids"), *_numbers("rows first_id next_id ring_rows lanes"), *_pointers("columns"),
+        *_pointers("ids last_ids"), *_numbers("rows"), *_pointers("next_uint32 generator_state"),
+        *_numbers("filled drawn_slots newest"), *_pointers("drawn_lanes"),
+        *_numbers("first_id next_id ring_rows lanes"), *_pointers("columns"),
         *_numbers("column_count"), *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head block"),
         *_numbers("observed rest last_observed last_rest"), ("copied", CopiedArrayStruct * _MOST_COPIED),
         *_numbers("copied_count"), ("source", SlicedSourceStruct * MOST_DEVICE_FIELDS), *_pointers("slots"),
         *_numbers("slot_count"), *_pointers("found"), *_numbers("first_rows"),
-        *_pointers("launch bring finish stream"), *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
+        *_pointers("launch bring finish stream record event"), *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
     ]  # fmt: skip
 
 
