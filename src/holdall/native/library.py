@@ -80,7 +80,9 @@ class EncoderStruct(ctypes.Structure):
 
     _fields_ = [
         *_pointers("lz4_compress_default lz4_compress_hc lz4_reset_hc lz4_load_dict_hc lz4_continue_hc"),
-        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream scratch"),
+        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream loaded"),
+        *_numbers("stream_bytes"),
+        *_pointers("scratch"),
         *_numbers("scratch_bytes"),
         *_pointers("common"),
         *_numbers("common_bytes group key keeps_keys_raw method level"),
@@ -315,7 +317,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_fast_pack": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_fast_draw": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
-    "holdall_encode": (NUMBER, [*[POINTER] * 4, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
+    "holdall_encode": (NUMBER, [*[POINTER] * 4, *[NUMBER] * 3, POINTER, NUMBER, POINTER, POINTER, POINTER]),
+    "holdall_count_work": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
     "holdall_pack_columns": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, POINTER]),
@@ -443,6 +446,7 @@ _COMPRESSION: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "LZ4_compress_HC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
         "LZ4_createStreamHC": (POINTER, []),
         "LZ4_freeStreamHC": (ctypes.c_int, [POINTER]),
+        "LZ4_sizeofStateHC": (ctypes.c_int, []),
         "LZ4_resetStreamHC_fast": (None, [POINTER, ctypes.c_int]),
         "LZ4_loadDictHC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int]),
         "LZ4_compress_HC_continue": (ctypes.c_int, [POINTER, POINTER, POINTER, ctypes.c_int, ctypes.c_int]),

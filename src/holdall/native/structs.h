@@ -94,6 +94,8 @@ typedef struct {
     unsigned (*zstd_is_error)(size_t);
     void *cctx;       /* ZSTD_CCtx * with its level and dictionary */
     void *stream;     /* LZ4_streamHC_t *, where LZ4 compresses against other bytes */
+    void *loaded;     /* the same, after it read those bytes */
+    int64_t stream_bytes;
     uint8_t *scratch; /* two coded slices, a unit of coded ones, a key and a compressed unit */
     int64_t scratch_bytes;
     const uint8_t *common; /* a dictionary's bytes, for LZ4, or NULL */
