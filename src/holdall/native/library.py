@@ -332,7 +332,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_name": (NUMBER, [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 4, *[POINTER] * 4]),
     "holdall_locate": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER]),
     "holdall_collect": (
-        NUMBER, [*[POINTER] * 2, NUMBER, *[POINTER] * 2, NUMBER, NUMBER, POINTER, NUMBER, POINTER, _NATURAL, *[POINTER] * 2],
+        NUMBER,
+        [*[POINTER] * 2, NUMBER, *[POINTER] * 2, NUMBER, NUMBER, POINTER, NUMBER, POINTER, _NATURAL, *[POINTER] * 2],
     ),
     "holdall_assemble": (NUMBER, [POINTER]),
     "holdall_launch_here": (ctypes.c_int, [POINTER, *[ctypes.c_uint] * 7, *[POINTER] * 3]),
