@@ -40,8 +40,10 @@ _MOST_HEADS = 8
 """Batches whose pinned memory may still be read while the next one is looked up; then the host waits."""
 _KEPT_BLOCKS = 4
 """Blocks of one kind of batch that are kept: one in use, one being filled, two for latecomers."""
+_SHARE = 6
+"""The device begins with this part of a batch while the rest is looked up: to fetch takes longer."""
 _FEWEST_ROWS = 32
-"""The device begins with so many rows while others are looked up: to fetch takes longer, and a launch takes time, too."""
+"""It begins with so many at least: a launch takes time, too."""
 _BLOCKS_OVER_BUS = 528
 """Enough to keep the bus busy, and few enough to leave the device to others."""
 _BLOCKS_ON_DEVICE = 4096
@@ -250,7 +252,7 @@ class DeviceAssembler:
             request, launcher = plan.request, self._launcher
             request.launch, request.bring, request.finish = launcher.function, launcher.bring, launcher.finish
             request.record = self._stream.record_function
-            request.first_rows = _FEWEST_ROWS
+            request.first_rows = max(_FEWEST_ROWS, request.rows // _SHARE)
             if plan.arrays == ["weights"] and draw.last_ids is None and draw.ids.ndim == 1:
                 self._plain[draw.ids.size] = plan
         return plan

@@ -8,7 +8,7 @@
 #include <string.h>
 
 enum { DONE = 0, NOT_HELD = 1, DAMAGED = 2, NOT_THERE = 3, REFUSED = 4 };
-enum { LARGE_SLICE_BYTES = 1024, WARP = 32, BLOCK = 256, HEAD_BLOCKS = 64, ROWS_AHEAD = 16, GROWTH = 8 };
+enum { LARGE_SLICE_BYTES = 1024, WARP = 32, BLOCK = 256, HEAD_BLOCKS = 64, ROWS_AHEAD = 16 };
 
 void holdall_draw(uint32_t (*next_uint32)(void *), void *state, int64_t filled, int64_t slots, int64_t newest,
                   int64_t lanes, int64_t rows, int64_t *ids, int64_t *lane);
@@ -177,14 +177,13 @@ static void begin(batch_request *r) {
     r->task.head_from = r->head, r->task.head_to = r->block;
 }
 
-/* Name and send for everything. Slices come first, so that the device fetches them while the short fields are copied; and
- * a few rows before the others, more and more of them: to fetch a row takes longer than to look it up. */
+/* Name and send for everything. Slices come first, so that the device fetches them while the short fields are copied. */
 static int put_together(batch_request *r) {
     const int64_t fields = r->task.fields;
     int failed = DONE;
     begin(r);
-    for (int64_t from = 0, to, step = r->first_rows; from < r->rows && fields && !failed; from = to, step *= GROWTH) {
-        to = r->rows - from < 2 * step ? r->rows : from + step;
+    for (int64_t from = 0, to = r->first_rows; from < r->rows && fields && !failed; from = to, to = r->rows) {
+        if (to > r->rows) to = r->rows;
         for (int64_t k = 0; k < fields && !failed; k++) failed = look_up(r, k, from, to);
         if (!failed) failed = bring_named(r);
     }

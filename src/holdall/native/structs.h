@@ -499,7 +499,7 @@ typedef struct {
     uint32_t *slots;    /* scratch memory: open addressing, the number of a place + 1, or 0; a table a field */
     int64_t slot_count; /* of a field: a power of two, at least twice the slices of both observations */
     row_place *found;   /* scratch memory: one a row */
-    int64_t first_rows; /* rows whose slices are sent for before others are looked up */
+    int64_t first_rows; /* rows whose slices are sent for before the rest is looked up */
     void *launch;       /* the address of cuLaunchKernel */
     void *bring, *finish; /* kernels */
     void *stream;
