@@ -1,7 +1,7 @@
 """Write what the benchmarks on a GPU measured into the docs: `python benchmarks/gpu_docs.py [--check]`.
 
-In:  benchmarks/results/gpu_*.json, which gpu_sb3.py, gpu_delivery.py, gpu_resident.py and gpu_lz4.py write where there is
-a GPU.  Out: their tables in docs/gpu.md, docs/samplers.md and docs/decisions. `--check` only says what differs.
+In:  benchmarks/results/gpu_*.json, which gpu_sb3.py, gpu_delivery.py, gpu_resident.py and gpu_lz4.py write.  Out: their
+tables in docs/gpu.md, docs/samplers.md and docs/decisions. `--check` only says what differs.
 """
 
 from __future__ import annotations
