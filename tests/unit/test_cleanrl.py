@@ -371,6 +371,10 @@ def test_wrong_settings_are_refused(arguments: tuple[Any, ...], settings: dict[s
         ReplayBuffer(*arguments, **settings)
 
 
+def test_a_size_may_be_written_as_a_float() -> None:
+    assert ReplayBuffer(1e3, VECTOR, CART).buffer_size == 1000
+
+
 @pytest.mark.parametrize(
     ("observed", "acted", "says"),
     [
