@@ -23,9 +23,10 @@ def test_python_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_tables_of_the_readme_are_those_of_the_committed_results() -> None:
-    """Those of docs/benchmarks.md, too."""
+    """Those of docs/benchmarks.md and of the guide for Stable-Baselines3, too."""
     script = runpy.run_path(str(README.parent / "benchmarks" / "readme.py"))
-    assert set(script["PLACES"]) == {README, README.parent / "docs" / "benchmarks.md"}
+    docs = README.parent / "docs"
+    assert set(script["PLACES"]) == {README, docs / "benchmarks.md", docs / "guides" / "sb3.md"}
     for page, places in script["PLACES"].items():
         text = page.read_text(encoding="utf-8")
         assert script["rewritten"](page) == text, "run `python benchmarks/readme.py`, or measure again"
