@@ -69,13 +69,13 @@ class _VectorSource:
 
     def step(self, actions: Any) -> tuple[Any, Made]:
         """Step all lanes; return what the environment returned, and what it made."""
-        returned = self.envs.step(actions)
+        returned = _of_gymnasium(self.envs.step(actions), "step", 5)
         obs, reward, terminated, truncated, info = returned
         return returned, Made(obs, obs, _rewards(reward), on_host(terminated), on_host(truncated), info)
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
         """Reset; return what the environment returned, and its observations as given and with a lane axis."""
-        returned = self.envs.reset(seed=seed, options=options)
+        returned = _of_gymnasium(self.envs.reset(seed=seed, options=options), "reset", 2)
         return returned, returned[0], returned[0]
 
     def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
@@ -136,7 +136,7 @@ class _SingleSource(_VectorSource):
         return checked[0].copy()
 
     def step(self, actions: Any) -> tuple[Any, Made]:
-        returned = self.envs.step(actions)
+        returned = _of_gymnasium(self.envs.step(actions), "step", 5)
         obs, reward, terminated, truncated, info = returned
         ends = np.array([bool(terminated)]), np.array([bool(truncated)])
         return returned, Made(obs, obs, self._in_dtype_of_first(reward), *ends, [info])
@@ -153,7 +153,7 @@ class _SingleSource(_VectorSource):
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
         options = {name: value for name, value in (options or {}).items() if name != "reset_mask"}
-        returned = self.envs.reset(seed=seed, options=options or None)
+        returned = _of_gymnasium(self.envs.reset(seed=seed, options=options or None), "reset", 2)
         return returned, returned[0], returned[0]
 
     def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
@@ -176,6 +176,17 @@ def _fit_one(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) ->
     if isinstance(value, int | float) and array.dtype != leaf.dtype and leaf.dtype.type(value) == value:
         array = np.asarray(value, leaf.dtype)
     return leaf.fit(array[None] if array.shape == leaf.shape else array, leading, argument)
+
+
+def _of_gymnasium(returned: Any, call: str, count: int) -> Any:
+    """Return what an environment returned, if it has as many parts as Gymnasium says."""
+    if isinstance(returned, tuple | list) and len(returned) == count:
+        return returned
+    parts = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
+    raise ArgumentError(
+        f"envs.{call} returned {parts}, Gymnasium's returns {count}: it is made for an older gym; wrap it, for example "
+        "in shimmy.GymV21CompatibilityV0"
+    )
 
 
 def _rewards(given: Any, *, are_mixed: bool = False) -> Array:

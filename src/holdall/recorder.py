@@ -58,7 +58,7 @@ class Recorder:
                 "correct envs.metadata['autoreset_mode'] if that is wrong"
             )
         self._mode, self._is_assumed = mode or NEXT_STEP, mode is None
-        self._has_seen_end = False
+        self._has_seen_end, self._has_warned = False, False
         self._require_same_spaces()
         self._rollout = memory if isinstance(memory, RolloutMemory) else None
         self._kept: list[Array] | None = None  # copies of the observations that the next step begins with, by leaf
@@ -67,6 +67,7 @@ class Recorder:
         self._has_ended = False  # whether there are any
         self._running: Flags = np.zeros(self._lanes, np.bool_)  # lanes whose last transition did not end its episode
         self._last_reward: Array | None = None
+        self._left_at: int | None = None  # the memory's next id when this recorder had added; None: watch it no more
         self._is_torn = False  # whether a step did not get to its end: only a reset says where the lanes are
 
     @property
@@ -92,6 +93,8 @@ class Recorder:
                 "recorder.reset(options={'reset_mask': ...}) before"
             )
         self._reset_where_needed()
+        if self._left_at is not None and self._left_at != self.memory.next_id:
+            self._warn_of_others()
         self._is_torn = True
         returned, made = self._source.step(self._source.taken(self._schema.action, actions, action, self._shown))
         after = self._observed(made.obs)
@@ -220,7 +223,7 @@ class Recorder:
         if self._rollout is not None:
             self._rollout.add(obs, acted, reward, terminated, truncated, final_obs=following, **others)
             return
-        self.memory.add(obs, acted, reward, following, terminated, truncated, **others)
+        self._add(obs, acted, reward, following, terminated, truncated, **others)
         self._last_reward = reward
 
     def _add_border(self, new: list[Array]) -> None:
@@ -234,10 +237,27 @@ class Recorder:
                           for tree in (schema.action, schema.extras))  # fmt: skip
         obs = schema.observation.build(new if self._kept is None else self._kept)
         none = np.zeros(lanes, np.bool_)
-        self.memory.add(
+        self._add(
             obs, schema.action.build(action), reward, schema.observation.build(new), none, none,
             schema.extras.build(extras), none,
         )  # fmt: skip
+
+    def _add(self, *fields: Any, **others: Any) -> None:
+        self.memory.add(*fields, **others)
+        if isinstance(self.memory, ReplayMemory) and not self._has_warned:
+            self._left_at = self.memory.next_id
+
+    def _warn_of_others(self) -> None:
+        """Warn, once, if somebody else has added to the memory in the middle of an episode."""
+        self._left_at = None
+        if self._running.any():
+            self._has_warned = True
+            warnings.warn(
+                f"somebody else added to memory in the middle of the episodes of lanes {_numbers(self._running)}: "
+                "n-step returns and sequences go on from one stream of steps into another. Record all environments "
+                "with one Recorder, as a vector environment, or add elsewhere only after recorder.reset()",
+                stacklevel=3,
+            )
 
     def _cut_by(self, mask: Flags) -> Flags:
         """Return the lanes of `mask` whose newest transition does not end its episode."""

@@ -198,3 +198,56 @@ def test_observations_that_the_space_does_not_describe_are_refused_with_the_way_
     envs.observation_space = spaces.Box(-10, 10, (3,), np.float32)
     holdall.Recorder(envs, memory := memory_of(envs)).collect(lambda _: np.zeros(1, np.int64), 8)
     assert len(memory) == 8
+
+
+def test_one_warning_if_somebody_else_adds_in_the_middle_of_an_episode() -> None:
+    """Two recorders of one memory, whose steps take turns in one lane."""
+    envs = [WatchedEnv("vector", 0.0, seed) for seed in range(2)]
+    memory = memory_of(envs[0])
+    first, second = (holdall.Recorder(env, memory) for env in envs)
+    first.step(1)
+    second.step(1)
+    with pytest.warns(UserWarning, match=r"somebody else added to memory.*lanes \[0\].*one Recorder"):
+        first.step(1)
+    for _ in range(3):
+        first.step(1)
+
+
+def test_others_may_add_between_episodes() -> None:
+    """Demonstrations, for example: the recorder was reset, or its episode ended."""
+    env = WatchedEnv("vector", 1.0, 0)
+    recorder = holdall.Recorder(env, memory := memory_of(env))
+    obs = np.zeros(3, np.float32)
+    for _ in range(3):
+        recorder.step(1)
+        memory.add(obs, 1, 1.0, obs, True, False)
+    assert len(memory) == 6
+
+
+def test_a_lane_that_is_reset_alone_is_not_somebody_else() -> None:
+    envs = InPlaceVectorEnv([WatchedEnv("vector", 0.0, seed) for seed in range(2)], AutoresetMode.DISABLED)
+    recorder = holdall.Recorder(envs, memory := memory_of(envs.lanes[0], 2))
+    for _ in range(3):
+        recorder.step(np.zeros(2, np.int64))
+        recorder.reset(options={"reset_mask": np.array([True, False])})
+    assert_holds(memory, [lane.log for lane in envs.lanes])
+
+
+def test_environments_of_an_older_gym_are_refused_with_the_way_out() -> None:
+    class Four(WatchedEnv):
+        def step(self, action: Any) -> Any:
+            obs, reward, terminated, truncated, info = super().step(action)
+            return obs, reward, terminated or truncated, info
+
+    class Alone(WatchedEnv):
+        def reset(self, **how: Any) -> Any:
+            return super().reset(**how)[0]
+
+    for kind, told in (
+        (Four, "envs.step returned 4 values, Gymnasium's returns 5"),
+        (Alone, "envs.reset returned a nda"),
+    ):
+        env = kind("vector", 0.3, 0)
+        with pytest.raises(holdall.ArgumentError, match=told):
+            holdall.Recorder(env, memory := memory_of(env)).step(1)
+        assert memory.next_id == 0
