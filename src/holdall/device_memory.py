@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from holdall.checkpoint import Restored, RowsKey, SavedMemory, Snapshot
 from holdall.delivery import (
     Batches,
+    BatchJob,
     Delivery,
     ObservationAssembler,
     ResidentBatches,
+    SlotDraw,
     TensorFit,
     batches_for,
     is_on_device,
@@ -92,6 +94,12 @@ class MemoryOnDevice(SavedMemory):
         if store.fast_tick.fills_blocks:
             store.sealer.wait_for_room()
         return max(ticks, 0)
+
+    def draw_on(self, device: str, count: int, rows: SlotDraw, *, ahead: bool) -> BatchJob | None:
+        """Draw rows and begin a batch of them on a device in one step, if there is such a way; for adapters."""
+        with self._locked():
+            store = self._whole()
+            return self._batches_on(device).draw_slots(rows, count, store, ahead=ahead)
 
     def rows(self, ids: NDArray[np.int64]) -> Rows:
         """Return copies of all fields of held and valid `ids`, as arrays; for adapters."""

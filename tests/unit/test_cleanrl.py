@@ -292,7 +292,9 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "cleanrl.md"
 def test_the_programs_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "guide"}
-    for program in re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL):
+    text = GUIDE.read_text(encoding="utf-8")
+    (new,) = re.findall(r"^```diff\n-from cleanrl_utils.*\n\+(.*\n)```$", text, re.MULTILINE)
+    for program in (new, *re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
         exec(compile(program, str(GUIDE), "exec"), names)
     assert names["rb"].size() == 300
     names["small"].memory.close()

@@ -19,6 +19,7 @@ import ray
 
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
+from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.lanes import new_writer
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, together
 from holdall.cluster.protocol import ShardCounters, received
@@ -65,7 +66,7 @@ class MemoryHandle:
         self._terms, self._address, self.sampler = terms, terms.address, terms.sampler
         self.schema = schema_of(self._address.words)
         self.num_envs, self.name = self.schema.num_envs, self._address.name
-        self._deliverer = Deliverer(self.schema, chosen_kernels(), device)
+        self._deliverer = Deliverer(self.schema, chosen_kernels(), device, sliced_leaves(self.schema))
         self._device = device
         self._lock = threading.RLock()
         self._closed = False
@@ -74,7 +75,7 @@ class MemoryHandle:
         self._cluster = Cluster(self._address.roster(), patience_s, learner)
         self._writer = new_writer(self._address, self.num_envs)
         self._drawing = Drawing(
-            self._cluster, self.schema, self._deliverer, self.sampler, generator, terms.on_shard_loss, patience_s
+            self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss, patience_s
         )
         self._priorities = Priorities(self._cluster, self.sampler, patience_s)
 
@@ -142,7 +143,7 @@ class MemoryHandle:
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._open()
-        self._deliverer.batches.keep(prefetch + 2)
+        self._deliverer.keep(prefetch + 2)
         batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
         ahead = BatchesAhead(self._drawing, lambda count: self._start(batch_size, count), batches)
         return Loader(ahead, max(0, prefetch - batches + 1))
@@ -209,7 +210,7 @@ class MemoryHandle:
         asked = [self._cluster.handle(shard).report.remote() for shard in known]
         fields = added_up(ray.get(asked, timeout=self._address.patience_s))
         transitions = sum(counters.transitions for counters in known.values())
-        return MemoryReport(transitions, fields, self._deliverer.assembler.staging.nbytes, len(known))
+        return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known))
 
     def close(self) -> None:
         """Send what waits, and let go of the memory; it stays where it is."""
@@ -217,10 +218,7 @@ class MemoryHandle:
             if self._closed:
                 return
             self._closed = True
-            try:
-                self._writer.close()
-            finally:
-                self._deliverer.assembler.close()
+            self._writer.close()
 
     def __enter__(self) -> Self:
         return self

@@ -227,4 +227,3 @@ class ReplayMemory(MemoryHandle):
                     self._savers.close()
                 finally:
                     self._fleet.end(has_saved=self._has_saved)
-                    self._deliverer.assembler.close()

@@ -143,11 +143,6 @@ class CallOrder(Packed):
     learner: int = 0  # seeds the generator that draws; 0: the shard's own draws
     handle: int = 0  # whose generator it is
 
-    @property
-    def is_near(self) -> bool:
-        """Whether the client shares the object store of this process: arrays then reach it without a network."""
-        return self.client[:_MACHINE_BYTES] == _machine()
-
 
 _MACHINE_BYTES = 6
 
@@ -155,6 +150,11 @@ _MACHINE_BYTES = 6
 def client_name() -> bytes:
     """Return a new name for a client of shards; it begins with the machine that the client runs on."""
     return _machine() + secrets.token_bytes(16 - _MACHINE_BYTES)
+
+
+def machine_of(client: bytes) -> bytes:
+    """Return the part of a client's name that is the machine's."""
+    return client[:_MACHINE_BYTES]
 
 
 def _machine() -> bytes:

@@ -23,6 +23,7 @@ from holdall.cluster.answer import Payload, RowDraw
 from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.shard_data import ShardData
+from holdall.cluster.shared_blocks import BlockPlace
 from holdall.cluster.status import Process, ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of
@@ -59,6 +60,7 @@ class Shard:
         url: str | None = None, neighbours: int = 1, saved: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
         self._number = number
+        self._machine = protocol.machine_of(protocol.client_name())
         self._memory = memory
         self._url = url
         self._lock = threading.Lock()
@@ -193,18 +195,29 @@ class Shard:
         return protocol.packed_dictionary(found)
 
     @ray.method(concurrency_group="sample")
-    def sample(self, order: bytes, counts: list[tuple[int, int]]) -> Payload:
-        """Draw rows of some batches, see `ShardData.draw`; of an empty shard, return the counters alone."""
+    def sample(self, order: bytes, counts: list[tuple[int, int]], blocks: list[BlockPlace]) -> Payload | bytes:
+        """Draw rows of some batches, see `ShardData.draw`; of an empty shard, return the counters alone.
+
+        Args:
+            blocks: Of every batch, where its rows are written if that can be; nothing: they are in the answer.
+        """
         with self._metrics.timed("sample"):
             self._require_journal()
             required = self._required(order)
+            is_near, turned = self._is_near(required.client), None
             with self._call_queue.taken(required), self._lock:
                 counters = self._counters()
                 if counters.mass == 0:
                     return counters.packed()
                 drawn = self._data.draw(counts, self._generator_of(required))
+                if not is_near:
+                    drawn, turned = self._data.in_order(drawn, counts)
                 found = self._data.found(drawn)
-            return self._data.answer(counters, drawn, *found, required.is_near)
+            return self._data.answer(counters, drawn, found, counts, blocks, turned, is_near=is_near)
+
+    def _is_near(self, client: bytes) -> bool:
+        """Whether a client runs on this machine: arrays then reach it without a network."""
+        return protocol.machine_of(client) == self._machine
 
     def _generator_of(self, call: protocol.CallOrder) -> np.random.Generator:
         """Return what rows are drawn with for a handle; the one whose memory this is draws with the shard's own."""
@@ -217,13 +230,13 @@ class Shard:
         return found
 
     @ray.method(concurrency_group="sample")
-    def gather(self, rows: bytes) -> Payload:
-        """Return rows by their numbers."""
+    def gather(self, client: bytes, rows: bytes) -> Payload | bytes:
+        """Return rows by their numbers, to a client of this name."""
         wanted = np.frombuffer(rows, np.int64)
         with self._lock:
             self._data.held().require(wanted)
             counters, found = self._counters(), self._data.found(RowDraw(wanted))
-        return self._data.answer(counters, RowDraw(wanted), *found)
+        return self._data.answer(counters, RowDraw(wanted), found, is_near=self._is_near(client))
 
     @ray.method(concurrency_group="sample")
     def update_priorities(self, order: bytes, rows: bytes, priorities: bytes, dtype: str) -> bytes:

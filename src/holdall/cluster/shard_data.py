@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from holdall import storage
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
-from holdall.cluster.answer import Answer, Payload, RowDraw, pack_answer
+from holdall.cluster.answer import Answer, AnswerPacker, Payload, RowDraw
 from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.row_finder import RowFinder
 from holdall.cluster.row_order import RowOrder
+from holdall.cluster.row_reader import ShardReader
+from holdall.cluster.shared_blocks import BlockPlace
 from holdall.delivery import Prefetched
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
@@ -63,7 +64,8 @@ class ShardData:
         self._lock = lock
         self._kernels = chosen_kernels()
         decoded_bytes = memory_limits()[0].free_bytes // _SHARE_OF_AVAILABLE // neighbours
-        self._finder = RowFinder(self._schema, self._kernels, decoded_bytes)
+        self._reader = ShardReader(self._schema, sliced_leaves(self._schema), self._kernels, decoded_bytes, neighbours)
+        self._packer = AnswerPacker()
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[storage.Codec, storage.Codec] = {}
         self._runs: deque[WriterRun] = deque()
@@ -219,6 +221,13 @@ class ShardData:
         """Wait for checkpoints that are under way, and let others write there."""
         self._savers.close()
 
+    @staticmethod
+    def in_order(draw: RowDraw, counts: Sequence[tuple[int, int]]) -> tuple[RowDraw, Ids]:
+        """Return what was drawn for each batch from the oldest to the newest: neighbours compress well together."""
+        batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
+        order = np.lexsort((draw.drawn[:, 0], batch))
+        return draw.taken(order)[0], order
+
     def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> RowDraw:
         """Draw rows of some batches, those of each for itself.
 
@@ -232,24 +241,28 @@ class ShardData:
 
     def found(self, draw: RowDraw) -> tuple[NDArray[np.float64], storage.Rows]:
         """Look rows up: what each was drawn in proportion to, and where it lies."""
-        rows = draw.rows[: len(draw.rows) - len(draw.others)]
-        if draw.steps and isinstance(self.sampler, ComposedSampler):
-            rows = self.sampler.first_ids(rows.reshape(-1, draw.steps))
-        by = self._by
+        drawn, by = draw.drawn, self._by
+        rows = (
+            self.sampler.first_ids(drawn) if isinstance(self.sampler, ComposedSampler) and draw.steps else drawn[:, 0]
+        )
         scaled = by.scaled(self._startable(), rows) if isinstance(by, Prioritized) else np.ones(len(rows))
         return scaled, self.store.read(draw.rows)
 
     def answer(
-        self, counters: ShardCounters, draw: RowDraw, scaled: NDArray[np.float64], found: storage.Rows,
-        is_near: bool = False,
-    ) -> Payload:  # fmt: skip
+        self, counters: ShardCounters, draw: RowDraw, found: tuple[NDArray[np.float64], storage.Rows],
+        counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = (), order: Ids | None = None,
+        *, is_near: bool = False,
+    ) -> Payload | bytes:  # fmt: skip
         """Make an answer of what was looked up; that takes no lock.
 
         Args:
+            counts: See `draw`.
+            blocks: Where a learner on this machine has rows written, of every batch.
+            order: See `Answer`.
             is_near: Whether it goes to this machine.
         """
-        columns, fields = self._finder.columns(found), self._finder.fields(found, is_near)
-        return pack_answer(Answer(counters, draw, scaled, columns, fields), is_near)
+        rows = self._reader.read(found[1], [count for count, _ in counts], blocks if is_near else ())
+        return self._packer.pack(Answer(counters, draw, found[0], rows, order), is_near=is_near)
 
     def mass(self) -> float:
         """Return what draws are in proportion to: transitions, starts of sequences, or the sum of scaled priorities."""
