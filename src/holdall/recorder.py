@@ -151,7 +151,7 @@ class Recorder:
         self._is_torn = False
         return returned
 
-    def collect(self, policy: Policy, steps: int | None = None, *, progress: bool = True) -> int:
+    def collect(self, policy: Policy, steps: float | None = None, *, progress: bool = True) -> int:
         """Step `steps` times with what the policy answers, and return how many transitions were made.
 
         Args:
@@ -171,8 +171,8 @@ class Recorder:
                     f"steps ({steps}) is more than the {left} that the rollout has room for; pass {left} or fewer, or "
                     "call memory.reset() before"
                 )
-        steps, made = require_count("steps", whole(steps), 0), 0
-        for _ in _with_progress(steps) if progress and sys.stderr.isatty() else range(steps):
+        count, made = require_count("steps", whole(steps), 0), 0
+        for _ in _with_progress(count) if progress and sys.stderr.isatty() else range(count):
             actions, extras = self._answer_of(policy(self.obs))
             made += self._lanes - (int(np.count_nonzero(self._ended)) if self._mode == NEXT_STEP else 0)
             self.step(actions, extras)

@@ -33,6 +33,11 @@ def memory_of(env: Any, lanes: int = 1, **settings: Any) -> holdall.ReplayMemory
     return holdall.ReplayMemory(env.observation_space, env.action_space, 1000, lanes, **settings)
 
 
+def vector_of(envs: list[Any]) -> Any:
+    makers: list[Any] = [lambda env=env: env for env in envs]
+    return gym.vector.SyncVectorEnv(makers)
+
+
 class Foreign:
     """An array of another library, such as JAX, which would make every later fork of this process unsafe."""
 
@@ -57,8 +62,10 @@ def test_environments_get_actions_of_every_library_as_arrays(made: Callable[[Any
     for space, action in ((NUMBER, made(numbers)), (NESTED, both)):
         envs = [Strict("vector", 0.3, seed, space) for seed in range(lanes or 1)]
         memory = memory_of(envs[0], len(envs))
-        stepped = gym.vector.SyncVectorEnv([lambda env=env: env for env in envs]) if lanes else envs[0]
-        holdall.Recorder(stepped, memory).collect(lambda _, action=action: action, 12)
+        stepped = vector_of(envs) if lanes else envs[0]
+        recorder = holdall.Recorder(stepped, memory)
+        for _ in range(12):
+            recorder.step(action)
         assert_holds(memory, [env.log for env in envs])
 
 
@@ -102,7 +109,7 @@ def test_what_is_no_policy_or_no_extras_is_refused_before_anything_is_stepped() 
 def test_tensors_are_taken_as_a_network_returns_them(lanes: int | None) -> None:
     envs = [WatchedEnv("vector", 0.3, seed, VECTOR) for seed in range(lanes or 1)]
     memory = memory_of(envs[0], len(envs), extras={"log_prob": spaces.Box(-9, 9, (), np.float32)})
-    stepped = gym.vector.SyncVectorEnv([lambda env=env: env for env in envs]) if lanes else envs[0]
+    stepped = vector_of(envs) if lanes else envs[0]
     shape = (lanes,) if lanes else ()
     given = torch.full((*shape, 2), 0.5, requires_grad=True), {"log_prob": torch.full(shape, 2.0, requires_grad=True)}
     holdall.Recorder(stepped, memory).collect(lambda _: given, 12)
@@ -181,7 +188,7 @@ def test_ends_in_a_step_that_only_resets_show_that_it_does_not() -> None:
 
 def test_rewards_that_a_wrapper_adds_to_steps_that_reset_are_no_mistake() -> None:
     env = WatchedEnv("vector", 0.5, 0)
-    paid = gym.wrappers.TransformReward(gym.wrappers.Autoreset(env), lambda reward: reward + 1)
+    paid = gym.wrappers.TransformReward(gym.wrappers.Autoreset(env), lambda reward: float(reward) + 1)
     holdall.Recorder(paid, memory := memory_of(env)).collect(lambda _: 1, 30)
     ids = np.arange(memory.next_id)
     rewards = memory.gather(ids[memory.are_valid(ids)]).reward
