@@ -58,7 +58,7 @@ class Recorder:
                 "correct envs.metadata['autoreset_mode'] if that is wrong"
             )
         self._mode, self._is_assumed = mode or NEXT_STEP, mode is None
-        self._has_seen_end, self._has_warned = False, False
+        self._has_seen_end = False
         self._require_same_spaces()
         self._rollout = memory if isinstance(memory, RolloutMemory) else None
         self._kept: list[Array] | None = None  # copies of the observations that the next step begins with, by leaf
@@ -67,7 +67,8 @@ class Recorder:
         self._has_ended = False  # whether there are any
         self._running: Flags = np.zeros(self._lanes, np.bool_)  # lanes whose last transition did not end its episode
         self._last_reward: Array | None = None
-        self._left_at: int | None = None  # the memory's next id when this recorder had added; None: watch it no more
+        self._is_watched = isinstance(memory, ReplayMemory)  # whether to look if somebody else adds
+        self._left_at: int | None = None  # the memory's next id after this recorder's last step
         self._is_torn = False  # whether a step did not get to its end: only a reset says where the lanes are
 
     @property
@@ -85,7 +86,7 @@ class Recorder:
         """
         if extras is not None and not isinstance(extras, Mapping):
             raise ArgumentError(f"extras ({extras!r}) must be a dict of fields by name; pass one, or name=value")
-        action, others = self._fit_before(actions, {**(extras or {}), **named})
+        action, others = self._fit_before(actions, named if extras is None else {**extras, **named})
         if self._rollout is not None and (stale := self._lanes_to_reset()) is not None:
             raise ArgumentError(
                 f"lanes {_numbers(stale)} were not reset since their episode ended, so value and log_prob are not of "
@@ -93,8 +94,8 @@ class Recorder:
                 "recorder.reset(options={'reset_mask': ...}) before"
             )
         self._reset_where_needed()
-        if self._left_at is not None and self._left_at != self.memory.next_id:
-            self._warn_of_others()
+        if self._is_watched:
+            self._look_for_others()
         self._is_torn = True
         returned, made = self._source.step(self._source.taken(self._schema.action, actions, action, self._shown))
         after = self._observed(made.obs)
@@ -108,11 +109,12 @@ class Recorder:
         if self._is_assumed and has_ends:
             self._examine(made)
         next_obs = self._with_final(after, made.info, ends) if has_ends and self._mode == SAME_STEP else after
-        self._write(action, others, made.reward, terminated, truncated, next_obs, valid)
+        reward = made.reward if made.reward.ndim > len(self._schema.reward_shape) else made.reward[None]
+        self._write(action, others, reward, terminated, truncated, next_obs, valid)
         self._kept, self._shown = [np.array(leaf, order="C") for leaf in after], made.shown
         self._running = ~ends if valid is None else ~ends & valid
         self._has_ended = has_ends and self._mode != SAME_STEP
-        self._ended = ends if self._has_ended else np.zeros_like(ends)
+        self._ended = ends if self._has_ended or not has_ends else np.zeros_like(ends)
         self._is_torn = False
         return returned
 
@@ -223,7 +225,7 @@ class Recorder:
         if self._rollout is not None:
             self._rollout.add(obs, acted, reward, terminated, truncated, final_obs=following, **others)
             return
-        self._add(obs, acted, reward, following, terminated, truncated, **others)
+        self.memory.add(obs, acted, reward, following, terminated, truncated, **others)
         self._last_reward = reward
 
     def _add_border(self, new: list[Array]) -> None:
@@ -237,21 +239,19 @@ class Recorder:
                           for tree in (schema.action, schema.extras))  # fmt: skip
         obs = schema.observation.build(new if self._kept is None else self._kept)
         none = np.zeros(lanes, np.bool_)
-        self._add(
+        self.memory.add(
             obs, schema.action.build(action), reward, schema.observation.build(new), none, none,
             schema.extras.build(extras), none,
         )  # fmt: skip
+        self._left_at = None  # nobody else has added it
 
-    def _add(self, *fields: Any, **others: Any) -> None:
-        self.memory.add(*fields, **others)
-        if isinstance(self.memory, ReplayMemory) and not self._has_warned:
-            self._left_at = self.memory.next_id
-
-    def _warn_of_others(self) -> None:
+    def _look_for_others(self) -> None:
         """Warn, once, if somebody else has added to the memory in the middle of an episode."""
-        self._left_at = None
-        if self._running.any():
-            self._has_warned = True
+        next_id = self.memory.next_id
+        is_alone = self._left_at is None or self._left_at == next_id
+        self._left_at = next_id + self._lanes
+        if not is_alone and self._running.any():
+            self._is_watched = False
             warnings.warn(
                 f"somebody else added to memory in the middle of the episodes of lanes {_numbers(self._running)}: "
                 "n-step returns and sequences go on from one stream of steps into another. Record all environments "
