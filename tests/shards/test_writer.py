@@ -163,7 +163,7 @@ def test_a_shard_that_is_given_nothing_notices_that_it_was_replaced(
     list(first.open())
     committer = Committer(first, 0, lambda _: 0)
     for _ in range(20):  # what it writes itself is not taken for another's
-        committer.record(lambda journal: journal.hide(0, None))
+        committer.record(lambda journal: journal.say(hidden_before=0))
     assert committer.fenced is None
     list(journal_of(str(tmp_path), 0).open())
     wait_until(lambda: committer.fenced is not None)
@@ -183,7 +183,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     disk = type(opened._slots._disk)  # type: ignore[union-attr]  # it is a local one
     written = disk.write
     monkeypatch.setattr(disk, "write", write)
-    telling = threading.Thread(target=committer.record, args=(lambda journal: journal.hide(0, None),))
+    telling = threading.Thread(target=committer.record, args=(lambda journal: journal.say(hidden_before=0),))
     telling.start()
     wait_until(lambda: "No space left" in committer.trouble)
     is_full.clear()

@@ -20,7 +20,6 @@ import ray
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.encode import sliced_leaves
-from holdall.cluster.lanes import new_writer
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, together
 from holdall.cluster.protocol import ShardCounters, received
 from holdall.cluster.roster import NAMESPACE, WaitNotice
@@ -73,7 +72,7 @@ class MemoryHandle:
         self._metrics = Gauges("learner", memory=self.name)
         patience_s = self._address.patience_s
         self._cluster = Cluster(self._address.roster(), patience_s, learner)
-        self._writer = new_writer(self._address, self.num_envs)
+        self._writer = Writer(self._address, self.num_envs)
         self._drawing = Drawing(
             self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss, patience_s
         )
@@ -95,7 +94,7 @@ class MemoryHandle:
         require_count("num_envs", lanes, 1)
         if spread is not None:
             require_count("spread", spread, 1)
-        return new_writer(self._address, lanes, spread)
+        return Writer(self._address, lanes, spread)
 
     def add(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,

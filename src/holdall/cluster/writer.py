@@ -22,7 +22,7 @@ import ray
 import xxhash
 
 from holdall.cluster.encode import Encoder, SharedCodecs
-from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, received
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, is_newer, received
 from holdall.cluster.roster import NAMESPACE, RateLimit, WaitNotice
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
@@ -30,7 +30,7 @@ from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
 from holdall.sampling import Uniform
 from holdall.schema import Tree
-from holdall.storage import Dictionary, Tick, dictionary_name, pack_segment
+from holdall.storage import Tick, pack_segment
 
 _SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01
@@ -112,20 +112,26 @@ class Writer:
     `unacknowledged_rows`.
 
     Args:
-        num_envs: Lanes of this writer.
+        num_envs: Lanes of this writer. Where episodes have to stay together, they go to the shards in groups, each by
+            a writer of its own.
         spread: Shards that it sends to, chosen at random; None: all of them.
         first: See `Home`.
     """
 
     def __init__(self, address: Address, num_envs: int, spread: int | None = None, first: int = -1) -> None:
-        self._first = first
-        self._address = address
-        self._lanes = num_envs
-        self._spread = spread
-        self._begin()
+        self._made_of = address, num_envs, spread
+        self._begin(first)
 
-    def _begin(self) -> None:
+    def _begin(self, first: int = -1) -> None:
+        self._address, self._lanes, self._spread = self._made_of
         self._closed = False
+        self._parts: list[tuple[slice, Writer]] = []  # which lanes each of several groups has
+        groups = min(self._lanes, self._address.lane_groups)
+        if groups > 1:
+            address, begin = replace(self._address, lane_groups=1), secrets.randbelow(2**16)
+            for group, some in enumerate(np.array_split(np.arange(self._lanes), groups)):
+                writer = Writer(address, len(some), self._spread, begin + group)
+                self._parts.append((slice(int(some[0]), int(some[-1]) + 1), writer))
         self.schema = replace(schema_of(self._address.words), num_envs=self._lanes)
         self._name = secrets.token_bytes(16)
         self._roster = self._address.roster()
@@ -135,28 +141,27 @@ class Writer:
         self._codecs = SharedCodecs(
             self._roster, self._kernels.coder, self._encoder.leaves, self._lanes, self._address.prefer
         )
-        self._dictionaries: dict[str, Dictionary] = {}
         self._generator = np.random.default_rng()
-        self._home = Home(self._address.stay_rows, self._first)
+        self._home = Home(self._address.stay_rows, first)
         self._streams: dict[int, SegmentStream] = {}
         self._open_to: list[int] = []  # shards that take new segments
         self._version = -1
         self._looked_at = 0.0
-        self._stopped_at: tuple[bytes, int] | None = None  # an `extend` that raised: its steps, and how many are held
-        self.waited_s = 0.0  # for shards and the limiter, all in all
+        # An `extend` that raised: its steps, the group that raised, and how many of its steps are held.
+        self._stopped_at = b"", 0, 0
+        self._waited_s = 0.0
         if not _OPEN:
             atexit.unregister(_flush_all)
             atexit.register(_flush_all)  # before Ray's own, which was registered earlier
         _OPEN.add(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> tuple[Any, ...]:
         if self.waiting_rows or self.unacknowledged_rows:
             raise ShardError("a writer was pickled while transitions waited in it; call flush() first")
-        return {"address": self._address, "lanes": self._lanes, "spread": self._spread}
+        return self._made_of
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._address, self._lanes, self._spread = state["address"], state["lanes"], state["spread"]
-        self._first = -1
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._made_of = state
         self._begin()
 
     def __enter__(self) -> Self:
@@ -175,24 +180,41 @@ class Writer:
             _LOG.warning("a writer ended with %d transitions that no shard has acknowledged: %s", held, error)
 
     @property
+    def _groups(self) -> list[tuple[slice, Writer]]:
+        return self._parts or [(slice(None), self)]
+
+    @property
+    def _all_streams(self) -> list[SegmentStream]:
+        return [stream for _, writer in self._groups for stream in writer._streams.values()]
+
+    @property
     def waiting_rows(self) -> int:
         """Rows that were not sent yet."""
-        return self._encoder.rows
+        return sum(writer._encoder.rows for _, writer in self._groups)
 
     @property
     def unacknowledged_rows(self) -> int:
         """Rows that were sent and not acknowledged yet."""
-        return sum(stream.unacknowledged_rows for stream in self._streams.values())
+        return sum(stream.unacknowledged_rows for stream in self._all_streams)
 
     @property
     def unacknowledged_bytes(self) -> int:
         """Bytes that were sent and not acknowledged yet."""
-        return sum(stream.unacknowledged_bytes for stream in self._streams.values())
+        return sum(stream.unacknowledged_bytes for stream in self._all_streams)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that it waited for shards and the limiter, all in all."""
+        return sum(writer._waited_s for _, writer in self._groups)
 
     @property
     def counters_by_shard(self) -> dict[int, ShardCounters]:
         """What shards said of themselves last."""
-        return {n: stream.counters for n, stream in self._streams.items() if stream.counters is not None}
+        found: dict[int, ShardCounters] = {}
+        for stream in self._all_streams:
+            if stream.counters is not None and is_newer(stream.counters, found.get(stream.number)):
+                found[stream.number] = stream.counters
+        return found
 
     def add(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -201,18 +223,11 @@ class Writer:
         """Add one transition per lane, see `holdall.ReplayMemory.add`; after `flush` it can be sampled."""
         self._require_open()
         tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
-        self.make_room()
-        self.take(tick)
-
-    def make_room(self) -> None:
-        """Have room for one more tick; wait until shards take the segment that is full."""
-        if self._encoder.is_full:
-            self._send()
-
-    def take(self, tick: Tick) -> None:
-        """Add a tick that was checked, and that there is room for."""
-        self._encoder.add(tick)
-        self._send_if_full()
+        for _, writer in self._groups:  # all have room before one takes its part
+            writer._make_room()
+        for lanes, writer in self._groups:
+            writer._encoder.add(tick.cut(lanes) if self._parts else tick)
+            writer._send_if_full()
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -221,39 +236,46 @@ class Writer:
         """Add whole trajectories: the same as `add`, with a leading time axis before the lanes."""
         self._require_open()
         leading = (len(reward), self._lanes)
-        self.take_steps(self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid))
+        steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
+        stopped, first, taken = self._stopped_at
+        if not stopped or _digest_of(steps) != stopped:
+            first = taken = 0
+        for group in range(first, len(self._groups)):
+            lanes, writer = self._groups[group]
+            part = steps.cut((slice(None), lanes)) if self._parts else steps
+            try:
+                while taken < len(reward):
+                    writer._make_room()
+                    taken += writer._encoder.extend(part, taken)
+            except BaseException:
+                self._stopped_at = _digest_of(steps), group, taken
+                raise
+            writer._send_if_full()
+            taken = 0
+        self._stopped_at = b"", 0, 0
 
-    def take_steps(self, steps: Tick) -> None:
-        """Add steps that were checked; if that raises, the same call goes on where it stopped."""
-        count, taken = len(steps.reward), 0
-        if self._stopped_at is not None:
-            steps_before, held = self._stopped_at
-            taken = held if digest_of(steps) == steps_before else 0
-        try:
-            while taken < count:
-                self.make_room()
-                taken += self._encoder.extend(steps, taken)
-        except BaseException:
-            self._stopped_at = digest_of(steps), taken
-            raise
-        self._stopped_at = None
-        self._send_if_full()
+    def _make_room(self) -> None:
+        """Have room for one more tick; wait until shards take the segment that is full."""
+        if self._encoder.is_full:
+            self._send()
 
     def flush(self) -> None:
         """Send what waits, and return when the shards have acknowledged everything."""
-        if self._encoder.rows:
-            self._send()
-        while self.unacknowledged_rows:
-            for stream in list(self._streams.values()):
-                with self._rerouting(stream):
-                    stream.flush()
+        for _, writer in self._groups:
+            if writer._encoder.rows:
+                writer._send()
+            while writer.unacknowledged_rows:
+                for stream in list(writer._streams.values()):
+                    with writer._rerouting(stream):
+                        stream.flush()
 
     def close(self, *, flush: bool = True) -> None:
         """Flush, and take no more."""
         if flush and not self._closed:
             self.flush()
-        self._closed = True
-        _OPEN.discard(self)
+        for writer in (self, *(part for _, part in self._parts)):
+            writer._closed = True
+            _OPEN.discard(writer)
 
     def _may_leave_early(self) -> bool:
         """Whether the segment is long enough, and ends with an episode, so that the next one may go elsewhere."""
@@ -278,15 +300,12 @@ class Writer:
         start = time.monotonic()
         stream = self._roomy(waits)
         lease = -1 if stream is None else self._leased(self._encoder.rows, waits)
-        self.waited_s += time.monotonic() - start
+        self._waited_s += time.monotonic() - start
         if stream is None or lease is None:
             return
         for i, field in enumerate(self._encoder.fields):
             self._codecs.look(i, field.window, field.raw)
         codecs = self._codecs.codecs([field.window for field in self._encoder.fields])
-        for codec in codecs.values():
-            if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
-                self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
         rows = self._encoder.rows
         self._home.sent(stream.number, may_leave=self._encoder.ends_episodes or not self._address.stay_rows)
         payload = pack_segment(self._encoder.close(codecs), self._kernels.coder)
@@ -369,9 +388,8 @@ class Writer:
         assert stream is not None
         return stream.number, self._name, stream.sequence
 
-    def pass_on(self, to: int, payload: bytes, dictionaries: Mapping[str, Dictionary], rows: int) -> None:
+    def pass_on(self, to: int, payload: bytes, rows: int) -> None:
         """Send a segment that another shard held; it is acknowledged when this returns."""
-        self._dictionaries |= dictionaries
         with self._rerouting(self._streams[to]):
             self._streams[to].send(payload, rows)
         self.flush()
@@ -396,9 +414,7 @@ class Writer:
         patience_s, survives = self._address.writer_patience_s, self._address.survives
         for number, (handle, _) in shards.items():
             if number not in self._streams:
-                self._streams[number] = SegmentStream(
-                    handle, number, self._name, self._dictionaries, survives, patience_s, self._roster
-                )
+                self._streams[number] = SegmentStream(handle, number, self._name, survives, patience_s, self._roster)
         taking = sorted(number for number, (_, takes) in shards.items() if takes)
         if self._spread is not None and self._spread < len(taking):
             kept = [number for number in self._open_to if number in taking]
@@ -425,7 +441,7 @@ class Writer:
             time.sleep(_ASK_AGAIN_S)
 
 
-def digest_of(steps: Tick) -> bytes:
+def _digest_of(steps: Tick) -> bytes:
     """Return what tells the steps of an `extend` from those of another."""
     flags = [steps.terminated, steps.truncated, *([] if steps.valid is None else [steps.valid])]
     digest = xxhash.xxh3_128()

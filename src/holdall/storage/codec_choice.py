@@ -73,25 +73,24 @@ class MeasuredCodec:
 
 def choose(
     coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, threads: int, lanes: int = 1,
-    order: NDArray[np.uint32] | None = None, *, has_keys: bool = True,
+    order: NDArray[np.uint32] | None = None, *, has_dictionary: bool = True,
 ) -> Codec:  # fmt: skip
     """Measure every candidate on samples of `slices` and return the best one within the cap.
 
     Args:
         slices: A block, in the order in which lanes that advance together brought it.
         order: The order in which it will be sealed; None: as it is.
-        has_keys: Whether slices may depend on others outside of their unit.
+        has_dictionary: Whether slices may depend on bytes outside of their block.
     """
     most = max(_FEWEST_SAMPLES, min(_SAMPLED_SLICES, _SAMPLED_BYTES // window.slice_bytes))
     picked = np.linspace(0, len(slices) - 1, min(most, len(slices))).astype(np.int64)
     samples = np.ascontiguousarray(slices[picked])
     raw_us = _raw_us(coder, samples)
     allowed_us = cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP)
-    measured = measure(coder, leaf, window, samples)
+    measured = measure(coder, leaf, window, samples, has_dictionary=has_dictionary)
     affordable = [m for m in measured if m.decode_us <= allowed_us]
     neighbours = measure_together(coder, _leading(affordable), window, slices, lanes, order)
-    if has_keys:
-        neighbours += measure_behind_keys(coder, _without_dictionary(measured), window, slices, lanes, order)
+    neighbours += measure_behind_keys(coder, _without_dictionary(measured), window, slices, lanes, order)
     together = [m for m in neighbours if m.decode_us <= (cap * raw_us if m.codec.group > 1 else allowed_us)]
     weight = _TIME_MATTERS / cap
     best = max(
@@ -179,14 +178,16 @@ def _measure_neighbours(
     return [result for result in results if result is not None]
 
 
-def measure(coder: Coder, leaf: Leaf, window: Window, samples: Bytes) -> list[MeasuredCodec]:
+def measure(
+    coder: Coder, leaf: Leaf, window: Window, samples: Bytes, *, has_dictionary: bool = True
+) -> list[MeasuredCodec]:
     """Seal and decode the samples with every candidate."""
     results = []
     odd = np.ascontiguousarray(samples[1::2]) if len(samples) > 1 else samples
     trained: dict[Transform, Dictionary | None] = {}
     for codec in candidates(leaf, window):
         results.append(_measure_one(coder, codec, odd))
-        if codec.wants_dictionary and len(samples) >= 32:
+        if has_dictionary and codec.wants_dictionary and len(samples) >= 32:
             # Trained on the even samples and measured on the odd: a dictionary must not know them.
             if codec.transform not in trained:
                 by_zstd = replace(codec, method=Method.ZSTD, level=3)
