@@ -16,6 +16,7 @@ from gymnasium import spaces
 import holdall
 from holdall import ArgumentError, ClosedError, Prioritized, TransitionIdError
 from holdall.cluster.protocol import shards_of
+from holdall.native import fallback
 from holdall.ray import ReplayMemory, Writer
 from holdall.sampling.draw import Sampler
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -231,6 +232,7 @@ def test_the_report_adds_up_all_shards(four: ReplayMemory) -> None:
     assert report.transitions == len(four)
     assert {field.name for field in report.fields} >= {"obs.image", "obs.position", "reward", "extras.log_prob"}
     assert report.ratio > 2
+    assert report.fallback == fallback()
 
 
 @pytest.mark.parametrize("shards", [1, pytest.param(3, marks=pytest.mark.nightly)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -127,6 +128,27 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
     del gone  # at once: nothing else refers to it
     wait_until(lambda: len(memory) >= 703)
     assert held(memory) == list(range(703))
+
+
+DRIVER = """
+import sys
+import numpy as np
+import holdall.ray
+
+memory = holdall.ray.attach(sys.argv[1], address=sys.argv[2])
+row, no = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+for number in range(200):
+    memory.add(row, np.zeros(1, np.int64), np.full(1, number, np.float32), row, no, no)
+"""
+
+
+def test_a_program_that_ends_without_flush_has_flushed(memory: ReplayMemory) -> None:
+    begin(memory)
+    head = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", DRIVER, memory.name, head]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert held(memory) == list(range(200))
 
 
 @pytest.mark.nightly

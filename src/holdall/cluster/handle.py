@@ -29,7 +29,7 @@ from holdall.cluster.writer import Address, Writer
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, schema_of
-from holdall.native import chosen_kernels
+from holdall.native import chosen_kernels, fallback
 from holdall.report import MemoryReport
 from holdall.sampling import Hindsight, Sampler
 from holdall.schema import as_ids
@@ -207,9 +207,11 @@ class MemoryHandle:
         self.flush()
         known = self._cluster.refresh()
         asked = [self._cluster.handle(shard).report.remote() for shard in known]
-        fields = added_up(ray.get(asked, timeout=self._address.patience_s))
+        found = ray.get(asked, timeout=self._address.patience_s)
+        fields = added_up([each[0] for each in found])
         transitions = sum(counters.transitions for counters in known.values())
-        return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known))
+        slower = next((words for words in (*(each[1] for each in found), fallback()) if words), "")
+        return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known), fallback=slower)
 
     def close(self) -> None:
         """Send what waits, and let go of the memory; it stays where it is."""

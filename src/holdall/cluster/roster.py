@@ -4,8 +4,8 @@ Which shards there are, which codec a field gets, and how many samples an insert
 
 In:  what the shards took, and leases that writers and learners ask for.  Out: grants, or not yet.
 Invariant: error = inserts * samples_per_insert - samples never leaves its bounds, whatever is granted at the same time
-and whoever dies with a grant: an insert under way counts against the upper bound as if it were done, and against the
-lower as if it never would be. Grants end by themselves, so nobody waits for the dead.
+and whichever process dies with a grant: an insert under way counts against the upper bound as if it were done, and
+against the lower as if it never would be. Grants end by themselves, so nobody waits for the dead.
 """
 
 from __future__ import annotations

@@ -29,6 +29,7 @@ from holdall.cluster.shared_blocks import BlockPlace
 from holdall.cluster.status import Process, ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of
+from holdall.native import fallback
 from holdall.sampling import Sampler
 from holdall.schema import as_ids
 
@@ -353,10 +354,10 @@ class Shard:
             }
 
     @ray.method(concurrency_group="control")
-    def report(self) -> list[dict[str, Any]]:
-        """Account for every field, as plain numbers and text."""
+    def report(self) -> tuple[list[dict[str, Any]], str]:
+        """Account for every field, as plain numbers and text; say what is done without compiled code."""
         with self._lock:
-            return [asdict(field) for field in self._data.store.report()]
+            return [asdict(field) for field in self._data.store.report()], fallback()
 
     @contextmanager
     def _in_turn(self, order: protocol.CallOrder) -> Iterator[None]:

@@ -177,7 +177,7 @@ class ShardMetrics(Gauges):
             self._seconds.observe(time.perf_counter() - began, tags={"call": call})
 
     def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """Tell what a shard says of its process, see status.py, every second from now on."""
+        """Report what a shard says of its process every second from now on."""
         threading.Thread(target=self._follow, args=(figures,), name="holdall-metrics", daemon=True).start()
 
     def _follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:

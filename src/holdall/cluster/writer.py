@@ -49,7 +49,7 @@ class Address:
     name: str  # of the roster; a handle in its place could not be had again by an actor that is restarted
     survives: bool  # whether shards hold after a restart what they acknowledged
     prefer: str
-    patience_s: float  # of whoever asks something
+    patience_s: float  # of a process that asks something
     writer_patience_s: float  # of writers, whose error comes when Ray has given a machine up
     limit: RateLimit | None = None
     stay_rows: int = 0  # rows after which a writer may leave a shard within an episode; 0: after every segment
@@ -442,7 +442,7 @@ class Writer:
 
 
 def _digest_of(steps: Tick) -> bytes:
-    """Return what tells the steps of an `extend` from those of another."""
+    """Return a digest of the steps of an `extend`: those of another have another one."""
     flags = [steps.terminated, steps.truncated, *([] if steps.valid is None else [steps.valid])]
     digest = xxhash.xxh3_128()
     for array in (*steps.obs, *steps.action, steps.reward, *steps.next_obs, *flags, *steps.extras):
