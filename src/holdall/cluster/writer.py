@@ -27,14 +27,10 @@ from holdall.cluster.roster import NAMESPACE, RateLimit, WaitNotice
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
-from holdall.replay import ReplayMemory as LocalReplayMemory
-from holdall.sampling import Uniform
-from holdall.schema import Tree
 from holdall.storage import Tick, pack_segment
 
 _SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01
-_BYTES_AT_ONCE = 4 * 2**20
 _WAIT_S = 0.05
 _LOG = logging.getLogger("holdall")
 _LOOK_AGAIN_S = 2.0
@@ -449,40 +445,3 @@ def _digest_of(steps: Tick) -> bytes:
         digest.update(str(array.shape).encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
-
-
-def copy_transitions(url: str, writer: Writer) -> None:
-    """Send all transitions of a local memory's newest checkpoint, and return when the shards have them."""
-    with LocalReplayMemory.load(url, sampler=Uniform()) as memory:
-        for steps in _trajectories_of(memory):
-            writer.extend(*steps)
-    writer.close()
-
-
-def _trajectories_of(memory: LocalReplayMemory) -> Iterator[tuple[Any, ...]]:
-    """Yield the arguments of `extend` with which a writer sends all transitions of a memory, bit for bit."""
-    lanes, schema = memory.num_envs, memory.schema
-    row_bytes = sum(leaf.nbytes for leaf in schema.leaves)
-    at_once = max(1, _BYTES_AT_ONCE // (2 * lanes * row_bytes))
-    for start in range(memory.first_id // lanes, memory.next_id // lanes, at_once):
-        ids = np.arange(start * lanes, min(memory.next_id, (start + at_once) * lanes))
-        valid = memory.are_valid(ids)
-        if not valid.any():
-            continue
-        ids[~valid] = ids[valid][0]  # a lane that made no transition gets any row, and is marked
-        batch, shape = memory.gather(ids), (len(ids) // lanes, lanes)
-
-        def laid_out(tree: Tree, value: Any, count: int = len(ids), shape: tuple[int, int] = shape) -> Any:
-            leaves = tree.flatten(value, (count,), "a batch")
-            return tree.build([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in leaves])
-
-        yield (
-            laid_out(schema.observation, batch.obs),
-            laid_out(schema.action, batch.action),
-            batch.reward.reshape(*shape, *schema.reward_shape),
-            laid_out(schema.observation, batch.next_obs),
-            batch.terminated.reshape(shape),
-            batch.truncated.reshape(shape),
-            laid_out(schema.extras, batch.extras),
-            None if valid.all() else valid.reshape(shape),
-        )
