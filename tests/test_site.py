@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,22 @@ def test_the_rules_of_prose_find_what_they_should() -> None:
     assert QUAINT.findall("It is told anew.") == ["told", "anew"]
     assert not QUAINT.findall("It is retold; dearly, here.")
     assert len(sentences("One two three four. Five six `a b c` seven: eight nine ten.\n\n- An item of it\n")) == 3
+
+
+def test_the_repository_has_one_address() -> None:
+    """pyproject.toml has it, and `python release/addresses.py ADDRESS` sets the others."""
+    assert not runpy.run_path(str(ROOT / "release" / "addresses.py"))["lacking"]()
+
+
+def test_the_readme_of_the_package_index_has_whole_addresses() -> None:
+    """A package index knows no files of the repository."""
+    hook = runpy.run_path(str(ROOT / "hatch_build.py"))["with_addresses"]
+    text = hook((ROOT / "README.md").read_text(encoding="utf-8"), "https://example.org/a/b")
+    assert 'src="https://example.org/a/b/raw/main/docs/memory-light.svg"' in text
+    assert "(https://example.org/a/b/blob/main/docs/install.md)" in text
+    found = [first or second for first, second in LINK.findall(re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M))]
+    assert found
+    assert all(link.startswith("https://") for link in found)
 
 
 def test_workflows_are_yaml_with_pinned_actions() -> None:

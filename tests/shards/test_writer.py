@@ -91,6 +91,29 @@ def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: Replay
     assert held(memory) == [*range(added), *range(2_000, 4_100), 9_999, 9_999]
 
 
+def test_a_writer_that_is_flushed_while_it_adds_sends_in_order(memory: ReplayMemory) -> None:
+    """At the end of a process a writer is flushed, whatever its other threads do with it."""
+    begin(memory)
+    writer, is_over = memory.writer(), threading.Event()
+
+    def flush() -> None:
+        while not is_over.is_set():
+            writer.flush()
+
+    flushing = threading.Thread(target=flush)
+    flushing.start()
+    try:
+        for number in range(1_500):
+            add(writer, number)
+    finally:
+        is_over.set()
+        flushing.join()
+    writer.close()
+    counters = memory._cluster.refresh()[0]
+    rewards = memory.gather(np.arange(counters.first_row, counters.next_row)).reward
+    assert rewards.astype(int).tolist() == list(range(1_500))
+
+
 @ray.remote(num_cpus=0)
 def feed_and_drop(writer: Writer) -> None:
     for number in range(300):

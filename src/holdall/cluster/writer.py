@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -121,12 +122,14 @@ class Writer:
     def _begin(self, first: int = -1) -> None:
         self._address, self._lanes, self._spread = self._made_of
         self._closed = False
+        self._lock = threading.RLock()  # the end of a process flushes, whatever its threads do
         self._parts: list[tuple[slice, Writer]] = []  # which lanes each of several groups has
         groups = min(self._lanes, self._address.lane_groups)
         if groups > 1:
             address, begin = replace(self._address, lane_groups=1), secrets.randbelow(2**16)
             for group, some in enumerate(np.array_split(np.arange(self._lanes), groups)):
                 writer = Writer(address, len(some), self._spread, begin + group)
+                writer._lock = self._lock
                 self._parts.append((slice(int(some[0]), int(some[-1]) + 1), writer))
         self.schema = replace(schema_of(self._address.words), num_envs=self._lanes)
         self._name = secrets.token_bytes(16)
@@ -217,22 +220,27 @@ class Writer:
         extras: Mapping[str, Any] | None = None, valid: Any = None,
     ) -> None:  # fmt: skip
         """Add one transition per lane, see `holdall.ReplayMemory.add`; after `flush` it can be sampled."""
-        self._require_open()
-        tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
-        for _, writer in self._groups:  # all have room before one takes its part
-            writer._make_room()
-        for lanes, writer in self._groups:
-            writer._encoder.add(tick.cut(lanes) if self._parts else tick)
-            writer._send_if_full()
+        with self._lock:
+            self._require_open()
+            tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
+            for _, writer in self._groups:  # all have room before one takes its part
+                writer._make_room()
+            for lanes, writer in self._groups:
+                writer._encoder.add(tick.cut(lanes) if self._parts else tick)
+                writer._send_if_full()
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
         extras: Mapping[str, Any] | None = None, valid: Any = None,
     ) -> None:  # fmt: skip
         """Add whole trajectories: the same as `add`, with a leading time axis before the lanes."""
-        self._require_open()
-        leading = (len(reward), self._lanes)
-        steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
+        with self._lock:
+            self._require_open()
+            leading = (len(reward), self._lanes)
+            self._extend(self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid))
+
+    def _extend(self, steps: Tick) -> None:
+        """Add steps that were checked, one group of lanes after another; after an error go on where it came."""
         stopped, first, taken = self._stopped_at
         if not stopped or _digest_of(steps) != stopped:
             first = taken = 0
@@ -240,7 +248,7 @@ class Writer:
             lanes, writer = self._groups[group]
             part = steps.cut((slice(None), lanes)) if self._parts else steps
             try:
-                while taken < len(reward):
+                while taken < len(steps.reward):
                     writer._make_room()
                     taken += writer._encoder.extend(part, taken)
             except BaseException:
@@ -257,21 +265,23 @@ class Writer:
 
     def flush(self) -> None:
         """Send what waits, and return when the shards have acknowledged everything."""
-        for _, writer in self._groups:
-            if writer._encoder.rows:
-                writer._send()
-            while writer.unacknowledged_rows:
-                for stream in list(writer._streams.values()):
-                    with writer._rerouting(stream):
-                        stream.flush()
+        with self._lock:
+            for _, writer in self._groups:
+                if writer._encoder.rows:
+                    writer._send()
+                while writer.unacknowledged_rows:
+                    for stream in list(writer._streams.values()):
+                        with writer._rerouting(stream):
+                            stream.flush()
 
     def close(self, *, flush: bool = True) -> None:
         """Flush, and take no more."""
-        if flush and not self._closed:
-            self.flush()
-        for writer in (self, *(part for _, part in self._parts)):
-            writer._closed = True
-            _OPEN.discard(writer)
+        with self._lock:
+            if flush and not self._closed:
+                self.flush()
+            for writer in (self, *(part for _, part in self._parts)):
+                writer._closed = True
+                _OPEN.discard(writer)
 
     def _may_leave_early(self) -> bool:
         """Whether the segment is long enough, and ends with an episode, so that the next one may go elsewhere."""

@@ -20,7 +20,7 @@ from holdall.delivery.batches import (
     of_ids,
 )
 from holdall.delivery.device import DeviceStream, stream_to
-from holdall.delivery.device_assembly import DeviceBatch
+from holdall.delivery.device_assembly import DeviceBatch, SlotDraw
 from holdall.delivery.device_batch import batches_for
 from holdall.delivery.device_rollout import DeviceRollout
 from holdall.delivery.loader import Loader, Prefetched, SavedDraws
@@ -46,6 +46,7 @@ __all__ = [
     "Prefetched",
     "ResidentBatches",
     "SavedDraws",
+    "SlotDraw",
     "SlotLoad",
     "TensorFit",
     "batches_for",

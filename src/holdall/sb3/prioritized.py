@@ -24,6 +24,7 @@ from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
 from holdall.sb3.replay import ReplayBuffer
+from holdall.schema import on_host
 
 
 class PrioritizedSamples(NamedTuple):
@@ -97,8 +98,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
         """Set the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""
-        numbers = priorities.detach().cpu().numpy() if isinstance(priorities, th.Tensor) else np.asarray(priorities)
-        self.memory.update_priorities(ids, numbers.reshape(-1))
+        self.memory.update_priorities(ids, np.asarray(on_host(priorities)).reshape(-1))
 
     def _own_draws(self) -> dict[str, Any]:
         # Stable-Baselines3 seeds NumPy's global generator before it makes the buffer.

@@ -23,9 +23,10 @@ from holdall.native import NativeCoder, PortableCoder, ThreadPool, chosen_kernel
 from holdall.schema import Bytes, Leaf
 from holdall.storage import sealer as seal
 from holdall.storage import segment
-from holdall.storage.blocks import FrozenBlock, KeptBlock, Order, SealedSlices, SliceBlock, address
+from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, address
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.layout import Window
+from holdall.storage.seal_queue import FrozenBlock
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import Places
@@ -53,13 +54,13 @@ class GatedCoder(PortableCoder):
         self.levels: list[int] = []
         self.failing = False
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None) -> SealedSlices | None:
+    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
         self.begun.release()
         assert self.gate.acquire(timeout=PATIENCE_S)
         self.levels.append(codec.level)
         if self.failing:
             raise OSError("out of order")
-        return super().seal(slices, codec, order)
+        return super().seal(slices, codec, order, threads=threads)
 
     def open(self, times: int = 1000) -> None:
         self.gate.release(times)
@@ -107,7 +108,7 @@ class Bench:
     def rest(self) -> None:
         """Wait until the worker waits for blocks: one that comes then is not late."""
         self.sealer.drain()
-        wait_until(lambda: self.sealer._queue.current is None)
+        wait_until(lambda: not self.sealer._queue.begun)
 
     def _choose(self, *_: Any) -> Codec:
         self.choices += 1

@@ -188,12 +188,10 @@ def joined_sequences(left: Any, right: Any) -> Any:
 
 def snapshot(value: Any) -> Any:
     """Return a value as it is now: lists and dicts may be changed later."""
+    if isinstance(value, ListValue):
+        return ListValue(list(value.items), value.length, value.maxlen, value.is_deque)
     if isinstance(value, TableValue):
         copied = TableValue(value.items(), path=value.path, attributes=value.has_attributes)
         copied.is_complete = value.is_complete
         return copied
-    return (
-        ListValue(list(value.items), value.length, value.maxlen, value.is_deque)
-        if isinstance(value, ListValue)
-        else value
-    )
+    return value

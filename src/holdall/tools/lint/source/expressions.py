@@ -271,7 +271,10 @@ class Expressions(Names):
         is_own = self.scope.module is self.main
         outer, self.anchor = self.anchor, node if is_own else self.anchor
         try:
-            result = spread(lambda one: self.call(one, arguments, node), called)
+            if isinstance(called, OneOf):
+                result = spread(lambda one: self.call(one, arguments, node), called)
+            else:
+                result = self.call(called, arguments, node)
         finally:
             self.anchor = outer
         self.seen_function = called

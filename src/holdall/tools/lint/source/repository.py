@@ -39,6 +39,7 @@ class Repository:
         self._trees: dict[Path, ast.Module | None] = {}
         self._found: dict[tuple[Path, str, int], Path | None] = {}
         self._exists: dict[Path, bool] = {}
+        self._data: dict[Path, Any] = {}
 
     @classmethod
     def around(cls, path: Path) -> Repository:
@@ -102,7 +103,9 @@ class Repository:
         for base in (here, self.root, Path.cwd()):
             file = (base / name).resolve()
             if file.is_relative_to(self.root) and self._is_file(file):
-                return read_data(file)
+                if file not in self._data:
+                    self._data[file] = read_data(file)
+                return self._data[file]
         return None
 
 
@@ -118,6 +121,6 @@ def read_data(file: Path) -> Any:
             return tomllib.loads(text)
         import yaml  # noqa: PLC0415  an extra: scripts are read without it
 
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except Exception:
         return None
