@@ -24,7 +24,8 @@ _SINGLE_MODES = {"Autoreset": NEXT_STEP, "AutoResetWrapper": SAME_STEP}
 _FINAL = ("final_obs", "final_observation", "terminal_observation")
 """Where environments put the true final observation: Gymnasium, Gymnasium before 1.0, Stable-Baselines3."""
 
-_OF_NUMPY = (int, float, np.generic, np.ndarray)
+_OF_NUMPY = (int, np.generic, np.ndarray)
+"""What one environment takes as it is."""
 
 
 class Made(NamedTuple):

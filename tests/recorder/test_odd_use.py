@@ -88,9 +88,11 @@ def test_an_environment_of_tensors_gets_tensors() -> None:
 
 def test_a_policy_may_answer_as_models_of_stable_baselines3_predict() -> None:
     env = Strict("vector", 0.3, 0)
-    holdall.Recorder(env, memory := memory_of(env)).collect(lambda _: (np.array(1), None), 1e1)
+    recorder = holdall.Recorder(env, memory := memory_of(env))
+    recorder.collect(lambda _: (np.array(1), None), 1e1)
+    recorder.step(2.0)  # a whole number
     assert_holds(memory, [env.log])
-    assert len(memory) == 10
+    assert len(memory) == 11
 
 
 def test_what_is_no_policy_or_no_extras_is_refused_before_anything_is_stepped() -> None:
