@@ -221,7 +221,8 @@ def _library(value: Any) -> str:
 
 def source_of(envs: Any) -> _VectorSource:
     """Return the source that speaks to an environment, by what it offers."""
-    if all(hasattr(envs, name) for name in ("single_observation_space", "single_action_space", "num_envs")):
+    innermost = getattr(envs, "unwrapped", envs)  # wrappers before Gymnasium 1.0 warn if they are asked
+    if all(hasattr(innermost, name) for name in ("single_observation_space", "single_action_space", "num_envs")):
         return _VectorSource(envs)
     if isinstance(envs, gymnasium.Env):
         return _SingleSource(envs)

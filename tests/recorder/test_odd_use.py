@@ -242,6 +242,18 @@ def test_a_lane_that_is_reset_alone_is_not_somebody_else() -> None:
     assert_holds(memory, [lane.log for lane in envs.lanes])
 
 
+def test_wrappers_of_one_environment_are_not_asked_for_what_only_vectors_have() -> None:
+    """Gymnasium before 1.0 warns of each such question."""
+
+    class Asked(gym.Wrapper[Any, Any, Any, Any]):
+        def __getattr__(self, name: str) -> Any:
+            assert not name.startswith("single_")
+            raise AttributeError(name)
+
+    env = WatchedEnv("vector", 0.3, 0)
+    assert holdall.Recorder(Asked(env), memory_of(env)).collect(lambda _: 1, 5) == 5
+
+
 def test_environments_of_an_older_gym_are_refused_with_the_way_out() -> None:
     class Four(WatchedEnv):
         def step(self, action: Any) -> Any:
