@@ -80,10 +80,11 @@ def test_an_environment_of_tensors_gets_tensors() -> None:
             obs, info = super().reset(**how)
             return torch.as_tensor(obs), info
 
-    envs = Tensors([WatchedEnv("vector", 0.3, seed) for seed in range(2)], AutoresetMode.NEXT_STEP)
-    memory = memory_of(envs.lanes[0], 2)
-    holdall.Recorder(envs, memory).collect(lambda obs: (obs[:, 0] > 0).long(), 12)
-    assert_holds(memory, [lane.log for lane in envs.lanes])
+    for mode in AutoresetMode:
+        envs = Tensors([WatchedEnv("vector", 0.3, seed) for seed in range(2)], mode)
+        memory = memory_of(envs.lanes[0], 2)
+        holdall.Recorder(envs, memory).collect(lambda obs: (torch.as_tensor(obs)[:, 0] > 0).long(), 12)
+        assert_holds(memory, [lane.log for lane in envs.lanes])
 
 
 def test_a_policy_may_answer_as_models_of_stable_baselines3_predict() -> None:
