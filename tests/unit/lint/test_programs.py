@@ -51,7 +51,8 @@ class ReplayBuffer:
 FRAME = 84 * 84
 PROGRAMS = {
     "an array of objects": (
-        FRAMES + "class Memory:\n    def __init__(self, n):\n        self.rows, self.at = np.empty(n, dtype=object), 0\n"
+        FRAMES + "class Memory:\n    def __init__(self, n):\n        self.at, self.rows = 0, np.empty(n, dtype=object)"
+        "\n"
         "    def add(self, ob, action, reward, ob_nx, done):\n"
         "        self.rows[self.at] = [ob, action, reward, ob_nx, done]\nmemory = Memory(100_000)\n" + LOOP,
         100_000 * (4 * FRAME + 112),
@@ -87,7 +88,8 @@ PROGRAMS = {
     ),
     "a flag of the command line, copied to a name": (
         ARRAYS + "import argparse\nparser = argparse.ArgumentParser()\n"
-        "parser.add_argument('--train', action='store_true')\ntrain = parser.parse_args().train\nif train:\n    memory = ReplayBuffer(100_000)\n",
+        "parser.add_argument('--train', action='store_true')\ntrain = parser.parse_args().train\n"
+        "if train:\n    memory = ReplayBuffer(100_000)\n",
         100_000 * 4 * FRAME,
         {"M19"},
     ),
@@ -122,7 +124,7 @@ def test_the_buffer_of_a_program_is_sized(name: str, tmp_path: Path) -> None:
 
 
 def test_a_script_that_only_starts_what_other_modules_make_is_followed_into_them(tmp_path: Path) -> None:
-    agent = "from memory import ReplayBuffer\nclass Agent:\n    def __init__(self, n):\n        self.all = ReplayBuffer(n)\n"
+    agent = "from memory import ReplayBuffer\nclass Agent:\n    def __init__(self, n):\n        ReplayBuffer(n)\n"
     start = "from agent import Agent\nif __name__ == '__main__':\n    Agent(100_000)\n"
     (found,) = checked(tmp_path, memory=ARRAYS, agent=agent, train=start)
     assert (found.rule, found.place.line) == ("M19", 3)

@@ -295,7 +295,7 @@ class Script:
 
 
 def parse_quietly(source: str | bytes) -> ast.Module:
-    """Parse source text; what Python would warn about ("\\d") is not lint's to say."""
+    """Parse source text; what Python would only warn about, such as unknown escapes, is not for lint to report."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(source)
