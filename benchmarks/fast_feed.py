@@ -77,7 +77,9 @@ def feed(side: str, trace: Path | None, steps: int, rate: float) -> dict[str, An
         buffer.add(obs, next_obs, action, reward, done, infos)
         took[step] = time.perf_counter() - start
         if step % 500 == 0:
+            looking = time.thread_time()
             most = max(most, unique_bytes())
+            cpu += time.thread_time() - looking
     cpu = time.thread_time() - cpu
     return {
         "mean_us": 1e6 * float(took.mean()), "p999_ms": 1e3 * float(np.percentile(took, 99.9)),

@@ -20,7 +20,7 @@ from holdall.native import chosen_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage.blocks import Coder
 from holdall.storage.codec import Codec
-from holdall.storage.codec_choice import measure, measure_together
+from holdall.storage.codec_choice import BlockSample, measure, measure_together
 from holdall.storage.layout import Window
 
 
@@ -43,7 +43,7 @@ def main() -> None:
     window = replace(Window.whole(leaf), count=wanted.stack)
     alone = measure(kernels.coder, leaf, window, samples)
     slices = np.ascontiguousarray(frames).reshape(len(frames), -1).view(np.uint8)
-    together = measure_together(kernels.coder, alone, window, slices, lanes=1)
+    together = measure_together(kernels.coder, alone, window, BlockSample.of(slices, window))
     title = f"{wanted.trace.name} {leaf.shape}, {kernels.name} loops"
     table = Table("codec", "ratio", "us by the clock", "us as counted", title=title)
     for found in sorted(alone + together, key=lambda m: -m.ratio):

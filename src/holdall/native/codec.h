@@ -14,6 +14,22 @@ static inline int64_t coded_bytes(const transform *form) {
     return form->word_bytes > 0 ? form->slice_bytes / form->word_bytes : form->slice_bytes;
 }
 
+/* Whether unit `u` lies inside its block, and is no longer than if it had been stored as it was. */
+static inline int is_inside(const sealed_block *b, int64_t u) {
+    const int64_t start = b->offsets[u], end = b->offsets[u + 1];
+    return start <= end && end <= b->data_bytes && end - start <= b->group * coded_bytes(&b->form);
+}
+
+/* The bytes that unit `u` is decompressed to: the last unit may have fewer slices. */
+static inline int64_t bytes_of_unit(const sealed_block *b, int64_t u) {
+    const int64_t left = b->slice_count - u * b->group;
+    return (left < b->group ? left : b->group) * coded_bytes(&b->form);
+}
+
+/* Make pixels of planes, and planes of pixels. */
+void interleave(const transform *form, const uint8_t *planes, uint8_t *out);
+void part_pixels(const transform *form, const uint8_t *in, uint8_t *planes);
+
 /* The low half of XXH64 with seed 0. */
 uint32_t checksum(const uint8_t *p, int64_t bytes);
 

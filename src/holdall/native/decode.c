@@ -134,7 +134,7 @@ __attribute__((target("ssse3"))) static int64_t interleave_fast(const uint8_t *p
 }
 #endif
 
-static void interleave(const transform *form, const uint8_t *planes, uint8_t *out) {
+void interleave(const transform *form, const uint8_t *planes, uint8_t *out) {
     const int64_t plane = form->rows * form->columns;
     int64_t i = 0;
 #ifdef HAVE_X86
@@ -168,8 +168,7 @@ __attribute__((target("ssse3"))) static int64_t part_pixels_fast(const uint8_t *
 }
 #endif
 
-/* Turn pixels back into planes. */
-static void part_pixels(const transform *form, const uint8_t *in, uint8_t *planes) {
+void part_pixels(const transform *form, const uint8_t *in, uint8_t *planes) {
     const int64_t plane = form->rows * form->columns;
     int64_t i = 0;
 #ifdef HAVE_X86
@@ -210,12 +209,6 @@ static void look_up_words(const transform *form, const uint8_t *palette, const u
 
 /* ---- one unit ---------------------------------------------------------------------- */
 
-/* Whether unit `u` lies inside its block, and is no longer than if it had been stored as it was. */
-static int is_inside(const sealed_block *b, int64_t u) {
-    const int64_t start = b->offsets[u], end = b->offsets[u + 1];
-    return start <= end && end <= b->data_bytes && end - start <= b->group * coded_bytes(&b->form);
-}
-
 /* Whether a block's numbers agree with each other, so that no sum or product of them overflows: they may come from a
  * file. */
 static int is_cut_soundly(const sealed_block *b) {
@@ -224,12 +217,6 @@ static int is_cut_soundly(const sealed_block *b) {
     if (b->key < 0 || b->key > UINT32_MAX || b->common_bytes < 0 || b->common_bytes > INT32_MAX) return 0;
     if (b->data_bytes < 0 || b->file_start < 0 || b->file_start > INT64_MAX - b->data_bytes) return 0;
     return b->group * coded_bytes(&b->form) <= INT32_MAX;
-}
-
-/* The bytes that unit `u` is decompressed to: the last unit may have fewer slices. */
-static int64_t bytes_of_unit(const sealed_block *b, int64_t u) {
-    const int64_t left = b->slice_count - u * b->group;
-    return (left < b->group ? left : b->group) * coded_bytes(&b->form);
 }
 
 /* The slice of the units that a number names; -1 if there is none. */

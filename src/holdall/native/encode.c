@@ -5,36 +5,33 @@
 
 /* ---- differences ------------------------------------------------------------------- */
 
-static void deinterleave(const transform *form, const uint8_t *in, uint8_t *planes) {
-    const int64_t plane = form->rows * form->columns;
-    for (int64_t i = 0; i < plane; i++)
-        for (int64_t p = 0; p < form->planes; p++) planes[p * plane + i] = in[i * form->planes + p];
+static void subtract(uint8_t *restrict from, const uint8_t *restrict what, int64_t count) {
+    for (int64_t i = 0; i < count; i++) from[i] = (uint8_t)(from[i] - what[i]);
 }
 
-static void interleave(const transform *form, const uint8_t *planes, uint8_t *out) {
-    const int64_t plane = form->rows * form->columns;
-    for (int64_t i = 0; i < plane; i++)
-        for (int64_t p = 0; p < form->planes; p++) out[i * form->planes + p] = planes[p * plane + i];
+static void subtract_to(const uint8_t *restrict from, const uint8_t *what, uint8_t *restrict out, int64_t count) {
+    for (int64_t i = 0; i < count; i++) out[i] = (uint8_t)(from[i] - what[i]);
 }
 
-/* Turn planes of values into planes of differences, in place. */
-static void take_differences(const transform *form, uint8_t *planes) {
+/* Write the differences of planes of values to `out`; `planes` is written over. */
+static void take_differences(const transform *form, uint8_t *planes, uint8_t *out) {
     const int64_t columns = form->columns, plane = form->rows * columns;
-    if (form->green)
-        for (int64_t i = 0; i < plane; i++) {
-            planes[i] = (uint8_t)(planes[i] - planes[plane + i]);
-            planes[2 * plane + i] = (uint8_t)(planes[2 * plane + i] - planes[plane + i]);
-        }
+    if (form->green) {
+        subtract(planes, planes + plane, plane);
+        subtract(planes + 2 * plane, planes + plane, plane);
+    }
     for (int64_t p = 0; p < form->planes; p++) {
-        uint8_t *const first = planes + p * plane;
-        for (int64_t y = form->rows - 1; y >= 0; y--) {
-            uint8_t *const row = first + y * columns;
-            if (form->predictor == PREDICT_LEFT) {
-                for (int64_t x = columns - 1; x > 0; x--) row[x] = (uint8_t)(row[x] - row[x - 1]);
-                if (y > 0) row[0] = (uint8_t)(row[0] - row[-columns]);
-            } else if (y > 0) {
-                for (int64_t x = 0; x < columns; x++) row[x] = (uint8_t)(row[x] - row[x - columns]);
-            }
+        const uint8_t *const first = planes + p * plane;
+        uint8_t *const to = out + p * plane;
+        if (form->predictor == PREDICT_LEFT) {
+            /* All rows at once; then the first value of each, which is predicted by the one above. */
+            to[0] = first[0];
+            subtract_to(first + 1, first, to + 1, plane - 1);
+            for (int64_t y = 1; y < form->rows; y++)
+                to[y * columns] = (uint8_t)(first[y * columns] - first[(y - 1) * columns]);
+        } else {
+            memcpy(to, first, (size_t)columns);
+            subtract_to(first + columns, first, to + columns, plane - columns);
         }
     }
 }
@@ -101,19 +98,28 @@ static void number_words(const transform *form, const uint8_t *slice, const uint
     }
 }
 
+/* ---- units ------------------------------------------------------------------------- */
+
 /* Bytes that a unit is compressed against: those of its key, or of a dictionary. */
 typedef struct {
     const uint8_t *bytes; /* NULL: none */
     int64_t count;
 } known_bytes;
 
+/* Have LZ4 read the bytes that units are compressed against. That takes far longer than a unit, so what came of it is kept
+ * and copied for each of them. */
+static void know(const encoder *e, known_bytes known) {
+    if (e->method != METHOD_LZ4 || !known.bytes) return;
+    e->lz4_reset_hc(e->loaded, e->level > 0 ? (int)e->level : 1);
+    e->lz4_load_dict_hc(e->loaded, (const char *)known.bytes, (int)known.count);
+}
+
 static int64_t compress(const encoder *e, known_bytes known, const uint8_t *in, int64_t bytes, uint8_t *out,
                         int64_t room) {
     if (e->method == METHOD_LZ4) {
         int length;
         if (known.bytes) {
-            e->lz4_reset_hc(e->stream, e->level > 0 ? (int)e->level : 1);
-            e->lz4_load_dict_hc(e->stream, (const char *)known.bytes, (int)known.count);
+            memcpy(e->stream, e->loaded, (size_t)e->stream_bytes);
             length = e->lz4_continue_hc(e->stream, (const char *)in, (char *)out, (int)bytes, (int)room);
         } else if (e->level > 0) {
             length = e->lz4_compress_hc((const char *)in, (char *)out, (int)bytes, (int)room, (int)e->level);
@@ -144,10 +150,10 @@ static const uint8_t *transformed(const transform *form, const uint8_t *slice, c
         interleave(form, stage, b);
         stage = b;
     } else if (form->predictor) {
-        if (form->interleaved) deinterleave(form, stage, b);
+        if (form->interleaved) part_pixels(form, stage, b);
         else memcpy(b, stage, (size_t)coded);
-        take_differences(form, b);
-        stage = b;
+        take_differences(form, b, a);
+        stage = a;
     }
     if (form->shuffle > 0) {
         uint8_t *const to = stage == b ? a : b;
@@ -181,36 +187,132 @@ static const uint8_t *staged(const block_of_slices *s, int64_t first, int64_t co
     return unit;
 }
 
-/* Code `count` slices from `slices` on into `data`, and write where their units end to `offsets`. With `order`, slice
- * order[i] is coded in place i. `slots` is room for the palette's table, zeroed. Returns the bytes written; -1: there are
- * more than 256 words; -2: the scratch memory or `room` is too small, or `order` names a slice that is not there. */
+/* Code the slices in places [first, end) of `count` into `data`, and write where their units end to `offsets`. With
+ * `order`, slice order[i] is coded in place i. The first one begins a unit, and a key's share of units. `slots` is room for
+ * the palette's table, zeroed; a palette is made of all slices, wherever the range. Returns the bytes written; -1: there are
+ * more than 256 words; -2: the scratch memory or `room` is too small, or `order` or the range name what is not there. */
 EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uint8_t *slices, const uint32_t *order,
-                              int64_t count, uint8_t *data, int64_t room, uint32_t *offsets, uint8_t *palette,
-                              uint16_t *slots) {
+                              int64_t count, int64_t first, int64_t end, uint8_t *data, int64_t room,
+                              uint32_t *offsets, uint8_t *palette, uint16_t *slots) {
     const int64_t coded = coded_bytes(form), unit_bytes = e->group * coded;
     uint8_t *const a = e->scratch, *const b = a + coded, *const unit = b + coded, *const key = unit + unit_bytes;
     uint8_t *const packed = key + (e->key > 0 ? unit_bytes : 0);
     const int64_t packed_room = e->scratch_bytes - (packed - e->scratch);
     const block_of_slices block = {form, slices, order, palette, slots};
+    known_bytes known = {e->common, e->common_bytes};
     int64_t used = 0;
     offsets[0] = 0;
-    if (e->group < 1 || e->key < 0 || packed_room < unit_bytes) return -2;
-    for (int64_t i = 0; order && i < count; i++)
+    if (e->group < 1 || e->key < 0 || packed_room < unit_bytes || first < 0 || end > count) return -2;
+    for (int64_t i = first; order && i < end; i++)
         if (order[i] >= count) return -2;
     if (form->word_bytes > 0 && !collect_words(form, slices, count, palette, slots)) return -1;
-    for (int64_t first = 0, u = 0; first < count; first += e->group, u++) {
-        const int64_t in_unit = count - first < e->group ? count - first : e->group, bytes = in_unit * coded;
+    know(e, known);
+    for (int64_t u = 0; first < end; first += e->group, u++) {
+        const int64_t in_unit = end - first < e->group ? end - first : e->group, bytes = in_unit * coded;
         const int is_key = e->key > 0 && u % e->key == 0;
         const uint8_t *const stage = staged(&block, first, in_unit, a, b, unit);
-        known_bytes known = {e->common, e->common_bytes};
-        if (e->key > 0 && !is_key) known = (known_bytes){key, unit_bytes};
+        if (is_key) known = (known_bytes){NULL, 0};
         int64_t length = is_key && e->keeps_keys_raw ? bytes : compress(e, known, stage, bytes, packed, packed_room);
         if (length >= bytes) length = bytes;
         if (used + length > room || used + length > UINT32_MAX) return -2;
         memcpy(data + used, length == bytes ? stage : packed, (size_t)length);
-        if (is_key) memcpy(key, stage, (size_t)bytes);
+        if (is_key) {
+            memcpy(key, stage, (size_t)bytes);
+            know(e, known = (known_bytes){key, unit_bytes});
+        }
         used += length;
         offsets[u + 1] = (uint32_t)used;
     }
     return used;
+}
+
+/* ---- what decoding will have to do ------------------------------------------------- */
+
+/* What there is to do for a unit: sequences, literals of Huffman's code, tables of that code. */
+typedef struct {
+    int64_t sequences, literals, tables;
+} unit_work;
+
+static int64_t read_number(const uint8_t *p, int64_t bytes, const uint8_t *end) {
+    int64_t number = 0;
+    for (int64_t i = 0; i < bytes && p + i < end; i++) number |= (int64_t)p[i] << (8 * i);
+    return number;
+}
+
+/* The sequences of an LZ4 block: a token, literals, and a match each. */
+static unit_work work_of_lz4(const uint8_t *p, const uint8_t *end) {
+    unit_work work = {0, 0, 0};
+    while (p < end) {
+        const int token = *p++;
+        int64_t literals = token >> 4;
+        work.sequences++;
+        if (literals == 15) {
+            while (p < end && *p == 255) literals += *p++;
+            if (p < end) literals += *p++;
+        }
+        if (literals + 2 > end - p) break;
+        p += literals + 2;
+        if ((token & 15) == 15) {
+            while (p < end && *p == 255) p++;
+            p++;
+        }
+    }
+    return work;
+}
+
+/* The same for a block of a Zstandard frame, by its headers. */
+static unit_work work_of_zstd_block(const uint8_t *p, const uint8_t *end) {
+    static const int64_t plain[4][2] = {{1, 3}, {2, 4}, {1, 3}, {3, 4}}, coded[4][2] = {{3, 10}, {3, 10}, {4, 14}, {5, 18}};
+    unit_work work = {0, 0, 0};
+    if (p >= end) return work;
+    const int kind = *p & 3, form = *p >> 2 & 3;
+    int64_t skipped;
+    if (kind < 2) { /* literals as they are, or one of them repeated */
+        skipped = plain[form][0] + (kind == 0 ? read_number(p, plain[form][0], end) >> plain[form][1] : 1);
+    } else {
+        const int64_t sizes = read_number(p, coded[form][0], end) >> 4, bits = coded[form][1];
+        work.literals = sizes & ((INT64_C(1) << bits) - 1);
+        work.tables = kind == 2;
+        skipped = coded[form][0] + (sizes >> bits);
+    }
+    if (skipped >= end - p) return work;
+    p += skipped;
+    const int64_t first = p[0], second = p + 1 < end ? p[1] : 0, third = p + 2 < end ? p[2] : 0;
+    work.sequences = first < 128 ? first : first < 255 ? ((first - 128) << 8) + second : second + (third << 8) + 0x7F00;
+    return work;
+}
+
+static unit_work work_of_zstd(const uint8_t *p, const uint8_t *end) {
+    static const int64_t of_dictionary[4] = {0, 1, 2, 4}, of_content[4] = {0, 2, 4, 8};
+    unit_work work = {0, 0, 0};
+    if (end - p < 5) return work;
+    const int head = p[4], is_single = head >> 5 & 1;
+    p += 5 + (1 - is_single) + of_dictionary[head & 3] + (head >> 6 ? of_content[head >> 6] : is_single);
+    for (int is_last = 0; !is_last && end - p >= 3;) {
+        const int64_t block = read_number(p, 3, end), kind = block >> 1 & 3, size = kind == 1 ? 1 : block >> 3;
+        is_last = block & 1;
+        p += 3;
+        if (size > end - p) break;
+        if (kind == 2) {
+            const unit_work more = work_of_zstd_block(p, p + size);
+            work.sequences += more.sequences, work.literals += more.literals, work.tables += more.tables;
+        }
+        p += size;
+    }
+    return work;
+}
+
+/* Count what there is to do for some units of a block in memory, three numbers for each: none for a unit that is stored as
+ * it was, or is not there. */
+EXPORT void holdall_count_work(const sealed_block *b, const int64_t *units, int64_t count, int64_t *work) {
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t u = units[i];
+        unit_work found = {0, 0, 0};
+        if (u >= 0 && u * b->group < b->slice_count && b->data && is_inside(b, u)) {
+            const uint8_t *const start = b->data + b->offsets[u], *const end = b->data + b->offsets[u + 1];
+            if (end - start < bytes_of_unit(b, u))
+                found = b->method == METHOD_LZ4 ? work_of_lz4(start, end) : work_of_zstd(start, end);
+        }
+        work[3 * i] = found.sequences, work[3 * i + 1] = found.literals, work[3 * i + 2] = found.tables;
+    }
 }

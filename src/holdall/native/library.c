@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 16; }
+EXPORT int64_t holdall_version(void) { return 17; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -103,6 +103,8 @@ static const struct_field FIELDS[] = {
     FIELD(encoder, zstd_is_error),
     FIELD(encoder, cctx),
     FIELD(encoder, stream),
+    FIELD(encoder, loaded),
+    FIELD(encoder, stream_bytes),
     FIELD(encoder, scratch),
     FIELD(encoder, scratch_bytes),
     FIELD(encoder, common),
@@ -380,7 +382,7 @@ static const struct_field FIELDS[] = {
     FIELD(sliced_source, repeats),
     FIELD(sliced_source, to),
     STRUCT(copied_array),
-    FIELD(copied_array, from),
+    FIELD(copied_array, source),
     FIELD(copied_array, offset),
     FIELD(copied_array, bytes),
     STRUCT(row_place),
@@ -392,6 +394,12 @@ static const struct_field FIELDS[] = {
     FIELD(batch_request, ids),
     FIELD(batch_request, last_ids),
     FIELD(batch_request, rows),
+    FIELD(batch_request, next_uint32),
+    FIELD(batch_request, generator_state),
+    FIELD(batch_request, filled),
+    FIELD(batch_request, drawn_slots),
+    FIELD(batch_request, newest),
+    FIELD(batch_request, drawn_lanes),
     FIELD(batch_request, first_id),
     FIELD(batch_request, next_id),
     FIELD(batch_request, ring_rows),
@@ -417,6 +425,8 @@ static const struct_field FIELDS[] = {
     FIELD(batch_request, bring),
     FIELD(batch_request, finish),
     FIELD(batch_request, stream),
+    FIELD(batch_request, record),
+    FIELD(batch_request, event),
     FIELD(batch_request, most_blocks),
     FIELD(batch_request, wrong),
     FIELD(batch_request, task),
@@ -464,6 +474,7 @@ static const struct {
     FUNCTION(LZ4_compress_HC),
     FUNCTION(LZ4_createStreamHC),
     FUNCTION(LZ4_freeStreamHC),
+    FUNCTION(LZ4_sizeofStateHC),
     FUNCTION(LZ4_resetStreamHC_fast),
     FUNCTION(LZ4_loadDictHC),
     FUNCTION(LZ4_compress_HC_continue),

@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 16
+_VERSION = 17
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -80,11 +80,10 @@ class EncoderStruct(ctypes.Structure):
 
     _fields_ = [
         *_pointers("lz4_compress_default lz4_compress_hc lz4_reset_hc lz4_load_dict_hc lz4_continue_hc"),
-        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream scratch"),
-        *_numbers("scratch_bytes"),
-        *_pointers("common"),
-        *_numbers("common_bytes group key keeps_keys_raw method level"),
-    ]
+        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream loaded"), *_numbers("stream_bytes"),
+        *_pointers("scratch"), *_numbers("scratch_bytes"),
+        *_pointers("common"), *_numbers("common_bytes group key keeps_keys_raw method level"),
+    ]  # fmt: skip
 
 
 class SliceBlockStruct(ctypes.Structure):
@@ -97,11 +96,9 @@ class LayoutStruct(ctypes.Structure):
     """How a tick lies in the caller's memory."""
 
     _fields_ = [
-        *_numbers("dimensions"),
-        ("lengths", NUMBER * MOST_DIMENSIONS),
-        ("strides", NUMBER * MOST_DIMENSIONS),
+        *_numbers("dimensions"), ("lengths", NUMBER * MOST_DIMENSIONS), ("strides", NUMBER * MOST_DIMENSIONS),
         *_numbers("run_bytes"),
-    ]
+    ]  # fmt: skip
 
 
 class OpenPartStruct(ctypes.Structure):
@@ -214,9 +211,8 @@ class DeviceFieldStruct(ctypes.Structure):
     """A field of a batch in slices, as device.cu declares it, too."""
 
     _fields_ = [
-        *_pointers("places positions repeats base to"),
-        *_numbers("first end end_repeat window outer run_bytes"),
-    ]
+        *_pointers("places positions repeats base to"), *_numbers("first end end_repeat window outer run_bytes"),
+    ]  # fmt: skip
 
 
 class AssemblyStruct(ctypes.Structure):
@@ -241,7 +237,7 @@ class SlicedSourceStruct(ctypes.Structure):
 class CopiedArrayStruct(ctypes.Structure):
     """An array that is copied into pinned memory as it is."""
 
-    _fields_ = [*_pointers("from"), *_numbers("offset bytes")]
+    _fields_ = [*_pointers("source"), *_numbers("offset bytes")]
 
 
 class RowPlaceStruct(ctypes.Structure):
@@ -254,12 +250,14 @@ class BatchRequestStruct(ctypes.Structure):
     """A batch that a device is to put together."""
 
     _fields_ = [
-        *_pointers("ids last_ids"), *_numbers("rows first_id next_id ring_rows lanes"), *_pointers("columns"),
-        *_numbers("column_count"), *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head block"),
+        *_pointers("ids last_ids"), *_numbers("rows"), *_pointers("next_uint32 generator_state"),
+        *_numbers("filled drawn_slots newest"), *_pointers("drawn_lanes"),
+        *_numbers("first_id next_id ring_rows lanes"), *_pointers("columns"), *_numbers("column_count"),
+        *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head block"),
         *_numbers("observed rest last_observed last_rest"), ("copied", CopiedArrayStruct * _MOST_COPIED),
         *_numbers("copied_count"), ("source", SlicedSourceStruct * MOST_DEVICE_FIELDS), *_pointers("slots"),
         *_numbers("slot_count"), *_pointers("found"), *_numbers("first_rows"),
-        *_pointers("launch bring finish stream"), *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
+        *_pointers("launch bring finish stream record event"), *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
     ]  # fmt: skip
 
 
@@ -314,7 +312,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_fast_pack": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_fast_draw": (POINTER, [POINTER, POINTER, NUMBER]),
     "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
-    "holdall_encode": (NUMBER, [*[POINTER] * 4, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
+    "holdall_encode": (NUMBER, [*[POINTER] * 4, *[NUMBER] * 3, POINTER, NUMBER, POINTER, POINTER, POINTER]),
+    "holdall_count_work": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
     "holdall_pack_columns": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, POINTER]),
@@ -442,6 +441,7 @@ _COMPRESSION: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         "LZ4_compress_HC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
         "LZ4_createStreamHC": (POINTER, []),
         "LZ4_freeStreamHC": (ctypes.c_int, [POINTER]),
+        "LZ4_sizeofStateHC": (ctypes.c_int, []),
         "LZ4_resetStreamHC_fast": (None, [POINTER, ctypes.c_int]),
         "LZ4_loadDictHC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int]),
         "LZ4_compress_HC_continue": (ctypes.c_int, [POINTER, POINTER, POINTER, ctypes.c_int, ctypes.c_int]),

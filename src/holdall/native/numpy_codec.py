@@ -42,8 +42,8 @@ class PortableCoder:
         """See `Coder.adopt`."""
         return PortableSealed(coded)
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None) -> SealedSlices | None:
-        """See `Coder.seal`."""
+    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
+        """See `Coder.seal`; one thread does all."""
         transform = codec.transform
         staged, palette = slices if order is None else slices[order], np.zeros(0, np.uint8)
         if transform.word_bytes:
@@ -67,6 +67,10 @@ class PortableCoder:
         np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
         data = np.frombuffer(b"".join(pieces), np.uint8).copy()
         return self.adopt(Coded(codec, len(slices), offsets, palette, data, places_of(order)))
+
+    def count_work(self, _sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Coder.count_work`: nothing is known of it here."""
+        return np.zeros((len(units), 3), np.int64)
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`; there is nothing to keep."""

@@ -10,6 +10,8 @@ import ctypes
 import operator
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -332,32 +334,52 @@ class NativeCoder(NativeDecoder):
         self._most_unit_bytes = max(self._most_unit_bytes, unit_bytes)
         return sealed
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None) -> SealedSlices | None:
+    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
         """See `Coder.seal`."""
-        transform = codec.transform
+        transform, count = codec.transform, len(slices)
         slices = np.ascontiguousarray(slices)  # C reads row after row
-        if slices.nbytes != len(slices) * transform.slice_bytes:
+        if slices.nbytes != count * transform.slice_bytes:
             raise DamageError(f"slices of {slices.shape} came to a codec of {transform.slice_bytes} bytes; report this")
-        count = len(slices)
         if order is not None and (len(order) != count or order.dtype != np.uint32):
             raise DamageError(f"an order of {len(order)} came with {count} slices; report this")
-        compressor = self._compressor(codec)
-        room = count * transform.coded_bytes
-        data = reserve(room)
+        share = codec.group * max(codec.key, 1)  # slices that stay together
+        share *= max(1, -(-count // (share * threads)))
+        encode = partial(self._encode, slices, codec, order, reserve(count * transform.coded_bytes), share)
+        if share >= count:
+            pieces = [encode(0)]
+        else:
+            with ThreadPoolExecutor(threads, "holdall-sealer") as helpers:
+                pieces = list(helpers.map(encode, range(0, count, share)))
+        done = [piece for piece in pieces if piece is not None]
+        if len(done) < len(pieces):
+            return None
+        packed = np.concatenate([units for units, _, _ in done], out=reserve(sum(len(units) for units, _, _ in done)))
+        offsets = np.zeros(1, np.uint32)
+        for _, ends, _ in done:
+            offsets = np.concatenate([offsets, offsets[-1] + ends])
+        return self.adopt(Coded(codec, count, offsets, done[0][2], packed, places_of(order)))
+
+    def _encode(
+        self, slices: Bytes, codec: Codec, order: Order | None, data: Bytes, share: int, first: int
+    ) -> tuple[Bytes, NDArray[np.uint32], Bytes] | None:
+        """Code slices from `first` on; return their units, where these end, and the palette; None: it does not hold."""
+        compressor, form = self._compressor(codec), _form(codec.transform)
+        count, coded_bytes = min(share, len(slices) - first), codec.transform.coded_bytes
+        own = data[first * coded_bytes : (first + count) * coded_bytes]
         offsets = np.zeros(-(-count // codec.group) + 1, np.uint32)
-        palette = np.zeros(256 * transform.word_bytes, np.uint8)
-        slots = np.zeros(_PALETTE_SLOTS, np.uint16)
-        form = _form(transform)
+        palette, slots = np.zeros(256 * codec.transform.word_bytes, np.uint8), np.zeros(_PALETTE_SLOTS, np.uint16)
         used = self._library.holdall_encode(
             ctypes.addressof(compressor.encoder), ctypes.addressof(form), address(slices),
-            0 if order is None else address(order), count, address(data), room, address(offsets),
-            address(palette), address(slots),
+            0 if order is None else address(order), len(slices), first, first + count, address(own), own.size,
+            address(offsets), address(palette), address(slots),
         )  # fmt: skip
-        if used < 0:
-            return None
-        packed = reserve(used)
-        packed[:] = data[:used]
-        return self.adopt(Coded(codec, count, offsets, palette, packed, places_of(order)))
+        return None if used < 0 else (own[:used], offsets[1:], palette)
+
+    def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Coder.count_work`."""
+        units, work = np.ascontiguousarray(units), np.zeros((len(units), 3), np.int64)
+        self._library.holdall_count_work(sealed.address, address(units), len(units), address(work))
+        return work
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`."""
@@ -423,6 +445,8 @@ class _Compressor:
             zstd_is_error=libraries.addresses["ZSTD_isError"],
             cctx=self._context(codec) if codec.method is Method.ZSTD else None,
             stream=self._owned("LZ4", "StreamHC") if is_against else None,
+            loaded=self._owned("LZ4", "StreamHC") if is_against else None,
+            stream_bytes=libraries.functions["LZ4_sizeofStateHC"](),
             scratch=address(self._scratch),
             scratch_bytes=self._scratch.size,
             common=address(np.frombuffer(common, np.uint8)) if common else None,

@@ -14,7 +14,6 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,9 +23,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.schema import Bytes, Leaf
+from holdall.schema import Bytes
 from holdall.storage.codec import Codec
-from holdall.storage.layout import Window
 
 _MAP_NORESERVE = 0x4000
 """Linux's flag; the mmap module names it from Python 3.13 on."""
@@ -283,6 +281,12 @@ class Coded:
         units = np.unique(places // self.codec.group)
         return np.union1d(units, units - units % self.codec.key) if self.codec.key else units
 
+    def unpacked_bytes(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the bytes that come of units: the last one may have fewer slices."""
+        group = self.codec.group
+        unpacked: NDArray[np.int64] = np.minimum(group, self.count - units * group) * self.codec.transform.coded_bytes
+        return unpacked
+
     def in_memory(self) -> Coded:
         """Return the same with its units in memory; they are read from their file and checked if they lie in one."""
         if not isinstance(self.data, Extent):
@@ -376,11 +380,19 @@ class Coder(Protocol):
     def adopt(self, coded: Coded) -> SealedSlices:
         """Make slices readable that were sealed elsewhere, or moved to a file."""
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None) -> SealedSlices | None:
+    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
         """Code all rows of `slices`; None if a palette does not hold their words.
 
         Args:
             order: Which row comes first, second, ... in the units; each once. Their numbers stay as they are.
+            threads: Threads that may share the work; the bytes are the same.
+        """
+
+    def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count what decoding has to do for some units, if `is_compiled`.
+
+        Returns:
+            Three numbers for each: sequences, literals of Huffman's code, and tables of that code.
         """
 
     def keeping(self) -> Coder:
@@ -472,27 +484,3 @@ class KeptBlock(SliceBlock):
 
     def freeze(self) -> None:
         """Do nothing: there is no index."""
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenBlock:
-    """A block that takes no more slices, and what it holds."""
-
-    field: int
-    leaf: Leaf
-    window: Window
-    block: SliceBlock
-    lanes: int = 1  # that brought slices in turn
-    logs: Callable[[], list[NDArray[Any]]] = (
-        list  # numbers of slices, (rows, lanes), of the segments that name the block
-    )
-
-    def lane_order(self) -> Order | None:
-        """Order the slices as lane after lane shows them; None if there is one lane, or nothing names them."""
-        logs = self.logs() if self.lanes > 1 else []
-        if not logs:
-            return None
-        seen, first = np.unique(np.concatenate(logs).T.reshape(-1), return_index=True)
-        named = seen[np.argsort(first)]
-        order = np.concatenate([named, np.setdiff1d(np.arange(self.block.used), seen)])
-        return order.astype(np.uint32) if len(order) == self.block.used else None

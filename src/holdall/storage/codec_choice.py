@@ -7,7 +7,7 @@ Invariant: with the compiled loops no clock decides, so that the same slices get
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +22,20 @@ from holdall.storage.layout import Window
 if TYPE_CHECKING:
     from holdall.storage.blocks import Coder, SealedSlices
 
+Training = tuple[int, dict[str, int]]
+
 COST_CAPS = {"speed": 1.2, "balanced": 2.0, "memory": 4.0}
 """How many times as long as a raw gather sampling compressed slices may take, by preference."""
 
-_SAMPLED_SLICES = 256
-"""Slices that are measured: they chose right in 27 of 29 recorded environments."""
-_SAMPLED_BYTES = 4 * 2**20
+_MEASURED_SLICES, _MEASURED_BYTES = 128, 3 * 2**19
+"""Slices that every candidate compresses alone."""
+_KNOWN_SLICES, _KNOWN_BYTES = 512, 4 * 2**20
+"""Slices that dictionaries are trained on, and those that are measured among them."""
+_NEAR_SLICES, _NEAR_SAMPLE_BYTES, _STRETCH = 256, 3 * 2**20, 32
+"""Neighbours that candidates compress together, in stretches; and half as many behind keys of each kind."""
 _FEWEST_SAMPLES = 8
-"""Of large slices no more are sampled than take _SAMPLED_BYTES, but at least so many."""
-_TRAININGS: tuple[tuple[int, dict[str, int]], ...] = (
+"""Of large slices no more are sampled than take so many bytes, but at least so many."""
+_TRAININGS: tuple[Training, ...] = (
     (4 * 1024, {}),
     (32 * 1024, {}),
     (32 * 1024, {"k": 1024, "d": 8}),
@@ -40,11 +45,12 @@ _TRAININGS: tuple[tuple[int, dict[str, int]], ...] = (
 _GROUPS = (4, 8, 16)
 """How many neighbours are tried together: a transition of a stack of 4 needs 5 of them. They must keep the cap on one
 core: right after a trainer's own step its idle threads still spin on the others."""
-_LEADING = 3
+_LEADING = 2
 """Codecs for single slices that are also tried on groups; and the best by LZ4, whose groups are quicker to decode."""
 _KEY_SLICES, _RAW_KEY_SLICES = 64, 256
 """Slices that share a key; more if it stays raw, since it costs a whole slice then."""
-_KEY_GROUPS = (1, 4)
+_GAIN = 1.03
+"""How much smaller slices must be behind a key, for a raw one to be tried, too."""
 _QUICK_ENOUGH = 1.0
 """Raw copies; nobody notices whether decoding takes less."""
 _TIME_MATTERS = 0.8
@@ -71,42 +77,113 @@ class MeasuredCodec:
     decode_us: float  # as `_counted_us` says; by the clock for the NumPy twins
 
 
+@dataclass(frozen=True, slots=True)
+class BlockSample:
+    """Copies of some slices of a block, so that the block may be given up while a codec is chosen."""
+
+    spread: Bytes  # over the whole block
+    near: Bytes  # (stretches, length, bytes): neighbours in the order in which they are sealed
+    keyed: dict[
+        int, Bytes
+    ]  # the same by how many share a key: each so far from the next that they are its first to last
+    stride: int  # from a slice of a transition to its next one, in a stretch
+
+    @classmethod
+    def of(cls, slices: Bytes, window: Window, lanes: int = 1, order: NDArray[np.uint32] | None = None) -> BlockSample:
+        """Copy slices of a block, in the order in which lanes that advance together brought it.
+
+        Args:
+            order: The order in which it will be sealed; None: as it is.
+        """
+        spread = _spread(slices, _KNOWN_SLICES, _KNOWN_BYTES)
+        stride = 1 if order is not None else lanes
+        reach = (window.count + window.shift - 1) * stride + 1  # of a transition, in the block
+        most = min(_NEAR_SLICES, _NEAR_SAMPLE_BYTES // window.slice_bytes)
+        length = max(min(_STRETCH, most), reach, *_groups_of(window))
+        near = _stretches(slices, order, length, 1, most)
+        kinds = _KEY_SLICES, _RAW_KEY_SLICES
+        keyed = {kind: _stretches(slices, order, length, max(1, kind // length), most // 2) for kind in kinds}
+        return cls(spread, near, {kind: found for kind, found in keyed.items() if len(slices) >= kind}, stride)
+
+
+def _groups_of(window: Window) -> list[int]:
+    """Return how many neighbours are tried together; at least one is."""
+    return [group for group in (1, *_GROUPS) if group * window.slice_bytes <= _MOST_UNIT_BYTES or group == 1]
+
+
+def _spread(slices: Bytes, most: int, most_bytes: int) -> Bytes:
+    count = min(len(slices), max(_FEWEST_SAMPLES, min(most, most_bytes // slices.shape[1])))
+    return np.ascontiguousarray(slices[np.linspace(0, len(slices) - 1, count).astype(np.int64)])
+
+
+def _stretches(slices: Bytes, order: NDArray[np.uint32] | None, length: int, step: int, most: int) -> Bytes:
+    """Copy stretches of `length` slices, each `step` from the next; none if the block is too short."""
+    count = max(1, min(most // length, len(slices) // (length * step)))
+    if len(slices) < length * step:
+        count, length = 0, 1
+    first = np.linspace(0, len(slices) - length * step, count).astype(np.int64)
+    picked = first[:, None] + step * np.arange(length)
+    return np.ascontiguousarray(slices[picked if order is None else order[picked]])
+
+
 def choose(
-    coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, threads: int, lanes: int = 1,
-    order: NDArray[np.uint32] | None = None, *, has_keys: bool = True,
+    coder: Coder, leaf: Leaf, window: Window, block: Bytes | BlockSample, cap: float, threads: int, lanes: int = 1,
+    order: NDArray[np.uint32] | None = None, *, has_dictionary: bool = True,
 ) -> Codec:  # fmt: skip
-    """Measure every candidate on samples of `slices` and return the best one within the cap.
+    """Measure candidates on samples of a block and return the best one within the cap.
 
     Args:
-        slices: A block, in the order in which lanes that advance together brought it.
-        order: The order in which it will be sealed; None: as it is.
-        has_keys: Whether slices may depend on others outside of their unit.
+        block: Its slices, see `BlockSample.of`, or what that made of them; then `lanes` and `order` are known.
+        has_dictionary: Whether slices may depend on bytes outside of their block.
     """
-    most = max(_FEWEST_SAMPLES, min(_SAMPLED_SLICES, _SAMPLED_BYTES // window.slice_bytes))
-    picked = np.linspace(0, len(slices) - 1, min(most, len(slices))).astype(np.int64)
-    samples = np.ascontiguousarray(slices[picked])
-    raw_us = _raw_us(coder, samples)
-    allowed_us = cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP)
-    measured = measure(coder, leaf, window, samples)
-    affordable = [m for m in measured if m.decode_us <= allowed_us]
-    neighbours = measure_together(coder, _leading(affordable), window, slices, lanes, order)
-    if has_keys:
-        neighbours += measure_behind_keys(coder, _without_dictionary(measured), window, slices, lanes, order)
-    together = [m for m in neighbours if m.decode_us <= (cap * raw_us if m.codec.group > 1 else allowed_us)]
-    weight = _TIME_MATTERS / cap
-    best = max(
-        affordable + together,
-        key=lambda m: m.ratio / max(m.decode_us / raw_us, _QUICK_ENOUGH) ** weight,
-        default=None,
-    )
+    sample = block if isinstance(block, BlockSample) else BlockSample.of(block, window, lanes, order)
+    raw_us = _raw_us(coder, sample.spread)
+    worth = _Worth(cap, raw_us, cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP))
+    measured = measure(coder, leaf, window, sample.spread, has_dictionary=has_dictionary)
+    affordable = [m for m in measured if worth.allows(m)]
+    found = affordable + measure_together(coder, _leading(affordable), window, sample, worth)
+    found += measure_behind_keys(coder, _without_dictionary(measured), window, sample)
+    best = max(filter(worth.allows, found), key=worth.of, default=None)
     worthwhile = _WORTHWHILE_FOR_MEMORY if cap >= COST_CAPS["memory"] else _WORTHWHILE
     if best is None or best.ratio < worthwhile:
-        why = f"raw, since nothing decoded in {allowed_us / raw_us:.1f} raw copies makes it {worthwhile} times smaller"
+        allowed = worth.allowed_us / raw_us
+        why = f"raw, since nothing decoded in {allowed:.1f} raw copies makes it {worthwhile} times smaller"
         return Codec(Method.STORED, 0, Transform(window.slice_bytes), reason=why)
-    allowed = cap if best.codec.group > 1 else allowed_us / raw_us
+    allowed = cap if best.codec.group > 1 else worth.allowed_us / raw_us
     why = f"{best.ratio:.1f} times smaller, decoded in {best.decode_us / raw_us:.1f} of {allowed:.1f} raw copies"
-    trained = best.codec.dictionary and train(coder, replace(best.codec, group=1), slices)
-    return replace(best.codec, dictionary=trained, reason=why)
+    known = best.codec.dictionary
+    if known is not None:
+        size = min(size for size, _ in _TRAININGS if size >= len(known.content))
+        likewise = [training for training in _TRAININGS if training[0] == size]
+        known = train(coder, replace(best.codec, group=1), sample.spread, likewise) or known
+    return replace(best.codec, dictionary=known, reason=why)
+
+
+def choose_quickly(coder: Coder, leaf: Leaf, window: Window, slices: Bytes) -> Codec:
+    """Return what shrinks some slices most of all that is compressed as fast as frames may come."""
+    few = _spread(slices, _FEWEST_SAMPLES, _KNOWN_BYTES)
+    fast = [codec for codec in candidates(leaf, window) if codec.method is Method.LZ4 and codec.level == 0]
+    sealed = [(codec, coder.seal(few, codec)) for codec in fast]
+    return min(sealed, key=lambda pair: few.nbytes if pair[1] is None else pair[1].nbytes)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Worth:
+    """What a codec is worth, by its ratio and the time that it takes to decode a slice."""
+
+    cap: float
+    raw_us: float
+    allowed_us: float  # for slices alone: threads share them out
+
+    def allows(self, found: MeasuredCodec) -> bool:
+        return found.decode_us <= (self.cap * self.raw_us if found.codec.group > 1 else self.allowed_us)
+
+    def of(self, found: MeasuredCodec) -> float:
+        return float(found.ratio / max(found.decode_us / self.raw_us, _QUICK_ENOUGH) ** (_TIME_MATTERS / self.cap))
+
+
+ANY_WORTH = _Worth(1e9, 1.0, 1e9)
+"""All is allowed, and only the ratio counts."""
 
 
 def _leading(measured: list[MeasuredCodec]) -> list[MeasuredCodec]:
@@ -123,92 +200,103 @@ def _without_dictionary(measured: list[MeasuredCodec]) -> list[MeasuredCodec]:
 
 
 def measure_together(
-    coder: Coder, leading: list[MeasuredCodec], window: Window, slices: Bytes, lanes: int,
-    order: NDArray[np.uint32] | None = None,
-) -> list[MeasuredCodec]:  # fmt: skip
-    """Seal neighbours together, and decode them as a batch does: the slices of one transition at a time."""
-    groups = [group for group in _GROUPS if group * window.slice_bytes <= _MOST_UNIT_BYTES]
-    together = [one.codec.grouped(group) for one in leading for group in groups]
-    return _measure_neighbours(coder, together, window, slices, lanes, order, 2 * max(_GROUPS))
-
-
-def measure_behind_keys(
-    coder: Coder, bases: list[MeasuredCodec], window: Window, slices: Bytes, lanes: int,
-    order: NDArray[np.uint32] | None = None,
-) -> list[MeasuredCodec]:  # fmt: skip
-    """Seal slices against keys, and decode them as a batch does."""
-    length = min(_KEY_SLICES, max(_FEWEST_SAMPLES, _SAMPLED_BYTES // window.slice_bytes))
-    results: list[MeasuredCodec] = []
-    for in_all, groups in ((_KEY_SLICES, _KEY_GROUPS), (_RAW_KEY_SLICES, (1,))):
-        if len(slices) < in_all:
-            continue
-        is_raw = in_all == _RAW_KEY_SLICES
-        fitting = [group for group in groups if group * window.slice_bytes <= _MOST_UNIT_BYTES and length >= 2 * group]
-        keyed = [one.codec.grouped(g, length // g, raw_keys=is_raw) for one in bases for g in fitting]
-        # Of many slices that share a key some are measured, as far from it as the others are.
-        step = in_all // length if is_raw else 1
-        for found in _measure_neighbours(coder, keyed, window, slices, lanes, order, length, step):
-            ratio, group = found.ratio, found.codec.group
-            if is_raw:
-                beyond_key = max(1 / ratio - 1 / length, 0) * length / (length - 1)
-                ratio = 1 / (beyond_key * (1 - 1 / in_all) + 1 / in_all)
-            results.append(MeasuredCodec(replace(found.codec, key=in_all // group), ratio, found.decode_us))
+    coder: Coder, leading: list[MeasuredCodec], window: Window, sample: BlockSample, worth: _Worth = ANY_WORTH
+) -> list[MeasuredCodec]:
+    """Seal neighbours together, in larger and larger groups while that pays; decode them as a batch does."""
+    results = []
+    for before in leading:
+        for group in _groups_of(window)[1:]:
+            found = _measure_neighbours(coder, before.codec.grouped(group), window, sample.near, sample.stride)
+            results += [] if found is None else [found]
+            if found is None or not worth.allows(found) or worth.of(found) <= worth.of(before):
+                break
+            before = found  # noqa: PLW2901  the next one has to be worth more than this one
     return results
 
 
-def _measure_neighbours(
-    coder: Coder, codecs: list[Codec], window: Window, slices: Bytes, lanes: int, order: NDArray[np.uint32] | None,
-    length: int, step: int = 1,
-) -> list[MeasuredCodec]:  # fmt: skip
-    """Measure codecs on stretches of `length` slices, neighbours or every so many, read as those of transitions."""
-    lanes = 1 if order is not None else lanes
-    reach = (window.count + window.shift - 1) * lanes + 1  # of a transition, in the block
-    length = max(reach, length)
-    most = min(_SAMPLED_SLICES, _SAMPLED_BYTES // window.slice_bytes)
-    stretches = max(1, min(most // length, len(slices) // (length * step)))
-    if len(slices) < length * step or not codecs:
-        return []
-    first = np.linspace(0, len(slices) - length * step, stretches).astype(np.int64)
-    picked = (first[:, None] + step * np.arange(length)).reshape(-1)
-    samples = np.ascontiguousarray(slices[picked if order is None else order[picked]])
-    draws = max(1, min(8, most // (stretches * (window.count + window.shift))))
-    starts = np.random.default_rng(0).integers(0, length - reach + 1, (draws, stretches))
-    starts = (starts + length * np.arange(stretches)).reshape(-1, 1)
-    wanted = (starts + lanes * np.arange(window.count + window.shift)).reshape(-1).astype(np.int64)
-    results = [_measure_one(coder, codec, samples, wanted) for codec in codecs]
-    return [result for result in results if result is not None]
-
-
-def measure(coder: Coder, leaf: Leaf, window: Window, samples: Bytes) -> list[MeasuredCodec]:
-    """Seal and decode the samples with every candidate."""
+def measure_behind_keys(
+    coder: Coder, bases: list[MeasuredCodec], window: Window, sample: BlockSample
+) -> list[MeasuredCodec]:
+    """Seal slices against keys, raw ones too where keys pay, and decode them as a batch does."""
     results = []
-    odd = np.ascontiguousarray(samples[1::2]) if len(samples) > 1 else samples
+    for base in bases:
+        coded = _measure_key(coder, base.codec, window, sample, _KEY_SLICES)
+        raw = None
+        if coded is not None and coded.ratio > _GAIN * base.ratio:
+            raw = _measure_key(coder, base.codec, window, sample, _RAW_KEY_SLICES)
+        results += [found for found in (coded, raw) if found is not None]
+    return results
+
+
+def _measure_key(coder: Coder, codec: Codec, window: Window, sample: BlockSample, share: int) -> MeasuredCodec | None:
+    """Measure keys that so many slices share, on fewer slices, as far from their key as all of them are."""
+    stretches = sample.keyed.get(share)
+    if stretches is None or not len(stretches):
+        return None
+    count, length, nbytes = stretches.shape
+    keyed = codec.grouped(1, length, raw_keys=share == _RAW_KEY_SLICES)
+    sealed = coder.seal(stretches.reshape(-1, nbytes), keyed)
+    if sealed is None:
+        return None
+    sizes = np.diff(sealed.coded.offsets).reshape(count, length)
+    mean = (float(sizes[:, 0].mean()) + (share - 1) * float(sizes[:, 1:].mean())) / share
+    offset = sealed.coded.offsets.itemsize
+    wanted = _transitions(window, count, length, sample.stride)
+    return MeasuredCodec(replace(keyed, key=share), nbytes / (mean + offset), _decode_us(coder, sealed, wanted))
+
+
+def _measure_neighbours(
+    coder: Coder, codec: Codec, window: Window, stretches: Bytes, stride: int
+) -> MeasuredCodec | None:
+    """Measure a codec on stretches of slices, read as those of transitions."""
+    count, length, nbytes = stretches.shape
+    if not count:
+        return None
+    wanted = _transitions(window, count, length, stride)
+    return _measure_one(coder, codec, stretches.reshape(count * length, nbytes), wanted)
+
+
+def _transitions(window: Window, count: int, length: int, stride: int) -> NDArray[np.int64]:
+    """Draw transitions from stretches and return the slices of each."""
+    in_one = window.count + window.shift
+    draws = max(1, min(8, _NEAR_SLICES // (count * in_one)))
+    starts = np.random.default_rng(0).integers(0, length - (in_one - 1) * stride, (draws, count))
+    starts = (starts + length * np.arange(count)).reshape(-1, 1)
+    return (starts + stride * np.arange(in_one)).astype(np.int64)
+
+
+def measure(
+    coder: Coder, leaf: Leaf, window: Window, samples: Bytes, *, has_dictionary: bool = True
+) -> list[MeasuredCodec]:
+    """Seal and decode some of the samples with every candidate."""
+    results = []
+    odd = _spread(samples[1::2] if len(samples) > 1 else samples, _MEASURED_SLICES, _MEASURED_BYTES)
     trained: dict[Transform, Dictionary | None] = {}
     for codec in candidates(leaf, window):
         results.append(_measure_one(coder, codec, odd))
-        if codec.wants_dictionary and len(samples) >= 32:
+        if has_dictionary and codec.wants_dictionary and len(samples) >= 32:
             # Trained on the even samples and measured on the odd: a dictionary must not know them.
             if codec.transform not in trained:
                 by_zstd = replace(codec, method=Method.ZSTD, level=3)
-                trained[codec.transform] = train(coder, by_zstd, samples[::2])
+                even = _spread(samples[::2], 2 * _MEASURED_SLICES, 2 * _MEASURED_BYTES)
+                trained[codec.transform] = train(coder, by_zstd, even)
             dictionary = trained[codec.transform]
             if dictionary is not None:
                 results.append(_measure_one(coder, replace(codec, dictionary=dictionary), odd))
     return [result for result in results if result is not None]
 
 
-def train(coder: Coder, codec: Codec, slices: Bytes) -> Dictionary | None:
+def train(coder: Coder, codec: Codec, slices: Bytes, trainings: Sequence[Training] = _TRAININGS) -> Dictionary | None:
     """Train dictionaries in several ways and return the best; None if there is nothing in common.
 
     Which segment length suits a game is not to be known beforehand: measured on Atari frames,
     the trainer's own choice ranges from a ratio of 23 to 40 with the dictionary's size.
     """
-    picked = np.linspace(0, len(slices) - 1, min(2 * _SAMPLED_SLICES, len(slices))).astype(np.int64)
-    known = coder.seal(np.ascontiguousarray(slices[picked[::2]]), replace(codec, method=Method.STORED, dictionary=None))
+    known = coder.seal(np.ascontiguousarray(slices[::2]), replace(codec, method=Method.STORED, dictionary=None))
     learnt: list[Any] = [] if known is None else [known.coded.unit(number) for number in range(known.count)]
-    unseen = np.ascontiguousarray(slices[picked[1::2]])
+    unseen = np.ascontiguousarray(slices[1::2])
     best, best_bytes = None, unseen.nbytes
-    for size, arguments in _TRAININGS:
+    for size, arguments in trainings:
         if size * 4 > sum(map(len, learnt)):
             continue
         try:
@@ -229,13 +317,17 @@ def _measure_one(
     if sealed is None:
         return None
     if order is None:
-        order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64)
+        order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64).reshape(-1, 1)
+    return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), _decode_us(coder, sealed, order))
+
+
+def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> float:
+    """Say how long a slice takes to decode, by those of transitions that were drawn, a row each."""
     if coder.is_compiled:
-        decode_us = _counted_us(sealed, order)
-    else:
-        wanted, out = order, np.empty((len(order), samples.shape[1]), np.uint8)
-        decode_us = min(_timed_us(lambda: coder.decode(sealed, wanted, out)) for _ in range(3)) / len(wanted)
-    return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), decode_us)
+        return _counted_us(coder, sealed, drawn)
+    order = drawn.reshape(-1)
+    out = np.empty((len(order), sealed.codec.transform.slice_bytes), np.uint8)
+    return min(_timed_us(lambda: coder.decode(sealed, order, out)) for _ in range(3)) / len(order)
 
 
 def _raw_us(coder: Coder, samples: Bytes) -> float:
@@ -269,115 +361,43 @@ _TRANSFORM_US = {"copy": 0.02, "left": 0.12, "up": 0.06, "green": 0.06, "pixels"
 """The same for a kilobyte of a slice: to copy it out of its group, and to undo each transform."""
 _COPY_US = (0.03, 0.088)
 """The same for a slice that is copied, and a kilobyte of it."""
-_COUNTED_BYTES = 2**16
-"""Compressed bytes that are counted, at least one unit."""
 
 
-def _counted_us(sealed: SealedSlices, order: NDArray[np.int64]) -> float:
+def _counted_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> float:
     """Say how long decoding takes by what has to be done: the same data gives the same answer, whatever else runs."""
     codec, form = sealed.codec, sealed.codec.transform
-    units = sealed.coded.place(order) // codec.group
-    decoded = 1 + np.count_nonzero(np.diff(units))  # neighbours in one unit are decoded once
-    total_us = decoded * _mean_unit_us(sealed, units)
+    units = sealed.coded.place(drawn) // codec.group
+    # Those of one transition in one unit are decoded once; the next transition lies elsewhere in a memory.
+    decoded = len(units) + np.count_nonzero(np.diff(units, axis=1))
+    total_us = decoded * _mean_unit_us(coder, sealed, units)
     if codec.key:
         total_us += decoded * _BEHIND_KEY_US[codec.method]
-        keys = (units - units % codec.key)[units % codec.key > 0]
-        changes = len(keys) and 1 + np.count_nonzero(np.diff(keys))
+        keys = units - units % codec.key
+        changes = len(keys) + np.count_nonzero(np.diff(keys, axis=1))
         raw_us = _COPY_US[1] * codec.group * form.coded_bytes / 1000  # it is not in a cache
-        total_us += changes * (raw_us if codec.raw_keys else _mean_unit_us(sealed, keys))
+        total_us += changes * (raw_us if codec.raw_keys else _mean_unit_us(coder, sealed, keys))
     undone = {
         "copy": codec.group > 1, "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
         "pixels": form.predictor is Predictor.PIXELS, "green": form.green,
         "shuffle": form.shuffle > 0, "words": form.word_bytes > 0,
     }  # fmt: skip
     per_slice = sum(_TRANSFORM_US[name] for name, is_done in undone.items() if is_done) * form.coded_bytes / 1000
-    return float(total_us / len(order) + per_slice)
+    return float(total_us / drawn.size + per_slice)
 
 
-def _mean_unit_us(sealed: SealedSlices, units: NDArray[np.int64]) -> float:
-    """Count what has to be done for some units, those that come first."""
-    codec = sealed.codec
-    counted, counted_bytes, total_us = 0, 0, 0.0
-    for number in units[np.sort(np.unique(units, return_index=True)[1])].tolist():
-        packed = sealed.coded.unit(number)
-        unpacked = min(codec.group, sealed.coded.count - number * codec.group) * codec.transform.coded_bytes
-        work = _work_in(packed, codec.method, unpacked)
-        method = codec.method if len(packed) < unpacked else Method.STORED
-        total_us += sum(us * amount for us, amount in zip(_UNIT_US[method], work, strict=True))
-        if method is Method.LZ4 and (codec.key or codec.dictionary):
-            total_us += _FAR_SEQUENCE_US * work[2]
-        total_us += _FAR_US * unpacked / 1000 if unpacked * (2 if codec.key else 1) > _NEAR_BYTES else 0.0
-        counted, counted_bytes = counted + 1, counted_bytes + len(packed)
-        if counted_bytes > _COUNTED_BYTES:
-            break
-    return total_us / max(counted, 1)
-
-
-def _work_in(packed: bytes, method: Method, unpacked: int) -> tuple[float, ...]:
-    """Count what `_UNIT_US` names in one unit."""
-    sequences, literals, tables = 0, 0, 0
-    if len(packed) < unpacked and method is Method.LZ4:
-        sequences = _lz4_sequences(packed)
-    elif len(packed) < unpacked and method is Method.ZSTD:
-        sequences, literals, tables = _zstd_work(packed)
-    return 1, unpacked / 1000, sequences, literals, tables
-
-
-def _lz4_sequences(packed: bytes) -> int:
-    """Count the sequences of an LZ4 block: a token, literals, and a match each."""
-    place, found = 0, 0
-    while place < len(packed):
-        token, place, found = packed[place], place + 1, found + 1
-        literals = token >> 4
-        if literals == 15:
-            more = _long_length(packed, place)
-            literals, place = literals + more, place + more // 255 + 1
-        place += literals + 2
-        if token & 15 == 15:
-            place += _long_length(packed, place) // 255 + 1
-    return found
-
-
-def _long_length(packed: bytes, place: int) -> int:
-    """Read the rest of a length: bytes of 255, and a last one below."""
-    last = place
-    while last < len(packed) and packed[last] == 255:
-        last += 1
-    return 255 * (last - place) + (packed[last] if last < len(packed) else 0)
-
-
-def _zstd_work(packed: bytes) -> tuple[int, int, int]:
-    """Count the sequences, literals of Huffman's code and its tables in a frame, by the headers of its blocks."""
-    head = packed[4]
-    is_single = head >> 5 & 1
-    place = 5 + (1 - is_single) + (0, 1, 2, 4)[head & 3] + (is_single, 2, 4, 8)[head >> 6]
-    sequences, literals, tables, is_last = 0, 0, 0, False
-    while not is_last and place + 3 <= len(packed):
-        block = int.from_bytes(packed[place : place + 3], "little")
-        is_last, kind, size = bool(block & 1), block >> 1 & 3, block >> 3
-        place += 3
-        if kind == 2:
-            counted = _zstd_block(packed, place)
-            sequences, literals, tables = sequences + counted[0], literals + counted[1], tables + counted[2]
-        place += 1 if kind == 1 else size
-    return sequences, literals, tables
-
-
-def _zstd_block(packed: bytes, place: int) -> tuple[int, int, int]:
-    kind, form = packed[place] & 3, packed[place] >> 2 & 3
-    literals = 0
-    if kind < 2:  # literals as they are, or one of them repeated
-        head, shift = ((1, 3), (2, 4), (1, 3), (3, 4))[form]
-        count = int.from_bytes(packed[place : place + head], "little") >> shift
-        place += head + (count if kind == 0 else 1)
-    else:
-        head, bits = ((3, 10), (3, 10), (4, 14), (5, 18))[form]
-        sizes = int.from_bytes(packed[place : place + head], "little") >> 4
-        literals = sizes & ((1 << bits) - 1)
-        place += head + (sizes >> bits)
-    first, second, third = (*packed[place : place + 3], 0, 0, 0)[:3]
-    sequences = first if first < 128 else (first - 128 << 8) + second if first < 255 else second + (third << 8) + 0x7F00
-    return sequences, literals, int(kind == 2)
+def _mean_unit_us(coder: Coder, sealed: SealedSlices, units: NDArray[np.int64]) -> float:
+    """Count what has to be done for some units."""
+    codec, units = sealed.codec, np.unique(units)
+    packed, unpacked = np.diff(sealed.coded.offsets)[units], sealed.coded.unpacked_bytes(units)
+    is_stored = packed >= unpacked
+    work = np.column_stack([np.ones(len(units)), unpacked / 1000, coder.count_work(sealed, units)])
+    rates = np.array([_UNIT_US[codec.method], _UNIT_US[Method.STORED]])[is_stored.astype(np.int64)]
+    total_us = float((rates * work).sum())
+    if codec.method is Method.LZ4 and (codec.key or codec.dictionary):
+        total_us += _FAR_SEQUENCE_US * float(work[:, 2].sum())
+    is_far = unpacked * (2 if codec.key else 1) > _NEAR_BYTES
+    total_us += _FAR_US * float(unpacked[is_far].sum()) / 1000
+    return total_us / max(len(units), 1)
 
 
 _CLOCK = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-6 else time.perf_counter

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError, DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf
-from holdall.storage.blocks import FrozenBlock, KeptBlock, SealedSlices, SliceBlock, reserve
+from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.columns import new_ring
 from holdall.storage.layout import Window, WindowScout, as_bytes
+from holdall.storage.seal_queue import FrozenBlock
 from holdall.storage.sealer import Sealer
 from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, OpenPart, Places, lies_direct
 from holdall.threads import pool_threads

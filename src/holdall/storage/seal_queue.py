@@ -11,10 +11,38 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from holdall.storage.blocks import FrozenBlock, SealedSlices, SliceBlock
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.schema import Leaf
+from holdall.storage.blocks import Order, SealedSlices, SliceBlock
+from holdall.storage.layout import Window
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenBlock:
+    """A block that takes no more slices, and what it holds."""
+
+    field: int
+    leaf: Leaf
+    window: Window
+    block: SliceBlock
+    lanes: int = 1  # that brought slices in turn
+    logs: Callable[[], list[NDArray[Any]]] = list  # slices' numbers, (rows, lanes), of the segments that name the block
+
+    def lane_order(self) -> Order | None:
+        """Order the slices as lane after lane shows them; None if there is one lane, or nothing names them."""
+        logs = self.logs() if self.lanes > 1 else []
+        if not logs:
+            return None
+        seen, first = np.unique(np.concatenate(logs).T.reshape(-1), return_index=True)
+        named = seen[np.argsort(first)]
+        order = np.concatenate([named, np.setdiff1d(np.arange(self.block.used), seen)])
+        return order.astype(np.uint32) if len(order) == self.block.used else None
 
 
 class SealResult(NamedTuple):
@@ -36,16 +64,22 @@ class SealJob:
 
 
 class HurriedBlock:
-    """A block that was sealed in a hurry; it goes with its last segment all the same."""
+    """A block that was sealed in a hurry; it goes with its last segment all the same.
 
-    def __init__(self, frozen: FrozenBlock) -> None:
+    Args:
+        is_raw: Whether it did not shrink then.
+    """
+
+    def __init__(self, frozen: FrozenBlock, *, is_raw: bool) -> None:
         self._block = weakref.ref(frozen.block)
         self._before, self._behind = (frozen.field, frozen.leaf, frozen.window), (frozen.lanes, frozen.logs)
+        self._is_raw = is_raw
+        self.whole_bytes = frozen.block.used * frozen.block.slice_bytes
 
     def frozen(self) -> FrozenBlock | None:
         """Return it; None if it is gone, or no longer in memory."""
         block = self._block()
-        if block is None or block.sealed is None or block.is_on_disk:
+        if block is None or block.is_on_disk or (block.sealed is None and not self._is_raw):
             return None
         return FrozenBlock(*self._before, block, *self._behind)
 
@@ -60,11 +94,13 @@ class SealQueue:
 
     def __init__(self, *, seals_again: bool) -> None:
         self.jobs: deque[SealJob] = deque()
-        self.current: SealJob | None = None  # what the worker is at; it may still be the first of the jobs, too
+        self.begun: tuple[SealJob, ...] = ()  # what the worker is at; the last may still be the first of the jobs, too
         self.results: deque[SealResult] = deque()
         # Blocks that are to be sealed again when there is time.
         self.hurried: deque[HurriedBlock] = deque(maxlen=None if seals_again else 0)
         self.arrivals: deque[tuple[float, int]] = deque(maxlen=4)  # when blocks came, and the bytes of all so far
+        self._waited_s = 0.0  # that whoever adds waited for room, in all
+        self._waits_since: float | None = None
         self.has_leisure = False  # somebody waits for all of it, so there is nothing to wait for
         self.wakes_worker = new_bell()
         self.waiting: deque[threading.Lock] = deque()  # a bell for everybody who waits for the worker
@@ -73,17 +109,19 @@ class SealQueue:
 
     def under_way(self) -> list[SealJob]:
         """Return what waits or is being worked at, each once."""
-        jobs, current = list(self.jobs), self.current
-        return jobs if current is None or current in jobs else [current, *jobs]
+        jobs, begun = list(self.jobs), self.begun
+        return [*(job for job in begun if job not in jobs), *jobs]
 
     def begin_next(self) -> SealJob | None:
-        """Take the next job; it is never in between."""
+        """Take the next job; it is never in between. What was begun before stays begun."""
+        before = self.begun
         while self.jobs:
             with contextlib.suppress(IndexError, ValueError):  # it was withdrawn
-                self.current = self.jobs[0]
-                self.jobs.remove(self.current)
-                return self.current
-        self.current = None
+                job = self.jobs[0]
+                self.begun = (*before, job)
+                self.jobs.remove(job)
+                return job
+        self.begun = before
         return None
 
     def begin_again(self) -> SealJob | None:
@@ -91,27 +129,55 @@ class SealQueue:
         while self.hurried:
             with contextlib.suppress(IndexError):
                 frozen = self.hurried[0].frozen()
-                if frozen is not None:
-                    self.current = SealJob(frozen, spill=False, again=True)
+                job = None if frozen is None else SealJob(frozen, spill=False, again=True)
+                self.begun = () if job is None else (job,)
                 self.hurried.popleft()
-                if frozen is not None:
-                    return self.current
-        self.current = None
+                if job is not None:
+                    return job
         return None
+
+    def end(self, job: SealJob) -> None:
+        """Forget a job that was done."""
+        self.begun = tuple(other for other in self.begun if other is not job)
 
     def came(self, nbytes: int) -> None:
         """Remember that a block came."""
+        self._waits_since = None  # an interrupt may have left it
         before = self.arrivals[-1][1] if self.arrivals else 0
-        self.arrivals.append((time.monotonic(), before + nbytes))
+        self.arrivals.append((self._now(), before + nbytes))
+
+    @contextlib.contextmanager
+    def waiting_for_room(self) -> Iterator[None]:
+        """Whoever adds waits meanwhile: blocks would come faster than they do."""
+        self._waits_since = began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited_s += time.monotonic() - began
+            self._waits_since = None
+
+    def _now(self) -> float:
+        """A clock that stands still while whoever adds waits."""
+        waits_since = self._waits_since
+        return (time.monotonic() if waits_since is None else waits_since) - self._waited_s
 
     @property
     def bytes_per_second(self) -> float:
-        """How fast blocks come: 0 if few came so far."""
+        """How fast blocks come, or would if nobody waited: 0 if few came so far."""
         arrivals = tuple(self.arrivals)
         if len(arrivals) < 3:
             return 0.0
         (first, before), (_, total) = arrivals[0], arrivals[-1]
-        return (total - before) / max(time.monotonic() - first, 1e-6)
+        return (total - before) / max(self._now() - first, 1e-6)
+
+    @property
+    def quiet_s(self) -> float:
+        """For how long no block should come, by the last ones; 0 if few came so far, or one is late."""
+        arrivals = tuple(self.arrivals)
+        if len(arrivals) < 3:
+            return 0.0
+        (first, _), (last, _) = arrivals[0], arrivals[-1]
+        return max(0.0, last + (last - first) / (len(arrivals) - 1) - self._now())
 
     def tell(self) -> None:
         """Wake everybody who waits for the worker."""

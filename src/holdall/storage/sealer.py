@@ -15,27 +15,32 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from holdall.report import GROWTH_CHECKS
-from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, reserve
+from holdall.schema import Bytes
+from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, reserve
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.codec_choice import choose
+from holdall.storage.codec_choice import BlockSample, choose, choose_quickly
 from holdall.storage.layout import Window
-from holdall.storage.seal_queue import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
+from holdall.storage.seal_queue import FrozenBlock, HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
 one being sealed and the open one. More may wait where a limit leaves room for them."""
 _WAIT_WHILE_CHOOSING_FROM = 4
 _WAIT_WHILE_CHOOSING_BYTES = 8 * 2**20
-"""The same while a codec is chosen, which takes a second and happens once or twice: training need not stand still for
-it, unless the blocks that wait are large."""
+"""The same while a codec is chosen, unless the blocks that wait are large: the worker looks at them now and then."""
+_BETWEEN_MEASUREMENTS = 4
+"""Blocks that are sealed at most before the choice of a codec goes on."""
 _FAST_BYTES_PER_SECOND, _BUSY_SHARE = 32 * 2**20, 0.7
 """Blocks that come faster than this are sealed in a hurry if sealing them well would take more than this share of the
 worker's time: once they queue up, it is late."""
+_MOST_HELPERS = 4
+"""Threads that share a block in a hurry, if there are so many cores beside the one that training takes."""
 _DRIFT = 0.85
 """A block that shrinks this much worse than the one the codec was chosen on asks for a new choice."""
 _REST = 8
@@ -60,8 +65,9 @@ class _ChosenCodec:
 
     codec: Codec
     hurried: Codec  # the same, for when time is short
+    seconds_per_byte: float = 0.0  # that sealing takes
+    hurried_seconds: float = 0.0  # the same in a hurry
     ratio: float = 0.0
-    seconds_per_byte: float = 0.0  # that sealing took, of the worker's CPU time
     age: int = 0  # blocks since
 
 
@@ -84,8 +90,7 @@ class Sealer:
         self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None
     ) -> None:
         self._queue = SealQueue(seals_again=wake is not None)
-        self._work = _Work(coder, cap, threads, write)
-        self._wake = None if wake is None else weakref.WeakMethod(wake)
+        self._work = _Work(self._queue, coder, cap, threads, write, None if wake is None else weakref.WeakMethod(wake))
         self._thread: threading.Thread | None = None
         self._busy = threading.Lock()  # held by the worker: there is never more than one
         self._process = os.getpid()
@@ -131,6 +136,11 @@ class Sealer:
         """What went wrong last, if anything."""
         return self._queue.failure
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a codec is being chosen, or blocks that were sealed in a hurry will be sealed again."""
+        return self._work.is_choosing or bool(self._queue.hurried)
+
     def reason(self, field: int) -> str:
         """Say why the slices of a field are coded as they are; nothing if that was not chosen yet."""
         return self._work.reason(field)
@@ -152,7 +162,8 @@ class Sealer:
         if grown and any(is_short(grown) for is_short in tuple(GROWTH_CHECKS)):
             self.drain()
         elif self.is_crowded:
-            self._wait_until(lambda: not self.is_crowded)
+            with self._queue.waiting_for_room():
+                self._wait_until(lambda: not self.is_crowded)
 
     def drain(self) -> None:
         """Wait until everything submitted is sealed or spilled, what was sealed in a hurry sealed again."""
@@ -201,11 +212,11 @@ class Sealer:
         if self._queue.stopped or (self._thread is not None and self._thread.is_alive()):
             return
         if self._process != os.getpid():  # the parent's worker is not here, and holds its locks for ever
-            self._busy, self._queue.current = threading.Lock(), None
-            self._process = os.getpid()
+            self._busy, self._queue.begun = threading.Lock(), ()
+            self._work.choosing, self._process = None, os.getpid()
         self._thread = threading.Thread(
-            target=_run_worker,
-            args=(self._queue, self._work, self._wake, self._busy),
+            target=self._work.run,
+            args=(self._busy,),
             name="holdall-sealer",
             daemon=True,
         )
@@ -215,132 +226,234 @@ class Sealer:
 class _Work:
     """Chooses codecs, seals and spills; used by the worker alone."""
 
-    def __init__(self, coder: Coder, cap: float, threads: int, write: Write | None) -> None:
+    def __init__(
+        self, queue: SealQueue, coder: Coder, cap: float, threads: int, write: Write | None,
+        wake: weakref.WeakMethod[Wake] | None,
+    ) -> None:  # fmt: skip
+        self._queue = queue
         self._coder = coder
+        self._cap, self._threads = cap, threads
         self._write = write
-        self._cap = cap
-        self._threads = threads
-        self._chosen: dict[tuple[int, Window], _ChosenCodec] = {}
-        self.is_choosing = False
+        self._wake = wake
+        self._chosen: dict[_Kind, _ChosenCodec] = {}
+        self._quick: dict[_Kind, Codec] = {}
+        self.choosing: SealJob | None = None  # the job that a codec is chosen for
+
+    @property
+    def is_choosing(self) -> bool:
+        """Whether a codec is being chosen."""
+        return self.choosing is not None
 
     def reason(self, field: int) -> str:
         """Say why the newest codec of a field was chosen."""
         reasons = [chosen.codec.reason for (of, _), chosen in tuple(self._chosen.items()) if of == field]
         return reasons[-1] if reasons else ""
 
-    def do(self, job: SealJob, queue: SealQueue) -> SealedSlices | None:
-        """Give a block its next form; None if it stays as it is."""
-        if job.again:
-            return self.seal_again(job.frozen)
-        return self.spill(job.frozen) if job.spill else self.seal(job.frozen, queue)
+    # ---------------------------------------------------------------- one job after another
 
-    def spill(self, frozen: FrozenBlock) -> SealedSlices | None:
+    def run(self, busy: threading.Lock) -> None:
+        """Work until the queue is stopped; a thread that was started beside another waits for it to end."""
+        queue = self._queue
+        with busy:
+            is_idle = False  # nothing came for a while
+            while not queue.stopped:
+                job = queue.begin_next() or (queue.begin_again() if self._has_leisure(is_idle=is_idle) else None)
+                queue.tell()
+                if job is None:
+                    is_idle = not queue.wakes_worker.acquire(timeout=_LOOK_AGAIN_S)
+                    continue
+                self._try(job)
+                del job
+
+    def _has_leisure(self, *, is_idle: bool) -> bool:
+        """Whether there is time to seal a block again: nothing comes, or nothing should before it is done."""
+        queue = self._queue
+        if is_idle or queue.has_leisure or not queue.hurried:
+            return True
+        slowest = max((chosen.seconds_per_byte for chosen in self._chosen.values()), default=0.0)
+        return 0 < 2 * slowest * queue.hurried[0].whole_bytes < queue.quiet_s
+
+    def _try(self, job: SealJob) -> None:
+        """Do a job; if that fails, the block stays as it is, and training goes on."""
+        queue = self._queue
+        try:
+            self._do(job)
+            queue.failure = "" if job.spill else queue.failure
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+            if failure != queue.failure:
+                _LOG.warning("a block could not be %s (%s)", "spilled" if job.spill else "compressed", failure)
+                _LOG.debug("the reason", exc_info=error)
+            queue.failure = failure
+        finally:
+            queue.end(job)
+            queue.tell()
+
+    def _do(self, job: SealJob) -> None:
+        sealed: SealedSlices | None = None
+        try:
+            act = self._seal_again if job.again else self._spill if job.spill else self._seal
+            sealed = act(job)
+        finally:
+            if job in self._queue.begun:  # else it was handed in while its codec was chosen
+                self._hand_in(job, sealed)
+
+    def _hand_in(self, job: SealJob, sealed: SealedSlices | None) -> None:
+        """List what became of a block, and have it collected if anybody is there: also if it failed."""
+        queue = self._queue
+        queue.results.append(SealResult(job.frozen.block, sealed, job.spill, job.again))
+        collect = None if self._wake is None else self._wake()
+        if collect is not None:
+            try:
+                collect()
+            finally:
+                queue.results.clear()  # one that could not be taken is not offered again
+
+    # ---------------------------------------------------------------- one block
+
+    def _spill(self, job: SealJob) -> SealedSlices | None:
         """Move one block to a file, as it is: what did not shrink is written raw."""
+        block = job.frozen.block
         if self._write is None:
             return None
-        sealed = frozen.block.sealed
+        sealed = block.sealed
         if sealed is None:
-            stored = Codec(Method.STORED, 0, Transform(frozen.block.slice_bytes))
-            sealed = self._coder.seal(frozen.block.raw, stored)
+            sealed = self._coder.seal(block.raw, Codec(Method.STORED, 0, Transform(block.slice_bytes)))
         return None if sealed is None else self._write(sealed)
 
-    def seal(self, frozen: FrozenBlock, queue: SealQueue) -> SealedSlices | None:
+    def _seal(self, job: SealJob) -> SealedSlices | None:
         """Seal one block, worse and faster if blocks come faster than they are sealed; None if nothing pays."""
-        slices = frozen.block.raw
-        key = (frozen.field, frozen.window)
-        chosen = self._chosen.get(key)
+        frozen, queue = job.frozen, self._queue
+        kind = (frozen.field, frozen.window)
+        chosen = self._chosen.get(kind)
+        if chosen is None and self.is_choosing:
+            return self._seal_quickly(frozen)
         if chosen is None:
-            chosen = self._chosen[key] = self._choose(frozen)
+            chosen = self._chosen[kind] = self._choose(job)
+            if job not in queue.begun:
+                return None
         chosen.age += 1
         if chosen.codec.method is Method.STORED:
             if chosen.age > _REST:
-                del self._chosen[key]
+                del self._chosen[kind]
             return None
         rate = queue.bytes_per_second
-        is_late = rate > _FAST_BYTES_PER_SECOND and rate * chosen.seconds_per_byte > _BUSY_SHARE
-        order = frozen.lane_order()
-        ordered = () if order is None else (order,)  # a coder need not know of orders where there is one lane
-        if (is_late or queue.jobs) and chosen.hurried != chosen.codec:
-            queue.hurried.append(HurriedBlock(frozen))
-            return _smaller(self._coder.seal(slices, chosen.hurried, *ordered), slices.nbytes)
-        began = time.thread_time()
-        sealed = self._coder.seal(slices, chosen.codec, *ordered)
-        chosen.seconds_per_byte = (time.thread_time() - began) / max(slices.nbytes, 1)
-        ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
+        is_fast = rate > _FAST_BYTES_PER_SECOND
+        if is_fast and rate * chosen.hurried_seconds > 1:
+            return self._seal_quickly(frozen)
+        is_late = bool(queue.jobs) or (is_fast and rate * chosen.seconds_per_byte > _BUSY_SHARE)
+        if is_late and chosen.hurried != chosen.codec:
+            sealed, chosen.hurried_seconds = self._sealed(frozen, chosen.hurried, in_a_hurry=True)
+            return sealed
+        sealed, chosen.seconds_per_byte = self._sealed(frozen, chosen.codec)
+        ratio = _ratio(frozen, sealed)
         chosen.ratio = chosen.ratio or ratio
-        if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not queue.jobs:
-            self._chosen[key] = chosen = self._choose(frozen)
-            stays = chosen.codec.method is Method.STORED
-            sealed = None if stays else self._coder.seal(slices, chosen.codec, *ordered)
-            chosen.ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
-        return _smaller(sealed, slices.nbytes)
+        if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not queue.jobs and not self.is_choosing:
+            self._chosen[kind] = chosen = self._choose(job)
+            if job in queue.begun:
+                stays = chosen.codec.method is Method.STORED
+                sealed = None if stays else self._sealed(frozen, chosen.codec)[0]
+                chosen.ratio = _ratio(frozen, sealed)
+        return sealed
 
-    def seal_again(self, frozen: FrozenBlock) -> SealedSlices | None:
+    def _sealed(
+        self, frozen: FrozenBlock, codec: Codec, *, in_a_hurry: bool = False
+    ) -> tuple[SealedSlices | None, float]:
+        """Seal a block, if that makes it smaller; say how many seconds a byte took."""
+        slices, order = frozen.block.raw, frozen.lane_order()
+        helpers = min(self._threads - 1, _MOST_HELPERS) if in_a_hurry else 1
+        given: dict[str, Any] = {} if order is None else {"order": order}  # a coder need not know of what is not asked
+        given |= {"threads": helpers} if helpers > 1 else {}
+        began = time.monotonic()
+        sealed = _smaller(self._coder.seal(slices, codec, **given), slices.nbytes)
+        seconds = (time.monotonic() - began) / max(slices.nbytes, 1)
+        if in_a_hurry:
+            self._queue.hurried.append(HurriedBlock(frozen, is_raw=sealed is None))
+        return sealed, seconds
+
+    def _seal_quickly(self, frozen: FrozenBlock) -> SealedSlices | None:
+        """Seal a block as fast as can be, to be sealed again later."""
+        kind = (frozen.field, frozen.window)
+        if kind not in self._quick:
+            self._quick[kind] = choose_quickly(self._coder, frozen.leaf, frozen.window, frozen.block.raw)
+        return self._sealed(frozen, self._quick[kind], in_a_hurry=True)[0]
+
+    def _seal_again(self, job: SealJob) -> SealedSlices | None:
         """Seal a block better that was sealed in a hurry; None if that does not pay."""
-        chosen, before = self._chosen.get((frozen.field, frozen.window)), frozen.block.sealed
-        if chosen is None or before is None or chosen.codec.method is Method.STORED:
-            return None
-        numbers = np.arange(frozen.block.used)
-        slices = reserve(frozen.block.used * frozen.block.slice_bytes).reshape(-1, frozen.block.slice_bytes)
-        self._coder.decode(before, numbers, slices)
-        order = frozen.lane_order()
-        ordered = () if order is None else (order,)
-        return _smaller(self._coder.seal(slices, chosen.codec, *ordered), before.nbytes)
+        frozen, before = job.frozen, job.frozen.block.sealed
+        if before is not None:
+            slices = reserve(frozen.block.used * frozen.block.slice_bytes)
+            frozen = replace(frozen, block=KeptBlock(frozen.block.slice_bytes, frozen.block.used, slices))
+            self._coder.decode(before, np.arange(frozen.block.used), frozen.block.raw)
+        kind = (frozen.field, frozen.window)
+        chosen = self._chosen.get(kind)
+        if chosen is None:  # it came while another one was being chosen
+            chosen = self._chosen[kind] = self._choose(replace(job, frozen=frozen))
+        sealed = None if chosen.codec.method is Method.STORED else self._sealed(frozen, chosen.codec)[0]
+        return sealed if before is None or sealed is None else _smaller(sealed, before.nbytes)
 
-    def _choose(self, frozen: FrozenBlock) -> _ChosenCodec:
+    # ---------------------------------------------------------------- the choice
+
+    def _choose(self, job: SealJob) -> _ChosenCodec:
+        """Choose a codec by a block; what comes meanwhile is sealed between two measurements."""
         # Here, and not in a thread of its own: what that one's allocator keeps would be 20 MiB more.
-        self.is_choosing = True
+        frozen, self.choosing = job.frozen, job
+        coder: Any = _MeasuringCoder(self._coder, self._see_to_others)
         try:
-            slices, cap, threads, order = frozen.block.raw, self._cap, self._threads, frozen.lane_order()
-            codec = choose(self._coder, frozen.leaf, frozen.window, slices, cap, threads, frozen.lanes, order)
-            return _ChosenCodec(codec, codec.hurried())
+            sample = BlockSample.of(frozen.block.raw, frozen.window, frozen.lanes, frozen.lane_order())
+            codec = choose(coder, frozen.leaf, frozen.window, sample, self._cap, self._threads)
+            return _ChosenCodec(codec, codec.hurried(), coder.seconds_of(codec), coder.seconds_of(codec.hurried()))
         finally:
-            self.is_choosing = False
+            self.choosing = None
+
+    def _see_to_others(self) -> None:
+        """Seal the blocks that came while a codec is chosen; first the one that it is chosen for."""
+        queue, job = self._queue, self.choosing
+        if job is not None and queue.jobs and job in queue.begun and not job.again:
+            self._hand_in(job, self._seal_quickly(job.frozen))
+            queue.end(job)
+        for _ in range(_BETWEEN_MEASUREMENTS):
+            other = queue.begin_next()
+            if other is None:
+                break
+            queue.tell()
+            self._try(other)
+
+
+_Kind = tuple[int, Window]
+
+
+class _MeasuringCoder:
+    """A coder that calls `pause` before it seals samples, and remembers how long codecs take."""
+
+    def __init__(self, coder: Coder, pause: Callable[[], None]) -> None:
+        self._coder, self._pause = coder, pause
+        self._seconds: dict[tuple[Any, ...], float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coder, name)
+
+    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+        """Seal samples."""
+        self._pause()
+        began = time.monotonic()
+        sealed = self._coder.seal(slices, codec)
+        self._seconds[_cost_of(codec)] = (time.monotonic() - began) / max(slices.nbytes, 1)
+        return sealed
+
+    def seconds_of(self, codec: Codec) -> float:
+        """Say how many seconds a byte takes; 0 if it is not known."""
+        return self._seconds.get(_cost_of(codec), 0.0)
+
+
+def _cost_of(codec: Codec) -> tuple[Any, ...]:
+    """Return what decides how long compressing takes."""
+    return codec.method, codec.level, codec.transform, codec.group, codec.key > 0, codec.dictionary is not None
 
 
 def _smaller(sealed: SealedSlices | None, nbytes: int) -> SealedSlices | None:
     return sealed if sealed is not None and sealed.nbytes < nbytes else None
 
 
-def _run_worker(queue: SealQueue, work: _Work, wake: weakref.WeakMethod[Wake] | None, busy: threading.Lock) -> None:
-    """Work until the queue is stopped; one that was started beside another waits for it to end."""
-    with busy:
-        is_idle = False  # nothing came for a while
-        while not queue.stopped:
-            job = queue.begin_next() or (queue.begin_again() if is_idle or queue.has_leisure else None)
-            queue.tell()
-            if job is None:
-                is_idle = not queue.wakes_worker.acquire(timeout=_LOOK_AGAIN_S)
-                continue
-            _try(job, work, queue, wake)
-            del job
-            queue.current = None
-            queue.tell()
-
-
-def _try(job: SealJob, work: _Work, queue: SealQueue, wake: weakref.WeakMethod[Wake] | None) -> None:
-    """Have a job done; if that fails, the block stays as it is, and training goes on."""
-    try:
-        _do(job, work, queue, wake)
-        queue.failure = "" if job.spill else queue.failure
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-        if failure != queue.failure:
-            _LOG.warning("a block could not be %s (%s)", "spilled" if job.spill else "compressed", failure)
-            _LOG.debug("the reason", exc_info=error)
-        queue.failure = failure
-
-
-def _do(job: SealJob, work: _Work, queue: SealQueue, wake: weakref.WeakMethod[Wake] | None) -> None:
-    """Have a job done, list the result, and have it collected if anybody is there: also if it failed."""
-    sealed: SealedSlices | None = None
-    try:
-        sealed = work.do(job, queue)
-    finally:
-        queue.results.append(SealResult(job.frozen.block, sealed, job.spill, job.again))
-        collect = None if wake is None else wake()
-        if collect is not None:
-            try:
-                collect()
-            finally:
-                queue.results.clear()  # one that could not be taken is not offered again
+def _ratio(frozen: FrozenBlock, sealed: SealedSlices | None) -> float:
+    return 0.0 if sealed is None else sealed.count * frozen.block.slice_bytes / max(sealed.nbytes, 1)

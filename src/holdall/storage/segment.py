@@ -22,7 +22,6 @@ from holdall.schema import Array, Leaf
 from holdall.storage.blocks import (
     ArenaPool,
     CarriedSlices,
-    FrozenBlock,
     KeptBlock,
     SealedSlices,
     SegmentFile,
@@ -30,6 +29,7 @@ from holdall.storage.blocks import (
     reserve,
 )
 from holdall.storage.layout import CURSOR_BYTES, Window, WindowSearches
+from holdall.storage.seal_queue import FrozenBlock
 from holdall.storage.slices import (
     ClosedPart,
     Cursors,

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 from holdall.errors import ArgumentError
 from holdall.machine import memory_limits
-from holdall.storage.blocks import FrozenBlock, SliceBlock
+from holdall.storage.blocks import SliceBlock
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.layout import FieldLayout
+from holdall.storage.seal_queue import FrozenBlock
 from holdall.units import format_bytes, parse_bytes
 
 _SHARE_OF_AVAILABLE = 4

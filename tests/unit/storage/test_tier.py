@@ -14,9 +14,10 @@ from holdall.native import PortableCoder, chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage import segment
 from holdall.storage import tiers as tier
-from holdall.storage.blocks import Coded, Extent, FrozenBlock, KeptBlock, SliceBlock
+from holdall.storage.blocks import Coded, Extent, KeptBlock, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.layout import Window
+from holdall.storage.seal_queue import FrozenBlock
 from holdall.storage.segment import Segments
 from holdall.storage.tiers import Allowance, Budget, Tiers
 
