@@ -98,6 +98,9 @@ class DeviceStream:
     def wait_for(self, event: Any) -> None:
         """Let this stream continue only after an event."""
 
+    def wait_for_consumer(self) -> None:
+        """Let this stream continue only after everything that the calling thread gave its own stream."""
+
     def let_consumer_wait(self, event: Any) -> None:
         """Let the calling thread's own stream continue only after an event."""
 
@@ -140,6 +143,7 @@ class CudaStream(DeviceStream):
         self.number = self._stream.cuda_stream
         self._driver = found_driver(self.number)
         self.record_function = self._driver.record_function if self._driver else 0
+        self._behind_consumer = self.new_event()[0]
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         """See `DeviceStream`."""
@@ -216,9 +220,17 @@ class CudaStream(DeviceStream):
         """See `DeviceStream`."""
         self._stream.wait_event(event)
 
+    def wait_for_consumer(self) -> None:
+        """See `DeviceStream`."""
+        driver, event = self._driver, self._behind_consumer
+        if driver is None or not driver.order(event.cuda_event, self._current(self.device.index), self.number):
+            self.wait_for(self.record_consumer())
+
     def let_consumer_wait(self, event: Any) -> None:
         """See `DeviceStream`."""
-        self._torch.cuda.current_stream(self.device.index).wait_event(event)
+        driver = self._driver
+        if driver is None or driver.wait(self._current(self.device.index), event.cuda_event, 0):
+            self._torch.cuda.current_stream(self.device.index).wait_event(event)
 
     def synchronize(self, event: Any) -> None:
         """See `DeviceStream`."""
@@ -303,11 +315,18 @@ class CudaDriver:
         self.stream = stream
         self.copy_function = ctypes.cast(library.cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value or 0
         self.record_function = ctypes.cast(library.cuEventRecord, ctypes.c_void_p).value or 0
+        self._record, self.wait = library.cuEventRecord, library.cuStreamWaitEvent
+        self._record.argtypes = [ctypes.c_void_p] * 2
+        self.wait.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]  # stream, event; not 0 if it refuses
         self._push, self._pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
         self._context = ctypes.c_void_p()
         self._popped = ctypes.c_void_p()
         if library.cuStreamGetCtx(ctypes.c_void_p(stream), ctypes.byref(self._context)):
             self.copy_function = 0
+
+    def order(self, event: int, first: int, then: int) -> bool:
+        """Let a stream go on behind what another one was given; False if the driver refuses."""
+        return not (self._record(event, first) or self.wait(then, event, 0))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:

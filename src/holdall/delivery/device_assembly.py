@@ -9,20 +9,17 @@ or unpinned before that launch is done. Draws that need more (goals, slices that
 
 from __future__ import annotations
 
-import ctypes
-import math
 import os
-import sys
 import threading
 import weakref
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
+from holdall.delivery.batch_layout import BatchPlan
 from holdall.delivery.cuda_program import CudaProgramError
 from holdall.delivery.device import CudaStream, DeviceStream
 from holdall.delivery.device_loops import device_program
@@ -31,18 +28,13 @@ from holdall.errors import DamageError
 from holdall.native import (
     MOST_DEVICE_FIELDS,
     BatchRequestStruct,
-    Cut,
     Refusal,
-    RowPlaceStruct,
     SliceNamer,
     number_function,
 )
 from holdall.schema import Array, Schema, require_in_range
-from holdall.storage import ALIGNMENT_BYTES, RowSources, Store, address
+from holdall.storage import RowSources, Store, address
 from holdall.threads import fork_safe, left
-
-if TYPE_CHECKING:
-    import torch
 
 _KEPT_PLANS = 16
 """Kinds of batches whose layouts are kept."""
@@ -64,13 +56,6 @@ _NO_CONTEXT = 201
 
 Readable = DeviceSnapshot | PinnedSnapshot | None
 """Where the device reads slices; None where there are none, or it cannot."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBatch(Batch):
-    """A batch, and where episodes ended that were not cut short: float32, for frameworks that want that."""
-
-    ended: Any = None
 
 
 class MadeBatch(NamedTuple):
@@ -123,158 +108,6 @@ class Launcher(NamedTuple):
         return cls(namer.launch_here, 1, 2, None) if stream.launches_here else None
 
 
-class _Span(NamedTuple):
-    """A field of a batch in its block, as torch's `as_strided` takes it."""
-
-    kind: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-
-class _Plan:
-    """Where everything lies in pinned memory and on the device, for batches of one kind.
-
-    block:  short fields, once more under the last ids | arrays of the draw | large fields
-    pinned: short fields, once more under the last ids | arrays of the draw | places of slices
-    """
-
-    def __init__(self, torch: Any, schema: Schema, draw: Draw, sources: RowSources, cuts: tuple[Cut, ...]) -> None:
-        self._torch, self._schema = torch, schema
-        self.table, self.cuts = sources.table, cuts
-        self.described: _Description | None = None
-        self._blocks: list[_Block] = []
-        self.request = request = BatchRequestStruct()
-        self._leading, count = draw.ids.shape, draw.ids.size
-        self._size = 0
-        _, observed, _, columns = sources.table.spans(count)
-        columns = columns[: len(columns) - len(cuts)]  # not the cursors
-        rest = max(first + _nbytes(shape, dtype) for shape, dtype, _, first in columns)
-        starts = [(self._take(observed), self._take(rest)) for _ in range(1 if draw.last_ids is None else 2)]
-        (request.observed, request.rest), (request.last_observed, request.last_rest) = starts[0], starts[-1]
-        request.rows, request.column_count, request.task.fields = count, len(columns), len(cuts)
-        request.lanes = schema.num_envs
-        self._spans = self._short(columns, starts)
-        self.arrays = [name for name in ("reward", "weights", "discount", "mask") if getattr(draw, name) is not None]
-        request.copied_count = len(self.arrays)
-        for copied, name in zip(request.copied, self.arrays, strict=False):
-            array = getattr(draw, name)
-            copied.bytes, copied.offset = array.nbytes, self._take(array.nbytes)
-            shape = draw.ids.shape if name == "reward" else array.shape
-            self._spans[name] = [self._span(array.dtype, shape, copied.offset)]
-        request.task.head_bytes = self.pinned_bytes = self.block_bytes = self._size
-        request.columns = address(sources.table.columns())
-        leaves, firsts = schema.observation.leaves, [self._field(k, cut, count) for k, cut in enumerate(cuts)]
-        large = zip(sources.large, firsts, strict=True)
-        self._large = [
-            (leaf, self._span(leaves[leaf].dtype, (2, *self._leading, *leaves[leaf].shape), first))
-            for leaf, first in sorted(large)
-        ]
-        self._drawn_lanes, self.ones = np.empty(count, np.int64), np.ones(count, np.float32)
-        request.drawn_lanes = address(self._drawn_lanes)
-        slots = 1 << max(1, max([1, *(4 * count * window for *_, window in cuts)]) - 1).bit_length()
-        self._scratch = (np.empty(slots * len(cuts), np.uint32), (RowPlaceStruct * count)())
-        request.slots, request.slot_count = self._scratch[0].ctypes.data, slots
-        request.found = ctypes.addressof(self._scratch[1])
-
-    def _take(self, nbytes: int) -> int:
-        first, self._size = self._size, self._size + -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return first
-
-    def _short(self, columns: Any, starts: list[tuple[int, int]]) -> dict[str, list[_Span]]:
-        """Return where the columns of short fields lie, by the name of the batch's field; see `Rings.rows`."""
-
-        def spans(chosen: Any, start: tuple[int, int]) -> list[_Span]:
-            return [
-                self._span(dtype, (*self._leading, *shape[1:]), (start[block] if _nbytes(shape, dtype) else 0) + first)
-                for shape, dtype, block, first in chosen
-            ]
-
-        leaves, actions = len(self._schema.observation.leaves) - len(self.cuts), len(self._schema.action.leaves)
-        flags, extras = 2 * leaves + actions, 2 * leaves + actions + 2
-        rows, last = spans(columns, starts[0]), spans(columns, starts[-1])
-        return {
-            "obs": rows[0 : 2 * leaves : 2], "next_obs": last[1 : 2 * leaves : 2], "action": rows[2 * leaves : flags],
-            "terminated": [last[flags]], "truncated": [last[flags + 1]], "extras": rows[extras:-2],
-            "reward": [rows[-2]], "ended": [last[-1]],
-        }  # fmt: skip
-
-    def _field(self, k: int, cut: Cut, count: int) -> int:
-        """Make room for a field in slices, on the device and for its places; return its first byte on the device."""
-        source, task = self.request.source[k], self.request.task.field[k]
-        task.outer, task.run_bytes, task.window = cut
-        slices = 2 * count * task.window
-        for name, nbytes in (("places", 8), ("positions", 4), ("repeats", 8)):
-            setattr(source, name, self.pinned_bytes)
-            self.pinned_bytes += -(-slices * nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        source.to, nbytes = self.block_bytes, slices * task.outer * task.run_bytes
-        self.block_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return int(source.to)
-
-    def _span(self, dtype: np.dtype[Any], shape: tuple[int, ...], first: int) -> _Span:
-        kind = self._torch.from_numpy(np.empty(0, dtype)).dtype
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return _Span(kind, shape, strides, first // dtype.itemsize)
-
-    def tensors(self, memory: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Show a block as the fields of a batch."""
-
-        def seen(span: _Span) -> torch.Tensor:
-            return memory.view(span.kind).as_strided(span.shape, span.strides, span.offset)
-
-        fields = {name: [seen(span) for span in spans] for name, spans in self._spans.items()}
-        for leaf, span in self._large:
-            for side, tensor in zip(("obs", "next_obs"), seen(span).unbind(), strict=True):
-                fields[side].insert(leaf, tensor)
-        return fields
-
-    def free_block(self, stream: DeviceStream, most: int) -> _Block:
-        """Return memory for a batch that nobody else can see."""
-        for block in self._blocks:
-            if block.is_free:
-                return block
-        block = _Block(stream, self)
-        if len(self._blocks) < most and stream.count_uses is not None:
-            self._blocks.append(block)
-        return block
-
-    def batch(self, ids: NDArray[np.int64], block: _Block) -> DeviceBatch:
-        """Show a block as a batch: `data` gives tensors that know nothing of each other, nor of those of the block."""
-        schema, named = self._schema, {name: [t.data for t in tensors] for name, tensors in block.tensors}
-        return DeviceBatch(
-            schema.observation.build(named.pop("obs")),
-            schema.action.build(named.pop("action")),
-            next_obs=schema.observation.build(named.pop("next_obs")),
-            extras=schema.extras.build(named.pop("extras")),
-            ids=ids,
-            **{name: tensors[0] for name, tensors in named.items()},
-        )
-
-
-class _Block:
-    """Memory on the device for one batch, and tensors over all of its fields, which are handed out as copies.
-
-    These share the memory. It is free if nothing but what is here refers to it: no tensor, and no storage of Python's.
-    """
-
-    __slots__ = ("_count_uses", "_memory", "_storage", "_uses", "start", "tensors")
-
-    def __init__(self, stream: DeviceStream, plan: _Plan) -> None:
-        self._memory, self._count_uses = stream.device_bytes(plan.block_bytes), stream.count_uses
-        self.start, self.tensors = self._memory.data_ptr(), list(plan.tensors(self._memory).items())
-        self._storage = self._memory.untyped_storage()
-        self._uses = self._count()
-
-    def _count(self) -> tuple[int, int]:
-        storage, count = self._storage, self._count_uses
-        return (0 if count is None else count(storage._cdata)), sys.getrefcount(storage)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether nobody else refers to the memory, which a user may have resized before."""
-        return self._count() == self._uses and self._memory.data_ptr() == self.start
-
-
 class _Head:
     """Pinned memory in which a batch is described, and the event behind which it was read."""
 
@@ -304,10 +137,6 @@ class SlotDraw(NamedTuple):
     slots: int
 
 
-def _nbytes(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    return math.prod(shape) * dtype.itemsize
-
-
 class DeviceAssembler:
     """Puts batches of one memory together on a device; called under the memory's lock.
 
@@ -322,8 +151,8 @@ class DeviceAssembler:
         self.behind: Any = None
         self.most_blocks = _KEPT_BLOCKS
         self._heads: deque[_Head] = deque()  # the one that was used last comes last
-        self._plans: dict[Any, _Plan] = {}
-        self._plain: dict[int, _Plan] = {}  # by rows: of batches that are nothing but rows
+        self._plans: dict[Any, BatchPlan] = {}
+        self._plain: dict[int, BatchPlan] = {}  # by rows: of batches that are nothing but rows
         self._described: _Description | None = None
         self._under_way: deque[tuple[list[Any], _Description]] = deque()  # what is read until events have passed
         self._lock = fork_safe(threading.RLock())
@@ -355,7 +184,7 @@ class DeviceAssembler:
             arrays = self._fill(plan, draw)
             return self._make(plan, draw.ids, sources.held, arrays[: 1 if last is None else 2], ahead=ahead)
 
-    def plain_plan(self, store: Store, readable: Readable, rows: int) -> _Plan | None:
+    def plain_plan(self, store: Store, readable: Readable, rows: int) -> BatchPlan | None:
         """Return the plan of batches that are nothing but so many rows, if it describes the store as it is now."""
         plan, described = self._plain.get(rows), self._described
         if plan is None or described is None or plan.described is not described:
@@ -364,7 +193,7 @@ class DeviceAssembler:
         return plan if is_now and plan.table is store.row_table else None
 
     def assemble_plain(
-        self, plan: _Plan, held: tuple[int, int], rows: NDArray[np.int64] | SlotDraw, *, ahead: bool
+        self, plan: BatchPlan, held: tuple[int, int], rows: NDArray[np.int64] | SlotDraw, *, ahead: bool
     ) -> MadeBatch | NDArray[np.int64]:
         """Have a batch of some rows put together, or of rows that are drawn now; return the ids if it cannot be."""
         request = plan.request
@@ -385,7 +214,7 @@ class DeviceAssembler:
             return made or ids
 
     def _make(
-        self, plan: _Plan, ids: NDArray[np.int64], held: tuple[int, int], asked: list[Array], *, ahead: bool
+        self, plan: BatchPlan, ids: NDArray[np.int64], held: tuple[int, int], asked: list[Array], *, ahead: bool
     ) -> MadeBatch | None:  # fmt: skip
         """Call C for a request that says what to read; None if a slice is not where the device can read it."""
         stream, request = self._stream, plan.request
@@ -393,7 +222,7 @@ class DeviceAssembler:
             self._let_go()
         head, block = self._free_head(plan.pinned_bytes), plan.free_block(stream, self.most_blocks)
         if ahead:
-            stream.wait_for(stream.record_consumer())
+            stream.wait_for_consumer()
             request.stream, self.behind = stream.number, head.event
         else:
             if self.behind is not None:
@@ -408,7 +237,7 @@ class DeviceAssembler:
             return None
         return MadeBatch(plan.batch(ids, block), head.event if ahead else None)
 
-    def _plan(self, draw: Draw, sources: RowSources) -> _Plan | None:
+    def _plan(self, draw: Draw, sources: RowSources) -> BatchPlan | None:
         """Return the plan of such batches; None if a field is cut in several ways."""
         cuts = tuple(self._namer.cut(records, field) for field, records in enumerate(sources.records))
         known = [cut for cut in cuts if cut is not None]
@@ -424,7 +253,7 @@ class DeviceAssembler:
                 self._plain.clear()
             if any(2 * draw.ids.size * window > _MOST_SLICES for *_, window in known):
                 return None
-            plan = self._plans[key] = _Plan(self._torch, self._schema, draw, sources, tuple(known))
+            plan = self._plans[key] = BatchPlan(self._torch, self._schema, draw, sources, tuple(known))
             request, launcher = plan.request, self._launcher
             request.launch, request.bring, request.finish = launcher.function, launcher.bring, launcher.finish
             request.record = self._stream.record_function
@@ -445,7 +274,7 @@ class DeviceAssembler:
         self._described = found
         return found
 
-    def _tell(self, plan: _Plan, described: _Description) -> bool:
+    def _tell(self, plan: BatchPlan, described: _Description) -> bool:
         """Say in a plan's request where slices lie; False if the device cannot read one of them."""
         if plan.described is described:
             return True
@@ -477,7 +306,7 @@ class DeviceAssembler:
             heads[-1].make_room(stream, nbytes)
         return heads[-1]
 
-    def _fill(self, plan: _Plan, draw: Draw) -> list[Array]:
+    def _fill(self, plan: BatchPlan, draw: Draw) -> list[Array]:
         """Say what to read; return the arrays that the request names."""
         request = plan.request
         ids, request.last_ids = np.ascontiguousarray(draw.ids, np.int64), None

@@ -19,19 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.delivery.batch_layout import BatchLayout, BlockSpan, DeviceMove, PackedField, PinnedHead
+from holdall.delivery.batch_layout import BatchLayout, BlockSpan, DeviceBatch, DeviceMove, PackedField, PinnedHead
 from holdall.delivery.batches import (
     Batches,
     BatchJob,
     BlockPool,
-    Delivery,
     DrawnRows,
     HostBatches,
-    ObservationAssembler,
     of_ids,
 )
-from holdall.delivery.device import DeviceScratch, DeviceStream, StagingRing, StagingSlot, stream_to
-from holdall.delivery.device_assembly import DeviceAssembler, DeviceBatch, MadeBatch, MadeJob, Readable, SlotDraw
+from holdall.delivery.device import DeviceScratch, DeviceStream, StagingRing, StagingSlot
+from holdall.delivery.device_assembly import DeviceAssembler, MadeBatch, MadeJob, Readable, SlotDraw
 from holdall.delivery.device_store import DeviceSlices, DeviceSnapshot, PinnedArenas, PinnedSnapshot
 from holdall.errors import DamageError
 from holdall.native import CopyPlan, Cut, Names, SliceNamer
@@ -58,28 +56,6 @@ class _NamedSlices(NamedTuple):
     words: int  # of a slice
     source: torch.Tensor | None = None  # on the device, as rows of words; None: the device reads them ...
     on_host: torch.Tensor | None = None  # ... from here
-
-
-def batches_for(
-    schema: Schema,
-    kernels: Kernels,
-    assembler: ObservationAssembler,
-    delivery: Delivery,
-    store_on_device: bool = False,
-    pins: bool = False,
-) -> Batches:
-    """Return what makes batches for a delivery.
-
-    Args:
-        store_on_device: Keep all slices on the delivery's device, and make batches of them there.
-        pins: Whether raw blocks may be pinned; they then stay a while longer than they are needed.
-    """
-    plain, device = HostBatches(schema, assembler, delivery), delivery.torch_device
-    batches: Batches = plain
-    if device is not None and (store_on_device or delivery.is_remote):
-        torch = delivery.torch
-        batches = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
-    return JaxBatches(batches) if delivery.is_jax else batches
 
 
 class DeviceBatches(Batches):
@@ -458,56 +434,3 @@ class _DeviceJob:
 
     def _see(self, span: BlockSpan) -> torch.Tensor:
         return self.seen_as(span.kind).as_strided(span.shape, span.strides, span.offset)
-
-
-class JaxBatches(Batches):
-    """Makes batches as another does, and hands them to JAX."""
-
-    def __init__(self, inner: Batches) -> None:
-        self._inner = inner
-
-    def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
-        """See `Batches`."""
-        batch = self._inner.draw(sampler, count, generator, store)
-        return None if batch is None else batch.jax()
-
-    def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
-        """See `Batches`."""
-        return self._inner.look_up(draw, store, ahead=ahead)
-
-    def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
-        """See `Batches`."""
-        return _JaxJob(self._inner.start(draw, drawn))
-
-    def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
-        """See `Batches`."""
-        return self._inner.make(draw, drawn).jax()
-
-    def keep(self, batches: int) -> None:
-        """See `Batches`."""
-        self._inner.keep(batches)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """See `Batches`."""
-        return self._inner.pinned_bytes
-
-    def close(self) -> None:
-        """See `Batches`."""
-        self._inner.close()
-
-
-class _JaxJob:
-    """A batch that JAX gets."""
-
-    def __init__(self, inner: BatchJob) -> None:
-        self._inner = inner
-        self.is_quick = inner.is_quick
-
-    def work(self) -> None:
-        """See `BatchJob`."""
-        self._inner.work()
-
-    def receive(self) -> Batch:
-        """See `BatchJob`."""
-        return self._inner.receive().jax()

@@ -83,8 +83,10 @@ class ApartPool:
 
 def byte_rows(module: Any, rows: torch.Tensor) -> torch.Tensor:
     """Return rows as bytes, (rows, bytes of one): torch does not index all dtypes on all devices."""
-    nothing = rows.new_empty((len(rows), 0), dtype=module.uint8)
-    return rows.reshape(len(rows), prod(rows.shape[1:])).view(module.uint8) if rows.numel() else nothing
+    elements = prod(rows.shape[1:])
+    if rows.numel() == 0:
+        return rows.new_empty((len(rows), elements * rows.itemsize), dtype=module.uint8)
+    return rows.reshape(len(rows), elements).view(module.uint8)
 
 
 class DeviceColumn:

@@ -8,7 +8,7 @@
 #include <string.h>
 
 enum { DONE = 0, NOT_HELD = 1, DAMAGED = 2, NOT_THERE = 3, REFUSED = 4 };
-enum { LARGE_SLICE_BYTES = 1024, WARP = 32, BLOCK = 256, HEAD_BLOCKS = 64 };
+enum { LARGE_SLICE_BYTES = 1024, WARP = 32, BLOCK = 256, HEAD_BLOCKS = 64, ROWS_AHEAD = 16 };
 
 void holdall_draw(uint32_t (*next_uint32)(void *), void *state, int64_t filled, int64_t slots, int64_t newest,
                   int64_t lanes, int64_t rows, int64_t *ids, int64_t *lane);
@@ -19,19 +19,24 @@ typedef int (*launcher)(void *kernel, unsigned grid_x, unsigned grid_y, unsigned
                         void **extra);
 typedef int (*recorder)(void *event, void *stream);
 
-/* Find where observations [from, to) of a field begin: rows of `ids`. */
+/* Find where observations [from, to) of a field begin: rows of `ids`, all of them held. */
 static int64_t find_rows(batch_request *r, const sliced_source *s, const int64_t *ids, int64_t from, int64_t to) {
+    const int64_t ring_rows = r->ring_rows, offset = r->first_id % ring_rows - r->first_id;
+#define CURSOR_OF(i) (s->cursors + (ids[i] + offset - (ids[i] + offset >= ring_rows ? ring_rows : 0)))
+    for (int64_t i = from; i < to && i < from + ROWS_AHEAD; i++) FETCH_SOON(CURSOR_OF(i));
     for (int64_t i = from; i < to; i++) {
+        if (i + ROWS_AHEAD < to) FETCH_SOON(CURSOR_OF(i + ROWS_AHEAD));
         const int64_t tick = r->lanes == 1 ? ids[i] : ids[i] / r->lanes;
         const int32_t segment = segment_of(tick, r->first_ticks, r->segments);
         if (segment < 0 || segment >= s->part_count) return i;
         const int32_t lane = (int32_t)(ids[i] - tick * r->lanes);
         const part *const p = &s->parts[segment];
-        const uint32_t cursor = s->cursors[ids[i] % r->ring_rows];
+        const uint32_t cursor = *CURSOR_OF(i);
         r->found[i] = (row_place){segment, lane, cursor, 0};
         const int64_t entry = (int64_t)(cursor & ~NEXT_IS_WHOLE) * r->lanes + lane;
         if (p->log_width) FETCH_SOON((const uint8_t *)(intptr_t)p->log + entry * p->log_width);
     }
+#undef CURSOR_OF
     return -1;
 }
 

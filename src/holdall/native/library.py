@@ -216,9 +216,8 @@ class DeviceFieldStruct(ctypes.Structure):
     """A field of a batch in slices, as device.cu declares it, too."""
 
     _fields_ = [
-        *_pointers("places positions repeats base to"),
-        *_numbers("first end end_repeat window outer run_bytes"),
-    ]
+        *_pointers("places positions repeats base to"), *_numbers("first end end_repeat window outer run_bytes"),
+    ]  # fmt: skip
 
 
 class AssemblyStruct(ctypes.Structure):
@@ -258,8 +257,8 @@ class BatchRequestStruct(ctypes.Structure):
     _fields_ = [
         *_pointers("ids last_ids"), *_numbers("rows"), *_pointers("next_uint32 generator_state"),
         *_numbers("filled drawn_slots newest"), *_pointers("drawn_lanes"),
-        *_numbers("first_id next_id ring_rows lanes"), *_pointers("columns"),
-        *_numbers("column_count"), *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head block"),
+        *_numbers("first_id next_id ring_rows lanes"), *_pointers("columns"), *_numbers("column_count"),
+        *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head block"),
         *_numbers("observed rest last_observed last_rest"), ("copied", CopiedArrayStruct * _MOST_COPIED),
         *_numbers("copied_count"), ("source", SlicedSourceStruct * MOST_DEVICE_FIELDS), *_pointers("slots"),
         *_numbers("slot_count"), *_pointers("found"), *_numbers("first_rows"),

@@ -92,9 +92,9 @@ class OnDevice:
             observations=batch.obs,
             actions=batch.action,
             next_observations=batch.next_obs,
-            dones=ended.reshape(-1, 1),
-            rewards=batch.reward.reshape(-1, 1),
-            **({} if batch.discount is None else {"discounts": batch.discount.reshape(-1, 1)}),
+            dones=ended.unsqueeze(1),
+            rewards=batch.reward.unsqueeze(1),
+            **({} if batch.discount is None else {"discounts": batch.discount.unsqueeze(1)}),
         )
 
 

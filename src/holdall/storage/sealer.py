@@ -136,6 +136,11 @@ class Sealer:
         """What went wrong last, if anything."""
         return self._queue.failure
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a codec is being chosen, or blocks that were sealed in a hurry will be sealed again."""
+        return self._work.is_choosing or bool(self._queue.hurried)
+
     def reason(self, field: int) -> str:
         """Say why the slices of a field are coded as they are; nothing if that was not chosen yet."""
         return self._work.reason(field)

@@ -266,7 +266,7 @@ class Store(StoredRows):
                 self._tiers.take_back(block)
             # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
             self._settle(may_evict=False)
-            if self._is_fit_known or self._ticks_that_fit is None:
+            if self._is_fit_known or self.sealer.is_behind or self._ticks_that_fit is None:
                 return
             self._is_fit_known = True
             fits = self.capacity_that_fits

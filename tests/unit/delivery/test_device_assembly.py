@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from holdall import NStep, Prioritized, ReplayMemory, Sequence, TransitionIdError
 from holdall.batch import Draw
-from holdall.delivery import SlotDraw, device, device_assembly, of_ids
+from holdall.delivery import SlotDraw, batch_layout, device, device_assembly, of_ids
 from holdall.delivery.batches import Delivery
 from holdall.delivery.cuda_program import CudaProgramError
 from holdall.delivery.device import DeviceStream
@@ -259,7 +259,7 @@ def test_an_interrupt_leaves_no_lock_held_and_no_memory_that_is_still_read(monke
     there, arrays = fed("camera", device="cpu"), fed("camera")
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(device_assembly._Plan, "batch", cut_off)
+            patch.setattr(batch_layout.BatchPlan, "batch", cut_off)
             with pytest.raises(KeyboardInterrupt):
                 there.gather([there.first_id])
         assert streams_of(there).pending  # the event stands behind what was launched

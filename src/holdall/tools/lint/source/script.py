@@ -61,6 +61,12 @@ class Script:
         """Every node but contexts and operators, those above before those below."""
         return [self.tree, *self._parents]
 
+    @property
+    def is_run(self) -> bool:
+        """Whether the file does something of its own, and does not only define things for others."""
+        calls = (one.value for one in self.tree.body if isinstance(one, ast.Expr | ast.Assign))
+        return "__main__" in self.text or any(isinstance(one, ast.Call) for one in calls)
+
     @cached_property
     def lines(self) -> list[str]:
         """The lines, as the tree counts them."""
