@@ -301,7 +301,9 @@ def attach(
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
     learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
-    return MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
+    handle = MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
+    handle._cluster.refresh()  # so that the first batch is drawn from all shards
+    return handle
 
 
 def _same(known: Sampler, passed: Sampler | None) -> Sampler:
