@@ -24,7 +24,7 @@ IMAGES = {
     "minigrid": "MiniGrid, 56 x 56 RGB",
     "pong": "Atari Pong, 4 x 84 x 84",
     "seaquest": "Atari Seaquest, 4 x 84 x 84",
-    "game_boy": "Game Boy, 144 x 160 RGB",
+    "game_boy": "Game Boy, 4 x 144 x 160 RGB",
     "procgen": "Procgen CoinRun, 64 x 64 RGB",
     "crafter": "Crafter, 64 x 64 RGB",
     "dog": "robot-dog camera, 84 x 84 RGB",

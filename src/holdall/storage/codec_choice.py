@@ -16,7 +16,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.schema import Bytes, Leaf
-from holdall.storage.codec import TABLES_GROW_AT, Codec, Dictionary, Method, Predictor, Transform, candidates
+from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates
 from holdall.storage.layout import Window
 
 if TYPE_CHECKING:
@@ -108,12 +108,7 @@ class BlockSample:
 
 def _groups_of(window: Window) -> list[int]:
     """Return how many neighbours are tried together: one, and more where they are not too long."""
-    fitting = [group for group in _GROUPS if group * window.slice_bytes <= _MOST_UNIT_BYTES]
-    # Of long slices fewer, so that a high level can be used.
-    fewer = [
-        group for group in (3, 2) if group * window.slice_bytes <= TABLES_GROW_AT < _GROUPS[0] * window.slice_bytes
-    ]
-    return [1, *fewer[:1], *fitting]
+    return [1, *(group for group in _GROUPS if group * window.slice_bytes <= _MOST_UNIT_BYTES)]
 
 
 def _spread(slices: Bytes, most: int, most_bytes: int) -> Bytes:
