@@ -7,6 +7,8 @@ The library is built without Python's headers, so one build serves every Python 
 `make wheels` sets two variables, and then a failure is an error:
 HOLDALL_BUILD_TARGET       a name of TARGETS: cross-compile for that platform with the package ziglang.
 HOLDALL_BUILD_COMPRESSION  a folder with the sources of Zstandard and LZ4, which are then linked in.
+
+The README in the package's metadata has whole addresses: a package index knows no files of the repository.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 from packaging.tags import sys_tags
 
 FOLDER = Path("src/holdall/native")
@@ -183,3 +187,29 @@ def platform_tag() -> str:
     """Return the wheel tag of this very platform, with no claim of wider compatibility."""
     wider = ("manylinux", "musllinux")
     return next(tag.platform for tag in sys_tags() if not tag.platform.startswith(wider))
+
+
+class ReadmeHook(MetadataHookInterface):
+    """Give the package index a README whose links and pictures lead to the repository."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Set the README of the metadata."""
+        text = Path(self.root, "README.md").read_text(encoding="utf-8")
+        metadata["readme"] = {
+            "content-type": "text/markdown",
+            "text": with_addresses(text, metadata["urls"]["Homepage"]),
+        }
+
+
+def with_addresses(text: str, repository: str) -> str:
+    """Put the repository's address before relative links and pictures; what stands in blocks of code is left alone."""
+    link = re.compile(r"""(!?)(\[[^\]]*\]\(|(?:src|srcset)=")(?![a-z]+:|#)([^)"\s]+)""")
+
+    def whole(found: re.Match[str]) -> str:
+        is_picture = found[1] or found[2].startswith("src")
+        return f"{found[1]}{found[2]}{repository}/{'raw' if is_picture else 'blob'}/main/{found[3]}"
+
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
+    return "".join(part if part.startswith("```") else link.sub(whole, part) for part in parts)

@@ -4,7 +4,8 @@ Three sides hold the same frames in one process: the compiled loops (`native`); 
 so that the Python packages compress (`packages`); and NumPy (`portable`). Turn by turn each adds a block of steps or
 draws a batch of 256, raw and compressed. Shown is the minimum over turns of the CPU time of all threads of the process,
 over that of `native`.
-Out: benchmarks/results/fallback.json, and the table in docs/troubleshooting.md.
+Out: benchmarks/results/fallback.json, the table in docs/troubleshooting.md, and the figures of the warning in
+src/holdall/native/kernels.py. `--kept` writes the last two from the results that are there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,6 +32,7 @@ from holdall.native import native_kernels
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "fallback.json"
 PAGE = ROOT / "docs" / "troubleshooting.md"
+WARNING = ROOT / "src" / "holdall" / "native" / "kernels.py"
 STEPS, TURNS, BLOCK, SHAPE = 12_000, 30, 100, (4, 84, 84)
 SIDES = ("native", "packages", "portable")
 ACTS = {
@@ -112,15 +115,33 @@ def table(results: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-def rewritten(text: str) -> str:
-    """Return the page with the table of the kept results."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
-    place = re.compile(r"(<!-- fallback: .*? -->\n).*?(<!-- end of fallback -->)", re.DOTALL)
-    return place.sub(lambda found: f"{found[1]}{table(results)}\n{found[2]}", text)
+def sentences(results: dict[str, dict[str, float]]) -> dict[str, str]:
+    """Return what the warning says without compiled loops, and without linked compression."""
+
+    def worst(side: str, *acts: str) -> str:
+        return f"{max(results[act][side] / results[act]['native'] for act in acts):.1f}"
+
+    slower, larger = worst("portable", "add", "sample", "compress", "sample_compressed"), worst("portable", "bytes")
+    loops = f"add and sample take up to {slower} times as long, and compressed data {larger} times the memory"
+    slower, larger = worst("packages", "sample_compressed"), worst("packages", "bytes")
+    compression = f"sampling compressed data takes {slower} times as long, and the data {larger} times the memory"
+    return {"_WITHOUT_LOOPS": loops, "_WITHOUT_COMPRESSION": compression}
+
+
+def rewritten(path: Path) -> str:
+    """Return the page or the source with the figures of the kept results."""
+    results, text = json.loads(RESULTS.read_text(encoding="utf-8")), path.read_text(encoding="utf-8")
+    if path == PAGE:
+        place = re.compile(r"(<!-- fallback: .*? -->\n).*?(<!-- end of fallback -->)", re.DOTALL)
+        return place.sub(lambda found: f"{found[1]}{table(results)}\n{found[2]}", text)
+    for name, words in sentences(results).items():
+        text = re.sub(rf'^{name} = ".*"$', f'{name} = "{words}"', text, flags=re.MULTILINE)
+    return text
 
 
 if __name__ == "__main__":
-    RESULTS.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    if "--kept" not in sys.argv:
+        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
     print(table(json.loads(RESULTS.read_text(encoding="utf-8"))))
-    if PAGE.exists():
-        PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for file in (PAGE, WARNING):
+        file.write_text(rewritten(file), encoding="utf-8")

@@ -4,7 +4,9 @@ Needs torch with CUDA, and Stable-Baselines3; without a device it says so and en
 line of it anywhere. In:  camera images and vectors.  Out: the tensors compared, a table, and JSON.
 
 Both buffers hold the same transitions and take turns, batch by batch. A time is from the call until the stream has the
-batch, the median over all turns. Then SAC trains on both, and on a batch that costs nothing: one that is there already.
+batch, the median over all turns; "host" is how long the call itself takes. Then SAC trains on both, and on a batch that
+costs nothing: one that is there already. The ways take turns, two gradient steps each, in an order that is drawn anew
+for every turn. Medians; a second buffer that costs nothing shows what the medians are worth.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ CAMERA = spaces.Dict(
 )
 ACTION = spaces.Box(-1, 1, (6,), np.float32)
 WARM_UP = 5
+STEPS_A_TURN = 2
 
 
 def fill(buffers: list[Any], steps: int) -> None:
@@ -66,15 +69,26 @@ def check(mine: Any, theirs: Any) -> None:
                 sys.exit("error: tensors differ")
 
 
-def timed(device: str, buffer: Any, rows: int) -> float:
-    """Return the milliseconds of one batch."""
+def synchronized(device: str) -> float:
+    """Return the time at which everything that was asked for is done."""
     if device != "cpu":
         torch.cuda.synchronize()
-    begun = time.perf_counter()
-    buffer.sample(rows)
-    if device != "cpu":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begun) * 1e3
+    return time.perf_counter()
+
+
+def timed(device: str, buffer: Any, rows: int) -> tuple[float, float]:
+    """Return the milliseconds of one batch, and those of the call."""
+    begun = synchronized(device)
+    found = buffer.sample(rows)
+    called = time.perf_counter()
+    done = synchronized(device)
+    del found
+    return (done - begun) * 1e3, (called - begun) * 1e3
+
+
+def medians(times: list[tuple[float, float]]) -> list[float]:
+    """Return the medians of both, without those of the first turns, which allocate."""
+    return [statistics.median(side) for side in zip(*times[WARM_UP:], strict=True)]
 
 
 class NoCost:
@@ -99,24 +113,21 @@ class Camera(gym.Env[Any, Any]):
         return CAMERA.sample(), {}
 
 
-def train(device: str, ways: dict[str, Any], rows: int, turns: int, steps: int) -> dict[str, float]:
+def train(device: str, ways: dict[str, Any], rows: int, turns: int) -> dict[str, float]:
     """Return the gradient steps a second of SAC with each buffer, which take turns."""
     model = SAC("MultiInputPolicy", Camera(), batch_size=rows, buffer_size=10, device=device, seed=0)
     model.set_logger(configure(None, []))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     order = np.random.default_rng(3)
-    for turn in range(turns + 1):
+    warm_up = min(turns, WARM_UP)
+    for turn in range(turns + warm_up):
         for name in order.permutation(list(ways)).tolist():
             model.replay_buffer = ways[name]
-            if device != "cpu":
-                torch.cuda.synchronize()
-            begun = time.perf_counter()
-            model.train(steps, rows)
-            if device != "cpu":
-                torch.cuda.synchronize()
-            if turn:
-                seconds[name].append(time.perf_counter() - begun)
-    return {name: steps / statistics.median(times) for name, times in seconds.items()}
+            begun = synchronized(device)
+            model.train(STEPS_A_TURN, rows)
+            if turn >= warm_up:
+                seconds[name].append(synchronized(device) - begun)
+    return {name: STEPS_A_TURN / statistics.median(times) for name, times in seconds.items()}
 
 
 def main() -> None:
@@ -135,18 +146,23 @@ def main() -> None:
     mine.memory.drain()
     check(mine, theirs)
     rows = []
-    print("| rows | holdall.sb3 | Stable-Baselines3 | ratio | holdall.sb3 alone |\n|---|---|---|---|---|")
+    print("| rows | holdall.sb3 | Stable-Baselines3 | ratio | holdall.sb3 alone | of that, the host |")
+    print("|---|---|---|---|---|---|")
     for batch in (32, 256) if args.quick else (32, 256, 2048):
         pairs = [(timed(args.device, mine, batch), timed(args.device, theirs, batch)) for _ in range(turns + WARM_UP)]
-        ours, other = (statistics.median(side) for side in zip(*pairs[WARM_UP:], strict=True))
-        alone = statistics.median([timed(args.device, mine, batch) for _ in range(turns + WARM_UP)][WARM_UP:])
-        rows.append({"rows": batch, "holdall": ours, "sb3": other, "alone": alone})
-        print(f"| {batch} | {ours:.2f} ms | {other:.2f} ms | {ours / other:.2f} | {alone:.2f} ms |")
+        (ours, _), (other, _) = (medians(list(side)) for side in zip(*pairs, strict=True))
+        alone, host = medians([timed(args.device, mine, batch) for _ in range(5 * turns + WARM_UP)])
+        rows.append({"rows": batch, "holdall": ours, "sb3": other, "alone": alone, "host": host})
+        ratio = ours / other
+        print(f"| {batch} | {ours:.2f} ms | {other:.2f} ms | {ratio:.3f} | {alone:.2f} ms | {host:.3f} ms |")
     batch = 4 if args.quick else 256
     ahead = holdall.sb3.ReplayBuffer(held, CAMERA, ACTION, device=args.device, prefetch=2)
     fill([ahead], held)
-    ways = {"no cost": NoCost(theirs, batch), "holdall": mine, "holdall, prefetch": ahead, "sb3": theirs}
-    rates = train(args.device, ways, batch, *((1, 1) if args.quick else (15, 20)))
+    free = NoCost(theirs, batch)
+    ways = {"no cost": free, "holdall": mine, "holdall, prefetch": ahead, "no cost, again": NoCost(theirs, batch)}
+    rates = train(args.device, ways, batch, 1 if args.quick else 400)
+    beside = train(args.device, {"no cost": free, "sb3": theirs}, batch, 1 if args.quick else 60)
+    rates["sb3"] = rates["no cost"] * beside["sb3"] / beside["no cost"]
     print("\n| batches of | gradient steps a second | over a batch that costs nothing |\n|---|---|---|")
     for name, rate in rates.items():
         print(f"| {name} | {rate:.1f} | {rate / rates['no cost']:.3f} |")

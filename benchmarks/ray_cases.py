@@ -93,8 +93,7 @@ def sample(recording: Recording, rounds: int) -> dict[str, Any]:
             compared = [differing_rows(side.sample(), ours) for side in sides[2:] for _ in range(4)]
             found["rows"] = {"compared": len(compared) * BATCH, "differing": sum(compared)}
         found["wire"] = {
-            "answer_bytes": float(np.median([ours.answer_bytes() for _ in range(5)])),
-            "answer_bytes_between_hosts": float(np.median([ours.answer_bytes(is_near=False) for _ in range(5)])),
+            "answer_bytes_between_hosts": float(np.median([ours.answer_bytes() for _ in range(5)])),
             "decoded_bytes": recording.batch_bytes,
         }
     return found

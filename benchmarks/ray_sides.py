@@ -111,15 +111,12 @@ class HoldallSide:
         """Draw a batch."""
         return self.memory.sample(BATCH)
 
-    def answer_bytes(self, *, is_near: bool = True) -> int:
-        """Return what travels from the shards to a learner on this machine, or on another one, for one batch."""
+    def answer_bytes(self) -> int:
+        """Return what travels from the shards to a learner on another machine for one batch."""
         sent, cluster = 0, self.memory._cluster
         for shard in cluster.numbers:
             share = BATCH // len(cluster.numbers)
-            if is_near:
-                answer = ray.get(cluster.call(shard, "sample", [(share, 0)]))
-            else:
-                answer = ray.get(cluster.handle(shard).__ray_call__.remote(_answer_for_another_machine, share))
+            answer = ray.get(cluster.handle(shard).__ray_call__.remote(_answer_for_another_machine, share))
             record, *arrays = (answer,) if isinstance(answer, bytes) else answer
             sent += len(record) + sum(array.nbytes for array in arrays)
         return sent
@@ -136,8 +133,9 @@ class HoldallSide:
 
 
 def _answer_for_another_machine(shard: Any, count: int) -> Any:
-    drawn = shard._data.draw([(count, 0)])
-    return shard._data.answer(shard._counters(), drawn, *shard._data.found(drawn))
+    data, counts = shard._data, [(count, 0)]
+    drawn, order = data.in_order(data.draw(counts), counts)
+    return data.answer(shard._counters(), drawn, data.found(drawn), counts, order=order)
 
 
 class _LocalMemory:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,10 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_dqn_with_priorities_in_samplers_md_learns_and_tells_its_errors() -> None:
-    """The whole program under "In Stable-Baselines3"."""
-    programs = re.findall(r"```python\n(.*?)```", (DOCS / "samplers.md").read_text(), re.DOTALL)
-    program = next(text for text in programs if "import PrioritizedDQN" in text)
+    """All blocks, one after another; the last is the program under "In Stable-Baselines3"."""
     names: dict[str, object] = {}
-    exec(compile(program, "docs/samplers.md", "exec"), names)
+    for program in re.findall(r"```python\n(.*?)```", (DOCS / "samplers.md").read_text(), re.DOTALL):
+        exec(compile(program, "docs/samplers.md", "exec"), names)
     model = names["model"]
     assert model._n_updates >= 40  # type: ignore[attr-defined]  # made by the program
     scaled = model.replay_buffer.sampler.state()["scaled"]  # type: ignore[attr-defined]  # likewise
@@ -40,13 +41,15 @@ def test_the_program_in_recurrent_md_rewrites_states_and_values() -> None:
     assert torch.equal(memory.gather(list(last)).extras["hidden"], torch.stack(list(last.values())))
 
 
-def test_the_loop_in_rollouts_md_collects_and_reads_three_rollouts() -> None:
-    """The whole program under "In your own loop"."""
+def test_the_programs_in_rollouts_md_collect_and_read_rollouts(tmp_path: Path) -> None:
+    """All blocks in a process of their own: some of them fork workers."""
     programs = re.findall(r"```python\n(.*?)```", (DOCS / "rollouts.md").read_text(), re.DOTALL)
-    names: dict[str, object] = {}
-    exec(compile(programs[0], "docs/rollouts.md", "exec"), names)
-    assert names["rollout"].is_full  # type: ignore[attr-defined]  # made by the program
-    assert names["update"] == 2
+    programs[0] += "assert rollout.is_full and update == 2\n"
+    programs[1] += "assert steps == 32 and states.shape == (32, 4, 8)\n"
+    programs[2] += "assert rollout.is_full\n"
+    programs[3] += "assert reward == (1.0,) * 4\n"
+    (tmp_path / "page.py").write_text("\n".join(programs), encoding="utf-8")
+    subprocess.run([sys.executable, "page.py"], cwd=tmp_path, check=True, timeout=100)
 
 
 def test_the_examples_in_extending_md_keep_the_contracts() -> None:

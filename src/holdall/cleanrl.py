@@ -23,7 +23,7 @@ from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.schema import as_array, stored_space
-from holdall.units import require_count, require_flag
+from holdall.units import require_count, require_flag, whole
 
 try:
     import torch
@@ -62,7 +62,7 @@ class ReplayBuffer:
 
     def __init__(
         self,
-        buffer_size: int,
+        buffer_size: float,
         observation_space: spaces.Space[Any],
         action_space: spaces.Space[Any],
         device: torch.device | str = "auto",
@@ -75,7 +75,7 @@ class ReplayBuffer:
         spill_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self.n_envs = require_count("n_envs", n_envs)
-        self.buffer_size = max(require_count("buffer_size", buffer_size) // self.n_envs, 1)
+        self.buffer_size = max(require_count("buffer_size", whole(buffer_size)) // self.n_envs, 1)
         self.observation_space, self.action_space = observation_space, action_space
         self.optimize_memory_usage = require_flag("optimize_memory_usage", optimize_memory_usage)
         self.handle_timeout_termination = require_flag("handle_timeout_termination", handle_timeout_termination)

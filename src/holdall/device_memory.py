@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from holdall.checkpoint import Restored, RowsKey, SavedMemory, Snapshot
 from holdall.delivery import (
     Batches,
+    BatchJob,
     Delivery,
     ObservationAssembler,
     ResidentBatches,
+    SlotDraw,
     TensorFit,
     batches_for,
     is_on_device,
@@ -28,7 +30,7 @@ from holdall.delivery import (
 )
 from holdall.errors import ArgumentError
 from holdall.sampling import Sampler
-from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, require_held
+from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, on_host, require_held
 from holdall.storage import Budget, Kernels, Rows, StepsLeft, Store, StoreContent, Tick, last_rows
 
 
@@ -93,6 +95,12 @@ class MemoryOnDevice(SavedMemory):
             store.sealer.wait_for_room()
         return max(ticks, 0)
 
+    def draw_on(self, device: str, count: int, rows: SlotDraw, *, ahead: bool) -> BatchJob | None:
+        """Draw rows and begin a batch of them on a device in one step, if there is such a way; for adapters."""
+        with self._locked():
+            store = self._whole()
+            return self._batches_on(device).draw_slots(rows, count, store, ahead=ahead)
+
     def rows(self, ids: NDArray[np.int64]) -> Rows:
         """Return copies of all fields of held and valid `ids`, as arrays; for adapters."""
         with self._locked():
@@ -154,7 +162,7 @@ class MemoryOnDevice(SavedMemory):
             columns: New rows by the name of their extra, one per id, of the extra's own shape and dtype.
         """
         self._open()
-        fit, wanted = self._tensor_fit, as_ids(_on_host(ids))
+        fit, wanted = self._tensor_fit, as_ids(on_host(ids))
         if not columns:
             raise ArgumentError("update was given no rows; name an extra: update(ids, hidden=...)")
         rows = self.schema.extras.flatten_some(columns, wanted.shape, _fit_rows if fit is None else fit.rows)
@@ -200,10 +208,5 @@ class MemoryOnDevice(SavedMemory):
         return super()._snapshot(saved, attach)
 
 
-def _on_host(value: Any) -> Any:
-    """Return a tensor where NumPy can read it, and anything else as it is."""
-    return value.detach().cpu() if hasattr(value, "detach") else value
-
-
 def _fit_rows(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
-    return leaf.fit(_on_host(value), leading, argument, "one row per id")
+    return leaf.fit(on_host(value), leading, argument, "one row per id")

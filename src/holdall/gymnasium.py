@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Leaf, Tree, as_array, fit_flags
+from holdall.schema import Array, Leaf, Tree, as_array, fit_flags, on_host
 
 NEXT_STEP, SAME_STEP, DISABLED = "next_step", "same_step", "disabled"
 _MODES = (NEXT_STEP, SAME_STEP, DISABLED)
@@ -23,6 +23,8 @@ _SINGLE_MODES = {"Autoreset": NEXT_STEP, "AutoResetWrapper": SAME_STEP}
 """Wrappers that reset a single environment: Gymnasium's, and the one before 1.0."""
 _FINAL = ("final_obs", "final_observation", "terminal_observation")
 """Where environments put the true final observation: Gymnasium, Gymnasium before 1.0, Stable-Baselines3."""
+
+_OF_NUMPY = (int, float, np.generic, np.ndarray)
 
 
 class Made(NamedTuple):
@@ -45,21 +47,46 @@ class _VectorSource:
         self.action_space: spaces.Space[Any] = envs.single_action_space
         said = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
         self.mode = None if said is None else mode_named(said, "envs.metadata['autoreset_mode']")
+        self.says_mode = said is not None
+
+    def taken(self, tree: Tree, actions: Any, checked: list[Array], obs: Any) -> Any:
+        """Return actions as the environment takes them: as they are, if they are of NumPy or of its own library.
+
+        Others, of torch, JAX or lists, are made arrays of the space's dtype, out of what was checked.
+        """
+        if type(tree.structure) is int and self._is_taken(tree.leaves[0], actions):
+            return actions
+        library = _library(obs)
+
+        def is_taken(leaf: Leaf, value: Any, *_: Any) -> bool:
+            return self._is_taken(leaf, value) or _library(value) == library != "numpy"
+
+        if all(tree.flatten(actions, (), "actions", is_taken)):
+            return actions
+        return tree.build([self._one_taken(leaf) for leaf in checked])
+
+    def _is_taken(self, leaf: Leaf, value: Any) -> bool:
+        return isinstance(value, np.ndarray)
+
+    def _one_taken(self, checked: Array) -> Any:
+        return checked.copy()  # environments may write to what they get
 
     def step(self, actions: Any) -> tuple[Any, Made]:
         """Step all lanes; return what the environment returned, and what it made."""
         returned = self.envs.step(actions)
-        obs, reward, terminated, truncated, info = returned
-        return returned, Made(obs, obs, as_array(reward, "reward"), terminated, truncated, info)
+        obs, reward, terminated, truncated, info = _of_gymnasium(returned, "step", 5)
+        if type(terminated) is not np.ndarray:
+            terminated, truncated = on_host(terminated), on_host(truncated)
+        return returned, Made(obs, obs, _rewards(reward), terminated, truncated, info)
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
         """Reset; return what the environment returned, and its observations as given and with a lane axis."""
-        returned = self.envs.reset(seed=seed, options=options)
+        returned = _of_gymnasium(self.envs.reset(seed=seed, options=options), "reset", 2)
         return returned, returned[0], returned[0]
 
     def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
         """Return one checked array a leaf, with a leading lane axis."""
-        return tree.flatten(value, (self.lanes,), argument)
+        return tree.flatten(value, (self.lanes,), argument, Leaf.fit if type(value) is np.ndarray else _fit_lanes)
 
     def batched_floats(self, value: Any) -> Any:
         """Return a network's output with a leading lane axis."""
@@ -70,7 +97,7 @@ class _SB3Source(_VectorSource):
     """A VecEnv of Stable-Baselines3: resets in the same step, one flag for both kinds of ends, a list of infos."""
 
     def __init__(self, envs: Any) -> None:
-        self.envs, self.lanes, self.mode = envs, int(envs.num_envs), SAME_STEP
+        self.envs, self.lanes, self.mode, self.says_mode = envs, int(envs.num_envs), SAME_STEP, True
         self.observation_space, self.action_space = envs.observation_space, envs.action_space
 
     def step(self, actions: Any) -> tuple[Any, Made]:
@@ -78,9 +105,7 @@ class _SB3Source(_VectorSource):
         obs, reward, dones, infos = returned
         done = fit_flags(dones, (self.lanes,), "dones")
         cut = np.array([bool(info.get("TimeLimit.truncated", False)) for info in infos], np.bool_)
-        rewards = as_array(reward, "reward")
-        if rewards.dtype.kind in "bi":  # SubprocVecEnv stacks what came: integers in one step, floats in another
-            rewards = rewards.astype(np.float64)
+        rewards = _rewards(reward, are_mixed=True)  # SubprocVecEnv stacks what came: integers in one step, then floats
         return returned, Made(obs, obs, rewards, done & ~cut, done & cut, infos)
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
@@ -106,27 +131,35 @@ class _SingleSource(_VectorSource):
         wrapped: Any = envs
         while isinstance(wrapped, gymnasium.Wrapper) and type(wrapped).__name__ not in _SINGLE_MODES:
             wrapped = wrapped.env
+        self.says_mode = type(wrapped).__name__ in _SINGLE_MODES
         self.mode = _SINGLE_MODES.get(type(wrapped).__name__, DISABLED)
         self._reward_dtype: np.dtype[Any] | None = None
 
+    def _is_taken(self, leaf: Leaf, value: Any) -> bool:
+        return isinstance(value, _OF_NUMPY) and getattr(value, "shape", ()) == leaf.shape
+
+    def _one_taken(self, checked: Array) -> Any:
+        return checked[0].copy()
+
     def step(self, actions: Any) -> tuple[Any, Made]:
         returned = self.envs.step(actions)
-        obs, reward, terminated, truncated, info = returned
+        obs, reward, terminated, truncated, info = _of_gymnasium(returned, "step", 5)
         ends = np.array([bool(terminated)]), np.array([bool(truncated)])
-        return returned, Made(obs, obs, self._batched_reward(as_array(reward, "reward")), *ends, [info])
+        return returned, Made(obs, obs, self._in_dtype_of_first(reward), *ends, [info])
 
-    def _batched_reward(self, reward: Array) -> Array:
-        """Give a reward a lane axis and the dtype of the first: an integer in one step may be a float in another."""
+    def _in_dtype_of_first(self, given: Any) -> Array:
+        """Return a reward in the dtype of the first: an integer in one step may be a float in another."""
+        reward = _rewards(given, are_mixed=type(given) is not np.ndarray or given.ndim == 0)
         if self._reward_dtype is None:
-            self._reward_dtype = reward.dtype if reward.dtype.kind == "f" or reward.ndim else np.dtype(np.float64)
+            self._reward_dtype = reward.dtype
         if reward.dtype != self._reward_dtype:
             cast = reward.astype(self._reward_dtype)
             reward = cast if np.array_equal(cast, reward, equal_nan=True) else reward
-        return reward[None]
+        return reward
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
         options = {name: value for name, value in (options or {}).items() if name != "reset_mask"}
-        returned = self.envs.reset(seed=seed, options=options or None)
+        returned = _of_gymnasium(self.envs.reset(seed=seed, options=options or None), "reset", 2)
         return returned, returned[0], returned[0]
 
     def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
@@ -138,12 +171,51 @@ class _SingleSource(_VectorSource):
         return value.reshape(1) if getattr(value, "ndim", 1) == 0 else value
 
 
+def _fit_lanes(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
+    """Check the values of all lanes; tensors are taken as a network or an environment on a GPU returns them."""
+    return leaf.fit(value if type(value) is np.ndarray else on_host(value), leading, argument)
+
+
 def _fit_one(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
     """Return the value of a single environment with a lane axis of one; Python numbers take the leaf's dtype."""
-    array = as_array(value, argument)
-    if isinstance(value, int | float) and array.dtype != leaf.dtype and leaf.dtype.type(value) == value:
+    array = value if type(value) is np.ndarray else as_array(on_host(value), leaf.called(argument))
+    if array.dtype != leaf.dtype and isinstance(value, int | float) and leaf.dtype.type(value) == value:
         array = np.asarray(value, leaf.dtype)
     return leaf.fit(array[None] if array.shape == leaf.shape else array, leading, argument)
+
+
+def _of_gymnasium(returned: Any, call: str, count: int) -> Any:
+    """Return what an environment returned, if it has as many parts as Gymnasium says."""
+    if isinstance(returned, (tuple, list)) and len(returned) == count:
+        return returned
+    parts = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
+    raise ArgumentError(
+        f"envs.{call} returned {parts}, Gymnasium's returns {count}: it is made for an older gym; wrap it, for example "
+        "in shimmy.GymV21CompatibilityV0"
+    )
+
+
+def _rewards(given: Any, *, are_mixed: bool = False) -> Array:
+    """Return rewards as an array; whole numbers that are no array, or mixed with others, as float64."""
+    if type(given) is np.ndarray and not are_mixed:
+        return given
+    rewards = as_array(on_host(given), "reward")
+    if rewards.dtype.kind not in "biu" or not (are_mixed or type(given) in {list, tuple}):
+        return rewards
+    floats = rewards.astype(np.float64)
+    if (changed := floats.astype(rewards.dtype) != rewards).any():
+        raise ArgumentError(
+            f"reward holds {rewards[changed].flat[0]}, which float64 cannot hold; divide the rewards, or return arrays "
+            "of integers in every step"
+        )
+    return floats
+
+
+def _library(value: Any) -> str:
+    """Return the package of a value's type, or of the first value in it; Python's own numbers are as NumPy's."""
+    while isinstance(value, Mapping | list | tuple) and value:
+        value = next(iter(value.values() if isinstance(value, Mapping) else value))
+    return type(value).__module__.partition(".")[0].replace("builtins", "numpy")
 
 
 def source_of(envs: Any) -> _VectorSource:
@@ -162,7 +234,7 @@ def source_of(envs: Any) -> _VectorSource:
 
 def mode_named(value: Any, argument: str) -> str:
     """Return one of the three modes, given as Gymnasium's `AutoresetMode`, its name or its value."""
-    name = str(getattr(value, "value", value)).lower().replace("_", "")
+    name = str(getattr(value, "value", value)).lower().replace("_", "").replace("-", "")
     for mode in _MODES:
         if mode.replace("_", "") == name:
             return mode
@@ -218,7 +290,7 @@ def _of_lane(structure: Any, values: Any, lane: int) -> Any:
 
 def _fit_final(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
     """Check a final observation; its dtype may differ as far as vector environments cast their observations."""
-    array = as_array(value, argument)
+    array = as_array(on_host(value), argument)
     if array.dtype != leaf.dtype and (np.can_cast(array.dtype, leaf.dtype, "same_kind") or array.ndim == 0):
         array = array.astype(leaf.dtype)
     return leaf.fit(array, leading, argument)

@@ -23,7 +23,7 @@ from holdall.gymnasium import DISABLED, NEXT_STEP, SAME_STEP, FinalInfo, Made, m
 from holdall.replay import ReplayMemory
 from holdall.rollout import RolloutMemory
 from holdall.schema import Array, Tree, fit_flags
-from holdall.units import require_count
+from holdall.units import require_count, whole
 
 Flags = NDArray[np.bool_]
 Policy = Callable[[Any], Any]
@@ -52,6 +52,11 @@ class Recorder:
         self._schema, self._lanes = memory.schema, memory.schema.num_envs
         self._source = source_of(envs)
         mode = self._source.mode if autoreset_mode is None else mode_named(autoreset_mode, "autoreset_mode")
+        if self._source.says_mode and mode != self._source.mode:
+            raise ArgumentError(
+                f"autoreset_mode is {mode!r}, but {type(envs).__name__} says {self._source.mode!r}; leave it out, or "
+                "correct envs.metadata['autoreset_mode'] if that is wrong"
+            )
         self._mode, self._is_assumed = mode or NEXT_STEP, mode is None
         self._has_seen_end = False
         self._require_same_spaces()
@@ -62,6 +67,8 @@ class Recorder:
         self._has_ended = False  # whether there are any
         self._running: Flags = np.zeros(self._lanes, np.bool_)  # lanes whose last transition did not end its episode
         self._last_reward: Array | None = None
+        self._is_watched = isinstance(memory, ReplayMemory)  # whether to look if somebody else adds
+        self._left_at: int | None = None  # the memory's next id after this recorder's last step
         self._is_torn = False  # whether a step did not get to its end: only a reset says where the lanes are
 
     @property
@@ -77,8 +84,9 @@ class Recorder:
             extras: Further fields of the step, by name; they may as well be given as keyword arguments. A
                 `RolloutMemory` takes its `value` and `log_prob` from them.
         """
-        fields = {**({} if extras is None else extras), **named}
-        action, others = self._fit_before(actions, fields)
+        if extras is not None and not isinstance(extras, Mapping):
+            raise ArgumentError(f"extras ({extras!r}) must be a dict of fields by name; pass one, or name=value")
+        action, others = self._fit_before(actions, named if extras is None else {**extras, **named})
         if self._rollout is not None and (stale := self._lanes_to_reset()) is not None:
             raise ArgumentError(
                 f"lanes {_numbers(stale)} were not reset since their episode ended, so value and log_prob are not of "
@@ -86,22 +94,27 @@ class Recorder:
                 "recorder.reset(options={'reset_mask': ...}) before"
             )
         self._reset_where_needed()
+        if self._is_watched:
+            self._look_for_others()
         self._is_torn = True
-        returned, made = self._source.step(actions)
-        after = self._source.flatten(self._schema.observation, made.obs, "obs")
+        returned, made = self._source.step(self._source.taken(self._schema.action, actions, action, self._shown))
+        after = self._observed(made.obs)
         terminated = fit_flags(made.terminated, (self._lanes,), "terminated")
         truncated = fit_flags(made.truncated, (self._lanes,), "truncated")
         ends = terminated | truncated
         has_ends = bool(np.count_nonzero(ends))
         valid = ~self._ended if self._has_ended and self._mode == NEXT_STEP else None
-        if self._is_assumed:
-            self._examine(made, ends, valid)
+        if valid is not None:
+            self._require_only_resets(made, ends, ~valid)
+        if self._is_assumed and has_ends:
+            self._examine(made)
         next_obs = self._with_final(after, made.info, ends) if has_ends and self._mode == SAME_STEP else after
-        self._write(action, others, made.reward, terminated, truncated, next_obs, valid)
+        reward = made.reward if made.reward.ndim > len(self._schema.reward_shape) else made.reward[None]
+        self._write(action, others, reward, terminated, truncated, next_obs, valid)
         self._kept, self._shown = [np.array(leaf, order="C") for leaf in after], made.shown
         self._running = ~ends if valid is None else ~ends & valid
         self._has_ended = has_ends and self._mode != SAME_STEP
-        self._ended = ends if self._has_ended else np.zeros_like(ends)
+        self._ended = ends if self._has_ended or not has_ends else np.zeros_like(ends)
         self._is_torn = False
         return returned
 
@@ -126,7 +139,7 @@ class Recorder:
                 "would reach into other episodes; call memory.reset() before, which begins a new rollout"
             )
         returned, shown, obs = self._source.reset(seed, None if options is None else dict(options))
-        new = [np.array(leaf, order="C") for leaf in self._source.flatten(self._schema.observation, obs, "obs")]
+        new = [np.array(leaf, order="C") for leaf in self._observed(obs)]
         if self._kept is not None and not mask.all():
             for leaf, kept in zip(new, self._kept, strict=True):
                 leaf[~mask] = kept[~mask]
@@ -140,30 +153,34 @@ class Recorder:
         self._is_torn = False
         return returned
 
-    def collect(self, policy: Policy, steps: int | None = None, *, progress: bool = True) -> int:
+    def collect(self, policy: Policy, steps: float | None = None, *, progress: bool = True) -> int:
         """Step `steps` times with what the policy answers, and return how many transitions were made.
 
         Args:
-            policy: Gets `recorder.obs`; returns actions, or actions and a dict of extras.
-            steps: Steps of all lanes; None fills a RolloutMemory.
+            policy: Gets `recorder.obs`; returns actions, or actions and a dict of extras, or actions and None.
+            steps: Steps of all lanes; None fills a RolloutMemory. 1e6 is a million.
             progress: Show a progress bar, if standard error is a terminal.
         """
+        if not callable(policy):
+            raise ArgumentError(
+                f"policy ({policy!r}) must be a function of observations; pass one that returns actions"
+            )
         if self._rollout is not None:
             left = round(self._rollout.num_steps * (1 - self._rollout.fill))
             steps = left if steps is None else steps
-            if require_count("steps", steps, 0) > left:
+            if require_count("steps", whole(steps), 0) > left:
                 raise ArgumentError(
                     f"steps ({steps}) is more than the {left} that the rollout has room for; pass {left} or fewer, or "
                     "call memory.reset() before"
                 )
-        steps, made = require_count("steps", steps, 0), 0
-        for _ in _with_progress(steps) if progress and sys.stderr.isatty() else range(steps):
+        count, made = require_count("steps", whole(steps), 0), 0
+        for _ in _with_progress(count) if progress and sys.stderr.isatty() else range(count):
             actions, extras = self._answer_of(policy(self.obs))
             made += self._lanes - (int(np.count_nonzero(self._ended)) if self._mode == NEXT_STEP else 0)
             self.step(actions, extras)
         return made
 
-    def _fit_before(self, actions: Any, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _fit_before(self, actions: Any, fields: dict[str, Any]) -> tuple[list[Array], dict[str, Any]]:
         """Check all that a step is given, and return copies: environments may write to what they get."""
         schema, flatten = self._schema, self._source.flatten
         others: dict[str, Any] = {}
@@ -184,21 +201,31 @@ class Recorder:
         if fields or schema.extras.leaves:
             extras = [np.array(leaf) for leaf in flatten(schema.extras, fields, "extras")]
             others["extras"] = schema.extras.build(extras)
-        return schema.action.build(action), others
+        return action, others
+
+    def _observed(self, obs: Any) -> list[Array]:
+        """Check what an environment gave, by leaf."""
+        try:
+            return self._source.flatten(self._schema.observation, obs, "obs")
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"envs gave an observation that its space does not describe: {error}. If it gives such observations "
+                "by right, set envs.observation_space to what they are, and make the memory with that"
+            ) from error
 
     def _write(
-        self, action: Any, others: dict[str, Any], reward: Array, terminated: Flags, truncated: Flags,
+        self, action: list[Array], others: dict[str, Any], reward: Array, terminated: Flags, truncated: Flags,
         next_obs: list[Array], valid: Flags | None,
     ) -> None:  # fmt: skip
         tree, kept = self._schema.observation, self._kept
         assert kept is not None  # reset before the step
-        obs, following = tree.build(kept), tree.build(next_obs)
+        obs, acted, following = tree.build(kept), self._schema.action.build(action), tree.build(next_obs)
         if valid is not None:
             others["valid"] = valid
         if self._rollout is not None:
-            self._rollout.add(obs, action, reward, terminated, truncated, final_obs=following, **others)
+            self._rollout.add(obs, acted, reward, terminated, truncated, final_obs=following, **others)
             return
-        self.memory.add(obs, action, reward, following, terminated, truncated, **others)
+        self.memory.add(obs, acted, reward, following, terminated, truncated, **others)
         self._last_reward = reward
 
     def _add_border(self, new: list[Array]) -> None:
@@ -207,7 +234,7 @@ class Recorder:
         like = self._last_reward
         if like is None:
             like, _, _ = self.memory.outcomes([self.memory.next_id - lanes])
-        reward = np.zeros((lanes, *like.shape[1:]), like.dtype)
+        reward = np.zeros((lanes, *schema.reward_shape), like.dtype)
         action, extras = ([np.zeros((lanes, *leaf.shape), leaf.dtype) for leaf in tree.leaves]
                           for tree in (schema.action, schema.extras))  # fmt: skip
         obs = schema.observation.build(new if self._kept is None else self._kept)
@@ -216,6 +243,21 @@ class Recorder:
             obs, schema.action.build(action), reward, schema.observation.build(new), none, none,
             schema.extras.build(extras), none,
         )  # fmt: skip
+        self._left_at = None  # nobody else has added it
+
+    def _look_for_others(self) -> None:
+        """Warn, once, if somebody else has added to the memory in the middle of an episode."""
+        next_id = self.memory.next_id
+        is_alone = self._left_at is None or self._left_at == next_id
+        self._left_at = next_id + self._lanes
+        if not is_alone and self._running.any():
+            self._is_watched = False
+            warnings.warn(
+                f"somebody else added to memory in the middle of the episodes of lanes {_numbers(self._running)}: "
+                "n-step returns and sequences go on from one stream of steps into another. Record all environments "
+                "with one Recorder, as a vector environment, or add elsewhere only after recorder.reset()",
+                stacklevel=3,
+            )
 
     def _cut_by(self, mask: Flags) -> Flags:
         """Return the lanes of `mask` whose newest transition does not end its episode."""
@@ -239,15 +281,21 @@ class Recorder:
         if (lanes := self._lanes_to_reset()) is not None:
             self.reset(options=None if lanes.all() else {"reset_mask": lanes})
 
-    def _examine(self, made: Made, ends: Flags, valid: Flags | None) -> None:
-        """Find out how an environment resets that does not say it."""
-        if valid is not None and (ends[~valid].any() or np.any(made.reward[~valid])):
+    def _require_only_resets(self, made: Made, ends: Flags, resets: Flags) -> None:
+        """Refuse what next-step autoreset cannot have: an end in a step that only resets.
+
+        A reward shows the same, but may be a wrapper's, so it counts only where next-step autoreset is a guess.
+        """
+        if ends[resets].any() or (self._is_assumed and np.any(made.reward[resets])):
             raise ArgumentError(
-                f"envs does not say its autoreset mode, and lanes {_numbers(~valid)} have a reward or an end in the "
-                "step after an episode's end, which next-step autoreset has not; pass autoreset_mode='same_step' or "
-                "'disabled' to Recorder, and begin a new memory"
+                f"lanes {_numbers(resets)} have a reward or an end in the step after an episode's end, which next-step "
+                "autoreset has not; pass autoreset_mode='same_step' or 'disabled' to Recorder, or correct "
+                "envs.metadata['autoreset_mode'], and begin a new memory"
             )
-        if self._has_seen_end or not ends.any():
+
+    def _examine(self, made: Made) -> None:
+        """Find out at an episode's end how an environment resets that does not say it."""
+        if self._has_seen_end:
             return
         self._has_seen_end = True
         if FinalInfo.of(made.info) is not None:
@@ -278,7 +326,7 @@ class Recorder:
 
     def _answer_of(self, answer: Any) -> tuple[Any, Mapping[str, Any] | None]:
         """Take a policy's answer apart: actions, or actions and extras."""
-        is_pair = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)
+        is_pair = isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping | None)
         if is_pair and (not isinstance(self._schema.action.structure, tuple) or isinstance(answer[0], tuple)):
             return answer[0], answer[1]
         return answer, None

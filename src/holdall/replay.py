@@ -149,7 +149,7 @@ class ReplayMemory(MemoryOnDevice):
             self._look_for_resets()
         with self._locked():
             store = self._whole()
-            batch = self._batches.draw(self.sampler, batch_size, self._generator) if store.next_tick else None
+            batch = self._batches.draw(self.sampler, batch_size, self._generator, store) if store.next_tick else None
             if batch is not None:
                 return batch
             draw = self._draw(store, batch_size, batch_size)

@@ -26,7 +26,7 @@ from holdall.json_state import childs_generator, generator_of
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages, fallback
 from holdall.report import LIVING, FieldReport, MemoryReport
 from holdall.sampling import RolloutSequences
-from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
+from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, on_host
 from holdall.storage import FinalObservations, RolloutFields, gather_padded, gather_rows, new_ring
 from holdall.threads import tell_of_forks
 from holdall.units import require_count, require_share
@@ -450,7 +450,7 @@ class RolloutMemory:
 
 def _fit_floats(value: Any, shape: tuple[int, ...], argument: str) -> NDArray[np.float32]:
     """Return a network's output, an array or a tensor of (n,) or (n, 1) float32, as an array of `shape`."""
-    host = value.detach().cpu().numpy() if hasattr(value, "detach") else as_array(value, argument)
+    host = as_array(on_host(value), argument)
     if host.size == 0 and shape == (0,):
         return np.empty(0, np.float32)
     if host.dtype != np.float32:

@@ -44,12 +44,13 @@ class Leaf:
 
     def fit(self, value: Any, leading: tuple[int, ...], argument: str, axes: str = "") -> Array:
         """Return `value` as an array of shape `leading + shape`, or say why it is none."""
-        array = value if type(value) is np.ndarray else as_array(value, self._called(argument))
+        array = value if type(value) is np.ndarray else as_array(value, self.called(argument))
         if array.dtype != self.dtype:
             whole = as_integers(array, self.dtype)
             if whole is None:
+                unfit = _unfit(array, self.dtype, "iu")
                 raise ArgumentError(
-                    f"{self._called(argument)} has dtype {array.dtype}, the space says {self.dtype}; {_unfit(array)}"
+                    f"{self.called(argument)} has dtype {array.dtype}, the space says {self.dtype}; {unfit}"
                     f"holdall never casts, so pass np.asarray(value, dtype=np.{self.dtype.name})"
                 )
             array = whole
@@ -57,12 +58,13 @@ class Leaf:
             if not axes and is_without_lanes(array.shape, leading, self.shape):
                 return array.reshape(leading + self.shape)
             raise ArgumentError(
-                f"{self._called(argument)} has shape {array.shape}, expected {leading + self.shape}: "
+                f"{self.called(argument)} has shape {array.shape}, expected {leading + self.shape}: "
                 f"{axes or _axes(leading)} then the space's {self.shape}; pass an array of that shape"
             )
         return array
 
-    def _called(self, argument: str) -> str:
+    def called(self, argument: str) -> str:
+        """Name the leaf in an error about an argument."""
         return f"{argument}[{self.name!r}]" if self.name else argument
 
 
@@ -242,8 +244,8 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
         whole = as_integers(array, dtype, into_floats=True)
         if whole is None:
             raise ArgumentError(
-                f"reward has dtype {array.dtype}, the first add had {dtype}; {_unfit(array)}holdall never casts, "
-                f"so pass np.asarray(reward, dtype=np.{dtype.name})"
+                f"reward has dtype {array.dtype}, the first add had {dtype}; {_unfit(array, dtype, 'iuf')}"
+                f"holdall never casts, so pass np.asarray(reward, dtype=np.{dtype.name})"
             )
         array = whole
     if array.shape != leading + shape:
@@ -279,9 +281,9 @@ def is_without_lanes(shape: tuple[int, ...], leading: tuple[int, ...], own: tupl
     return leading[-1:] == (1,) and shape == leading[:-1] + own
 
 
-def _unfit(array: Array) -> str:
-    """Say that integers have values which do not fit, if that is what is wrong."""
-    return "not all of its values fit; " if array.dtype.kind in "iu" else ""
+def _unfit(array: Array, dtype: np.dtype[Any], kinds: str) -> str:
+    """Say that integers have values which do not fit, if that is what is wrong; `kinds` are the dtypes that may."""
+    return "not all of its values fit; " if array.dtype.kind in "iu" and dtype.kind in kinds else ""
 
 
 def _shown(array: Array) -> str:
@@ -298,6 +300,11 @@ def _required_shape(shape: Any) -> tuple[int, ...]:
             "or () for one"
         )
     return tuple(map(int, given))
+
+
+def on_host(value: Any) -> Any:
+    """Return a tensor where NumPy can read it, and anything else as it is."""
+    return value.detach().cpu() if hasattr(value, "detach") else value
 
 
 def as_array(value: Any, called: str) -> Array:

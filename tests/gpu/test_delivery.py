@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,29 @@ def test_batches_held_stay_as_they_were() -> None:
             memory.sample(64).obs["image"].zero_()
         assert all(torch.equal(batch.obs["image"], copy) for batch, copy in zip(held, copies, strict=True))
         assert torch.equal(view, view_copy)
+
+
+def test_memory_that_a_user_resized_is_not_used_again() -> None:
+    """Kernels write to where a block was; if its storage lies elsewhere now, it is given up."""
+    with filled("cuda") as memory, filled(None) as here:
+        for nbytes in (0, 64 << 20, 0):
+            batch = memory.sample(64)
+            assert_same_bits(batch, here.sample(64))
+            batch.obs["image"].untyped_storage().resize_(nbytes)
+        for _ in range(5):
+            assert_same_bits(memory.sample(64), here.sample(64))
+
+
+def test_threads_that_are_new_to_the_device_are_served() -> None:
+    """Each has to be given the device's context first; what it drew before stays drawn."""
+    with (
+        filled("cuda") as memory,
+        filled(None) as here,
+        ThreadPoolExecutor(1) as first,
+        ThreadPoolExecutor(1) as second,
+    ):
+        for thread in (first, second, first, second):
+            assert_same_bits(thread.submit(memory.sample, 64).result(), here.sample(64))
 
 
 def test_a_consumer_on_a_stream_of_its_own_is_served() -> None:

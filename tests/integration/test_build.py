@@ -2,7 +2,10 @@
 
 import ctypes
 import importlib.util
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -144,6 +147,29 @@ def test_a_target_that_does_not_compile_is_an_error(
     monkeypatch.setattr(hatch_build, "zig_compiler", lambda: ["false"])
     with pytest.raises(RuntimeError, match="exited with 1"):
         hook.initialize("standard", empty_build())
+
+
+@pytest.mark.parametrize("portable", ["0", "1"])
+def test_make_setup_fails_where_nothing_was_compiled_unless_that_was_asked_for(tmp_path: Path, portable: str) -> None:
+    """The Makefile's own recipe, with a Python whose pip installs nothing and whose holdall has no library."""
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("_kernels*", "__pycache__"))
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "hatch_build.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -m ] || PYTHONPATH={tmp_path}/src exec {sys.executable} "$@"\n', encoding="utf-8"
+    )
+    python.chmod(0o755)
+    settings = os.environ | {"HOLDALL_BUILD_PORTABLE": portable}
+    done = subprocess.run(
+        ["make", "-C", str(tmp_path), "setup"], env=settings, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) == (portable == "1"), done.stderr
+    assert ("error: something is not compiled" in done.stderr) == (portable == "0")
+    assert (tmp_path / ".venv" / ".stamp").exists() == (portable == "1")
 
 
 def test_compression_is_linked_from_the_sources_given(hatch_build: ModuleType, tmp_path: Path) -> None:

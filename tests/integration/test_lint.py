@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import holdall
 from holdall.cli import app
+from holdall.cli.lint import check_in_processes
+from holdall.tools.lint.engine import LintSettings
 
 BAD = """
 from stable_baselines3 import SAC
@@ -132,3 +135,11 @@ def test_nothing_of_a_script_is_executed_and_nothing_heavy_is_imported(project: 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=project)
     assert done.stderr.split() == []
     assert not mark.exists()
+
+
+def test_several_processes_find_what_one_finds_in_the_same_order(project: Path) -> None:
+    sources = (BAD, WARNS, "import torch\nwhile True:\n    torch.cuda.empty_cache()\n")
+    for number in range(50):
+        (project / f"more_{number}.py").write_text(sources[number % 3])
+    files = sorted(project.glob("*.py"))
+    assert check_in_processes(2, files, [], LintSettings()) == holdall.lint.files(files)

@@ -46,5 +46,5 @@ def test_no_batch_is_drawn_earlier_than_prefetch_says(prefetch: int, shards: int
         assert set(numbers.calls) == {1}
         assert set(before[prefetch:]) == {prefetch}  # as a local memory draws them
     if shards >= 4 and prefetch >= 2:
-        assert set(numbers.calls) == {min(prefetch, shards // 2)}
+        assert set(numbers.calls) == {min(prefetch, shards)}
         assert min(before[prefetch:]) >= 1  # there is always one on its way

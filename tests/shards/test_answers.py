@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -17,13 +17,16 @@ from numpy.typing import NDArray
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.batch import Batch
-from holdall.cluster import row_finder
-from holdall.cluster.answer import Answer, AnswerReader, Deliverer, FoundField, Payload, RowDraw, pack_answer
+from holdall.cluster import answer, row_reader
+from holdall.cluster.answer import Answer, AnswerPacker, Deliverer, Payload, RowDraw, read_answer
 from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.row_finder import RowFinder
+from holdall.cluster.row_reader import ShardReader
+from holdall.cluster.shard_data import ShardData
 from holdall.errors import ArgumentError, DamageError
+from holdall.json_state import schema_words
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
+from holdall.sampling import Uniform
 from holdall.schema import Schema
 from holdall.storage.adopting import AdoptingStore
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
@@ -56,7 +59,8 @@ class Desk:
         self.store = AdoptingStore(
             one_lane, rows, self.kernels, threading.Lock(), Budget.of(None, "memory", 1), large=sliced_leaves(one_lane)
         )
-        self.finder = RowFinder(one_lane, self.kernels, decoded_bytes)
+        self.reader = ShardReader(one_lane, sliced_leaves(one_lane), self.kernels, decoded_bytes)
+        self.packer = AnswerPacker()
         self.oracle = OracleMemory(rows, stream.num_envs)
         self.codecs: dict[int, Codec] = {}
         self.wire_bytes = 0
@@ -96,26 +100,28 @@ class Desk:
         return {dictionary_name(each): each for each in found}
 
     def received(self, payload: bytes) -> SealedSegment:
+        """Read a segment; of an earlier version it may name dictionaries."""
         return unpack_segment(payload, self.schema, self.dictionaries, self.kernels.coder)
 
-    def answer(self, ids: Ids, fields: dict[int, FoundField] | None = None) -> Payload:
-        found = self.store.read(ids)
-        fields = self.finder.fields(found) if fields is None else fields
-        return pack_answer(Answer(NOWHERE, RowDraw(ids), np.ones(len(ids)), self.finder.columns(found), fields))
+    def answer(self, ids: Ids, *, is_near: bool = False) -> Payload | bytes:
+        """Make the answer of a shard: to another machine the rows go from the oldest to the newest."""
+        draw, order = RowDraw(ids), None
+        if not is_near:
+            draw, order = ShardData.in_order(draw, [(len(ids), 0)])
+        rows = self.reader.read(self.store.read(draw.rows), [len(ids)], [])
+        return self.packer.pack(Answer(NOWHERE, draw, np.ones(len(ids)), rows, order), is_near=is_near)
 
-    def gather(self, ids: Ids) -> Batch:
-        return self.delivered(ids, self.answer(ids), self.dictionaries)
-
-    def delivered(self, ids: Ids, payload: Payload, known: Mapping[str, Dictionary]) -> Batch:
-        answer = AnswerReader(self.schema).read(payload, known.__getitem__)
-        deliverer = Deliverer(self.schema, self.kernels, None)
-        return deliverer.batch([answer], [np.arange(len(ids))], [0], np.ones(len(ids), np.float32))
+    def gather(self, ids: Ids, *, is_near: bool = False) -> Batch:
+        answer, all_of_them = read_answer(self.answer(ids, is_near=is_near)), np.arange(len(ids))
+        deliverer = Deliverer(self.schema, self.kernels, None, sliced_leaves(self.schema))
+        where = all_of_them if answer.order is None else all_of_them[answer.order]
+        return deliverer.batch([answer], [where], [0], np.ones(len(ids), np.float32))
 
 
-@pytest.fixture(params=[0.0, 1e9], ids=["decoded", "compressed"])
+@pytest.fixture(params=[0.0, 0.9, 1e9], ids=["plain", "as it pays", "compressed"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
-    """Have answers decoded at the shard, or sent as they are, whatever pays."""
-    monkeypatch.setattr(row_finder, "_DECODED_FROM", request.param)
+    """Have arrays sent as they are, or compressed, whatever pays."""
+    monkeypatch.setattr(AnswerPacker, "pays_up_to", request.param)
     share: float = request.param
     return share
 
@@ -129,6 +135,8 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 @given(
     stream=streams(),
     share=st.sampled_from([0.0, 0.25, 1e9]),
+    is_near=st.booleans(),
+    large_bytes=st.sampled_from([0, 1 << 15]),
     decoded_bytes=st.sampled_from([0, 20_000, 1 << 30]),
     ticks=st.integers(1, 40),
     capacity=st.integers(1, 90),
@@ -136,8 +144,9 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     seed=st.integers(0, 2**32 - 1),
 )
 def test_what_was_sent_is_what_is_found(
-    stream: Stream, share: float, decoded_bytes: int, ticks: int, capacity: int, block: int, seed: int
-) -> None:
+    stream: Stream, share: float, is_near: bool, large_bytes: int, decoded_bytes: int, ticks: int, capacity: int,
+    block: int, seed: int,
+) -> None:  # fmt: skip
     desk = Desk(stream, capacity, block, decoded_bytes=decoded_bytes)
     generator = np.random.default_rng(seed)
     for _ in range(ticks):
@@ -148,9 +157,10 @@ def test_what_was_sent_is_what_is_found(
     assert (desk.store.first_tick, desk.store.next_tick) == (desk.oracle.first_id, desk.oracle.next_id)
     ids = generator.choice(desk.oracle.ids, 20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_finder, "_DECODED_FROM", share)
+        patch.setattr(AnswerPacker, "pays_up_to", share)
+        patch.setattr(answer, "_LARGE_BYTES", large_bytes)
         for _ in range(2):  # what was decoded for the first batch is there for the second
-            assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
+            assert_same_bits(desk.gather(ids, is_near=is_near), desk.oracle.gather(ids))
 
 
 def test_windows_codecs_and_dictionaries_may_change_between_segments(kernels: Kernels, way: float) -> None:
@@ -165,24 +175,16 @@ def test_windows_codecs_and_dictionaries_may_change_between_segments(kernels: Ke
     desk.send()
     ids = desk.oracle.ids
     assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
-    assert len(desk.finder.fields(desk.store.read(ids))[0].forms) > 1 if way else True
 
 
-def test_decoded_slices_are_kept_within_a_limit_and_go_with_their_segment(
-    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(row_finder, "_DECODED_NEAR_FROM", 0.0)
+def test_decoded_slices_are_kept_within_a_limit_and_go_with_their_segment(kernels: Kernels) -> None:
     stream, room = Stream(FRAMES, spaces.Discrete(2), 1, plans=[LeafPlan()], seed=1), 40 * 4 * 24 * 24
     desk = Desk(stream, 60, 10, kernels, room)
-    kept = desk.finder._kept
+    kept = desk.reader._kept
 
     def draw() -> None:
         ids = np.arange(desk.store.first_tick, desk.store.next_tick)
-        found = desk.finder.fields(desk.store.read(ids), is_near=True)
-        payload = pack_answer(
-            Answer(NOWHERE, RowDraw(ids), np.ones(len(ids)), desk.finder.columns(desk.store.read(ids)), found), True
-        )
-        assert_same_bits(desk.delivered(ids, payload, {}), desk.oracle.gather(ids))
+        assert_same_bits(desk.gather(ids, is_near=True), desk.oracle.gather(ids))
 
     for ticks in (30, 30, 60, 60):
         for _ in range(ticks):
@@ -192,6 +194,16 @@ def test_decoded_slices_are_kept_within_a_limit_and_go_with_their_segment(
         gc.collect()  # segments that left
         assert kept._room == room - sum(slices.nbytes for slices in kept._slices.values()) >= 0
         assert kept._slices
+
+
+def test_what_compresses_well_is_not_kept_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_reader, "_KEPT_FROM", 1.2)  # as if all of it did
+    desk = Desk(Stream(FRAMES, spaces.Discrete(2), 1, plans=[LeafPlan()]), 60, 10, None, 1 << 30)
+    for _ in range(40):
+        desk.tick()
+    desk.send()
+    assert_same_bits(desk.gather(desk.oracle.ids), desk.oracle.gather(desk.oracle.ids))
+    assert not desk.reader._kept._slices
 
 
 def test_palettes_belong_to_their_segments(kernels: Kernels, way: float) -> None:
@@ -211,7 +223,6 @@ def test_palettes_belong_to_their_segments(kernels: Kernels, way: float) -> None
         desk.send()
     ids = desk.oracle.ids
     assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
-    assert len(desk.finder.fields(desk.store.read(ids))[0].forms) == (5 if way else 1)
 
 
 def test_only_slices_that_are_new_are_sent() -> None:
@@ -240,45 +251,57 @@ def test_a_segment_that_was_damaged_is_refused_whole() -> None:
             desk.received(damaged)
 
 
-def test_an_answer_that_was_damaged_is_refused_whole(way: float) -> None:
+def test_an_answer_that_was_damaged_is_refused_whole(way: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer, "_LARGE_BYTES", 1_000)
     desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)]), 100, 16)
     for _ in range(40):
         desk.tick()
     desk.send()
     rows = np.array([3, 39, 3, 17])
     payload = desk.answer(rows)
-    record, *beside = (payload,) if isinstance(payload, bytes) else payload
-    assert bool(beside) == (not way)
-    reader, known = AnswerReader(desk.schema), dict[str, Dictionary]()
-    assert reader.read(payload, known.__getitem__).draw.rows.tolist() == rows.tolist()
+    assert isinstance(payload, tuple)
+    record, *beside = payload
+    found = read_answer((record, *beside))
+    assert found.order is not None
+    assert rows[found.order].tolist() == found.draw.rows.tolist() == sorted(rows.tolist())
     for damaged in (record[:-1], record + b"x", b"", *flipped(record)):
         with pytest.raises(DamageError):
-            reader.read((damaged, *beside), known.__getitem__)
-    for array in beside:
+            read_answer((damaged, *beside))
+    assert len(beside) == (1 if way == 1e9 else 2) or way == 0.9
+    for i in range(len(beside)):
+        array = beside[i].copy()
         array[7] ^= 1
         for damaged_beside in ([array], [array[:-1]], []):
             with pytest.raises(DamageError):
-                reader.read((record, *damaged_beside), known.__getitem__)
+                read_answer((record, *beside[:i], *damaged_beside, *beside[i + 1 :]))
 
 
-def test_an_answer_that_points_outside_itself_gives_no_batch(kernels: Kernels, way: float) -> None:
-    """Whoever made it: its checksum is right, and its numbers are not."""
-    desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)]), 100, 16, kernels)
+def test_an_answer_without_rows_that_it_should_have_gives_no_batch() -> None:
+    """Whoever made it: its checksum is right."""
+    desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)]), 100, 16)
     for _ in range(40):
         desk.tick()
     desk.send()
-    rows = np.arange(30)
-    field = desk.finder.fields(desk.store.read(rows))[0]
-    beyond = {
-        "cursors": replace(field, cursors=field.cursors + np.uint32(len(field.log))),
-        "log": replace(field, log=np.full_like(field.log, 60_000)),
-        "form": replace(field, form=field.form + np.int32(9)),
-        "below": replace(field, form=field.form - np.int32(9)),
-        "short": replace(field, log=field.log[:-1]),
-    }
-    for wrong in beyond.values():
-        with pytest.raises(DamageError):
-            desk.delivered(rows, desk.answer(rows, {0: wrong}), {})
+    ids = np.arange(30)
+    found = read_answer(desk.answer(ids))
+    deliverer = Deliverer(desk.schema, desk.kernels, None, sliced_leaves(desk.schema))
+    lacking = replace(found, rows=found.rows._replace(small={}))
+    with pytest.raises(DamageError):
+        deliverer.batch([lacking], [ids], [0], np.ones(30, np.float32))
+
+
+def test_neighbours_are_sent_once_however_many_rows_have_them() -> None:
+    stream = Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)], mishaps=Mishaps(ends=0))
+    desk = Desk(stream, 2_000, 128)
+    for _ in range(600):
+        desk.tick()
+    desk.send()
+    ids = np.random.default_rng(0).permutation(np.arange(100, 356))
+    payload = desk.answer(ids)
+    assert isinstance(payload, tuple)
+    _, *beside = payload
+    a_frame = FRAMES.shape[1] * FRAMES.shape[2]
+    assert sum(array.nbytes for array in beside) < 1.2 * 260 * a_frame  # of 8 frames in a plain transition
 
 
 def test_a_segment_of_another_reward_dtype_is_refused_and_nothing_changes() -> None:
@@ -290,3 +313,25 @@ def test_a_segment_of_another_reward_dtype_is_refused_and_nothing_changes() -> N
     with pytest.raises(ArgumentError, match="reward has dtype float64"):
         desk.store.adopt(desk.received(other.packed()))
     assert desk.store.next_tick == 1
+
+
+def test_a_shard_codes_anew_what_an_earlier_version_coded_with_a_dictionary() -> None:
+    desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(content="table")]), 100, 16)
+    slice_bytes = desk.encoder.fields[0].window.slice_bytes
+    desk.codecs[0] = Codec(Method.ZSTD, 3, Transform(slice_bytes), Dictionary(bytes(range(256)) * 8))
+    for _ in range(16):
+        desk.tick()
+    payload, known = desk.packed(), desk.dictionaries
+    words, generator = schema_words(desk.schema), np.random.default_rng(0)
+    shard = ShardData(words, 100, Uniform(), generator, threading.Lock())
+    with pytest.raises(DamageError):
+        shard.unpacked(payload)
+    segment = shard.unpacked(payload, known)
+    shard.take(b"w" * 16, segment)
+    assert shard.unpacked(shard.packed(segment)).rows.ticks == 16  # which names none
+    draw = RowDraw(desk.oracle.ids)
+    found = read_answer(shard.answer(NOWHERE, draw, shard.found(draw)))
+    deliverer = Deliverer(desk.schema, desk.kernels, None, sliced_leaves(desk.schema))
+    weights = np.ones(len(draw.rows), np.float32)
+    batch = deliverer.batch([found], [np.arange(len(draw.rows))], [0], weights)
+    assert_same_bits(batch, desk.oracle.gather(desk.oracle.ids))

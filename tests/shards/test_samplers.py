@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,8 +13,8 @@ from gymnasium import spaces
 import holdall
 from holdall import Hindsight, NStep, Prioritized, Sequence
 from holdall.batch import Batch
-from holdall.cluster.answer import Answer, AnswerReader, Deliverer
-from holdall.cluster.encode import Encoder
+from holdall.cluster.answer import Answer, Deliverer, read_answer
+from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.fleet import for_shards
 from holdall.cluster.learner import assigned, checked, weights_of
 from holdall.cluster.protocol import ShardCounters, shards_of
@@ -24,7 +24,7 @@ from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory
 from holdall.sampling.draw import Sampler
 from holdall.schema import Schema
-from holdall.storage import Dictionary, Tick, pack_segment
+from holdall.storage import Tick, pack_segment
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 
 from .chaos.chi_square import chi_square_p
@@ -69,7 +69,7 @@ class Desk:
         generator = np.random.default_rng(seed)
         self.shard = ShardData(schema_words(self.schema), capacity, for_shards(sampler), generator, threading.Lock())
         self.encoder = Encoder(self.schema, lanes, 16, self.kernels)
-        self.reader, self.deliverer = AnswerReader(self.schema), Deliverer(self.schema, self.kernels, None)
+        self.deliverer = Deliverer(self.schema, self.kernels, None, sliced_leaves(self.schema))
 
     def add(self, *arguments: Any) -> None:
         fitted: Any = Tick.fitted
@@ -86,10 +86,9 @@ class Desk:
         self.send()
         relabelled = self.sampler.relabelled(count) if isinstance(self.sampler, Hindsight) else 0
         counters = ShardCounters(0, 0, 0, 0, 0, 0, 0, self.shard.mass())
-        drawn = self.shard.draw([(count, relabelled)])
-        known: dict[str, Dictionary] = {}
-        answer = self.reader.read(self.shard.answer(counters, drawn, *self.shard.found(drawn)), known.__getitem__)
-        where, by = [np.arange(count)], getattr(self.sampler, "by", None)
+        drawn, order = self.shard.in_order(self.shard.draw([(count, relabelled)]), [(count, relabelled)])
+        answer = read_answer(self.shard.answer(counters, drawn, self.shard.found(drawn), order=order))
+        where, by = [order], getattr(self.sampler, "by", None)
         weights = weights_of([answer], where, [1.0], by.beta if isinstance(by, Prioritized) else 1.0)
         return self.deliverer.batch([answer], where, [0], weights, self.sampler)
 
@@ -226,7 +225,7 @@ def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> N
         starts = numbers[steps[:, 2 if drawn.steps else 0]]
         counts += np.bincount(starts, minlength=first)
         counters = ShardCounters(0, 0, 0, 0, 0, 0, 0, masses[number])
-        answers.append((starts, Answer(counters, drawn, scaled, {}, {})))
+        answers.append((starts, Answer(counters, drawn, scaled, cast("Any", None))))
     weights = weights_of([answer for _, answer in answers], list(where.values()), list(masses.values()), beta=1.0)
     for (starts, _), rows in zip(answers, where.values(), strict=True):
         sums += np.bincount(starts, weights[rows], minlength=first)

@@ -292,7 +292,9 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "cleanrl.md"
 def test_the_programs_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "guide"}
-    for program in re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL):
+    text = GUIDE.read_text(encoding="utf-8")
+    (new,) = re.findall(r"^```diff\n-from cleanrl_utils.*\n\+(.*\n)```$", text, re.MULTILINE)
+    for program in (new, *re.findall(r"```python\n(.*?)```", text, re.DOTALL)):
         exec(compile(program, str(GUIDE), "exec"), names)
     assert names["rb"].size() == 300
     names["small"].memory.close()
@@ -367,6 +369,10 @@ def test_infos_of_any_kind_are_ignored_without_handle_timeout_termination() -> N
 def test_wrong_settings_are_refused(arguments: tuple[Any, ...], settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
         ReplayBuffer(*arguments, **settings)
+
+
+def test_a_size_may_be_written_as_a_float() -> None:
+    assert ReplayBuffer(1e3, VECTOR, CART).buffer_size == 1000
 
 
 @pytest.mark.parametrize(

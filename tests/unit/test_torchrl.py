@@ -73,6 +73,10 @@ def test_stacks_are_stored_frame_by_frame_and_next_ones_once() -> None:
     assert "window of 4" in pixels.finding
 
 
+def test_a_size_may_be_written_as_a_float() -> None:
+    assert HoldallStorage(1e3).max_size == 1000
+
+
 def test_of_an_extend_longer_than_the_storage_the_last_elements_stay() -> None:
     buffer, data = filled(30, 100)
     require_same(buffer.storage[torch.arange(100) % 30][70:], data[70:])
@@ -147,6 +151,16 @@ def test_a_slice_is_read_when_it_is_used_and_written_when_it_is_changed() -> Non
     data["action"][[4, 9]] = torch.tensor([-1, -2])
     buffer.storage[:]["next", "reward"].zero_()
     data["next", "reward"].zero_()
+    require_same(buffer.storage[:], data)
+
+
+def test_one_element_of_a_slice_is_read_and_written_alone() -> None:
+    buffer, data = filled()
+    for key in data.keys(include_nested=True, leaves_only=True):
+        assert torch.equal(buffer.storage[:].get(key)[3], data.get(key)[3]), key
+        assert torch.equal(buffer.storage[3].get(key), data[3].get(key)), key
+    buffer.storage[:]["next", "reward"][3] = 7
+    data["next", "reward"][3] = 7
     require_same(buffer.storage[:], data)
 
 

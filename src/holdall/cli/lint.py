@@ -7,6 +7,8 @@ command line, 3 something was found.
 from __future__ import annotations
 
 import json as json_
+import os
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -16,11 +18,15 @@ import typer
 import holdall
 from holdall.cli.conventions import OptText, OptTexts, Verbose, option
 from holdall.errors import ArgumentError
+from holdall.threads import usable_cores
 from holdall.tools.lint import engine
 from holdall.tools.lint.finding import Finding, apply_edits
 from holdall.tools.lint.rules import RULES
 
 FOUND = 3  # exit code: the files were read, and something was found
+_FEW_FILES = 200  # below this, a second process takes longer to start than it saves
+_CHUNK = 40  # files that one process checks in a row: most of them are of one repository
+_MOST_PROCESSES = 4
 
 
 class LintFormat(StrEnum):
@@ -79,6 +85,9 @@ def _ids(given: list[str] | None) -> tuple[str, ...] | None:
 
 
 def _check(files: list[Path], named: list[Path], settings: engine.LintSettings, fix: bool) -> list[Finding]:
+    processes = _idle_cores() if len(files) >= _FEW_FILES and not fix else 1
+    if processes > 1:
+        return check_in_processes(processes, files, named, settings)
     checker = engine.FileChecker(settings.rules(), settings.machine())
     findings: list[Finding] = []
     for path in files:
@@ -92,6 +101,38 @@ def _check(files: list[Path], named: list[Path], settings: engine.LintSettings, 
             found = checker.check(path, corrected)
         findings += found
     return findings
+
+
+def _idle_cores() -> int:
+    """Return how many cores there are that nobody uses, at most a few."""
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return max(1, min(_MOST_PROCESSES, round(usable_cores() - busy)))
+
+
+def check_in_processes(
+    count: int, files: list[Path], named: list[Path], settings: engine.LintSettings
+) -> list[Finding]:
+    """Return the findings of several processes, in the order of the files."""
+    import multiprocessing  # noqa: PLC0415  one script is checked without it
+    from concurrent.futures import ProcessPoolExecutor  # noqa: PLC0415
+
+    chunks = [files[at : at + _CHUNK] for at in range(0, len(files), _CHUNK)]
+    context = multiprocessing.get_context("spawn")  # this process may have threads
+    with ProcessPoolExecutor(count, context, _start_checking, (settings, frozenset(named))) as pool:
+        return [finding for found in pool.map(_check_chunk, chunks) for finding in found]
+
+
+def _start_checking(settings: engine.LintSettings, named: frozenset[Path]) -> None:
+    """Make what checks all chunks of this process: it keeps what it has read of a repository."""
+    _checking.append((engine.FileChecker(settings.rules(), settings.machine()), named))
+
+
+_checking: list[tuple[engine.FileChecker, frozenset[Path]]] = []
+
+
+def _check_chunk(paths: Iterable[Path]) -> list[Finding]:
+    checker, named = _checking[-1]
+    return [finding for path in paths for finding in checker.check(path, walked=path not in named)]
 
 
 def _format_findings(findings: list[Finding], files: int, form: LintFormat) -> str:

@@ -1,77 +1,43 @@
 """Answers: drawn rows on their way from a shard to a learner.
 
-In:  rows that a shard's store found.  Out: one checked record of bytes; and back, ready for the loops that decode.
-Invariant: every compressed unit is in an answer once, however many rows need it. Where compressing spares little, the
-rows are decoded at the shard and sent as plain arrays beside the record, which Ray hands over without copying.
-An answer costs little beside its rows, since a batch takes one from every shard: its small arrays stand in one part,
-in the order of the schema, and whatever is the same in every answer is read once.
+In:  rows that a shard read.  Out: what Ray carries; and back, as batches.
+Invariant: what is damaged on its way between machines is refused whole. Large arrays lie beside the rest, where Ray
+hands them over without copying; to another machine they go compressed, if that pays.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import pickle
+import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
+import zstandard
 from numpy.typing import NDArray
 
-from holdall import storage
 from holdall.batch import Batch, Draw
-from holdall.cluster.encode import column_leaves
-from holdall.cluster.lent_arrays import LentArrays
-from holdall.cluster.protocol import ShardCounters, ids_of, whole
+from holdall.cluster.protocol import ShardCounters, ids_of
+from holdall.cluster.shared_blocks import BatchBlock, BatchBlocks
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
-from holdall.json_state import dtype_name, dtype_of
 from holdall.sampling import Hindsight, Sampler
-from holdall.schema import Array, Bytes, Leaf, Schema
-
-ANSWER = "answer"
-_MOST_BYTES = 2**28
-_ALIGNMENT = 8
-MOST_KNOWN_FORMS = 256
-_IS_LITTLE = sys.byteorder == "little"
-_PADDING = [bytes(-n % _ALIGNMENT) for n in range(_ALIGNMENT)]
-_U1, _U4, _I4 = np.dtype(np.uint8), np.dtype(np.uint32), np.dtype(np.int32)
-_I8, _F8 = np.dtype(np.int64), np.dtype(np.float64)
-_BY_WIDTH: dict[int, np.dtype[Any]] = {2: np.dtype(np.uint16), 4: _U4}
+from holdall.schema import Array, Leaf, Schema
+from holdall.storage import Kernels, Rows
 
 Ids = NDArray[np.int64]
-Payload = bytes | tuple[Any, ...]
-"""A record, or a record and the arrays of decoded slices that it names."""
+Payload = tuple[Any, ...]
 _OWN = ("reward", "discount", "mask")
-FindDictionary = Callable[[str], storage.Dictionary]
-
-
-class SliceForm(NamedTuple):
-    """How the slices of some rows are cut, and their bytes: units that are all coded alike, or plain bytes."""
-
-    window: storage.Window
-    slices: storage.Coded | Bytes
-    words: str = ""  # the cut and the codec as they are sent; nothing for plain bytes
-
-
-@dataclass(frozen=True, slots=True)
-class FoundField:
-    """One sliced leaf of some rows: which slices make up its observations, and these."""
-
-    form: NDArray[np.int32]  # (rows,): which of `forms` a row's slices have
-    cursors: storage.Cursors  # (rows,)
-    log: storage.Log  # slice numbers, each among the slices of its row's form
-    forms: tuple[SliceForm, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the slices, as they are sent."""
-        found = [form.slices.data if isinstance(form.slices, storage.Coded) else form.slices for form in self.forms]
-        return sum(np.asarray(slices).nbytes for slices in found)
-
-
-NOBODY = np.empty(0, np.int32)
+_LARGE_BYTES = 2**15
+"""Arrays from this size on lie beside the rest of an answer."""
+_DIGEST_BYTES = 8
+_HEAD = struct.Struct("<QQ")
+"""Behind a digest of the record: one of the arrays beside it, and how many of them were compressed as one."""
+NOBODY = np.empty(0, np.int64)
 
 
 class RowDraw(NamedTuple):
@@ -79,7 +45,7 @@ class RowDraw(NamedTuple):
 
     rows: Ids  # of every drawn one its steps; behind all of these the rows that `others` names
     steps: int = 0  # rows of each that was drawn; 0: one, and no axis of time
-    others: NDArray[np.int32] = NOBODY  # which drawn one each row behind them belongs to: its last step, or its goal
+    others: Ids = NOBODY  # which drawn one each row behind them belongs to: its last step, or its goal
     own: Mapping[str, Array] = {}  # by name, of every drawn one: see `holdall.batch.Draw`
 
     @classmethod
@@ -103,9 +69,25 @@ class RowDraw(NamedTuple):
         return cls(
             np.concatenate([ids.reshape(-1), *behind]),
             ids.shape[1] if ids.ndim == 2 else 0,
-            np.concatenate(others).astype(np.int32) if others else NOBODY,
+            np.concatenate(others) if others else NOBODY,
             {name: np.concatenate(arrays) for name, arrays in own.items()},
         )
+
+    @property
+    def drawn(self) -> Ids:
+        """The rows of what was drawn, a line for each."""
+        return self.rows[: len(self.rows) - len(self.others)].reshape(-1, max(1, self.steps))
+
+    def taken(self, which: Ids) -> tuple[RowDraw, Ids]:
+        """Return some of what was drawn, in this order, and which of all rows theirs are."""
+        drawn, each = self.drawn, max(1, self.steps)
+        place = np.full(len(drawn), -1)
+        place[which] = np.arange(len(which))
+        behind = np.flatnonzero(place[self.others] >= 0)
+        behind = behind[np.argsort(place[self.others[behind]], kind="stable")]
+        rows = np.concatenate([(which[:, None] * each + np.arange(each)).reshape(-1), drawn.size + behind])
+        own = {name: array[which] for name, array in self.own.items()}
+        return RowDraw(self.rows[rows], self.steps, place[self.others[behind]], own), rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,196 +97,106 @@ class Answer:
     counters: ShardCounters
     draw: RowDraw
     scaled: NDArray[np.float64]  # what each drawn one was drawn in proportion to
-    columns: dict[str, Array]
-    fields: dict[int, FoundField]  # by observation leaf
+    rows: Rows  # of the draw, without those leaves that were written to a block
+    order: Ids | None = None  # which of those asked for each drawn one is; None: as they were asked for
 
     def part(self, first: int, end: int) -> Answer:
-        """Return some of what was drawn; its rows refer to the slices of all."""
-        drawn, (_, steps, others, own) = len(self.scaled), self.draw
-        if (first, end) == (0, drawn):
+        """Return some of what was drawn."""
+        if (first, end) == (0, len(self.scaled)):
             return self
-        each = max(1, steps)
-        rows: slice | Ids = slice(first * each, end * each)
-        kept = np.flatnonzero((others >= first) & (others < end))
-        if kept.size:
-            rows = np.concatenate([np.arange(first * each, end * each), drawn * each + kept])
-        draw = RowDraw(
-            self.draw.rows[rows],
-            steps,
-            others[kept] - np.int32(first),
-            {name: array[first:end] for name, array in own.items()},
-        )
-        columns = {name: column[rows] for name, column in self.columns.items()}
-        fields = {
-            i: replace(found, form=found.form[rows], cursors=found.cursors[rows]) for i, found in self.fields.items()
-        }
-        return Answer(self.counters, draw, self.scaled[first:end], columns, fields)
+        draw, rows = self.draw.taken(np.arange(first, end))
+        within: Any = slice(first, end) if len(rows) == end - first else rows  # of one row each, nothing is copied
+        order = None if self.order is None else self.order[first:end] - first
+        return Answer(self.counters, draw, self.scaled[first:end], _each([self.rows], lambda a: a[0][within]), order)
 
 
-def pack_answer(answer: Answer, is_near: bool = False) -> Payload:
-    """Return an answer as a record, and the arrays of decoded slices beside it.
+def _each(parts: Sequence[Rows], act: Callable[[list[Array]], Array]) -> Rows:
+    """Return rows whose every array is made of the same array of all parts."""
 
-    Args:
-        is_near: Whether it stays on this machine, and arrays in shared memory need no checksum.
-    """
-    draw = answer.draw
-    arrays = [draw.rows, answer.scaled, *(answer.columns[name] for name in sorted(answer.columns))]
-    beside: list[Bytes] = []
-    fields = []
-    for i, field in answer.fields.items():
-        arrays += [field.form, field.cursors, field.log]
-        forms: list[list[Any]] = []
-        for form in field.forms:
-            slices = form.slices
-            if isinstance(slices, storage.Coded):
-                data = np.asarray(slices.data)
-                arrays += [slices.palette, slices.offsets, data]
-                forms.append([form.words, len(slices.offsets), slices.palette.size, data.size])
-            else:
-                beside.append(slices)
-                forms.append([slices.size, "" if is_near else f"{xxhash.xxh3_64_intdigest(slices.data):016x}"])
-        fields.append({"leaf": i, "log": [field.log.itemsize, field.log.size], "forms": forms})
-    reward = dtype_name(answer.columns["reward.0"].dtype)
-    head: dict[str, Any] = {"rows": len(draw.rows), "reward": reward, "fields": fields}
-    if draw.others.size or draw.own:
-        own = [[name, dtype_name(array.dtype), list(array.shape[1:])] for name, array in draw.own.items()]
-        head["drawn"] = [len(answer.scaled), draw.steps, draw.others.size, own]
-        arrays += [draw.others, *draw.own.values()]
-    body = b"".join([answer.counters.packed(), *_aligned(arrays)])
-    record = b"".join(storage.pack(ANSWER, head, {"body": body}, frozenset()))
-    return (record, *beside) if beside else record
+    def lists(of: Callable[[Rows], list[Array]]) -> list[Array]:
+        return [act(list(arrays)) for arrays in zip(*(of(part) for part in parts), strict=True)]
+
+    first = parts[0]
+    small = {i: tuple(lists(lambda rows, i=i: list(rows.small[i]))) for i in first.small}  # type: ignore[misc]
+    flat = lists(lambda rows: [rows.reward, rows.terminated, rows.truncated, rows.ended])
+    reward, terminated, truncated, ended = flat
+    action, extras = lists(lambda rows: rows.action), lists(lambda rows: rows.extras)
+    return Rows(small, (), None, action, reward, terminated, truncated, extras, ended)  # type: ignore[arg-type]
 
 
-class AnswerReader:
-    """Reads the answers of all shards of a memory."""
+class AnswerPacker:
+    """Packs the answers of a shard; several threads may use it."""
 
-    def __init__(self, schema: Schema) -> None:
-        self._schema = schema
-        self._known: dict[tuple[int, str], tuple[storage.Window, storage.Codec]] = {}
-        self._known_columns: dict[tuple[Any, ...], list[tuple[str, Leaf]]] = {}
+    pays_up_to = 0.9
+    """Share of the plain bytes up to which compressing them pays."""
+    measured_again = 64
+    """Answers after which that is measured again."""
 
-    def read(self, payload: Payload, find: FindDictionary) -> Answer:
-        """Read an answer that was received; DamageError if anything in it does not make sense.
+    def __init__(self) -> None:
+        self._answers = 0
+        self._pays = True
+        self._threads = threading.local()
 
-        Where its rows point to is not checked here: the loops that decode hold every place against its bounds.
+    def pack(self, answer: Answer, *, is_near: bool) -> Payload | bytes:
+        """Return a record, and the arrays beside it if there are any.
+
+        Args:
+            is_near: Whether it stays on this machine: arrays in shared memory are not compressed, nor checked.
         """
-        content, *beside = (payload,) if isinstance(payload, bytes) else payload
-        try:
-            (record,) = storage.records_in(content)
-            if record.kind != ANSWER:
-                raise DamageError(f"a record of kind {record.kind!r} was received in place of an answer")
-            head, body = record.head, _Body(record.part("body", lambda start, n: content[start : start + n]))
-            count = whole(head["rows"], storage.MOST_SEGMENT_ROWS)
-            counters = ShardCounters.of(body.take(_U1, ShardCounters.LAYOUT.size).tobytes())
-            words = head.get("drawn", [count, 0, 0, []])
-            drawn, steps, behind = (whole(number, count) for number in words[:3])
-            rows, scaled = body.take(_I8, count), body.take(_F8, drawn)
-            columns = self._columns(head, count, body)
-            fields = {
-                whole(each["leaf"], 2**16): self._field(each, count, body, beside, find) for each in head["fields"]
-            }
-            others, own = body.take(_I4, behind), {}
-            for name, dtype, shape in words[3]:
-                own[_OWN[_OWN.index(name)]] = body.take(dtype_of(dtype), drawn, tuple(whole(n, 2**20) for n in shape))
-            body.require_end()
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise DamageError(f"an answer makes no sense ({type(error).__name__}: {error})") from error
-        is_one_each = drawn * max(1, steps) + behind == count
-        if not is_one_each or (behind and not 0 <= int(others.min()) <= int(others.max()) < drawn):
-            raise DamageError("an answer has rows that belong to nothing that was drawn; nothing of it is used")
-        return Answer(counters, RowDraw(rows, steps, others, own), scaled, columns, fields)
+        beside: list[Any] = []
 
-    def _columns(self, head: dict[str, Any], count: int, body: _Body) -> dict[str, Array]:
-        key = (head["reward"], *(field["leaf"] for field in head["fields"]))
-        leaves = self._known_columns.get(key)
-        if leaves is None:
-            found = column_leaves(self._schema, key[1:]) | {
-                "reward.0": self._schema.reward_leaf(dtype_of(head["reward"]))
-            }
-            leaves = self._known_columns[key] = sorted(found.items())
-        return {name: body.take(leaf.dtype, count, leaf.shape) for name, leaf in leaves}
+        def is_small(buffer: pickle.PickleBuffer) -> bool:
+            raw = buffer.raw()
+            if raw.nbytes >= _LARGE_BYTES:
+                beside.append(np.frombuffer(raw, np.uint8))
+            return raw.nbytes < _LARGE_BYTES
 
-    def _field(self, words: Any, count: int, body: _Body, beside: list[Any], find: FindDictionary) -> FoundField:
-        leaf = self._schema.observation.leaves[words["leaf"]]
-        form, cursors = body.take(_I4, count), body.take(_U4, count)
-        width, entries = words["log"]
-        log = body.take(_BY_WIDTH[width], whole(entries, _MOST_BYTES))
-        forms = []
-        for described in words["forms"]:
-            if len(described) == 2:
-                forms.append(SliceForm(storage.Window.whole(leaf), _plain(beside.pop(0), *described)))
-                continue
-            text, offsets, palette_bytes, data_bytes = described
-            window, codec = self._form(words["leaf"], text, find)
-            palette = body.take(_U1, whole(palette_bytes, _MOST_BYTES))
-            begins = body.take(_U4, whole(offsets, _MOST_BYTES))
-            data = body.take(_U1, whole(data_bytes, _MOST_BYTES))
-            slices = (len(begins) - 1) * codec.group
-            forms.append(SliceForm(window, storage.Coded(codec, slices, begins, palette, data), text))
-        if count and not 0 <= int(form.min()) <= int(form.max()) < len(forms):
-            raise DamageError("an answer has rows of no form; nothing of it is used")
-        return FoundField(form, cursors, log, tuple(forms))
+        content = pickle.dumps(answer, 5, buffer_callback=is_small)
+        sizes: list[int] = []  # of what was compressed
+        if beside and not is_near and (frame := self._compressed(beside)) is not None:
+            sizes, beside = [array.nbytes for array in beside], [frame]
+        digest = 0 if is_near or not beside else _digest_of(beside)
+        body = b"".join([_HEAD.pack(digest, len(sizes)), np.array(sizes, "<i8").tobytes(), content])
+        record = xxhash.xxh3_64_digest(body) + body
+        return (record, *beside) if beside else record
 
-    def _form(self, leaf: int, text: str, find: FindDictionary) -> tuple[storage.Window, storage.Codec]:
-        """Return how slices are cut and coded; answers say it in the same words over and over."""
-        known = self._known.get((leaf, text))
-        if known is None:
-            words = json.loads(text)
-            outer, run_bytes, count, shift = (whole(number, _MOST_BYTES) for number in words["cut"])
-            window, named = storage.Window(0, 1, count, outer, run_bytes, shift), words["codec"]["dictionary"]
-            codec = storage.codec_of(words["codec"], {} if named is None else {named: find(named)})
-            fits = codec.transform.slice_bytes == window.slice_bytes and 1 <= shift <= count
-            if not fits or count * window.slice_bytes != self._schema.observation.leaves[leaf].nbytes:
-                raise DamageError("an answer has slices that do not fit their window; nothing of it is used")
-            if len(self._known) >= MOST_KNOWN_FORMS:
-                self._known.clear()
-            known = self._known[leaf, text] = window, codec
-        return known
+    def _compressed(self, arrays: list[Any]) -> Any:
+        """Compress arrays as one, so that what they have in common is sent once; None if that does not pay."""
+        self._answers, nbytes = self._answers + 1, sum(array.nbytes for array in arrays)
+        if not self._pays and self._answers % self.measured_again:
+            return None
+        if not hasattr(self._threads, "compressor"):
+            settings = zstandard.ZstdCompressionParameters.from_level(3, window_log=25)
+            self._threads.compressor = zstandard.ZstdCompressor(compression_params=settings)
+        stream = self._threads.compressor.compressobj(nbytes)
+        frame = b"".join([*(stream.compress(array.data) for array in arrays), stream.flush()])
+        self._pays = len(frame) <= self.pays_up_to * nbytes
+        return np.frombuffer(frame, np.uint8) if self._pays else None
 
 
-def _plain(array: Any, nbytes: int, digest: str) -> Bytes:
-    """Check decoded slices that were received."""
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.shape != (nbytes,):
-        raise DamageError("an answer lacks slices that it names; nothing of it is used")
-    if digest and f"{xxhash.xxh3_64_intdigest(array.data):016x}" != digest:
-        raise DamageError("the slices beside an answer are damaged; nothing of it is used")
-    return array
-
-
-class _Body:
-    """Arrays one after another, each where a machine likes to read it."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-        self._place = 0
-
-    def take(self, dtype: np.dtype[Any], count: int, shape: tuple[int, ...] = ()) -> Array:
-        """Look at the next array, of so many rows."""
-        rows = count
-        for length in shape:
-            rows *= length
-        end = self._place + rows * dtype.itemsize
-        if end > len(self._content):
-            raise ValueError("it ends within an array")
-        array: Array = np.ndarray((count, *shape), dtype.newbyteorder("<"), self._content, self._place)
-        self._place = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return array if _IS_LITTLE else array.astype(dtype)
-
-    def require_end(self) -> None:
-        """Refuse what is longer than its arrays."""
-        if self._place != len(self._content):
-            raise ValueError("it is longer than its arrays")
-
-
-def _aligned(arrays: Sequence[Array]) -> list[storage.Buffer]:
-    """Return arrays as the bytes that travel, little-endian, each filled up to where the next may begin."""
-    buffers: list[storage.Buffer] = []
+def _digest_of(arrays: Sequence[Any]) -> int:
+    digest = xxhash.xxh3_64()
     for array in arrays:
-        little = array if _IS_LITTLE else array.astype(array.dtype.newbyteorder("<"))
-        buffers.append(little.data if little.flags.c_contiguous else little.tobytes())
-        if little.nbytes % _ALIGNMENT:
-            buffers.append(_PADDING[little.nbytes % _ALIGNMENT])
-    return buffers
+        digest.update(array.data)
+    return digest.intdigest()
+
+
+def read_answer(payload: Payload | bytes) -> Answer:
+    """Read an answer that was received; DamageError if anything in it is not as it was sent."""
+    record, *beside = (payload,) if isinstance(payload, bytes) else payload
+    if xxhash.xxh3_64_digest(memoryview(record)[_DIGEST_BYTES:]) != record[:_DIGEST_BYTES]:
+        raise DamageError("an answer was damaged on its way; nothing of it is used")
+    digest, count = _HEAD.unpack_from(record, _DIGEST_BYTES)
+    begin = _DIGEST_BYTES + _HEAD.size
+    if digest and digest != _digest_of(beside):
+        raise DamageError("the arrays beside an answer were damaged on their way; nothing of it is used")
+    if count:
+        ends = np.cumsum(np.frombuffer(record, "<i8", count, begin)).tolist()
+        plain = memoryview(zstandard.ZstdDecompressor(max_window_size=2**25).decompress(beside[0].data))
+        beside = [plain[first:end] for first, end in pairwise([0, *ends])]
+    # Ray itself reads what an actor sends so; nothing that strangers sent comes this far.
+    answer: Answer = pickle.loads(memoryview(record)[begin + 8 * count :], buffers=beside)
+    return answer
 
 
 class _Share(NamedTuple):
@@ -316,43 +208,36 @@ class _Share(NamedTuple):
     ids: Ids
 
 
-_FIRST, _NEXT, _BOTH = (True, False), (False, True), (True, True)
-"""Which of observations and next observations are wanted."""
-
-
-def _ids(shares: Sequence[_Share]) -> Ids:
-    return _merged([share.ids for share in shares], shares)
-
-
-def _merged(parts: Sequence[Array], shares: Sequence[_Share]) -> Array:
-    """Bring rows of some answers together."""
-    if len(parts) == 1:
-        return _own(parts[0])
-    merged = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
-    for part, share in zip(parts, shares, strict=True):
-        merged[share.positions] = part
-    return merged
-
-
 class Deliverer:
-    """Decodes the rows of answers, and makes batches of them as a local memory does of its own."""
+    """Brings the rows of answers together, and makes batches of them as a local memory does of its own."""
 
-    def __init__(self, schema: Schema, kernels: storage.Kernels, device: str | None) -> None:
-        self._schema = schema
-        self._kernels = kernels
-        self.assembler = ObservationAssembler(kernels, 1 << 62)
-        self._store = LentArrays()
-        self.batches = HostBatches(schema, self.assembler, Delivery(device, schema.leaves))
+    def __init__(self, schema: Schema, kernels: Kernels, device: str | None, large: Sequence[int]) -> None:
+        self._leaves = schema.observation.leaves
+        self.blocks = BatchBlocks({i: self._leaves[i] for i in large})
+        assembler = ObservationAssembler(kernels, 1 << 62, 1)
+        self._room = assembler.staging
+        self._batches = HostBatches(schema, assembler, Delivery(device, schema.leaves))
+
+    def keep(self, batches: int) -> None:
+        """Keep memory for so many batches in use."""
+        self.blocks.most = max(self.blocks.most, batches + 1)
+        self._batches.keep(batches)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for the next batches."""
+        return self.blocks.nbytes + self._room.nbytes
 
     def batch(
         self, answers: Sequence[Answer], where: Sequence[Ids], shards: Sequence[int], weights: NDArray[np.float32],
-        sampler: Sampler | None = None,
+        sampler: Sampler | None = None, block: BatchBlock | None = None,
     ) -> Batch:  # fmt: skip
         """Make a batch.
 
         Args:
             where: For every answer, the positions in the batch of what was drawn.
             sampler: Makes something else of rows behind those drawn than last steps: goals.
+            block: Where shards have written rows that their answers do not have.
         """
         steps, count = answers[0].draw.steps, len(weights)
         each = max(1, steps)
@@ -362,100 +247,56 @@ class Deliverer:
             positions = rows if each == 1 else (rows[:, None] * each + np.arange(each)).reshape(-1)
             drawn.append(_Share(answer, slice(0, first), positions, ids[:first]))
             behind.append(_Share(answer, slice(first, None), rows[answer.draw.others], ids[first:]))
-        draw = Draw(
-            _ids(drawn).reshape((count, steps) if steps else count),
-            _own(weights),
-            **self._own_arrays(answers, where, count),
-        )
+        own: dict[str, Any] = {
+            name: _merged([answer.draw.own[name] for answer in answers], where) for name in answers[0].draw.own
+        }
+        draw = Draw(_ids(drawn).reshape((count, steps) if steps else count), weights, **own)
+        if block is not None and not block.is_given_up:
+            self.blocks.settle(block)
+        found = DrawnRows(self._rows(drawn, {} if block is None else block.pairs()), None, None)
         if isinstance(sampler, Hindsight):
-            found = DrawnRows(self._rows(drawn, _BOTH), None, self._rows(behind, _NEXT))
-            return self.batches.make(replace(draw, goals=sampler.goals(_ids(behind))), found)
-        if any(len(share.ids) for share in behind):
-            found = DrawnRows(self._rows(drawn, _FIRST), self._rows(behind, _NEXT), None)
-            return self.batches.make(replace(draw, last_ids=_ids(behind)), found)
-        return self.batches.make(draw, DrawnRows(self._rows(drawn, _BOTH), None, None))
+            draw, found = replace(draw, goals=sampler.goals(_ids(behind))), found._replace(outcomes=self._rows(behind))
+        elif any(len(share.ids) for share in behind):
+            draw, found = replace(draw, last_ids=_ids(behind)), found._replace(last=self._rows(behind))
+        return self._batches.make(draw, found)
 
-    @staticmethod
-    def _own_arrays(answers: Sequence[Answer], where: Sequence[Ids], count: int) -> dict[str, Any]:
-        """Merge what the samplers say of what they drew."""
-        found: dict[str, Any] = {}
-        for name, first in answers[0].draw.own.items():
-            merged = found[name] = np.empty((count, *first.shape[1:]), first.dtype)
-            for answer, rows in zip(answers, where, strict=True):
-                merged[rows] = answer.draw.own[name]
-        return found
+    def _rows(self, shares: Sequence[_Share], written: Mapping[int, tuple[Array, Array]] | None = None) -> Rows:
+        """Bring rows of some answers together.
 
-    def _rows(self, shares: Sequence[_Share], wanted: tuple[bool, bool]) -> storage.Rows:
-        """Bring rows of some answers together; of observations and next observations those that are wanted."""
-
-        def column(name: str) -> Array:
-            return _merged([share.answer.columns[name][share.rows] for share in shares], shares)
-
-        schema, pairs = self._schema, {}
-        for i, leaf in enumerate(schema.observation.leaves):
-            if i in shares[0].answer.fields:
-                pair = self._borrowed(shares, i, leaf)
-                pairs[i] = pair or self.assembler.assemble(self._places(i, shares), 0, leaf, wanted)
-            else:
-                pairs[i] = column(f"obs.{i}"), column(f"next.{i}")
-        action = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
-        extras = [column(f"extras.{i}") for i in range(len(schema.extras.leaves))]
-        reward, terminated, truncated = (column(f"{name}.0") for name in ("reward", "terminated", "truncated"))
-        ended = (terminated > truncated).astype(np.float32)
-        return storage.Rows(pairs, (), None, action, reward, terminated, truncated, extras, ended)
-
-    def _borrowed(self, shares: Sequence[_Share], i: int, leaf: Leaf) -> tuple[Array, Array] | None:
-        """Return the arrays of one answer as they are, if the batch is all of it, or None; nothing is copied."""
-        share, found = shares[0], shares[0].answer.fields[i]
-        count, total, slices = len(share.ids), found.log.size // 2, found.forms[0].slices if found.forms else None
-        if len(shares) > 1 or len(found.forms) > 1 or not isinstance(slices, np.ndarray) or not count:
-            return None
-        cursors = found.cursors[share.rows]
-        first = int(cursors[0]) // 2
-        in_order = np.arange(count, dtype=np.uint32)
-        log = np.arange(2 * total, dtype=np.uint32).reshape(2, total).T.reshape(-1)
-        if not all(
-            np.array_equal(*pair)
-            for pair in ((share.positions, in_order), (cursors, 2 * (first + in_order)), (found.log, log))
-        ):
-            return None
-        owned = self._store.writable(slices)
-        if owned is None:
-            return None
-        pair = owned.reshape(2, total, leaf.nbytes)[:, first : first + count]
-        obs, next_obs = (side.reshape(-1).view(leaf.dtype).reshape(count, *leaf.shape) for side in pair)
-        return obs, next_obs
-
-    def _places(self, leaf: int, shares: Sequence[_Share]) -> storage.Places:
-        """Describe where the slices of a leaf lie, to the loops that decode them."""
-        count = sum(len(share.ids) for share in shares)
-        segment, cursors = np.zeros(count, np.int32), np.zeros(count, np.uint32)
-        parts: list[storage.ClosedPart] = []
-        for share in shares:
-            found, where = share.answer.fields[leaf], share.positions
-            segment[where] = found.form[share.rows] + np.int32(len(parts))
-            cursors[where] = found.cursors[share.rows]
-            log = found.log.reshape(-1, 1)
-            for form in found.forms:
-                block = self._block(form)
-                parts.append(storage.ClosedPart(form.window, log, len(log), block, block.used, len(where), block.used))
-        records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(storage.RECORD_FIELDS))
-        return storage.Places(
-            records=[records],
-            segment=segment,
-            cursors=[cursors],
-            lane=np.zeros(count, np.int32),
-            lanes=1,
-            held=(tuple(part.held for part in parts),),
+        Args:
+            written: Leaves of the batch whose rows may be there already.
+        """
+        found = [share.answer.rows for share in shares]
+        rest = _each(
+            [rows._replace(small={}) for rows in found],
+            lambda parts: _merged(
+                [part[share.rows] for part, share in zip(parts, shares, strict=True)],
+                [share.positions for share in shares],
+            ),
         )
+        count, small = sum(len(share.ids) for share in shares), {}
+        for i, leaf in enumerate(self._leaves):
+            pair = small[i] = (written or {}).get(i) or (self._empty(count, leaf), self._empty(count, leaf))
+            for share, rows in zip(shares, found, strict=True):
+                if i not in rows.small and i not in (written or {}):
+                    raise DamageError("an answer lacks a field of its rows; nothing of it is used")
+                if i in rows.small:
+                    for merged, part in zip(pair, rows.small[i], strict=True):
+                        merged[share.positions] = part[share.rows]
+        return rest._replace(small=small)
 
-    def _block(self, form: SliceForm) -> storage.KeptBlock:
-        slice_bytes, slices = form.window.slice_bytes, form.slices
-        if isinstance(slices, storage.Coded):
-            return storage.KeptBlock(slice_bytes, slices.count, self._kernels.coder.adopt(slices))
-        return storage.KeptBlock(slice_bytes, slices.size // slice_bytes, slices)
+    def _empty(self, count: int, leaf: Leaf) -> Array:
+        room: Array = self._room.take(count * leaf.nbytes)
+        return room.view(leaf.dtype).reshape(count, *leaf.shape)
 
 
-def _own(array: Array) -> Array:
-    """Return an array that may be written to: a batch belongs to the caller."""
-    return array if array.flags.writeable and array.flags.owndata else array.copy()
+def _ids(shares: Sequence[_Share]) -> Ids:
+    return _merged([share.ids for share in shares], [share.positions for share in shares])
+
+
+def _merged(parts: Sequence[Array], where: Sequence[Ids]) -> Array:
+    """Bring rows together, those of each part at their positions."""
+    merged = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    for part, positions in zip(parts, where, strict=True):
+        merged[positions] = part
+    return merged

@@ -19,7 +19,7 @@ import ray
 
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
-from holdall.cluster.lanes import new_writer
+from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, together
 from holdall.cluster.protocol import ShardCounters, received
 from holdall.cluster.roster import NAMESPACE, WaitNotice
@@ -29,7 +29,7 @@ from holdall.cluster.writer import Address, Writer
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, schema_of
-from holdall.native import chosen_kernels
+from holdall.native import chosen_kernels, fallback
 from holdall.report import MemoryReport
 from holdall.sampling import Hindsight, Sampler
 from holdall.schema import as_ids
@@ -65,16 +65,16 @@ class MemoryHandle:
         self._terms, self._address, self.sampler = terms, terms.address, terms.sampler
         self.schema = schema_of(self._address.words)
         self.num_envs, self.name = self.schema.num_envs, self._address.name
-        self._deliverer = Deliverer(self.schema, chosen_kernels(), device)
+        self._deliverer = Deliverer(self.schema, chosen_kernels(), device, sliced_leaves(self.schema))
         self._device = device
         self._lock = threading.RLock()
         self._closed = False
         self._metrics = Gauges("learner", memory=self.name)
         patience_s = self._address.patience_s
         self._cluster = Cluster(self._address.roster(), patience_s, learner)
-        self._writer = new_writer(self._address, self.num_envs)
+        self._writer = Writer(self._address, self.num_envs)
         self._drawing = Drawing(
-            self._cluster, self.schema, self._deliverer, self.sampler, generator, terms.on_shard_loss, patience_s
+            self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss, patience_s
         )
         self._priorities = Priorities(self._cluster, self.sampler, patience_s)
 
@@ -94,7 +94,7 @@ class MemoryHandle:
         require_count("num_envs", lanes, 1)
         if spread is not None:
             require_count("spread", spread, 1)
-        return new_writer(self._address, lanes, spread)
+        return Writer(self._address, lanes, spread)
 
     def add(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -142,7 +142,7 @@ class MemoryHandle:
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._open()
-        self._deliverer.batches.keep(prefetch + 2)
+        self._deliverer.keep(prefetch + 2)
         batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
         ahead = BatchesAhead(self._drawing, lambda count: self._start(batch_size, count), batches)
         return Loader(ahead, max(0, prefetch - batches + 1))
@@ -207,9 +207,11 @@ class MemoryHandle:
         self.flush()
         known = self._cluster.refresh()
         asked = [self._cluster.handle(shard).report.remote() for shard in known]
-        fields = added_up(ray.get(asked, timeout=self._address.patience_s))
+        found = ray.get(asked, timeout=self._address.patience_s)
+        fields = added_up([each[0] for each in found])
         transitions = sum(counters.transitions for counters in known.values())
-        return MemoryReport(transitions, fields, self._deliverer.assembler.staging.nbytes, len(known))
+        slower = next((words for words in (*(each[1] for each in found), fallback()) if words), "")
+        return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known), fallback=slower)
 
     def close(self) -> None:
         """Send what waits, and let go of the memory; it stays where it is."""
@@ -217,10 +219,7 @@ class MemoryHandle:
             if self._closed:
                 return
             self._closed = True
-            try:
-                self._writer.close()
-            finally:
-                self._deliverer.assembler.close()
+            self._writer.close()
 
     def __enter__(self) -> Self:
         return self

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, AnswerReader, Deliverer, Payload
-from holdall.cluster.protocol import ShardCounters, dictionary_of, received, rows_of, shards_of
+from holdall.cluster.answer import Answer, Deliverer, Payload, read_answer
+from holdall.cluster.protocol import ShardCounters, client_name, received, rows_of, shards_of
+from holdall.cluster.shared_blocks import BatchBlock
 from holdall.cluster.status import LOSSES, Cluster
 from holdall.errors import ArgumentError, CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler
-from holdall.schema import Array, Schema, as_array, ids_of_any_shape
-from holdall.storage import Dictionary
+from holdall.schema import Array, as_array, ids_of_any_shape
 
 Ids = NDArray[np.int64]
 
@@ -93,6 +93,7 @@ class Request:
 
     count: int
     asked: list[Asked] = field(default_factory=list)
+    block: BatchBlock | None = None  # where shards on this machine write its rows
 
 
 class Drawing:
@@ -104,22 +105,23 @@ class Drawing:
     """
 
     def __init__(
-        self, cluster: Cluster, schema: Schema, deliverer: Deliverer, sampler: Sampler,
+        self, cluster: Cluster, deliverer: Deliverer, sampler: Sampler,
         generator: np.random.Generator, policy: str, patience_s: float,
     ) -> None:  # fmt: skip
         self._cluster = cluster
-        self._reader = AnswerReader(schema)
         self._deliverer = deliverer
         self._sampler = sampler
         self.generator = generator
         self._policy = policy
         self._patience_s = patience_s
-        self._dictionaries: dict[str, Dictionary] = {}
         self._lock = threading.Lock()
 
     def start(self, count: int, batches: int = 1) -> list[Request]:
         """Draw a shard for every row of some batches, and ask every shard once for all of them."""
         requests = [Request(count) for _ in range(batches)]
+        if not isinstance(self._sampler, ComposedSampler):
+            for request in requests:
+                request.block = self._deliverer.blocks.take(count)
         with self._lock:
             self._ask([(request, np.arange(count)) for request in requests], self._reachable(count))
         return requests
@@ -128,10 +130,14 @@ class Drawing:
         """Wait for the rows, draw those again whose shard was lost, and make the batch."""
         answers: list[Answer] = []
         asked: list[Asked] = []
+        block = request.block
         while request.asked:
             oldest = request.asked.pop(0)
             answer = self._heard(oldest)
             if answer is None:
+                if block is not None:
+                    block.is_given_up = True
+                    request.block = None  # what is asked for again comes with its answer
                 with self._lock:
                     self._ask([(request, oldest.rows)], self._reachable(1))
                 continue
@@ -139,9 +145,12 @@ class Drawing:
             asked.append(oldest)
         by = self._sampler.by if isinstance(self._sampler, ComposedSampler) else self._sampler
         beta = by.beta if isinstance(by, Prioritized) else 1.0
-        where, shards = [each.rows for each in asked], [each.shard for each in asked]
+        where = [
+            each.rows if answer.order is None else each.rows[answer.order]
+            for each, answer in zip(asked, answers, strict=True)
+        ]
         weights = weights_of(answers, where, [each.mass for each in asked], beta)
-        return self._deliverer.batch(answers, where, shards, weights, self._sampler)
+        return self._deliverer.batch(answers, where, [each.shard for each in asked], weights, self._sampler, block)
 
     def gather(self, wanted: Ids) -> Batch:
         """Return the transitions `wanted`, in that order."""
@@ -152,7 +161,9 @@ class Drawing:
         calls = []
         for shard in np.unique(shards).tolist() or [min(numbers)]:
             rows = np.flatnonzero(shards == shard)
-            calls.append((shard, rows, self._cluster.handle(shard).gather.remote(rows_of(wanted[rows]).tobytes())))
+            calls.append(
+                (shard, rows, self._cluster.handle(shard).gather.remote(client_name(), rows_of(wanted[rows]).tobytes()))
+            )
         answers = []
         for shard, _, call in calls:
             try:
@@ -162,18 +173,11 @@ class Drawing:
         where, named = [rows for _, rows, _ in calls], [shard for shard, _, _ in calls]
         return self._deliverer.batch(answers, where, named, np.ones(len(wanted), np.float32))
 
-    def answer(self, shard: int, payload: Payload) -> Answer:
-        """Read a shard's answer, and fetch the dictionaries that it names."""
-        answer = self._reader.read(payload, lambda name: self.learn(shard, name))
+    def answer(self, shard: int, payload: Payload | bytes) -> Answer:
+        """Read a shard's answer."""
+        answer = read_answer(payload)
         self._cluster.note(shard, answer.counters)
         return answer
-
-    def learn(self, shard: int, name: str) -> Dictionary:
-        """Return a dictionary that a shard's segments name."""
-        if name not in self._dictionaries:
-            record = received(self._cluster.handle(shard).dictionary.remote(name), self._patience_s)
-            self._dictionaries[name] = dictionary_of(record)
-        return self._dictionaries[name]
 
     def _heard(self, asked: Asked) -> Answer | None:
         """Wait for a shard's answer, and cut out the rows; None if it is lost, or holds nothing any more."""
@@ -186,8 +190,8 @@ class Drawing:
         try:
             payload = self._payload(shard, call)
             call.is_heard = True
-            if isinstance(payload, bytes) and len(payload) == ShardCounters.LAYOUT.size:
-                self._cluster.note(shard, ShardCounters.of(payload))
+            if isinstance(payload, ShardCounters):
+                self._cluster.note(shard, payload)
                 return None
             return self.answer(shard, payload)
         except LOSSES as error:
@@ -200,13 +204,13 @@ class Drawing:
                 ) from error
             return None
 
-    def _payload(self, shard: int, call: Call) -> Payload:
+    def _payload(self, shard: int, call: Call) -> Payload | bytes | ShardCounters:
         """Wait for what a shard says, but not for one that is known to be away: Ray fails its calls seconds later."""
         until = time.monotonic() + self._patience_s
         while True:
             left = until - time.monotonic()
             try:
-                payload: Payload = received(call.reference, min(_LOOK_S, max(0.0, left)))
+                payload: Payload | bytes | ShardCounters = received(call.reference, min(_LOOK_S, max(0.0, left)))
             except ray.exceptions.GetTimeoutError:
                 if left <= 0 or self._cluster.is_away(shard):
                     raise
@@ -222,7 +226,8 @@ class Drawing:
         for shard in sorted(by_shard):
             parts = by_shard[shard]
             counts = [(len(rows), self._relabelled(request.count, rows)) for request, rows in parts]
-            call, first = Call(self._cluster.call(shard, "sample", counts)), 0
+            blocks = [request.block.place(rows) for request, rows in parts if request.block is not None]
+            call, first = Call(self._cluster.call(shard, "sample", counts, blocks)), 0
             for request, rows in parts:
                 request.asked.append(Asked(shard, rows, masses[shard], call, first))
                 first += len(rows)
@@ -282,13 +287,16 @@ Draw = Callable[[int], list[Request]]
 """Draws so many batches."""
 
 
+_FROM_SHARDS = 4
+
+
 def together(prefetch: int, shards: int) -> int:
     """Return how many batches are drawn at once, of `prefetch` that may be.
 
-    With that many a shard's answer holds about half a batch. From one or two shards it does so anyway; of one shard
-    batches are drawn exactly when a local memory draws them.
+    With as many as there are shards, an answer holds about as much as that of a single shard would. From few shards
+    each batch is drawn alone, exactly when a local memory draws it.
     """
-    return max(1, min(prefetch, shards // 2))
+    return max(1, min(prefetch, shards)) if shards >= _FROM_SHARDS else 1
 
 
 class BatchesAhead:
@@ -372,7 +380,7 @@ class Priorities:
         asked = {shard: self._cluster.handle(shard).raise_highest.remote(top) for shard in behind}
         for shard, call in asked.items():
             try:
-                self._cluster.note(shard, ShardCounters.of(received(call, self._patience_s)))
+                self._cluster.note(shard, received(call, self._patience_s))
             except LOSSES:
                 self._cluster.lose(shard)
 
@@ -389,7 +397,7 @@ class Priorities:
                     return
                 self._under_way.popleft()
             try:
-                self._cluster.note(shard, ShardCounters.of(received(call, self._patience_s)))
+                self._cluster.note(shard, received(call, self._patience_s))
             except LOSSES:
                 self._cluster.lose(shard)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 
 from holdall import storage
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
-from holdall.cluster.answer import Answer, Payload, RowDraw, pack_answer
+from holdall.cluster.answer import Answer, AnswerPacker, Payload, RowDraw
 from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.row_finder import RowFinder
 from holdall.cluster.row_order import RowOrder
+from holdall.cluster.row_reader import ShardReader
+from holdall.cluster.shared_blocks import BlockPlace
 from holdall.delivery import Prefetched
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
@@ -57,13 +58,13 @@ class ShardData:
         self.sampler = sampler
         self.generator = generator
         self.inserted = 0  # transitions ever accepted
-        self.dictionaries: dict[str, storage.Dictionary] = {}
         self._words = words | {"num_envs": 1}
         self._schema = schema_of(self._words)
         self._lock = lock
         self._kernels = chosen_kernels()
         decoded_bytes = memory_limits()[0].free_bytes // _SHARE_OF_AVAILABLE // neighbours
-        self._finder = RowFinder(self._schema, self._kernels, decoded_bytes)
+        self._reader = ShardReader(self._schema, sliced_leaves(self._schema), self._kernels, decoded_bytes, neighbours)
+        self._packer = AnswerPacker()
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[storage.Codec, storage.Codec] = {}
         self._runs: deque[WriterRun] = deque()
@@ -87,19 +88,34 @@ class ShardData:
         )
         return self.store
 
-    def unpacked(self, payload: bytes, dictionaries: dict[str, storage.Dictionary]) -> storage.SealedSegment:
-        """Read a segment; the codecs that segments have in common are kept once, so that answers can compare them."""
-        segment = storage.unpack_segment(payload, self._schema, dictionaries, self._kernels.coder)
-        for part in segment.parts:
-            self._share_codec(part.block)
+    def unpacked(
+        self, payload: bytes, dictionaries: Mapping[str, storage.Dictionary] | None = None
+    ) -> storage.SealedSegment:
+        """Read a segment."""
+        segment = storage.unpack_segment(payload, self._schema, dictionaries or {}, self._kernels.coder)
+        self._bring(part.block for part in segment.parts)
         return segment
 
-    def _share_codec(self, block: storage.SliceBlock) -> None:
-        """Have a block in memory, with a codec that others have too."""
-        if block.sealed is not None:
+    def _bring(self, blocks: Iterable[storage.SliceBlock]) -> None:
+        """Have slices in memory, with codecs that they share, and without dictionaries: a segment stands for itself."""
+        for block in blocks:
+            if block.sealed is None:
+                continue
             coded = block.sealed.coded.in_memory()
+            if coded.codec.dictionary is not None:
+                coded = self._without_dictionary(self._kernels.coder.adopt(coded))
             codec = self._codecs.setdefault(coded.codec, coded.codec)
             block.sealed = storage.CarriedSlices(replace(coded, codec=codec))
+
+    def _without_dictionary(self, sealed: storage.SealedSlices) -> storage.Coded:
+        """Code slices anew that a local memory, or an earlier version, coded with a dictionary."""
+        coder, codec = self._kernels.coder, sealed.codec
+        raw = np.empty((sealed.count, codec.transform.slice_bytes), np.uint8)
+        coder.decode(sealed, np.arange(sealed.count), raw)
+        plain = storage.Codec(storage.Method.STORED, 0, storage.Transform(codec.transform.slice_bytes))
+        again = coder.seal(raw, replace(codec, dictionary=None)) or coder.seal(raw, plain)
+        assert again is not None  # what is stored as it is always can be
+        return again.coded
 
     def take(self, writer: bytes, segment: storage.SealedSegment) -> None:
         """Take a segment of a writer over."""
@@ -133,11 +149,10 @@ class ShardData:
                 raise DamageError(f"{journal.url} lacks segments before row {page.first_row}; load a checkpoint")
             for entry in page.entries:
                 self.take(entry.writer, self.unpacked(entry.payload, journal.dictionaries))
-        move = journal.move
+        move = journal.state.move
         # What another memory was moving when it ended may not have arrived; this one's will.
         is_other = move is not None and move.memory != memory
-        self.store.forget_before(move.first_row if move is not None and is_other else journal.hidden_before)
-        self.dictionaries = dict(journal.dictionaries)
+        self.store.forget_before(move.first_row if move is not None and is_other else journal.state.hidden_before)
         self.inserted = self.store.next_tick
         self._resume_priorities(journal)
 
@@ -161,11 +176,8 @@ class ShardData:
     def load(self, checkpoint: Restored) -> None:
         """Hold what was saved, all of it in memory, and draw on from there."""
         content = checkpoint.content
-        for block in [] if content is None else [part.block for segment in content.segments for part in segment.parts]:
-            self._share_codec(block)
-            named = None if block.sealed is None else block.sealed.codec.dictionary
-            if named is not None:
-                self.dictionaries[storage.dictionary_name(named)] = named
+        if content is not None:
+            self._bring(part.block for segment in content.segments for part in segment.parts)
         store = self.begin_at(checkpoint.manifest.first_tick)
         checkpoint.fill(store)
         state = checkpoint.state
@@ -188,7 +200,7 @@ class ShardData:
         Args:
             written: The row behind the last that the journal holds.
         """
-        journal.loading = checkpoint
+        journal.state = replace(journal.state, loading=checkpoint)
         waiting: list[bytes] = []
         begin = row = max(self.store.first_tick, written)
         while row < self.store.next_tick:
@@ -197,9 +209,9 @@ class ShardData:
             row = first + segment.rows.ticks
             if sum(map(len, waiting)) >= SLOT_BYTES or row == self.store.next_tick:
                 entries = [Entry(_LOADED, 0, payload) for payload in waiting]
-                journal.append(entries, begin, list(self.dictionaries.values()))
+                journal.append(entries, begin)
                 begin, waiting = row, []
-        journal.end_loading(self.store.first_tick)
+        journal.say(loading="", hidden_before=self.store.first_tick)
 
     def save(self, url: str) -> SaveHandle:
         """Begin a checkpoint of this moment; the memory removes those that none of its manifests names."""
@@ -219,6 +231,13 @@ class ShardData:
         """Wait for checkpoints that are under way, and let others write there."""
         self._savers.close()
 
+    @staticmethod
+    def in_order(draw: RowDraw, counts: Sequence[tuple[int, int]]) -> tuple[RowDraw, Ids]:
+        """Return what was drawn for each batch from the oldest to the newest: neighbours compress well together."""
+        batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
+        order = np.lexsort((draw.drawn[:, 0], batch))
+        return draw.taken(order)[0], order
+
     def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> RowDraw:
         """Draw rows of some batches, those of each for itself.
 
@@ -232,24 +251,28 @@ class ShardData:
 
     def found(self, draw: RowDraw) -> tuple[NDArray[np.float64], storage.Rows]:
         """Look rows up: what each was drawn in proportion to, and where it lies."""
-        rows = draw.rows[: len(draw.rows) - len(draw.others)]
-        if draw.steps and isinstance(self.sampler, ComposedSampler):
-            rows = self.sampler.first_ids(rows.reshape(-1, draw.steps))
-        by = self._by
+        drawn, by = draw.drawn, self._by
+        rows = (
+            self.sampler.first_ids(drawn) if isinstance(self.sampler, ComposedSampler) and draw.steps else drawn[:, 0]
+        )
         scaled = by.scaled(self._startable(), rows) if isinstance(by, Prioritized) else np.ones(len(rows))
         return scaled, self.store.read(draw.rows)
 
     def answer(
-        self, counters: ShardCounters, draw: RowDraw, scaled: NDArray[np.float64], found: storage.Rows,
-        is_near: bool = False,
-    ) -> Payload:  # fmt: skip
+        self, counters: ShardCounters, draw: RowDraw, found: tuple[NDArray[np.float64], storage.Rows],
+        counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = (), order: Ids | None = None,
+        *, is_near: bool = False,
+    ) -> Payload | bytes:  # fmt: skip
         """Make an answer of what was looked up; that takes no lock.
 
         Args:
+            counts: See `draw`.
+            blocks: Where a learner on this machine has rows written, of every batch.
+            order: See `Answer`.
             is_near: Whether it goes to this machine.
         """
-        columns, fields = self._finder.columns(found), self._finder.fields(found, is_near)
-        return pack_answer(Answer(counters, draw, scaled, columns, fields), is_near)
+        rows = self._reader.read(found[1], [count for count, _ in counts], blocks if is_near else ())
+        return self._packer.pack(Answer(counters, draw, found[0], rows, order), is_near=is_near)
 
     def mass(self) -> float:
         """Return what draws are in proportion to: transitions, starts of sequences, or the sum of scaled priorities."""

@@ -9,6 +9,7 @@ torch), `device_fields`, `device_rings` (where rows lie), `device_draws` (sample
 Torch is imported when a device is asked for.
 """
 
+from holdall.delivery.batch_layout import DeviceBatch
 from holdall.delivery.batches import (
     Batches,
     BatchJob,
@@ -20,10 +21,9 @@ from holdall.delivery.batches import (
     of_ids,
 )
 from holdall.delivery.device import DeviceStream, stream_to
-from holdall.delivery.device_assembly import DeviceBatch
-from holdall.delivery.device_batch import batches_for
+from holdall.delivery.device_assembly import SlotDraw
 from holdall.delivery.device_rollout import DeviceRollout
-from holdall.delivery.loader import Loader, Prefetched, SavedDraws
+from holdall.delivery.loader import Loader, Prefetched, SavedDraws, batches_for
 from holdall.delivery.resident import ResidentBatches, TensorFit, is_on_device, rings_on
 from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, Gather, MinibatchDelivery, SlotLoad
 
@@ -46,6 +46,7 @@ __all__ = [
     "Prefetched",
     "ResidentBatches",
     "SavedDraws",
+    "SlotDraw",
     "SlotLoad",
     "TensorFit",
     "batches_for",

@@ -25,7 +25,7 @@ from holdall.threads import fork_safe, left
 if TYPE_CHECKING:
     import torch
 
-    from holdall.delivery.device_assembly import MadeBatch
+    from holdall.delivery.device_assembly import MadeBatch, SlotDraw
     from holdall.delivery.device_store import DeviceSnapshot, PinnedSnapshot
 
 
@@ -310,8 +310,12 @@ class BatchJob(Protocol):
 class Batches(ABC):
     """Makes batches of one memory's transitions."""
 
-    def draw(self, sampler: Any, count: int, generator: np.random.Generator) -> Batch | None:
+    def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """Draw and make a batch in one step, where that can be done; under the memory's lock."""
+        return None
+
+    def draw_slots(self, rows: SlotDraw, count: int, store: Store, *, ahead: bool) -> BatchJob | None:
+        """The same for rows that an adapter draws, see `DeviceBatches`."""
         return None
 
     @abstractmethod

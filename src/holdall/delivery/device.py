@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,10 +31,15 @@ class DeviceStream:
     """Whether the host does what a device's kernels do; for tests of what they are told."""
     number = 0
     """The stream, as the driver names it."""
+    record_function = 0
+    """The function by which C records events, 0 where there are none."""
+    count_uses: Callable[[int], int] | None
+    """Returns how many tensors, and others, refer to a storage; None if torch does not say."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.device = torch.device("cpu")
+        self.count_uses = _use_count(torch)
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         """Allocate memory on the host that the device can read by itself."""
@@ -78,12 +83,9 @@ class DeviceStream:
         """Return the calling thread's own stream, as the driver names it; it waits for the one of the call before."""
         return 0
 
-    def record_there(self) -> Any:
-        """Return an event behind everything that the stream was given which `consumer` returned last."""
-        return None
-
-    def wait_for_device(self) -> None:
-        """Wait on the host for everything that any stream has been given."""
+    def new_event(self) -> tuple[Any, int]:
+        """Return an event that has passed, and how the driver names it: C records it again and again."""
+        return None, 0
 
     def record(self) -> Any:
         """Return an event behind everything that this stream has been given."""
@@ -95,6 +97,9 @@ class DeviceStream:
 
     def wait_for(self, event: Any) -> None:
         """Let this stream continue only after an event."""
+
+    def wait_for_consumer(self) -> None:
+        """Let this stream continue only after everything that the calling thread gave its own stream."""
 
     def let_consumer_wait(self, event: Any) -> None:
         """Let the calling thread's own stream continue only after an event."""
@@ -129,10 +134,16 @@ class CudaStream(DeviceStream):
         self._torch = torch
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self.count_uses = _use_count(torch)
         self._stream = torch.cuda.Stream(self.device)
         self._consumer: Any = None
+        self._consumer_number = -1
+        # Torch's own way without the object, where it has it: this is asked for with every batch.
+        self._current: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", self._current_stream)
         self.number = self._stream.cuda_stream
         self._driver = found_driver(self.number)
+        self.record_function = self._driver.record_function if self._driver else 0
+        self._behind_consumer = self.new_event()[0]
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         """See `DeviceStream`."""
@@ -179,20 +190,23 @@ class CudaStream(DeviceStream):
 
     def consumer(self) -> int:
         """See `DeviceStream`."""
-        stream = self._torch.cuda.current_stream(self.device.index)
-        if self._consumer is not None and stream != self._consumer:  # not != alone: torch's streams equal None
-            stream.wait_stream(self._consumer)
-        self._consumer = stream
-        number: int = stream.cuda_stream
+        number = self._current(self.device.index)
+        if number != self._consumer_number:
+            stream = self._torch.cuda.current_stream(self.device.index)
+            if self._consumer is not None:
+                stream.wait_stream(self._consumer)
+            self._consumer, self._consumer_number = stream, number
         return number
 
-    def record_there(self) -> Any:
-        """See `DeviceStream`."""
-        return self._consumer.record_event()
+    def _current_stream(self, index: int) -> int:
+        number: int = self._torch.cuda.current_stream(index).cuda_stream
+        return number
 
-    def wait_for_device(self) -> None:
+    def new_event(self) -> tuple[Any, int]:
         """See `DeviceStream`."""
-        self._torch.cuda.synchronize(self.device)
+        event = self._stream.record_event()
+        event.synchronize()
+        return event, event.cuda_event
 
     def record(self) -> Any:
         """See `DeviceStream`."""
@@ -206,9 +220,17 @@ class CudaStream(DeviceStream):
         """See `DeviceStream`."""
         self._stream.wait_event(event)
 
+    def wait_for_consumer(self) -> None:
+        """See `DeviceStream`."""
+        driver, event = self._driver, self._behind_consumer
+        if driver is None or not driver.order(event.cuda_event, self._current(self.device.index), self.number):
+            self.wait_for(self.record_consumer())
+
     def let_consumer_wait(self, event: Any) -> None:
         """See `DeviceStream`."""
-        self._torch.cuda.current_stream(self.device.index).wait_event(event)
+        driver = self._driver
+        if driver is None or driver.wait(self._current(self.device.index), event.cuda_event, 0):
+            self._torch.cuda.current_stream(self.device.index).wait_event(event)
 
     def synchronize(self, event: Any) -> None:
         """See `DeviceStream`."""
@@ -235,6 +257,20 @@ class CudaStream(DeviceStream):
 def stream_to(torch: Any, device: torch.device) -> DeviceStream:
     """Return a stream to a device."""
     return CudaStream(torch, device) if device.type == "cuda" else DeviceStream(torch)
+
+
+def _use_count(torch: Any) -> Callable[[int], int] | None:
+    """Return what counts the users of a storage, if it counts a tensor that shares it and forgets it again."""
+    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return None
+    memory = torch.empty(1)
+    storage = memory.untyped_storage()._cdata
+    before = count(storage)
+    shared = memory.data
+    during = count(storage)
+    del shared
+    return count if (during, count(storage)) == (before + 1, before) else None
 
 
 class _OnStream:
@@ -278,11 +314,19 @@ class CudaDriver:
     def __init__(self, library: ctypes.CDLL, stream: int) -> None:
         self.stream = stream
         self.copy_function = ctypes.cast(library.cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value or 0
+        self.record_function = ctypes.cast(library.cuEventRecord, ctypes.c_void_p).value or 0
+        self._record, self.wait = library.cuEventRecord, library.cuStreamWaitEvent
+        self._record.argtypes = [ctypes.c_void_p] * 2
+        self.wait.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]  # stream, event; not 0 if it refuses
         self._push, self._pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
         self._context = ctypes.c_void_p()
         self._popped = ctypes.c_void_p()
         if library.cuStreamGetCtx(ctypes.c_void_p(stream), ctypes.byref(self._context)):
             self.copy_function = 0
+
+    def order(self, event: int, first: int, then: int) -> bool:
+        """Let a stream go on behind what another one was given; False if the driver refuses."""
+        return not (self._record(event, first) or self.wait(then, event, 0))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:

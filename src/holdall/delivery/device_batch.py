@@ -19,21 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.delivery.batch_layout import BatchLayout, BlockSpan, DeviceMove, PackedField, PinnedHead
+from holdall.delivery.batch_layout import BatchLayout, BlockSpan, DeviceBatch, DeviceMove, PackedField, PinnedHead
 from holdall.delivery.batches import (
     Batches,
     BatchJob,
     BlockPool,
-    Delivery,
     DrawnRows,
     HostBatches,
-    ObservationAssembler,
+    of_ids,
 )
-from holdall.delivery.device import DeviceScratch, DeviceStream, StagingRing, StagingSlot, stream_to
-from holdall.delivery.device_assembly import DeviceAssembler, DeviceBatch, MadeJob
-from holdall.delivery.device_store import DeviceSlices, PinnedArenas
+from holdall.delivery.device import DeviceScratch, DeviceStream, StagingRing, StagingSlot
+from holdall.delivery.device_assembly import DeviceAssembler, MadeBatch, MadeJob, Readable, SlotDraw
+from holdall.delivery.device_store import DeviceSlices, DeviceSnapshot, PinnedArenas, PinnedSnapshot
 from holdall.errors import DamageError
 from holdall.native import CopyPlan, Cut, Names, SliceNamer
+from holdall.sampling import Uniform
 from holdall.schema import Schema
 from holdall.storage import Kernels, Rows, Store
 from holdall.threads import fork_safe, left
@@ -56,28 +56,6 @@ class _NamedSlices(NamedTuple):
     words: int  # of a slice
     source: torch.Tensor | None = None  # on the device, as rows of words; None: the device reads them ...
     on_host: torch.Tensor | None = None  # ... from here
-
-
-def batches_for(
-    schema: Schema,
-    kernels: Kernels,
-    assembler: ObservationAssembler,
-    delivery: Delivery,
-    store_on_device: bool = False,
-    pins: bool = False,
-) -> Batches:
-    """Return what makes batches for a delivery.
-
-    Args:
-        store_on_device: Keep all slices on the delivery's device, and make batches of them there.
-        pins: Whether raw blocks may be pinned; they then stay a while longer than they are needed.
-    """
-    plain, device = HostBatches(schema, assembler, delivery), delivery.torch_device
-    batches: Batches = plain
-    if device is not None and (store_on_device or delivery.is_remote):
-        torch = delivery.torch
-        batches = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
-    return JaxBatches(batches) if delivery.is_jax else batches
 
 
 class DeviceBatches(Batches):
@@ -107,7 +85,7 @@ class DeviceBatches(Batches):
         named = self._namer is not None
         self._slices = DeviceSlices(stream, kernels.coder) if named and store_on_device else None
         self._arenas = PinnedArenas(stream) if named and pins and not store_on_device else None
-        self._assembler = DeviceAssembler.of(torch, stream, schema, self._namer, self.blocks)
+        self._assembler = DeviceAssembler.of(torch, stream, schema, self._namer)
         self._rings: dict[int, StagingRing] = {}  # by leaf
         self._scratch: dict[int, DeviceScratch] = {}  # by leaf: its unique slices, before they are stacked
         self._picked = DeviceScratch(stream)
@@ -117,16 +95,59 @@ class DeviceBatches(Batches):
         self._layouts: dict[Any, BatchLayout] = {}
         self._layouts_lock = fork_safe(threading.RLock())
 
+    def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
+        """See `Batches`: rows of a `Uniform` sampler, once a batch of so many rows was made."""
+        if type(sampler) is not Uniform or self._assembler is None:
+            return None
+        plan = self._assembler.plain_plan(store, self._readable(store), count)
+        if plan is None or not store.all_valid or (held := store.held)[1] - held[0] < count:
+            return None
+        made = self._assembler.assemble_plain(plan, held, generator.integers(*held, size=count), ahead=False)
+        return made.batch if isinstance(made, MadeBatch) else self._begin_otherwise(made, store).receive()
+
+    def draw_slots(self, rows: SlotDraw, count: int, store: Store, *, ahead: bool) -> BatchJob | None:
+        """Draw rows as `draw_slots` of `holdall.native` does, and begin a batch of them, if it can be made at once."""
+        lanes, held = self.schema.num_envs, store.held
+        if rows.filled == rows.slots:
+            is_filled = held[1] - held[0] >= rows.slots * lanes
+        else:
+            is_filled = held == (0, rows.filled * lanes)
+        if self._assembler is None or not is_filled or not store.all_valid:
+            return None
+        plan = self._assembler.plain_plan(store, self._readable(store), count)
+        if plan is None:
+            return None
+        made = self._assembler.assemble_plain(plan, held, rows, ahead=ahead)
+        return MadeJob(self.stream, made) if isinstance(made, MadeBatch) else self._begin_otherwise(made, store)
+
+    def _begin_otherwise(self, ids: NDArray[np.int64], store: Store) -> BatchJob:
+        """Begin a batch of rows that the device cannot fetch by itself."""
+        draw = of_ids(ids)
+        (job := self.start(draw, self._look_up(draw, store, self._readable(store)))).work()
+        return job
+
+    def _readable(self, store: Store) -> Readable:
+        """Return where the device reads slices now."""
+        if self._slices is None:
+            return None if self._arenas is None else self._arenas.up_to_date(store)
+        found = self._slices.up_to_date(store)
+        if self._assembler is not None and (sent := self._slices.newly_sent()) is not None:
+            self._assembler.behind = sent
+        return found
+
     def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`."""
-        on_device = None if self._slices is None else self._slices.up_to_date(store)
-        pinned = None if self._arenas is None else self._arenas.up_to_date(store)
+        readable = self._readable(store)
         if self._assembler is not None:
-            if self._slices is not None and (sent := self._slices.newly_sent()) is not None:
-                self._assembler.behind = sent
-            made = self._assembler.assemble(draw, store, on_device or pinned, ahead=ahead)
+            made = self._assembler.assemble(draw, store, readable, ahead=ahead)
             if made is not None:
                 return DrawnRows(None, None, None, made=made)  # type: ignore[arg-type]  # nothing else is needed
+        return self._look_up(draw, store, readable)
+
+    def _look_up(self, draw: Draw, store: Store, readable: Readable) -> DrawnRows:
+        """Find the rows of a batch whose slices are sent from here."""
+        on_device = readable if isinstance(readable, DeviceSnapshot) else None
+        pinned = readable if isinstance(readable, PinnedSnapshot) else None
         return self.plain.look_up(draw, store)._replace(on_device=on_device, pinned=pinned)
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
@@ -149,6 +170,8 @@ class DeviceBatches(Batches):
         """See `Batches`."""
         self.plain.keep(batches)
         self.blocks.most = max(self.blocks.most, batches + 1)
+        if self._assembler is not None:
+            self._assembler.most_blocks = max(self._assembler.most_blocks, batches + 1)
 
     @property
     def pinned_bytes(self) -> int:
@@ -411,51 +434,3 @@ class _DeviceJob:
 
     def _see(self, span: BlockSpan) -> torch.Tensor:
         return self.seen_as(span.kind).as_strided(span.shape, span.strides, span.offset)
-
-
-class JaxBatches(Batches):
-    """Makes batches as another does, and hands them to JAX."""
-
-    def __init__(self, inner: Batches) -> None:
-        self._inner = inner
-
-    def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
-        """See `Batches`."""
-        return self._inner.look_up(draw, store, ahead=ahead)
-
-    def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
-        """See `Batches`."""
-        return _JaxJob(self._inner.start(draw, drawn))
-
-    def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
-        """See `Batches`."""
-        return self._inner.make(draw, drawn).jax()
-
-    def keep(self, batches: int) -> None:
-        """See `Batches`."""
-        self._inner.keep(batches)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """See `Batches`."""
-        return self._inner.pinned_bytes
-
-    def close(self) -> None:
-        """See `Batches`."""
-        self._inner.close()
-
-
-class _JaxJob:
-    """A batch that JAX gets."""
-
-    def __init__(self, inner: BatchJob) -> None:
-        self._inner = inner
-        self.is_quick = inner.is_quick
-
-    def work(self) -> None:
-        """See `BatchJob`."""
-        self._inner.work()
-
-    def receive(self) -> Batch:
-        """See `BatchJob`."""
-        return self._inner.receive().jax()

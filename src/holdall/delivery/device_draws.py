@@ -104,7 +104,7 @@ class DeviceSampler:
         dtype = torch.promote_types(rewards.dtype, torch.float32)
         powers = [sampler.gamma**k for k in range(sampler.n + 1)]
         several = (1,) * (rewards.ndim - 2)
-        nothing = torch.tensor(-0.0, dtype=dtype, device=rings.device)
+        nothing = rings.constant(("nothing", dtype), [-0.0], dtype)
         counted = torch.where(real.reshape(*real.shape, *several), rewards.to(dtype), nothing)
         weights_of = rings.constant(("powers", sampler.gamma, sampler.n, dtype), powers[:-1], dtype)
         terms = counted * weights_of.reshape(-1, *several)

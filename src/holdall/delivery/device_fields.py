@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from holdall.delivery.device_loops import DeviceField, put_places
+from holdall.delivery.device_loops import DeviceField, put_places, typed_rows
 from holdall.schema import Array, Leaf, Schema
 
 if TYPE_CHECKING:
@@ -83,7 +83,10 @@ class ApartPool:
 
 def byte_rows(module: Any, rows: torch.Tensor) -> torch.Tensor:
     """Return rows as bytes, (rows, bytes of one): torch does not index all dtypes on all devices."""
-    return rows.reshape(len(rows), prod(rows.shape[1:])).view(module.uint8)
+    elements = prod(rows.shape[1:])
+    if rows.numel() == 0:
+        return rows.new_empty((len(rows), elements * rows.itemsize), dtype=module.uint8)
+    return rows.reshape(len(rows), elements).view(module.uint8)
 
 
 class DeviceColumn:
@@ -138,7 +141,7 @@ class DeviceRing:
         self.pool = ApartPool(torch, device, leaf.nbytes, lanes, slots * lanes) if is_pooled else None
         kind = torch.from_numpy(np.empty(0, leaf.dtype)).dtype
         self.field = DeviceField(self.rows, kind, leaf.shape, self.pool)
-        self.column = DeviceColumn(torch, self.rows.view(kind).view(slots, lanes, *leaf.shape), leaf.dtype)
+        self.column = DeviceColumn(torch, typed_rows(self.rows, kind, (slots, lanes, *leaf.shape)), leaf.dtype)
 
     @property
     def nbytes(self) -> int:

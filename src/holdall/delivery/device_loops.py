@@ -340,7 +340,7 @@ class TorchLoops:
         return slice(first, first + self._rings.lanes)
 
     def _seen(self, field: DeviceField, rows: torch.Tensor) -> torch.Tensor:
-        return rows.view(field.kind).view(len(rows), *field.shape)
+        return typed_rows(rows, field.kind, (len(rows), *field.shape))
 
 
 class _Rollout(ctypes.Structure):
@@ -393,8 +393,13 @@ def _estimate_advantages(
         returns[t] = advantages[t] + values[t]
 
 
+def typed_rows(rows: torch.Tensor, kind: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return bytes as elements of a dtype; a field may have none, which torch does not see as another dtype."""
+    return rows.view(kind).view(shape) if rows.numel() else rows.new_empty(shape, dtype=kind)
+
+
 def _bytes_of(byte: torch.dtype, value: torch.Tensor, lanes: int) -> torch.Tensor:
-    return value.contiguous().view(lanes, -1).view(byte)
+    return value.contiguous().view(lanes, -1).view(byte) if value.numel() else value.new_empty((lanes, 0), dtype=byte)
 
 
 def put_places(pool: Pool, places: torch.Tensor, rows: torch.Tensor) -> None:

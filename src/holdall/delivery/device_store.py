@@ -93,15 +93,20 @@ class DeviceSlices:
 
     def up_to_date(self, store: Store) -> DeviceSnapshot:
         """Send what is new, and return where everything is."""
-        segments = store.large_segments
+        segments, snapshot = store.large_segments, self._snapshot
+        if snapshot is not None and segments.version == self._version:
+            new = [field for field in snapshot.fields if self._fields[field].has_new]
+            if not new:
+                return snapshot
         with self._stream.active():
-            if self._snapshot is None or segments.version != self._version:
+            if snapshot is None or segments.version != self._version:
                 self._version, self._snapshot = segments.version, None  # so that this one keeps no region in use
                 parts = {field: segments.parts(field) for field in range(len(segments.cursors))}
-                self._snapshot = self._follow(parts)
-            for field in self._snapshot.fields:
+                snapshot = self._snapshot = self._follow(parts)
+                new = list(snapshot.fields)
+            for field in new:
                 self._fields[field].send_new()
-        return self._snapshot
+        return snapshot
 
     def newly_sent(self) -> Any:
         """Return an event behind what was sent since the last call; None if that was nothing."""
@@ -158,6 +163,11 @@ class _DeviceField:
         self._parts = parts
         for part, region in zip(parts[:-1], self.regions, strict=False):
             self._send_up_to(part, region, _block(part).used)
+
+    @property
+    def has_new(self) -> bool:
+        """Whether slices were written since the last call of `send_new`."""
+        return self.regions[-1].sent < _block(self._parts[-1]).used
 
     def send_new(self) -> None:
         """Send the slices that were written since the last call; only the open segment grows."""

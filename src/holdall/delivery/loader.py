@@ -1,4 +1,4 @@
-"""A loader: batches ahead of time, in order.
+"""How batches are handed out: ahead of time, in order, by a loader; and to JAX.
 
 In:  a way to start a batch.  Out: an endless stream of batches.
 Invariant: what a batch holds depends only on the consumer's calls, never on how quick a thread is. The consumer's own
@@ -19,9 +19,13 @@ from typing import Any, Self
 import numpy as np
 
 from holdall.batch import Batch, Draw, Goals, RewardFunction
-from holdall.delivery.batches import Batches, BatchJob, DrawnRows
+from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows, HostBatches, ObservationAssembler
+from holdall.delivery.device import stream_to
+from holdall.delivery.device_batch import DeviceBatches
 from holdall.errors import ClosedError, DamageError, TransitionIdError
 from holdall.sampling import Held
+from holdall.schema import Schema
+from holdall.storage import Kernels, Store
 
 
 class Loader:
@@ -202,3 +206,81 @@ def _draw(words: Mapping[str, Any], reward_fn: Any) -> Draw:
         raise DamageError("the goals of a prefetched batch are not of its rows")
     achieved, desired = (str(key) for key in goals["keys"])
     return Draw(**arrays, goals=Goals(rows, ids, achieved, desired, reward_fn))
+
+
+# ---------------------------------------------------------------- what makes them, and for JAX
+
+
+def batches_for(
+    schema: Schema,
+    kernels: Kernels,
+    assembler: ObservationAssembler,
+    delivery: Delivery,
+    store_on_device: bool = False,
+    pins: bool = False,
+) -> Batches:
+    """Return what makes batches for a delivery.
+
+    Args:
+        store_on_device: Keep all slices on the delivery's device, and make batches of them there.
+        pins: Whether raw blocks may be pinned; they then stay a while longer than they are needed.
+    """
+    plain, device = HostBatches(schema, assembler, delivery), delivery.torch_device
+    batches: Batches = plain
+    if device is not None and (store_on_device or delivery.is_remote):
+        torch = delivery.torch
+        batches = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
+    return JaxBatches(batches) if delivery.is_jax else batches
+
+
+class JaxBatches(Batches):
+    """Makes batches as another does, and hands them to JAX."""
+
+    def __init__(self, inner: Batches) -> None:
+        self._inner = inner
+
+    def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
+        """See `Batches`."""
+        batch = self._inner.draw(sampler, count, generator, store)
+        return None if batch is None else batch.jax()
+
+    def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
+        """See `Batches`."""
+        return self._inner.look_up(draw, store, ahead=ahead)
+
+    def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
+        """See `Batches`."""
+        return _JaxJob(self._inner.start(draw, drawn))
+
+    def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
+        """See `Batches`."""
+        return self._inner.make(draw, drawn).jax()
+
+    def keep(self, batches: int) -> None:
+        """See `Batches`."""
+        self._inner.keep(batches)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """See `Batches`."""
+        return self._inner.pinned_bytes
+
+    def close(self) -> None:
+        """See `Batches`."""
+        self._inner.close()
+
+
+class _JaxJob:
+    """A batch that JAX gets."""
+
+    def __init__(self, inner: BatchJob) -> None:
+        self._inner = inner
+        self.is_quick = inner.is_quick
+
+    def work(self) -> None:
+        """See `BatchJob`."""
+        self._inner.work()
+
+    def receive(self) -> Batch:
+        """See `BatchJob`."""
+        return self._inner.receive().jax()

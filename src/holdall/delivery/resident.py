@@ -167,7 +167,7 @@ class ResidentBatches(Batches):
         self._schema, self._rings, self._capacity = schema, rings, capacity
         self._sampler: tuple[Any, DeviceSampler] | None = None
 
-    def draw(self, sampler: Any, count: int, generator: np.random.Generator) -> Batch | None:
+    def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """Draw a batch on the device, if the sampler's draws can be made there; under the memory's lock."""
         seed = int(generator.integers(2**63))
         if type(sampler) is Uniform:

@@ -1,6 +1,6 @@
 """The compiled loops, their one loader, and the NumPy twins, which do the same work where nothing was compiled."""
 
-from holdall.native.batch_reader import draw_slots
+from holdall.native.batch_reader import draw_slots, number_function
 from holdall.native.kernels import NativeKernels, chosen_kernels, fallback, native_kernels
 from holdall.native.library import (
     MOST_DEVICE_FIELDS,
@@ -39,6 +39,7 @@ __all__ = [
     "estimate_advantages",
     "fallback",
     "native_kernels",
+    "number_function",
     "open_library",
     "system_libraries",
 ]

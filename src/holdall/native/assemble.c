@@ -8,26 +8,35 @@
 #include <string.h>
 
 enum { DONE = 0, NOT_HELD = 1, DAMAGED = 2, NOT_THERE = 3, REFUSED = 4 };
-enum { LARGE_SLICE_BYTES = 1024, WARP = 32, BLOCK = 256, HEAD_BLOCKS = 64 };
+enum { LARGE_SLICE_BYTES = 1024, WARP = 32, BLOCK = 256, HEAD_BLOCKS = 64, ROWS_AHEAD = 16 };
 
-/* The signature of cuLaunchKernel. */
+void holdall_draw(uint32_t (*next_uint32)(void *), void *state, int64_t filled, int64_t slots, int64_t newest,
+                  int64_t lanes, int64_t rows, int64_t *ids, int64_t *lane);
+
+/* The signatures of cuLaunchKernel and cuEventRecord. */
 typedef int (*launcher)(void *kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                         unsigned block_y, unsigned block_z, unsigned shared_bytes, void *stream, void **arguments,
                         void **extra);
+typedef int (*recorder)(void *event, void *stream);
 
-/* Find where observations [from, to) of a field begin: rows of `ids`. */
+/* Find where observations [from, to) of a field begin: rows of `ids`, all of them held. */
 static int64_t find_rows(batch_request *r, const sliced_source *s, const int64_t *ids, int64_t from, int64_t to) {
+    const int64_t ring_rows = r->ring_rows, offset = r->first_id % ring_rows - r->first_id;
+#define CURSOR_OF(i) (s->cursors + (ids[i] + offset - (ids[i] + offset >= ring_rows ? ring_rows : 0)))
+    for (int64_t i = from; i < to && i < from + ROWS_AHEAD; i++) FETCH_SOON(CURSOR_OF(i));
     for (int64_t i = from; i < to; i++) {
+        if (i + ROWS_AHEAD < to) FETCH_SOON(CURSOR_OF(i + ROWS_AHEAD));
         const int64_t tick = r->lanes == 1 ? ids[i] : ids[i] / r->lanes;
         const int32_t segment = segment_of(tick, r->first_ticks, r->segments);
         if (segment < 0 || segment >= s->part_count) return i;
         const int32_t lane = (int32_t)(ids[i] - tick * r->lanes);
         const part *const p = &s->parts[segment];
-        const uint32_t cursor = s->cursors[ids[i] % r->ring_rows];
+        const uint32_t cursor = *CURSOR_OF(i);
         r->found[i] = (row_place){segment, lane, cursor, 0};
         const int64_t entry = (int64_t)(cursor & ~NEXT_IS_WHOLE) * r->lanes + lane;
         if (p->log_width) FETCH_SOON((const uint8_t *)(intptr_t)p->log + entry * p->log_width);
     }
+#undef CURSOR_OF
     return -1;
 }
 
@@ -102,7 +111,7 @@ static int pack(batch_request *r) {
         if (r->wrong >= 0) return NOT_HELD;
     }
     for (int64_t k = 0; k < r->copied_count; k++)
-        memcpy(r->head + r->copied[k].offset, r->copied[k].from, (size_t)r->copied[k].bytes);
+        memcpy(r->head + r->copied[k].offset, r->copied[k].source, (size_t)r->copied[k].bytes);
     return DONE;
 }
 
@@ -168,12 +177,10 @@ static void begin(batch_request *r) {
     r->task.head_from = r->head, r->task.head_to = r->block;
 }
 
-/* Put a batch together. Returns DONE, or why it cannot be: `wrong` is then a row, or the error of the driver.
- * Slices are sent for first, so that the device fetches them while the short fields are copied. */
-EXPORT int64_t holdall_assemble(batch_request *r) {
+/* Name and send for everything. Slices come first, so that the device fetches them while the short fields are copied. */
+static int put_together(batch_request *r) {
     const int64_t fields = r->task.fields;
     int failed = DONE;
-    if (!ids_are_held(r, r->ids) || !ids_are_held(r, r->last_ids)) return NOT_HELD;
     begin(r);
     for (int64_t from = 0, to = r->first_rows; from < r->rows && fields && !failed; from = to, to = r->rows) {
         if (to > r->rows) to = r->rows;
@@ -182,6 +189,31 @@ EXPORT int64_t holdall_assemble(batch_request *r) {
     }
     if (!failed) failed = pack(r);
     return failed ? failed : finish(r);
+}
+
+/* Record the event behind whatever was launched. */
+static int record(batch_request *r) {
+    if (!r->event) return DONE;
+    recorder call;
+    memcpy(&call, &r->record, sizeof call);
+    const int error = call(r->event, r->stream);
+    if (error) r->wrong = error;
+    return error ? REFUSED : DONE;
+}
+
+/* Draw a batch, if that is asked for, and put it together. Returns DONE, or why it cannot be: `wrong` is then a row, or
+ * the error of the driver. The event stands behind all launches in any case. */
+EXPORT int64_t holdall_assemble(batch_request *r) {
+    if (r->next_uint32)
+        holdall_draw(r->next_uint32, r->generator_state, r->filled, r->drawn_slots, r->newest, r->lanes, r->rows, r->ids,
+                     r->lanes == 1 ? NULL : r->drawn_lanes);
+    if (!ids_are_held(r, r->ids) || !ids_are_held(r, r->last_ids)) return NOT_HELD;
+    const int failed = put_together(r);
+    const int64_t wrong = r->wrong;
+    const int unrecorded = record(r);
+    if (!failed) return unrecorded;
+    r->wrong = wrong;
+    return failed;
 }
 
 /* ---- where the device is the host -------------------------------------------------- */

@@ -126,8 +126,8 @@ class NativeBatchReader(BatchReader):
         struct.lanes, struct.ring_rows, struct.most_rows = source.lanes, source.rows.ring_rows, room
         struct.ids, struct.drawn_lanes, struct.segment, struct.lane = map(address, scratch)
         struct.generator, struct.generator_is_locked = id(generator), id(generator.lock) + _held_at()
-        next_uint32, state = _drawn_from(generator)
-        struct.next_uint32, struct.generator_state = next_uint32.value, state
+        next_uint32, state = number_function(generator)
+        struct.next_uint32, struct.generator_state = next_uint32, state
         self._describe_fields(source, len(columns))
         self._call_helpers(source, room)
         struct.is_open = 1
@@ -284,7 +284,7 @@ def draw_slots(rows: int, filled: int, slots: int, newest: int, lanes: int) -> N
     lane = None if lanes == 1 else np.empty(rows, np.int64)
     with generator.lock:
         draw(
-            *_drawn_from(generator), filled, slots, newest, lanes, rows, address(ids),
+            *number_function(generator), filled, slots, newest, lanes, rows, address(ids),
             None if lane is None else address(lane),
         )  # fmt: skip
     return ids
@@ -297,7 +297,7 @@ def _drawing_loop() -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _drawn_from(generator: Any) -> tuple[ctypes.c_void_p, int]:
+def number_function(generator: Any) -> tuple[int, int]:
     """Return what C calls for the next number, and with which argument."""
     interface = generator.ctypes
-    return ctypes.cast(interface.next_uint32, ctypes.c_void_p), interface.state_address
+    return ctypes.cast(interface.next_uint32, ctypes.c_void_p).value or 0, interface.state_address

@@ -80,13 +80,10 @@ class EncoderStruct(ctypes.Structure):
 
     _fields_ = [
         *_pointers("lz4_compress_default lz4_compress_hc lz4_reset_hc lz4_load_dict_hc lz4_continue_hc"),
-        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream loaded"),
-        *_numbers("stream_bytes"),
-        *_pointers("scratch"),
-        *_numbers("scratch_bytes"),
-        *_pointers("common"),
-        *_numbers("common_bytes group key keeps_keys_raw method level"),
-    ]
+        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream loaded"), *_numbers("stream_bytes"),
+        *_pointers("scratch"), *_numbers("scratch_bytes"),
+        *_pointers("common"), *_numbers("common_bytes group key keeps_keys_raw method level"),
+    ]  # fmt: skip
 
 
 class SliceBlockStruct(ctypes.Structure):
@@ -99,11 +96,9 @@ class LayoutStruct(ctypes.Structure):
     """How a tick lies in the caller's memory."""
 
     _fields_ = [
-        *_numbers("dimensions"),
-        ("lengths", NUMBER * MOST_DIMENSIONS),
-        ("strides", NUMBER * MOST_DIMENSIONS),
+        *_numbers("dimensions"), ("lengths", NUMBER * MOST_DIMENSIONS), ("strides", NUMBER * MOST_DIMENSIONS),
         *_numbers("run_bytes"),
-    ]
+    ]  # fmt: skip
 
 
 class OpenPartStruct(ctypes.Structure):
@@ -216,9 +211,8 @@ class DeviceFieldStruct(ctypes.Structure):
     """A field of a batch in slices, as device.cu declares it, too."""
 
     _fields_ = [
-        *_pointers("places positions repeats base to"),
-        *_numbers("first end end_repeat window outer run_bytes"),
-    ]
+        *_pointers("places positions repeats base to"), *_numbers("first end end_repeat window outer run_bytes"),
+    ]  # fmt: skip
 
 
 class AssemblyStruct(ctypes.Structure):
@@ -243,7 +237,7 @@ class SlicedSourceStruct(ctypes.Structure):
 class CopiedArrayStruct(ctypes.Structure):
     """An array that is copied into pinned memory as it is."""
 
-    _fields_ = [*_pointers("from"), *_numbers("offset bytes")]
+    _fields_ = [*_pointers("source"), *_numbers("offset bytes")]
 
 
 class RowPlaceStruct(ctypes.Structure):
@@ -256,12 +250,14 @@ class BatchRequestStruct(ctypes.Structure):
     """A batch that a device is to put together."""
 
     _fields_ = [
-        *_pointers("ids last_ids"), *_numbers("rows first_id next_id ring_rows lanes"), *_pointers("columns"),
-        *_numbers("column_count"), *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head block"),
+        *_pointers("ids last_ids"), *_numbers("rows"), *_pointers("next_uint32 generator_state"),
+        *_numbers("filled drawn_slots newest"), *_pointers("drawn_lanes"),
+        *_numbers("first_id next_id ring_rows lanes"), *_pointers("columns"), *_numbers("column_count"),
+        *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head block"),
         *_numbers("observed rest last_observed last_rest"), ("copied", CopiedArrayStruct * _MOST_COPIED),
         *_numbers("copied_count"), ("source", SlicedSourceStruct * MOST_DEVICE_FIELDS), *_pointers("slots"),
         *_numbers("slot_count"), *_pointers("found"), *_numbers("first_rows"),
-        *_pointers("launch bring finish stream"), *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
+        *_pointers("launch bring finish stream record event"), *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
     ]  # fmt: skip
 
 

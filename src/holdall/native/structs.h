@@ -462,7 +462,7 @@ typedef struct {
 } sliced_source;
 
 typedef struct {
-    const void *from;
+    const void *source;
     int64_t offset;
     int64_t bytes;
 } copied_array;
@@ -477,9 +477,13 @@ typedef struct {
 
 /* A batch that a device is to put together, and all that is needed for it. */
 typedef struct {
-    const int64_t *ids;
+    int64_t *ids;
     const int64_t *last_ids; /* where next observations are read; NULL: under `ids` */
     int64_t rows;
+    uint32_t (*next_uint32)(void *); /* ids are drawn with it first, see holdall_draw; NULL: they are there */
+    void *generator_state;
+    int64_t filled, drawn_slots, newest;
+    int64_t *drawn_lanes;
     int64_t first_id, next_id; /* held */
     int64_t ring_rows, lanes;
     const row_column *columns;
@@ -499,6 +503,8 @@ typedef struct {
     void *launch;       /* the address of cuLaunchKernel */
     void *bring, *finish; /* kernels */
     void *stream;
+    void *record; /* the address of cuEventRecord, ... */
+    void *event;  /* ... and what is recorded behind all launches; NULL: nothing */
     int64_t most_blocks;
     int64_t wrong; /* a row, or the driver's error */
     assembly task;

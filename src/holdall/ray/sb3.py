@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.cluster.collect import MakeAct
 from holdall.cluster.memory import ReplayMemory
 from holdall.cluster.status import this_node
 from holdall.errors import ArgumentError
+from holdall.ray.players import MakeAct
 from holdall.sampling import Prioritized
 from holdall.sb3 import ReplayBuffer as LocalReplayBuffer
 from holdall.sb3.prioritized import PrioritizedSamples
+from holdall.schema import on_host
 
 _LOADED_WITH = {"durability", "on_shard_loss", "prefer", "limit", "patience_s", "sampler"}
 """Settings of a memory that `load` takes, too."""
@@ -72,8 +73,7 @@ class ReplayBuffer(LocalReplayBuffer):
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
         """Set the priorities of a batch, such as the sizes of its TD errors."""
-        numbers = priorities.detach().cpu().numpy() if isinstance(priorities, th.Tensor) else np.asarray(priorities)
-        self.memory.update_priorities(ids, numbers.reshape(-1))
+        self.memory.update_priorities(ids, np.asarray(on_host(priorities)).reshape(-1))
 
     def _ticks_added(self) -> int:
         """Count them here: shards do not know which of them this process added."""

@@ -55,6 +55,10 @@ class OnDevice:
         """Draw the recipe of a batch, in Stable-Baselines3's order."""
         raise NotImplementedError
 
+    def _draw_at_once(self, batch_size: int) -> BatchJob | None:
+        """Draw a batch and begin it in one step, if there is such a way."""
+        return None
+
     def _is_delivered(self, env: VecNormalize | None) -> bool:
         """Whether batches are made on the GPU: what is normalised on the host is copied there as it is."""
         return env is None and self.device.type == "cuda"
@@ -62,12 +66,19 @@ class OnDevice:
     def _delivered(self, batch_size: int) -> Any:
         """Return the next samples on the GPU; with `prefetch`, others are drawn and under way then."""
         if not self.prefetch:
-            return self._followed(self._next_recipe(batch_size))
+            return self._samples_on_device(self._begun(batch_size).receive())
         ahead = self._ahead
         ahead.require(batch_size, self.memory)
         while len(ahead) <= self.prefetch:
-            ahead.append(self.memory.begin(self._next_recipe(batch_size), str(self.device)))
+            ahead.append(self._begun(batch_size))
         return self._samples_on_device(ahead.popleft().receive())
+
+    def _begun(self, batch_size: int) -> BatchJob:
+        """Draw a batch, and have it put together."""
+        job = self._draw_at_once(batch_size)
+        if job is None:
+            job = self.memory.begin(self._next_recipe(batch_size), str(self.device), ahead=self.prefetch > 0)
+        return job
 
     def _followed(self, draw: Draw) -> Any:
         """Return the samples that a recipe describes, made on the GPU."""
@@ -81,9 +92,9 @@ class OnDevice:
             observations=batch.obs,
             actions=batch.action,
             next_observations=batch.next_obs,
-            dones=ended.reshape(-1, 1),
-            rewards=batch.reward.reshape(-1, 1),
-            **({} if batch.discount is None else {"discounts": batch.discount.reshape(-1, 1)}),
+            dones=ended.unsqueeze(1),
+            rewards=batch.reward.unsqueeze(1),
+            **({} if batch.discount is None else {"discounts": batch.discount.unsqueeze(1)}),
         )
 
 

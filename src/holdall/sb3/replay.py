@@ -27,7 +27,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.batch import Batch, Draw
-from holdall.delivery import of_ids
+from holdall.delivery import BatchJob, SlotDraw, of_ids
 from holdall.errors import ArgumentError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
@@ -36,7 +36,7 @@ from holdall.sb3.arrays import SlotArray, SlotArrays, cast, cut_flags
 from holdall.sb3.on_device import MadeAhead, OnDevice, n_step_returns
 from holdall.schema import stored_space
 from holdall.storage import fresh_bytes
-from holdall.units import require_count
+from holdall.units import require_count, whole
 
 _FLOAT32 = np.dtype(np.float32)
 _BOOL = np.dtype(np.bool_)
@@ -107,6 +107,7 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         prefetch: int = 0,
     ) -> None:
         # Not the parent's constructor: it allocates everything that this class avoids.
+        buffer_size = require_count("buffer_size", whole(buffer_size), 0)
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
@@ -202,6 +203,13 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         """Draw ids; its own buffer draws differently with optimize_memory_usage, and this one never does."""
         newest = self.memory.next_id // self.n_envs - 1
         return self._held(draw_slots(batch_size, self.size(), self.buffer_size, newest, self.n_envs))
+
+    def _draw_at_once(self, batch_size: int) -> BatchJob | None:
+        kind, slots = type(self), self.buffer_size
+        if self.n_steps > 1 or not _draws_as_usual(kind) or kind._next_recipe is not ReplayBuffer._next_recipe:
+            return None
+        drawn = SlotDraw(_generator(), slots if self.full else self.pos, slots)
+        return self.memory.draw_on(str(self.device), batch_size, drawn, ahead=self.prefetch > 0)
 
     def _next_recipe(self, batch_size: int) -> Draw:
         return self._recipe(self._drawn(batch_size))

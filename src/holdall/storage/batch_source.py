@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.schema import Array, Bytes
-from holdall.storage.layout import RowSources, fresh_bytes
+from holdall.storage.layout import RowSources, RowTable, fresh_bytes
 
 if TYPE_CHECKING:
     from holdall.storage.rings import Rings, Rows
@@ -133,13 +133,23 @@ class StoredRows(ABC):
     def disk_bytes(self) -> int:
         """Bytes of all fields on disk."""
 
+    @property
+    def held(self) -> tuple[int, int]:
+        """The first id that is held, and the one behind the last."""
+        return self.first_tick * self._lanes, self.next_tick * self._lanes
+
+    @property
+    def row_table(self) -> RowTable:
+        """How rows are copied from rings: another object when fields lie elsewhere."""
+        return self._rings.table(self.large_segments.cursors)
+
     def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
         """Copy the small fields of `ids`, all of them held, and find the large ones.
 
         Args:
             take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
         """
-        held, large = (self.first_tick * self._lanes, self.next_tick * self._lanes), tuple(self._large)
+        held, large = self.held, tuple(self._large)
         segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
         columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
         places = segments.places(wanted, columns[-len(large) :]) if large else None
@@ -154,8 +164,8 @@ class StoredRows(ABC):
 
     def sources(self) -> RowSources:
         """Return what batches are read from, as it is now."""
-        held, segments = (self.first_tick * self._lanes, self.next_tick * self._lanes), self.large_segments
-        cursors, index, table = segments.cursors, segments.index, self._rings.table(segments.cursors)
+        held, segments, table = self.held, self.large_segments, self.row_table
+        cursors, index = segments.cursors, segments.index
         rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
         return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
 

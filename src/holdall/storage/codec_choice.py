@@ -128,22 +128,21 @@ def _stretches(slices: Bytes, order: NDArray[np.uint32] | None, length: int, ste
 
 def choose(
     coder: Coder, leaf: Leaf, window: Window, block: Bytes | BlockSample, cap: float, threads: int, lanes: int = 1,
-    order: NDArray[np.uint32] | None = None, *, has_keys: bool = True,
+    order: NDArray[np.uint32] | None = None, *, has_dictionary: bool = True,
 ) -> Codec:  # fmt: skip
     """Measure candidates on samples of a block and return the best one within the cap.
 
     Args:
         block: Its slices, see `BlockSample.of`, or what that made of them; then `lanes` and `order` are known.
-        has_keys: Whether slices may depend on others outside of their unit.
+        has_dictionary: Whether slices may depend on bytes outside of their block.
     """
     sample = block if isinstance(block, BlockSample) else BlockSample.of(block, window, lanes, order)
     raw_us = _raw_us(coder, sample.spread)
     worth = _Worth(cap, raw_us, cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP))
-    measured = measure(coder, leaf, window, sample.spread)
+    measured = measure(coder, leaf, window, sample.spread, has_dictionary=has_dictionary)
     affordable = [m for m in measured if worth.allows(m)]
     found = affordable + measure_together(coder, _leading(affordable), window, sample, worth)
-    if has_keys:
-        found += measure_behind_keys(coder, _without_dictionary(measured), window, sample)
+    found += measure_behind_keys(coder, _without_dictionary(measured), window, sample)
     best = max(filter(worth.allows, found), key=worth.of, default=None)
     worthwhile = _WORTHWHILE_FOR_MEMORY if cap >= COST_CAPS["memory"] else _WORTHWHILE
     if best is None or best.ratio < worthwhile:
@@ -273,14 +272,16 @@ def _transitions(window: Window, count: int, length: int, stride: int) -> NDArra
     return (starts + stride * np.arange(in_one)).astype(np.int64)
 
 
-def measure(coder: Coder, leaf: Leaf, window: Window, samples: Bytes) -> list[MeasuredCodec]:
+def measure(
+    coder: Coder, leaf: Leaf, window: Window, samples: Bytes, *, has_dictionary: bool = True
+) -> list[MeasuredCodec]:
     """Seal and decode some of the samples with every candidate."""
     results = []
     odd = _spread(samples[1::2] if len(samples) > 1 else samples, _MEASURED_SLICES, _MEASURED_BYTES)
     trained: dict[Transform, Dictionary | None] = {}
     for codec in candidates(leaf, window):
         results.append(_measure_one(coder, codec, odd))
-        if codec.wants_dictionary and len(samples) >= 32:
+        if has_dictionary and codec.wants_dictionary and len(samples) >= 32:
             # Trained on the even samples and measured on the odd: a dictionary must not know them.
             if codec.transform not in trained:
                 by_zstd = replace(codec, method=Method.ZSTD, level=3)

@@ -40,6 +40,7 @@ _DTYPES = {
 }  # fmt: skip
 """Stored as they are; all others as bytes."""
 _OUTCOMES = {("next", "reward"): "reward", ("next", "terminated"): "terminated", ("next", "truncated"): "truncated"}
+"""Keys that are rewards and flags of the memory, in the order of `ReplayMemory.outcomes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class TensorField:
         if self.dtype not in _DTYPES:
             host = host.unsqueeze(-1).view(torch.uint8)
         array: Array = host.numpy()
-        scalar = self.kind in {"reward", "terminated", "truncated"}
+        scalar = self.kind in _OUTCOMES.values()
         return array.reshape(leading if scalar else (*leading, *self.space.shape))
 
     def tensor(self, rows: torch.Tensor, leading: tuple[int, ...]) -> torch.Tensor:
@@ -146,11 +147,12 @@ class Fields:
         """Return one tensor of transitions, on the host, of ids of any shape; small ones are read alone."""
         field = self.tensors[number]
         if field.kind == "column":
-            return field.tensor(torch.from_numpy(memory.extra(field.name, ids)), ids.shape)
-        if field.kind in {"reward", "terminated", "truncated"}:
-            outcomes = dict(zip(("reward", "terminated", "truncated"), memory.outcomes(ids), strict=True))
-            return field.tensor(torch.from_numpy(outcomes[field.kind]), ids.shape)
-        return list(self.tensors_of(memory.gather(ids.reshape(-1)), ids.shape))[number]
+            rows = memory.extra(field.name, ids)
+        elif field.kind in _OUTCOMES.values():
+            rows = memory.outcomes(ids)[list(_OUTCOMES.values()).index(field.kind)]
+        else:
+            return list(self.tensors_of(memory.gather(ids.reshape(-1)), ids.shape))[number]
+        return field.tensor(torch.from_numpy(np.asarray(rows)), ids.shape)
 
     def tensors_of(self, batch: Batch, leading: tuple[int, ...]) -> Iterator[torch.Tensor]:
         """Return a batch tensor by tensor."""

@@ -27,7 +27,7 @@ from torchrl.data.replay_buffers.storages import TensorStorage
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.replay import ReplayMemory
 from holdall.torchrl.fields import Fields, Ids, StoredTensor, numpy_index
-from holdall.units import require_count
+from holdall.units import require_count, whole
 
 _SPARE_SHARE = 16
 """A memory holds this share of the positions more, so that rows written in any order rarely have to be added again."""
@@ -60,7 +60,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     `storage[:]`, are read key by key when they are used.
 
     Args:
-        max_size: Elements that are held; with `ndim` dimensions, over all of them.
+        max_size: Elements that are held; with `ndim` dimensions, over all of them. 1e6 is a million.
         device: Where sampled TensorDicts are; "auto": where the first data is.
         ndim: Leading dimensions that count as elements: with 2, data is (time, environments).
         budget: RAM that may be used: "auto", None (everything is compressed), or a limit in bytes with a `spill_dir`;
@@ -76,10 +76,10 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     _len: int
 
     def __init__(
-        self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1,
+        self, max_size: float, *, device: torch.device | str = "cpu", ndim: int = 1,
         budget: str | int | None = "auto", prefer: str = "balanced", spill_dir: str | os.PathLike[str] | None = None,
     ) -> None:  # fmt: skip
-        require_count("max_size", max_size, 1)
+        max_size = require_count("max_size", whole(max_size), 1)
         require_count("ndim", ndim, 1)
         if budget not in {"auto", None} and spill_dir is None:
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""The drop-ins with the oldest version of Stable-Baselines3 that is declared, and with 2.7; the rest has the newest."""
+"""The drop-ins with the oldest version of Stable-Baselines3 that is declared, and by night with 2.7 as well."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FEW = [
     "test_same_rollouts.py::test_vectors_give_the_same_weights_and_curve[3-PPO]",
     "test_copies.py::test_n_steps_need_a_version_that_knows_them",
     "test_prioritized.py::test_rows_are_those_of_the_plain_buffer",
-    "test_prioritized_dqn.py::test_with_alpha_0_the_weights_are_those_of_dqn",
-    "test_prioritized_dqn.py::test_with_alpha_0_the_weights_are_those_of_qr_dqn",
+    "test_prioritized_dqn.py::test_with_alpha_0_the_weights_are_those_of_dqn[MlpPolicy-3-33]",
+    "test_prioritized_dqn.py::test_with_alpha_0_the_weights_are_those_of_qr_dqn[MlpPolicy]",
 ]
 ALL = [
     "test_arrays.py", "test_budget.py", "test_contrib.py", "test_copies.py", "test_edited_rollouts.py",
@@ -54,10 +54,9 @@ def test_the_oldest_version_that_is_declared_is_one_of_them() -> None:
 
 
 @pytest.mark.timeout(900)  # it imports another Stable-Baselines3, matplotlib and pandas
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_drop_ins_work_with_an_older_version(version: str) -> None:
+def test_the_drop_ins_work_with_the_oldest_version() -> None:
     """One training of each kind, compared with that version's own buffers."""
-    assert " passed" in run_with(version, FEW)
+    assert " passed" in run_with(VERSIONS[0], FEW)
 
 
 @pytest.mark.nightly

@@ -7,6 +7,7 @@ router, and weighed by it. A shard joins, and one is lost: the same must hold of
 from __future__ import annotations
 
 import threading
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ class BareShard:
 
     def answer(self, count: int) -> Answer:
         rows = self.sampler.draw(self.held, count, self.generator).ids
-        return Answer(self.counters, RowDraw(rows), self.chances[rows - self.held.first_id], {}, {})
+        return Answer(self.counters, RowDraw(rows), self.chances[rows - self.held.first_id], cast("Any", None))
 
 
 def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, NDArray[np.float64]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,14 @@ from numpy.typing import NDArray
 
 from holdall import NStep, Prioritized, ReplayMemory, Sequence, TransitionIdError
 from holdall.batch import Draw
-from holdall.delivery import device, device_assembly
+from holdall.delivery import SlotDraw, batch_layout, device, device_assembly, of_ids
 from holdall.delivery.batches import Delivery
 from holdall.delivery.cuda_program import CudaProgramError
 from holdall.delivery.device import DeviceStream
 from holdall.delivery.device_assembly import DeviceAssembler
 from holdall.delivery.device_batch import DeviceBatches
 from holdall.errors import DamageError
-from holdall.native import Refusal, SliceNamer, native_kernels
+from holdall.native import Refusal, SliceNamer, draw_slots, native_kernels
 from holdall.storage import segment
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 from holdall.testing.strategies import box
@@ -217,20 +219,162 @@ def test_a_driver_that_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert_same_bits(there.sample(10), arrays.sample(10))
 
 
+class Recording(Launching):
+    """A device that is still reading whatever an event was recorded behind, until somebody waits for that."""
+
+    def __init__(self, torch: Any) -> None:
+        super().__init__(torch)
+        self.pending: set[int] = set()
+        self._function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self._record)
+        self.record_function = ctypes.cast(self._function, ctypes.c_void_p).value or 0
+        self._events = 0
+
+    def _record(self, event: int, _stream: int) -> int:
+        self.pending.add(event)
+        return 0
+
+    def new_event(self) -> tuple[Any, int]:
+        self._events += 1
+        return self._events, self._events
+
+    def has_passed(self, event: Any) -> bool:
+        return event not in self.pending
+
+    def synchronize(self, event: Any) -> None:
+        self.pending.discard(event)
+
+
+def streams_of(memory: ReplayMemory) -> Any:
+    return memory._batches.stream  # type: ignore[attr-defined]
+
+
+def cut_off(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 def test_an_interrupt_leaves_no_lock_held_and_no_memory_that_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinned memory of a batch that was cut off is used again only after everything was waited for."""
+    monkeypatch.setattr(device, "DeviceStream", Recording)
+    monkeypatch.setattr(device_assembly, "_MOST_HEADS", 1)
     there, arrays = fed("camera", device="cpu"), fed("camera")
-    waited: list[bool] = []
-    monkeypatch.setattr(Launching, "wait_for_device", lambda self: waited.append(True))
-
-    def interrupted(self: Any) -> Any:
-        raise KeyboardInterrupt
-
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(Launching, "record_there", interrupted)
+            patch.setattr(batch_layout.BatchPlan, "batch", cut_off)
             with pytest.raises(KeyboardInterrupt):
                 there.gather([there.first_id])
-    assert waited
+        assert streams_of(there).pending  # the event stands behind what was launched
+    waited: list[Any] = []
+    monkeypatch.setattr(Recording, "synchronize", lambda self, event: waited.append(event))
     assert_same_bits(there.sample(10), arrays.sample(10))
+    assert waited
     assert isinstance(there._batches._assembler, DeviceAssembler)  # type: ignore[attr-defined]
+
+
+def test_a_batch_that_fails_is_waited_for_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first slices may be on their way when the next ones turn out to be damaged."""
+    monkeypatch.setattr(device, "DeviceStream", Recording)
+    there = fed("camera", device="cpu")
+    _cursors(there)[-1] = 1 << 30
+    with pytest.raises(DamageError, match="points outside its segment"):
+        there.gather(np.arange(there.first_id, there.next_id))
+    assert streams_of(there).pending
+
+
+def test_what_launches_read_is_kept_until_they_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments that are gone, and their blocks; then they go."""
+    monkeypatch.setattr(device, "DeviceStream", Recording)
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
+    there = fed("camera", ticks=60, device="cpu")
+    there.sample(10)
+    blocks = [weakref.ref(part.block.arena) for part in there._open().large_segments.parts(0) if part.block]
+    stream = Stream(SPACES["camera"][0], spaces.Discrete(3), 2, extras={"log_prob": box((2,), "f4")})
+    for tick in range(300):
+        there.add(**stream.tick().arguments())
+        if tick == 290:
+            there.sample(10)
+    assert any(ref() is not None for ref in blocks)
+    for _ in range(100):
+        there.add(**stream.tick().arguments())
+        there.sample(10)
+        streams_of(there).pending.clear()
+    assert not any(ref() is not None for ref in blocks)
+
+
+# ---------------------------------------------------------------- drawn and put together in one call
+
+
+def test_rows_are_drawn_as_an_adapter_draws_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From NumPy's global generator, which stands where it would otherwise; the first batch goes the general way."""
+    there, arrays = fed("camera", ticks=170, device="cpu"), fed("camera", ticks=170)
+    slots = arrays.capacity // 2
+    for count in (30, 30, 9, 9, 30):
+        np.random.seed(count)  # noqa: NPY002  the generator that adapters draw from
+        job = there.draw_on("cpu", count, SlotDraw(np.random.get_bit_generator(), slots, slots), ahead=False)  # type: ignore[attr-defined]
+        state: Any = np.random.get_state()  # noqa: NPY002
+        np.random.seed(count)  # noqa: NPY002
+        ids = draw_slots(count, slots, slots, arrays.next_id // 2 - 1, 2)
+        if job is None:
+            there.follow(of_ids(ids), "cpu")  # which makes the plan
+            continue
+        assert str(state) == str(np.random.get_state())  # noqa: NPY002
+        assert_same_bits(job.receive(), arrays.gather(ids))
+    assert job is not None
+
+
+def test_slots_that_are_not_all_held_are_not_drawn_at_once() -> None:
+    there = fed("camera", ticks=30, device="cpu")
+    there.follow(of_ids(np.arange(5)), "cpu")
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    for filled, slots in ((31, 100), (100, 100), (29, 100)):
+        assert there.draw_on("cpu", 5, SlotDraw(generator, filled, slots), ahead=False) is None
+    assert there.draw_on("cpu", 5, SlotDraw(generator, 30, 100), ahead=False) is not None
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda batch: batch.obs["image"],
+        lambda batch: batch.obs["image"][3:, 1],
+        lambda batch: (batch.obs["state"] * torch.ones(7, requires_grad=True)).sum(),
+        lambda batch: batch.reward.numpy(),
+        lambda batch: batch.action.untyped_storage(),
+        lambda batch: torch.utils.dlpack.to_dlpack(batch.next_obs["state"]),  # type: ignore[attr-defined]
+    ],
+    ids=["tensor", "view", "graph", "array", "storage", "capsule"],
+)
+def test_whatever_refers_to_a_batch_keeps_it(held: Any) -> None:
+    """When it is gone, the memory is used again."""
+    there = fed("camera", device="cpu")
+    start = there.sample(40).obs["image"].data_ptr()
+    batch = there.sample(40)
+    assert batch.obs["image"].data_ptr() == start
+    kept = held(batch)
+    del batch
+    assert all(there.sample(40).obs["image"].data_ptr() != start for _ in range(20))
+    del kept
+    assert there.sample(40).obs["image"].data_ptr() == start
+
+
+def test_what_a_user_does_to_a_batch_does_not_reach_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes, gradients and memory that are changed in place are those of one batch alone."""
+    there, arrays = fed("camera", device="cpu"), fed("camera")
+    for change in (
+        lambda batch: batch.reward.unsqueeze_(1),
+        lambda batch: batch.obs["state"].requires_grad_(),
+        lambda batch: batch.obs["state"].add_(torch.ones(7, requires_grad=True)),
+        lambda batch: batch.action.set_(),
+        lambda batch: batch.truncated.fill_(True),
+    ):
+        batch = there.sample(40)
+        assert_same_bits(batch, arrays.sample(40))
+        assert not batch.obs["state"].requires_grad
+        change(batch)  # type: ignore[no-untyped-call]  # torch's own
+
+
+def test_every_batch_is_one_of_its_own_where_torch_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", None)
+    there, arrays = fed("camera", device="cpu"), fed("camera")
+    batches = [there.sample(40) for _ in range(6)]
+    assert len({batch.obs["image"].data_ptr() for batch in batches}) == len(batches)
+    for batch in batches:
+        assert_same_bits(batch, arrays.sample(40))

@@ -212,20 +212,34 @@ def test_rows_that_do_not_lie_in_one_piece_are_taken(device: str) -> None:
     world.check_all(memory)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.uint8])
+def test_a_field_may_have_no_elements(device: str, dtype: Any, tmp_path: Path) -> None:
+    """A space of a robot without such a sensor, say; it is saved and loaded, too."""
+    world = World(device, 4, (0, 3), dtype)
+    memory = world.memory(5)
+    for _ in range(12):
+        world.add(memory)
+    world.check_all(memory)
+    world.check(memory.sample(7))
+    memory.save(tmp_path).result()
+    world.check_all(holdall.ReplayMemory.load(tmp_path, store_device=device))
+
+
 def test_returns_over_n_steps_are_those_of_the_host(device: str) -> None:
     world = World(device, 4, ends=0.2)
     memory = world.memory(12, sampler=holdall.NStep(3, 0.9))
     for _ in range(30):
         world.add(memory)
-    batch = memory.sample(200)
-    on_host = holdall.ReplayMemory(world.space, world.action, 48, 4, extras=world.extras)
-    for row in world.rows:
-        on_host.add(**row)
+    check_returns(world, memory.sample(200), memory.next_id)
+
+
+def check_returns(world: World, batch: Any, next_id: int) -> None:
+    """Compare returns over 3 steps of 4 lanes with those of the plain list."""
     for i, first in enumerate(here(batch.ids)):
         total, last, steps = np.float32(0), int(first), 0
         for k in range(3):
             step = int(first) + 4 * k
-            if step >= memory.next_id:
+            if step >= next_id:
                 break
             last, steps = step, k + 1
             row = world.rows[step // 4]
@@ -459,6 +473,34 @@ def test_a_cuda_graph_draws_others_at_every_replay() -> None:
         seen.append(here(batch.ids).tolist())
         world.add(memory)
         torch.cuda.synchronize()
+    assert all(a != b for a, b in itertools.pairwise(seen))
+
+
+@on_cuda
+@pytest.mark.parametrize("sampler", [holdall.NStep(3, 0.9), holdall.Sequence(4, burn_in=2)], ids=["n-step", "sequence"])
+def test_a_cuda_graph_holds_samplers_that_look_ahead(sampler: Any) -> None:
+    """What follows a row is looked up at every replay, in what is held then."""
+    world = World("cuda", 4, ends=0.2)
+    memory = world.memory(12, sampler=sampler)
+    for _ in range(14):
+        world.add(memory)
+    memory.sample(64)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch = memory.sample(64)
+    seen = []
+    for _ in range(6):
+        graph.replay()
+        torch.cuda.synchronize()
+        seen.append(here(batch.ids).tolist())
+        if batch.mask is None:
+            check_returns(world, batch, memory.next_id)
+        else:
+            same(batch.obs["image"].reshape(-1, 5), world.expected("obs", here(batch.ids).reshape(-1), "image"))
+            assert (np.diff(here(batch.ids)[here(batch.mask).all(axis=1)]) == 4).all()
+        assert here(batch.ids).min() >= memory.first_id
+        world.add(memory)
     assert all(a != b for a, b in itertools.pairwise(seen))
 
 

@@ -128,3 +128,13 @@ def test_a_deque_of_images_costs_what_it_keeps_and_a_shared_image_counts_once(tm
     )
     (size,) = large(findings(tmp_path, script))
     assert size == pytest.approx(100_000 * 84 * 84 * 4, rel=0.01)
+
+
+def test_a_directory_s_yaml_that_is_about_something_else_is_not_parsed(tmp_path: Path) -> None:
+    file = tmp_path / "mkdocs.yml"
+    file.write_text("extensions:\n  emoji: !!python/name:materialx.emoji.twemoji\n", encoding="utf-8")
+    checker = FileChecker(RULES, REFERENCE_MACHINE)
+    assert checker.check(file, walked=True) == []
+    assert [one.rule for one in checker.check(file)] == ["F01"]
+    file.write_text("CartPole-v1:\n  policy: MlpPolicy\n  n_steps: [\n", encoding="utf-8")
+    assert [one.rule for one in checker.check(file, walked=True)] == ["F01"]

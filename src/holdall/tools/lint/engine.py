@@ -8,6 +8,7 @@ Invariant: nothing of a file is executed or imported; a file that cannot be pars
 from __future__ import annotations
 
 import codecs
+import gc
 import hashlib
 import io
 import tokenize
@@ -25,7 +26,7 @@ from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange, dro
 from holdall.tools.lint.rule import Rule, RuleExample, not_parsed, unused_ignore
 from holdall.tools.lint.rules import RULES
 from holdall.tools.lint.run import ConfiguredRun, Machine, buffer_of, detect_machine
-from holdall.tools.lint.source.hyperparameters import YamlError, read_runs
+from holdall.tools.lint.source.hyperparameters import YamlError, may_hold_runs, read_runs
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.repository import Repository
 from holdall.tools.lint.source.script import Script
@@ -174,7 +175,8 @@ def _check_script(text: str, path: str, rules: Rules, machine: Machine, reposito
     yield from check_runs(training.runs, rules, machine)
     for rule in rules.values():
         if rule.about == "script":
-            yield from rule.findings(script, training, machine)
+            if rule.concerns(text):
+                yield from rule.findings(script, training, machine)
         elif rule.about == "buffer":
             for buffer in training.buffers:
                 yield from _when(buffer.condition, rule.findings(buffer, machine))
@@ -196,6 +198,10 @@ class FileChecker:
             if not walked:
                 raise
             return list(_not_parsed(self._rules, str(error), SourceRange.whole(str(path))))
+        if walked and path.suffix in YAML_SUFFIXES and not may_hold_runs(text):
+            return []
+        collects = gc.isenabled()
+        gc.disable()  # a tree has no cycles, and its thousands of objects are looked through again and again
         try:
             return check_text(text, str(path), self._rules, self._machine, self._repository(path))
         except MissingPackageError:
@@ -203,6 +209,9 @@ class FileChecker:
         except Exception as error:
             message = f"lint failed on it ({type(error).__name__}: {error}); please report the file"
             return list(_not_parsed(self._rules, message, SourceRange.whole(str(path)), Severity.WARNING))
+        finally:
+            if collects:
+                gc.enable()
 
     def _repository(self, path: Path) -> Repository:
         if path.suffix in YAML_SUFFIXES:

@@ -113,6 +113,11 @@ class Rule:
     severity: Severity
     about: Literal["run", "search", "script", "buffer", "file"]
     check: Callable[..., Iterator[Match]]
+    words: tuple[str, ...] = ()  # a script without all of them has nothing for this rule; empty: every script may
+
+    def concerns(self, text: str) -> bool:
+        """Whether there can be something to find in a script of this text."""
+        return not self.words or any(word in text for word in self.words)
 
     @cached_property
     def doc(self) -> RuleDoc:
@@ -122,7 +127,7 @@ class Rule:
     def findings(self, *of: Any) -> Iterator[Finding]:
         """Run the check."""
         for message, place, numbers, edit, severity in self.check(*of):
-            yield Finding(self.id, self.name, severity or self.severity, message, place, numbers, edit)
+            yield Finding(self.id, self.name, severity or self.severity, message, place, dict(numbers), edit)
 
 
 RunCheck = Callable[[ConfiguredRun, Machine], Iterator[Match]]
@@ -139,9 +144,11 @@ def run_rule(number: str, name: str, severity: Severity, *, sees_searches: bool 
     return partial(Rule, number, name, severity, "search" if sees_searches else "run")
 
 
-def script_rule(number: str, name: str, severity: Severity) -> Callable[[ScriptCheck], Rule]:
-    """Make a rule about the text of a script."""
-    return partial(Rule, number, name, severity, "script")
+def script_rule(
+    number: str, name: str, severity: Severity, *, words: tuple[str, ...] = ()
+) -> Callable[[ScriptCheck], Rule]:
+    """Make a rule about the text of a script, if one of the words is in it."""
+    return partial(Rule, number, name, severity, "script", words=words)
 
 
 def buffer_rule(number: str, name: str, severity: Severity) -> Callable[[BufferCheck], Rule]:

@@ -432,6 +432,8 @@ def _layout(
         return buffer_layout.rollout_buffer(observation.leaves, action, steps, count, buffer_class=kind, sb3=sb3)
     if isinstance(given, Reference) and given.dotted.startswith("stable_baselines3"):
         kind, given = given.last, None
+    if kind.startswith("Her") and not observation.is_dict:
+        return None  # Stable-Baselines3 refuses it
     size, optimised = run.count("buffer_size"), run.value("optimize_memory_usage")
     kwargs = {} if (extra := run.value("replay_buffer_kwargs")) is None else extra
     if size is None or given is not None or not isinstance(optimised, bool) or not isinstance(kwargs, dict):

@@ -38,7 +38,7 @@ def _is_repeated(script: Script, node: ast.AST) -> str | None:
     return None
 
 
-@script_rule("P02", "empty-cache-in-loop", Severity.WARNING)
+@script_rule("P02", "empty-cache-in-loop", Severity.WARNING, words=("empty_cache",))
 def empty_cache_in_loop(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds `torch.cuda.empty_cache()` in loops and in what they call.
 
@@ -61,7 +61,7 @@ def empty_cache_in_loop(script: Script, training: TrainingReader, machine: Machi
     yield from _repeated_calls(script, "torch.cuda.empty_cache")
 
 
-@script_rule("P06", "collect-in-loop", Severity.INFO)
+@script_rule("P06", "collect-in-loop", Severity.INFO, words=("gc",))
 def collect_in_loop(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds `gc.collect()` in loops and in what they call.
 
@@ -84,7 +84,7 @@ def collect_in_loop(script: Script, training: TrainingReader, machine: Machine) 
     yield from _repeated_calls(script, "gc.collect")
 
 
-@script_rule("P09", "synchronize-in-loop", Severity.INFO)
+@script_rule("P09", "synchronize-in-loop", Severity.INFO, words=("synchronize",))
 def synchronize_in_loop(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds `torch.cuda.synchronize()` in loops and in what they call.
 
@@ -126,7 +126,7 @@ def _variables(script: Script) -> Iterator[tuple[ast.Assign | ast.Call, str]]:
                     yield node, name
 
 
-@script_rule("P03", "allocator-set-too-late", Severity.WARNING)
+@script_rule("P03", "allocator-set-too-late", Severity.WARNING, words=("ALLOC_CONF",))
 def allocator_set_too_late(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds the settings of torch's GPU allocator behind the first use of the GPU.
 
@@ -159,7 +159,7 @@ def allocator_set_too_late(script: Script, training: TrainingReader, machine: Ma
             yield Match(text, script.place(node), {"used_line": used[0].lineno})
 
 
-@script_rule("P11", "threads-set-too-late", Severity.WARNING)
+@script_rule("P11", "threads-set-too-late", Severity.WARNING, words=("_NUM_THREADS",))
 def threads_set_too_late(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds the number of OpenMP threads set behind the import that reads it.
 
@@ -193,7 +193,7 @@ def _imported(node: ast.AST) -> list[str]:
     return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
-@script_rule("P12", "resident-memory-added-up", Severity.WARNING)
+@script_rule("P12", "resident-memory-added-up", Severity.WARNING, words=("rss",))
 def resident_memory_added_up(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds resident memory that is added up over processes.
 
@@ -220,7 +220,7 @@ def resident_memory_added_up(script: Script, training: TrainingReader, machine: 
             yield Match("RSS is added up over processes: shared pages are counted several times", script.place(node))
 
 
-@script_rule("P13", "host-memory-in-container", Severity.WARNING)
+@script_rule("P13", "host-memory-in-container", Severity.WARNING, words=("virtual_memory",))
 def host_memory_in_container(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds code that asks for the host's memory while a container allows less.
 
@@ -242,7 +242,7 @@ def host_memory_in_container(script: Script, training: TrainingReader, machine: 
             yield Match(f"it says {sized(machine.ram_bytes)} in all, but {allowed}", script.place(call), numbers)
 
 
-@script_rule("P14", "wrong-unit-of-bytes", Severity.WARNING)
+@script_rule("P14", "wrong-unit-of-bytes", Severity.WARNING, words=("GB", "MB", "TB", "GiB", "MiB", "TiB"))
 def wrong_unit_of_bytes(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds bytes that are divided by 1024 and called GB, or by 1000 and called GiB.
 

@@ -16,7 +16,7 @@ _LOOKS_NAMES_UP = {"eval", "exec", "globals", "locals", "vars"}
 _VERBS = {"save_freq": "saves", "eval_freq": "evaluates"}
 
 
-@script_rule("L01", "callback-never-passed", Severity.ERROR)
+@script_rule("L01", "callback-never-passed", Severity.ERROR, words=("allback",))
 def callback_never_passed(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds callbacks that are created and reach no call of `learn`.
 

@@ -17,7 +17,7 @@ _OTHER_THREADS = {"num_threads"}  # as an argument, those of all kinds of functi
 _POOLS_BESIDES_WORKERS = 2  # the main thread's and autograd's
 
 
-@script_rule("M11", "no-forkserver-preload", Severity.INFO)
+@script_rule("M11", "no-forkserver-preload", Severity.INFO, words=("SubprocVecEnv",))
 def no_forkserver_preload(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds SubprocVecEnv with the default start method and no preloaded libraries.
 
@@ -52,7 +52,7 @@ def _names_subproc(script: Script, call: ast.Call) -> bool:
     return any(node is not None and script.dotted(node).endswith("SubprocVecEnv") for node in named)
 
 
-@script_rule("M12", "no-main-guard", Severity.ERROR)
+@script_rule("M12", "no-main-guard", Severity.ERROR, words=("SubprocVecEnv",))
 def no_main_guard(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds processes that are started while the module is imported.
 
@@ -100,7 +100,7 @@ def _run_by_import(script: Script) -> set[str]:
     return reached
 
 
-@script_rule("M13", "shared-memory-too-small", Severity.WARNING)
+@script_rule("M13", "shared-memory-too-small", Severity.WARNING, words=("AsyncVectorEnv",))
 def shared_memory_too_small(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Compares the observations that Gymnasium's vector environments share with /dev/shm.
 
@@ -142,7 +142,7 @@ def shared_memory_too_small(script: Script, training: TrainingReader, machine: M
             yield Match(text, script.place(call), {"shared_bytes": wanted, "shm_bytes": machine.shm_bytes})
 
 
-@script_rule("L09", "threads-oversubscribed", Severity.WARNING)
+@script_rule("L09", "threads-oversubscribed", Severity.WARNING, words=("thread_num", "num_threads"))
 def threads_oversubscribed(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Multiplies torch's threads with the workers that each get a pool of them.
 

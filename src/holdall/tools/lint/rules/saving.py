@@ -85,7 +85,7 @@ def no_replay_buffer_to_save(run: ConfiguredRun, machine: Machine) -> Iterator[M
         yield Match(text, place, edit=Edit(place, "True", "False"))
 
 
-@script_rule("S04", "loads-beside-old-buffer", Severity.WARNING)
+@script_rule("S04", "loads-beside-old-buffer", Severity.WARNING, words=("load_replay_buffer",))
 def loads_beside_old_buffer(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds a replay buffer that is loaded while a filled one is still there.
 
@@ -127,7 +127,7 @@ def _line(node: ast.AST) -> int:
     return getattr(node, "lineno", 0)
 
 
-@script_rule("S06", "resumes-with-empty-buffer", Severity.WARNING)
+@script_rule("S06", "resumes-with-empty-buffer", Severity.WARNING, words=("load",))
 def resumes_with_empty_buffer(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds an off-policy model that is loaded and trained on without its replay buffer.
 
@@ -158,7 +158,7 @@ def resumes_with_empty_buffer(script: Script, training: TrainingReader, machine:
             yield Match(text, script.place(learn.node))
 
 
-@script_rule("S08", "normalisation-not-saved", Severity.WARNING)
+@script_rule("S08", "normalisation-not-saved", Severity.WARNING, words=("VecNormalize",))
 def normalisation_not_saved(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds a model that is saved without the statistics of its VecNormalize.
 
@@ -193,7 +193,7 @@ def normalisation_not_saved(script: Script, training: TrainingReader, machine: M
         yield Match("the model is saved, and the statistics of VecNormalize are not", script.place(models[0]))
 
 
-@script_rule("S03", "pickle-copies-arrays", Severity.WARNING)
+@script_rule("S03", "pickle-copies-arrays", Severity.WARNING, words=("pickle",))
 def pickle_copies_arrays(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds buffers that are pickled with a protocol before 5.
 
@@ -239,7 +239,7 @@ def _pickles(script: Script, function: str) -> Iterator[ast.Call]:
             yield call
 
 
-@script_rule("S05", "pickled-into-memory", Severity.WARNING)
+@script_rule("S05", "pickled-into-memory", Severity.WARNING, words=("pickle",))
 def pickled_into_memory(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds buffers that are pickled into one bytes object.
 
@@ -261,7 +261,7 @@ def pickled_into_memory(script: Script, training: TrainingReader, machine: Machi
         yield Match(f"pickle.dumps holds {ast.unparse(call.args[0])} once more in memory", script.place(call))
 
 
-@script_rule("S07", "pickled-in-a-thread", Severity.WARNING)
+@script_rule("S07", "pickled-in-a-thread", Severity.WARNING, words=("pickle",))
 def pickled_in_a_thread(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds a buffer that a thread pickles while the training adds to it.
 

@@ -14,7 +14,7 @@ from holdall.tools.lint.source.script import Script
 _JOINS = {"torch.cat", "torch.stack", "torch.concat", "torch.concatenate"}
 
 
-@script_rule("P01", "tensor-kept-with-graph", Severity.WARNING)
+@script_rule("P01", "tensor-kept-with-graph", Severity.WARNING, words=("backward",))
 def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds losses that are collected together with the graph that made them.
 
@@ -51,7 +51,7 @@ def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Ma
             yield Match(f"{keeper} keeps {name} with its graph, step after step", script.place(node))
 
 
-@script_rule("P05", "moved-then-joined", Severity.WARNING)
+@script_rule("P05", "moved-then-joined", Severity.WARNING, words=("torch",))
 def moved_then_joined(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds tensors that are moved to the device one by one and joined there.
 
@@ -75,7 +75,7 @@ def moved_then_joined(script: Script, training: TrainingReader, machine: Machine
                 yield Match(text, script.place(call))
 
 
-@script_rule("P07", "stacked-then-flattened", Severity.INFO)
+@script_rule("P07", "stacked-then-flattened", Severity.INFO, words=("stack",))
 def stacked_then_flattened(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds `torch.stack` whose result is flattened at once.
 
@@ -104,7 +104,7 @@ def stacked_then_flattened(script: Script, training: TrainingReader, machine: Ma
             yield Match("torch.stack copies, and its result is flattened: torch.cat does both", script.place(made))
 
 
-@script_rule("P08", "buffer-attribute-never-read", Severity.INFO)
+@script_rule("P08", "buffer-attribute-never-read", Severity.INFO, words=("uffer",))
 def buffer_attribute_never_read(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds private attributes of a buffer class that are set to a constant and never read.
 
@@ -144,7 +144,7 @@ def buffer_attribute_never_read(script: Script, training: TrainingReader, machin
             yield Match(f"{owner.name} sets {node.attr} and never reads it", script.place(node))
 
 
-@script_rule("P10", "non-blocking-without-pinning", Severity.INFO)
+@script_rule("P10", "non-blocking-without-pinning", Severity.INFO, words=("non_blocking",))
 def non_blocking_without_pinning(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds `non_blocking=True` in a file that pins no memory.
 

@@ -341,7 +341,7 @@ def learn_starts_over(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
             yield Match("learn is called in a loop, and counts its steps from zero each time", learn.place)
 
 
-@script_rule("L12", "reset-by-hand", Severity.WARNING)
+@script_rule("L12", "reset-by-hand", Severity.WARNING, words=("learn",))
 def reset_by_hand(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds `env.reset()` between calls of `learn` that go on where the last one stopped.
 

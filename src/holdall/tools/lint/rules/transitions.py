@@ -33,7 +33,7 @@ class _Step(NamedTuple):
     flags: frozenset[str]
 
 
-@script_rule("L20", "autoreset-ignored", Severity.WARNING)
+@script_rule("L20", "autoreset-ignored", Severity.WARNING, words=("make_vec", "VectorEnv"))
 def autoreset_ignored(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds loops that add what a Gymnasium vector environment returned, and do not look at how it resets.
 

@@ -7,6 +7,7 @@ Nothing in the file is executed: strings such as "dict(net_arch=[64])" are read 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
@@ -33,6 +34,7 @@ from holdall.tools.plan.spec import Algorithm
 
 _ALGORITHM_KEYS = ("algo", "algorithm", "model_class")
 _MARKS = {"capacity", "obs", "policy", "n_timesteps", "buffer_size", "n_steps", "batch_size", "learning_rate"}
+_MARKED = re.compile(rf"(?:^|[{{,])[\s\"']*(?:{'|'.join(sorted(_MARKS))})[\"']?\s*:", re.MULTILINE)
 # Keys of the zoo that are not arguments of an algorithm.
 _NOT_ARGUMENTS = {"n_timesteps", "n_envs", "frame_stack", "env_wrapper", "vec_env_wrapper", "normalize", "callback"}
 # The words of `holdall plan` for what the zoo, or an algorithm, calls otherwise.
@@ -53,6 +55,11 @@ class YamlError(ValueError):
     def __init__(self, message: str, place: SourceRange) -> None:
         super().__init__(message)
         self.place = place
+
+
+def may_hold_runs(text: str) -> bool:
+    """Whether a YAML file has a key that an entry of hyperparameters has; a site's or a container's has none."""
+    return _MARKED.search(text) is not None
 
 
 def read_runs(text: str, path: str) -> tuple[ConfiguredRun, ...]:

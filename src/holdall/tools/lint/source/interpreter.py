@@ -20,7 +20,7 @@ from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 from holdall.tools.lint.source import library
 from holdall.tools.lint.source.functions import Functions
 from holdall.tools.lint.source.repository import Module, Repository
-from holdall.tools.lint.source.scopes import CallArguments, Scope
+from holdall.tools.lint.source.scopes import CallArguments, OutOfStepsError, Scope
 from holdall.tools.lint.source.script import Script
 from holdall.tools.lint.source.values import (
     ClassValue,
@@ -48,15 +48,10 @@ _LIBRARIES = {
     "torch",
     "numpy",
 }
-_MOST_STEPS = 30_000
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
 _LONGEST_CONDITION = 70
 _CAPACITIES = ("capacity", "max_size", "maxlen", "buffer_size", "memory_size", "max_len", "limit", "size", "_maxsize")
 _ENDS = {"sys.exit", "os._exit"}
-
-
-class OutOfStepsError(Exception):
-    """The program is too large to be followed to its end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +80,7 @@ class Interpreter(Functions):
         self.torchrl_env: Any = None  # the last one that was made
         self.made: list[ProgramEvent] = []
         self.registered: dict[str, Any] = {}  # environments that the program registers
-        self._steps = 0
+        self._conditions: dict[ast.If, tuple[str, str]] = {}
 
     def run(self) -> None:
         """Follow the script, then the functions that it does not call itself."""
@@ -96,12 +91,6 @@ class Interpreter(Functions):
                     self._enter_alone(function, scope)
         except (OutOfStepsError, RecursionError):
             return
-
-    def step(self) -> None:
-        """Count one expression."""
-        self._steps += 1
-        if self._steps > _MOST_STEPS:
-            raise OutOfStepsError
 
     def place(self, node: ast.AST | None) -> SourceRange:
         """Return where a node of the script stands."""
@@ -165,14 +154,14 @@ class Interpreter(Functions):
 
     def _run_imported(self, module: Module) -> None:
         """Follow a module that the script imports: within bounds of its own, and once for all scripts."""
-        outer = self._steps, self._depth, self.anchor, self.repeats, self._active
-        self._steps, self._depth, self.anchor, self.repeats, self._active = 0, _IMPORTED_DEPTH, None, 1, Counter()
+        outer = self.steps, self._depth, self.anchor, self.repeats, self._active
+        self.steps, self._depth, self.anchor, self.repeats, self._active = 0, _IMPORTED_DEPTH, None, 1, Counter()
         try:
             self.run_module(module)
         except OutOfStepsError:
             pass
         finally:
-            self._steps, self._depth, self.anchor, self.repeats, self._active = outer
+            self.steps, self._depth, self.anchor, self.repeats, self._active = outer
 
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -206,13 +195,18 @@ class Interpreter(Functions):
 
     def statement(self, node: ast.stmt) -> bool:  # noqa: C901, PLR0912  one case for each kind of statement
         """Follow one statement; True if it leaves the block."""
-        match node:
-            case ast.Expr(value=value):
-                return self._ends_program(self.value(value), value)
+        match node:  # the most frequent ones first
             case ast.Assign(targets=targets, value=value):
+                outer, self.is_soft = self.is_soft, False
                 made = self.value(value)
+                is_flag = self.is_soft and isinstance(made, bool | str | None)
+                self.is_soft = outer or self.is_soft
                 for target in targets:
                     self.assign(target, made)
+                    if is_flag and isinstance(target, ast.Name):  # train = args.train: still for the user to say
+                        self.scope.soft.add(target.id)
+            case ast.Expr(value=value):
+                return self._ends_program(self.value(value), value)
             case ast.AnnAssign(target=target, value=value):
                 if value is not None:
                     self.assign(target, self.value(value))
@@ -272,9 +266,10 @@ class Interpreter(Functions):
         is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer_soft or self.is_soft
         if truth is not None and not is_soft:
             return self.block(node.body if truth else node.orelse)
-        return self._branches(
-            [(_condition(node.test), node.body), (_condition(node.test, negate=True), node.orelse)], truth
-        )
+        if node not in self._conditions:
+            self._conditions[node] = _condition(node.test), _condition(node.test, negate=True)
+        holds, fails = self._conditions[node]
+        return self._branches([(holds, node.body), (fails, node.orelse)], truth)
 
     def _branches(self, branches: list[tuple[str, list[ast.stmt]]], truth: bool | None = None) -> bool:
         """Follow alternatives, and join what they leave behind; the default one holds without its condition."""
@@ -407,7 +402,10 @@ def _joined(ends: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     if len(ends) == 1:
         return ends[0][1]
     names = dict(ends[0][1])
-    for name in {name for _, one in ends for name in one}:
-        values = [(one[name], text) for text, one in ends if name in one]
-        names[name] = values[0][0] if all(v is values[0][0] for v, _ in values) else one_of(values)
+    for _, other in ends[1:]:
+        for name, value in other.items():
+            if name not in names:
+                names[name] = value
+            elif names[name] is not value:
+                names[name] = one_of([(one[name], text) for text, one in ends if name in one])
     return names

@@ -66,23 +66,22 @@ _POLICIES = {
     "ActorCriticCnnPolicy": "CnnPolicy",
     "ActorCriticPolicy": "MlpPolicy",
 }
-_MARKS = re.compile(
-    r"stable_baselines3|sb3_contrib|[Rr]eplay|deque|torchrl|tianshou|elegantrl|VecEnv|VectorEnv|make_vec|pickle|\buse\("
-    r"|\b(?:np|numpy|torch|th)\.(?:zeros|empty|ones|full)\b|num_threads|thread_num|worker_num|[GMT]i?B\b"
-    r"|(?:memory|buffer|transitions|experience)\w*\.append"
+_MAKES = re.compile(
+    r"stable_baselines3|sb3_contrib|[Rr]eplay|deque|torchrl|tianshou|elegantrl"
+    r"|\b(?:np|numpy|torch|th)\.(?:zeros|empty|ones|full)\b|(?:memory|buffer|transitions|experience)\w*\.append"
 )
-"""A script without any of these makes nothing that rules ask for."""
+"""A script without any of these makes no model and no buffer."""
 
 
 class SeenValues:
     """Constants of one script: what its expressions are, whenever they are reached."""
 
-    def __init__(self, seen: dict[ast.AST, Any]) -> None:
-        self._seen = seen
+    def __init__(self, interpreter: Interpreter) -> None:
+        self._interpreter = interpreter
 
     def value(self, node: ast.expr | None) -> object:
         """Return what an expression is, as far as it is certain."""
-        return UNKNOWN if node is None else plain(self._seen.get(node, UNKNOWN))
+        return plain(self._interpreter.seen(node))
 
 
 def plain(value: Any) -> object:
@@ -112,15 +111,32 @@ class TrainingReader:
 
     def __init__(self, script: Script, repository: Repository | None = None) -> None:
         self.script = script
-        self.interpreter = Interpreter(script, repository or Repository(None))
-        if _MARKS.search(script.text):
-            self.interpreter.run()
-        self.evaluator = SeenValues(self.interpreter.seen)
+        self._repository = repository or Repository(None)
+
+    @cached_property
+    def _makes(self) -> bool:
+        """Whether the script may make a model or a buffer: it says so, or it runs what modules beside it say."""
+        text = self.script.text
+        return _MAKES.search(text) is not None or (
+            self.script.is_run and self._repository.imports_match(_MAKES, text, self.script.path)
+        )
+
+    @cached_property
+    def interpreter(self) -> Interpreter:
+        """What followed the script; most scripts are never asked about."""
+        interpreter = Interpreter(self.script, self._repository)
+        interpreter.run()
+        return interpreter
+
+    @cached_property
+    def evaluator(self) -> SeenValues:
+        """The values of the script's expressions."""
+        return SeenValues(self.interpreter)
 
     def recorded(self, *what: str) -> list[ProgramEvent]:
         """Return what the program makes or does, once for each object and line."""
         kept: dict[tuple[int, str, ast.AST], ProgramEvent] = {}
-        for made in self.interpreter.made:
+        for made in self.interpreter.made if self._makes else ():
             if made.what in what:
                 kept[id(made.value), made.what, made.node] = made
         return list(kept.values())
@@ -128,13 +144,13 @@ class TrainingReader:
     @cached_property
     def buffers(self) -> list[PlainBuffer]:
         """The buffers that are no part of a model."""
-        return plain_buffers(self.interpreter)
+        return plain_buffers(self.interpreter) if self._makes else []
 
     @cached_property
     def runs(self) -> tuple[ConfiguredRun, ...]:
         """Every model that the script constructs, once for each environment that it may get."""
         found: dict[str, ConfiguredRun] = {}
-        for made in self.recorded("model"):
+        for made in self.recorded("model", "loaded"):
             algorithm = algorithm_by_import(made.detail.get("dotted", made.value.kind))
             if algorithm is None:
                 continue
@@ -151,14 +167,13 @@ class TrainingReader:
 
     def constructed(self, node: ast.expr | None) -> ast.AST | None:
         """Return the call that constructed the model that an expression means."""
-        value = self.interpreter.seen.get(node, UNKNOWN) if node is not None else UNKNOWN
+        value = self.interpreter.seen(node)
         models = {id(made.value): made.node for made in self.recorded("model")}
         return next((models[id(one)] for one, _ in candidates_of(value) if id(one) in models), None)
 
     def environments(self, node: ast.expr | None) -> Environments:
         """Describe the environments that an expression makes."""
-        value = self.interpreter.seen.get(node, UNKNOWN) if node is not None else UNKNOWN
-        return self._described(value)
+        return self._described(self.interpreter.seen(node))
 
     def _described(self, value: Any) -> Environments:
         if isinstance(value, str):
@@ -171,7 +186,7 @@ class TrainingReader:
         has_more = len(made.values) > len(positional) or not made.is_complete
         given = {}
         for name, (value, node) in made.by_name(positional).items():
-            own = node if node in self.interpreter.seen else None
+            own = node if self.interpreter.was_reached(node) else None
             place = self.interpreter.place(own or made.node)
             divisors = tuple(self._divisors(own)) if own is not None else None
             given[name] = Setting(plain(value), place, divisors=divisors)
@@ -188,7 +203,7 @@ class TrainingReader:
                     yield from self._divisors(value, depth + 1)
 
     def _runs_of(self, made: ProgramEvent, algorithm: Algorithm) -> Iterator[ConfiguredRun]:
-        given, has_more = self.settings(made.arguments, algorithm.positional)
+        given, has_more = self.settings(made.arguments, algorithm.positional) if made.what == "model" else ({}, True)
         place = self.interpreter.place(made.node)
         given.setdefault("policy", Setting(UNKNOWN, place))
         learns = [one for one in self.recorded("learn") if one.value is made.value]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +18,10 @@ from typing import Any
 _ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 _MOST_BYTES = 2 * 2**20
 _MOST_MODULES = 400
+_MOST_LOOKED_AT = 40  # of those that a script imports, and that they import
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+\(?([\w ,]*)|import[ \t]+([\w. ,]+))", re.MULTILINE
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -39,6 +44,8 @@ class Repository:
         self._trees: dict[Path, ast.Module | None] = {}
         self._found: dict[tuple[Path, str, int], Path | None] = {}
         self._exists: dict[Path, bool] = {}
+        self._data: dict[Path, Any] = {}
+        self._texts: dict[Path, str] = {}
 
     @classmethod
     def around(cls, path: Path) -> Repository:
@@ -71,6 +78,40 @@ class Repository:
             self._found[key] = next(self._candidates(*key), None)
         return self._found[key]
 
+    def imports_match(self, pattern: re.Pattern[str], text: str, path: str) -> bool:
+        """Whether one of the files that a script imports, directly or through others, matches a pattern."""
+        if self.root is None:
+            return False
+        waiting = self._imported(text, path)
+        seen: set[Path] = set()
+        while waiting and len(seen) < _MOST_LOOKED_AT:
+            file = waiting.pop(0)
+            if file not in seen:
+                seen.add(file)
+                found = self._text(file)
+                if pattern.search(found):
+                    return True
+                waiting += self._imported(found, str(file))
+        return False
+
+    def _imported(self, text: str, path: str) -> list[Path]:
+        """Return the files of the repository that a text imports."""
+        found = []
+        for dots, package, names, plain in _IMPORT.findall(text):
+            parts = [one.split(" as ")[0].strip() for one in (plain or names).split(",")]
+            wanted = parts if plain else [package, *(f"{package}.{one}" if package else one for one in parts)]
+            files = [self.find(one, len(dots), path) for one in wanted if one]
+            found += [file for file in files if file is not None]
+        return found
+
+    def _text(self, path: Path) -> str:
+        if path not in self._texts:
+            try:
+                self._texts[path] = path.read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                self._texts[path] = ""
+        return self._texts[path]
+
     def _candidates(self, here: Path, dotted: str, level: int) -> Iterator[Path]:
         root = self.root
         if root is None or not here.is_relative_to(root):
@@ -102,7 +143,9 @@ class Repository:
         for base in (here, self.root, Path.cwd()):
             file = (base / name).resolve()
             if file.is_relative_to(self.root) and self._is_file(file):
-                return read_data(file)
+                if file not in self._data:
+                    self._data[file] = read_data(file)
+                return self._data[file]
         return None
 
 
@@ -118,6 +161,6 @@ def read_data(file: Path) -> Any:
             return tomllib.loads(text)
         import yaml  # noqa: PLC0415  an extra: scripts are read without it
 
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except Exception:
         return None

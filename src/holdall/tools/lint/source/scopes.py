@@ -34,6 +34,12 @@ from holdall.tools.lint.source.values import (
 )
 
 _PLAIN = int | float | str | bool | bytes | None
+_MOST_STEPS = 30_000
+_METHODS: dict[type[ast.AST], str] = {}  # that evaluate an expression, by its kind
+
+
+class OutOfStepsError(Exception):
+    """The program is too large to be followed to its end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +57,7 @@ class Scope:
     soft: set[str] = field(default_factory=set)  # parameters that have only their default
     returned: list[tuple[Any, str]] = field(default_factory=list)
     yielded: list[Any] = field(default_factory=list)
+    repeats: int | None = 1  # how often the loops around the call run it
 
 
 @dataclass(eq=False, slots=True)
@@ -94,22 +101,25 @@ class Names:
     def __init__(self) -> None:
         self.scope = Scope(None)
         self.path: Path = ()
-        self.seen: dict[ast.AST, Any] = {}  # by expression of the script
+        self._seen: dict[ast.AST, list[Any]] = {}  # by expression of the script, each time that it was reached
         self.instances: list[InstanceValue] = []
         self.is_soft = False  # whether a default that a user can override was read
         self.repeats: int | None = 1  # how often the loops around this line run it
         self.anchor: ast.AST | None = None  # the call of the script that led here
         self.seen_function: Any = UNKNOWN  # what the last call called
         self.names: dict[object, str] = {}  # of arrays by what made them
+        self.steps = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
+
+    @property
+    def repeats_here(self) -> int | None:
+        """How often the loops of this function run this line; what a caller's loop makes again replaces the last."""
+        both = self.repeats, self.scope.repeats
+        return None if None in both else both[0] // max(both[1] or 1, 1)  # type: ignore[operator]
 
     # ------------------------------------------------------------ to be followed by the interpreter
 
     main: Module
-
-    def step(self) -> None:
-        """Count one expression."""
-        raise NotImplementedError
 
     def call_function(self, function: FunctionValue, arguments: CallArguments, owner: Any = None) -> Any:
         """Follow a function of the program."""
@@ -127,26 +137,39 @@ class Names:
 
     def value(self, node: ast.expr) -> Any:
         """Return what an expression is."""
-        self.step()
-        kind = type(node).__name__.lower()
-        found = getattr(self, f"_on_{kind}", None)
-        value = found(node) if found else self._other(node)
+        self.steps += 1
+        if self.steps > _MOST_STEPS:
+            raise OutOfStepsError
+        kind = type(node)
+        if kind is ast.Name:
+            value = self.lookup(node.id)  # type: ignore[attr-defined]
+        elif kind is ast.Constant:
+            value = node.value  # type: ignore[attr-defined]
+        else:
+            name = _METHODS.get(kind) or _METHODS.setdefault(kind, f"_on_{kind.__name__.lower()}")
+            value = getattr(self, name, self._other)(node)
         if self.scope.module is self.main:
-            kept = containers.snapshot(value)
-            self.seen[node] = one_of([(self.seen[node], ""), (kept, "")]) if node in self.seen else kept
+            before = self._seen.get(node)
+            if before is None:
+                self._seen[node] = [containers.snapshot(value)]
+            elif before[-1] is not value:
+                before.append(containers.snapshot(value))
         return value
+
+    def was_reached(self, node: ast.AST | None) -> bool:
+        """Whether an expression of the script was followed."""
+        return node in self._seen
+
+    def seen(self, node: ast.AST | None) -> Any:
+        """Return what an expression of the script is, over all the times that it was reached."""
+        found = self._seen.get(node, ()) if node is not None else ()
+        return found[0] if len(found) == 1 else one_of((one, "") for one in found)
 
     def _other(self, node: ast.expr) -> Any:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 self.value(child)
         return UNKNOWN
-
-    def _on_constant(self, node: ast.Constant) -> Any:
-        return node.value
-
-    def _on_name(self, node: ast.Name) -> Any:
-        return self.lookup(node.id)
 
     def lookup(self, name: str) -> Any:
         """Return what a name is here."""
@@ -231,7 +254,7 @@ class Names:
                 owner.items[number] = value
             elif len(owner.added) < containers.MOST_SAMPLES:
                 owner.added.append(value)
-            if isinstance(value, tuple | TableValue | InstanceValue):
+            if isinstance(value, tuple | TableValue | InstanceValue | ListValue):
                 self.record("appended", owner, None, node, item=value)
 
     def augmented(self, target: ast.expr, op: ast.operator, value: Any) -> Any:
@@ -248,10 +271,13 @@ class Names:
     # ------------------------------------------------------------ attributes
 
     def _on_attribute(self, node: ast.Attribute) -> Any:
-        return spread(lambda base: self.member(base, node.attr, node), self.value(node.value))
+        base = self.value(node.value)
+        if isinstance(base, OneOf):
+            return spread(lambda one: self.member(one, node.attr, node), base)
+        return self.member(base, node.attr, node)
 
-    def member(self, base: Any, name: str, node: ast.AST | None = None) -> Any:  # noqa: C901, PLR0911  one case a kind
-        """Return an attribute of a value."""
+    def member(self, base: Any, name: str, node: ast.AST | None = None) -> Any:  # noqa: C901, PLR0911, PLR0912
+        """Return an attribute of a value: one case for each kind of value."""
         match base:
             case InstanceValue():
                 return self._instance_member(base, name, node)
@@ -276,6 +302,8 @@ class Names:
                 return spaces.space_member(base, name)
             case ArrayValue():
                 return library.array_member(base, name)
+            case ReturnedValues():  # older environments return the observation alone
+                return self.member(base.observation, name, node)
             case str() if name == "parent":
                 return str(PurePath(base).parent)
             case ListValue() | TableValue() | str() | tuple():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from holdall.tools.lint.finding import SourceRange
@@ -17,6 +17,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_MARKERS = (ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop)  # one object stands for all of a kind
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 
 
@@ -36,20 +37,35 @@ class Script:
     path: str
     text: str
     tree: ast.Module
-    _parents: dict[ast.AST, ast.AST] = field(default_factory=dict, repr=False)
-    nodes: list[ast.AST] = field(default_factory=list, repr=False)
 
     @classmethod
     def parse(cls, text: str, path: str) -> Script:
         """Parse source text; a SyntaxError is the caller's to report."""
-        script = cls(path, text, ast.parse(text))
-        nodes = script.nodes
-        nodes.append(script.tree)
+        return cls(path, text, ast.parse(text))
+
+    @cached_property
+    def _parents(self) -> dict[ast.AST, ast.AST]:
+        parents: dict[ast.AST, ast.AST] = {}
+        nodes: list[ast.AST] = [self.tree]
         for node in nodes:  # grows as children are found
-            for child in ast.iter_child_nodes(node):
-                script._parents[child] = node
-                nodes.append(child)
-        return script
+            for value in vars(node).values():
+                children = value if type(value) is list else (value,)
+                for child in children:
+                    if isinstance(child, ast.AST) and not isinstance(child, _MARKERS):
+                        parents[child] = node
+                        nodes.append(child)
+        return parents
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node but contexts and operators, those above before those below."""
+        return [self.tree, *self._parents]
+
+    @property
+    def is_run(self) -> bool:
+        """Whether the file does something of its own, and does not only define things for others."""
+        calls = (one.value for one in self.tree.body if isinstance(one, ast.Expr | ast.Assign))
+        return "__main__" in self.text or any(isinstance(one, ast.Call) for one in calls)
 
     @cached_property
     def lines(self) -> list[str]:

@@ -19,6 +19,7 @@ import numpy as np
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 
 MOST_CANDIDATES = 6
+_LONGEST_DEQUE = 16  # whose items are written out: a stack of frames
 Path = tuple[str, ...]
 """The conditions under which a line is reached, from the outside in."""
 
@@ -59,6 +60,7 @@ class ListValue:
     path: Path = ()
     added: list[Any] = field(default_factory=list)  # samples of what was appended
     name: str = ""  # the first that it was given
+    is_fixed: bool = False  # it has its length from the start, and its items are replaced
 
     @property
     def is_known(self) -> bool:
@@ -193,21 +195,31 @@ def likely(value: Any) -> Any:
 def one_of(pairs: Iterable[tuple[Any, str]]) -> Any:
     """Join candidates: one value if they are all the same."""
     kept: list[tuple[Any, str]] = []
-    for pair in pairs:
-        for value, inner in candidates_of(pair[0]):
-            condition = inner or pair[1]
-            at = next((i for i, (other, _) in enumerate(kept) if _is_same(value, other)), None)
-            if at is None:
-                kept.append((value, condition))
-            elif isinstance(value, ArrayValue):
+    can_join = False
+    for value, condition in _each(pairs):
+        at = next((i for i, (other, _) in enumerate(kept) if other is value or _is_same(value, other)), None)
+        if at is not None:
+            if can_join and isinstance(value, ArrayValue):
                 joined = replace(kept[at][0], origins=kept[at][0].origins | value.origins)
                 kept[at] = (joined, kept[at][1])
+        elif len(kept) < MOST_CANDIDATES:
+            kept.append((value, condition))
+            can_join = can_join or isinstance(value, ArrayValue)
+        elif not can_join:
+            break
     if not kept:
         return UNKNOWN
     if len(kept) == 1:
         return kept[0][0]
-    kept = kept[:MOST_CANDIDATES]
     return OneOf(tuple(value for value, _ in kept), tuple(condition for _, condition in kept))
+
+
+def _each(pairs: Iterable[tuple[Any, str]]) -> Iterator[tuple[Any, str]]:
+    for value, condition in pairs:
+        if isinstance(value, OneOf):
+            yield from ((one, inner or condition) for one, inner in candidates_of(value))
+        else:
+            yield value, condition
 
 
 def _is_same(left: Any, right: Any) -> bool:
@@ -222,7 +234,10 @@ def _is_same(left: Any, right: Any) -> bool:
 
 def spread(function: Callable[..., Any], *values: Any) -> Any:
     """Call a function once for each combination of candidates."""
-    if not any(isinstance(value, OneOf) for value in values):
+    for value in values:
+        if isinstance(value, OneOf):
+            break
+    else:
         return function(*values)
     combinations: list[tuple[tuple[Any, ...], str]] = [((), "")]
     for value in values:
@@ -231,7 +246,7 @@ def spread(function: Callable[..., Any], *values: Any) -> Any:
             for chosen, condition in combinations
             for one, inner in candidates_of(value)
         ][: 4 * MOST_CANDIDATES]
-    return one_of((function(*chosen), condition) for chosen, condition in combinations)
+    return one_of([(function(*chosen), condition) for chosen, condition in combinations])
 
 
 def known_items(value: Any) -> list[Any] | None:
@@ -239,6 +254,16 @@ def known_items(value: Any) -> list[Any] | None:
     if isinstance(value, tuple | list):
         return list(value)
     return value.items if isinstance(value, ListValue) and value.is_known else None
+
+
+def filled_deque(owner: Any) -> Any:
+    """Return what a deque holds once it is full: as many items as it is limited to; any other value as it is."""
+    if not isinstance(owner, ListValue) or not owner.is_deque:
+        return owner
+    limit, sample = whole(likely(owner.maxlen)), (owner.items or owner.added)[-1:]
+    if limit is None or not sample or not 0 < limit <= _LONGEST_DEQUE:
+        return owner
+    return ListValue(sample * limit, limit)
 
 
 def length_of(value: Any) -> int | None:

@@ -1,0 +1,148 @@
+"""Reading the rows of a shard: decoded, into arrays of its own or into the block of a learner on this machine.
+
+In:  where rows lie in a shard's store.  Out: the same rows with all of their observations.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from holdall import storage
+from holdall.cluster.shared_blocks import BlockPlace, OpenedBlocks, Pair
+from holdall.schema import Bytes, Schema
+
+_KEPT_FROM = 0.05
+"""Share of its decoded bytes from which on a segment is kept decoded: others decode in the time of a copy."""
+_NEWLY_DECODED = 16
+"""Segments that one answer decodes and keeps so."""
+NOTHING = np.empty(0, np.uint8)
+_SLICES, _SEALED = (storage.RECORD_FIELDS.index(name) for name in ("slices", "sealed"))
+
+
+class DecodedSegments:
+    """Decoded slices of segments that are drawn from: as an ordinary memory leaves what it has room for uncompressed.
+
+    Those of a segment go with it. Where there is no room left, others are decoded for every batch.
+
+    Args:
+        most_bytes: Kept at most.
+    """
+
+    def __init__(self, coder: storage.Coder, most_bytes: int) -> None:
+        self._coder = coder
+        self._room = most_bytes
+        self._slices: weakref.WeakKeyDictionary[storage.SealedSlices, Bytes] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def instead(self, places: storage.Places, field: int) -> storage.Places:
+        """Return the places of one field, as that of a batch of one, with decoded slices where these are kept."""
+        touched, where = np.unique(places.segment, return_inverse=True)
+        records, held = places.records[field][touched], list[storage.Held]()
+        newly = _NEWLY_DECODED
+        for i, segment in enumerate(touched.tolist()):
+            log, content = places.held[field][segment]
+            if isinstance(content, storage.SealedSlices) and not places.reads_files:
+                slices = self._slices.get(content)
+                if slices is None and newly:
+                    slices, newly = self._decode(content), newly - 1
+                if slices is not None:
+                    records[i, _SLICES], records[i, _SEALED], content = slices.ctypes.data, 0, slices
+            held.append((log, content))
+        return replace(
+            places, records=[records], segment=where.astype(np.int32), cursors=[places.cursors[field]],
+            held=(tuple(held),),
+        )  # fmt: skip
+
+    def _decode(self, sealed: storage.SealedSlices) -> Bytes | None:
+        """Decode slices and keep them, if that pays and there is room."""
+        nbytes = sealed.count * sealed.codec.transform.slice_bytes
+        if np.asarray(sealed.coded.data).nbytes < _KEPT_FROM * nbytes:
+            return None
+        with self._lock:
+            if nbytes > self._room:
+                return None
+            self._room -= nbytes
+        slices = np.empty((sealed.count, sealed.codec.transform.slice_bytes), np.uint8)
+        self._coder.decode(sealed, np.arange(sealed.count), slices)
+        self._slices[sealed] = slices
+        weakref.finalize(sealed, self._free, nbytes).atexit = False
+        return slices
+
+    def _free(self, nbytes: int) -> None:
+        with self._lock:
+            self._room += nbytes
+
+
+class ShardReader:
+    """Decodes rows of a shard's store; several threads may use it.
+
+    Args:
+        neighbours: Shards on a machine, this one counted; each has its share of the cores.
+    """
+
+    def __init__(
+        self, schema: Schema, large: Sequence[int], kernels: storage.Kernels, decoded_bytes: int = 0,
+        neighbours: int = 1,
+    ) -> None:  # fmt: skip
+        self._leaves = {i: schema.observation.leaves[i] for i in large}
+        self._kernels = kernels
+        self._threads = kernels.new_pool(max(1, (os.cpu_count() or 1) // neighbours))
+        self._rooms = threading.local()
+        self._kept = DecodedSegments(kernels.coder, decoded_bytes)
+        self._blocks = OpenedBlocks(self._leaves)
+
+    def read(self, found: storage.Rows, counts: Sequence[int], blocks: Sequence[BlockPlace]) -> storage.Rows:
+        """Return rows with all of their observations; those that could be written to blocks are not among them.
+
+        Args:
+            counts: Rows of every batch.
+            blocks: Where each of them is written; nothing: nowhere.
+        """
+        places = found.places
+        if places is None:
+            return found._replace(large=())
+        if places.awaits_files:
+            storage.bring_places(places)
+        opened = [self._blocks.pairs(place) for place in blocks]
+        shared = [each for each in opened if each is not None] if None not in opened else []
+        small = dict(found.small)
+        for field, i in enumerate(found.large):
+            leaf, count = self._leaves[i], len(found.reward)
+            if len(shared) == 1 and not blocks[0].positions:
+                pair = shared[0][i]  # all rows of the batch come from here
+            else:
+                both = self._room(2 * count * leaf.nbytes) if shared else np.empty(2 * count * leaf.nbytes, np.uint8)
+                first, second = both.view(leaf.dtype).reshape(2, count, *leaf.shape)
+                pair = first, second
+            if count:
+                obs, next_obs = (side.view(np.uint8).reshape(count, leaf.nbytes) for side in pair)
+                self._kernels.gather(self._kept.instead(places, field), 0, obs, next_obs, self._threads)
+            if not shared:
+                small[i] = pair
+            elif pair is not shared[0][i]:
+                _scatter(pair, [each[i] for each in shared], counts, blocks)
+        return found._replace(small=small, large=(), places=None)
+
+    def _room(self, nbytes: int) -> Bytes:
+        """Return memory of this thread's own for rows that are copied from there at once: fresh pages cost time."""
+        if getattr(self._rooms, "memory", NOTHING).nbytes < nbytes:
+            self._rooms.memory = np.empty(nbytes + nbytes // 4, np.uint8)
+        memory: Bytes = self._rooms.memory
+        return memory[:nbytes]
+
+
+def _scatter(pair: Pair, into: Sequence[Any], counts: Sequence[int], blocks: Sequence[BlockPlace]) -> None:
+    """Copy rows to where they belong, those of one batch after another."""
+    first = 0
+    for each, count, place in zip(into, counts, blocks, strict=True):
+        positions: Any = np.frombuffer(place.positions, np.int64) if place.positions else slice(None)
+        for side, part in zip(each, pair, strict=True):
+            side[positions] = part[first : first + count]
+        first += count

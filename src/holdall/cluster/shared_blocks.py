@@ -1,0 +1,165 @@
+"""Memory that a learner and the shards on its machine share: shards write the rows of a batch where they belong.
+
+In:  a batch's rows, and the leaves that are large.  Out: the arrays of a batch, filled by several processes.
+Invariant: a block is handed out again only when nothing refers to it, and never if a shard that was asked to write to
+it has not answered. It has no name in any file system: it goes with the processes that use it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from holdall.schema import Array, Bytes, Leaf
+from holdall.storage import ALIGNMENT_BYTES
+
+_SHARED_FROM = 2**16
+"""Bytes from which on a batch lies in a block: Ray sends less within the answer itself."""
+Pair = tuple[Array, Array]
+
+
+class BlockPlace(NamedTuple):
+    """Where a block is found, and which of its rows are meant."""
+
+    process: int
+    descriptor: int
+    name: str
+    rows: int  # of the whole batch
+    positions: bytes  # int64, of some of them; nothing: all
+
+
+class _SharedBlock(mmap.mmap):
+    """Memory behind a descriptor of this process."""
+
+    descriptor: int
+    name: str
+
+
+def _new_block(nbytes: int) -> _SharedBlock:
+    name = f"holdall-{secrets.token_hex(8)}"
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, nbytes)
+    block = _SharedBlock(descriptor, nbytes)
+    block.descriptor, block.name = descriptor, name
+    weakref.finalize(block, os.close, descriptor).atexit = False
+    return block
+
+
+class BatchBlock:
+    """A batch of so many rows in a block."""
+
+    def __init__(self, block: _SharedBlock, leaves: dict[int, Leaf], rows: int) -> None:
+        self.block, self.memory = block, np.frombuffer(block, np.uint8)  # which every view of it refers to
+        self._leaves, self._rows = leaves, rows
+        self.is_given_up = False  # whether a shard may still write to it that nobody waits for
+
+    def place(self, positions: Array) -> BlockPlace:
+        """Say where a shard writes some rows."""
+        some = b"" if len(positions) == self._rows else positions.tobytes()
+        return BlockPlace(os.getpid(), self.block.descriptor, self.block.name, self._rows, some)
+
+    def pairs(self) -> dict[int, Pair]:
+        """Return observations and next observations, by leaf."""
+        return dict(_pairs(self.memory.copy() if self.is_given_up else self.memory, self._leaves, self._rows))
+
+
+class BatchBlocks:
+    """Blocks for the batches of one learner."""
+
+    def __init__(self, leaves: dict[int, Leaf]) -> None:
+        self._leaves = leaves
+        self._spare: list[tuple[_SharedBlock, weakref.ref[Bytes]]] = []
+        self._lock = threading.Lock()
+        self.most = 4  # that are kept
+
+    def take(self, rows: int) -> BatchBlock | None:
+        """Return a block for a batch; None for a small one, and where processes cannot share memory so."""
+        nbytes = _block_bytes(self._leaves.values(), rows)
+        if nbytes < _SHARED_FROM or not hasattr(os, "memfd_create"):
+            return None
+        with self._lock:
+            for i, (block, user) in enumerate(self._spare):
+                if len(block) == nbytes and user() is None:
+                    del self._spare[i]
+                    return BatchBlock(block, self._leaves, rows)
+        return BatchBlock(_new_block(nbytes), self._leaves, rows)
+
+    def settle(self, batch: BatchBlock) -> None:
+        """Hear that nobody writes to a block any more: it is used again when its batch is gone."""
+        with self._lock:
+            self._spare = [*self._spare, (batch.block, weakref.ref(batch.memory))][-self.most :]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for the next batches."""
+        with self._lock:
+            return sum(len(block) for block, _ in self._spare)
+
+
+class OpenedBlocks:
+    """Blocks of learners on this machine, as a shard writes to them."""
+
+    def __init__(self, leaves: dict[int, Leaf]) -> None:
+        self._leaves = leaves
+        self._opened: dict[str, tuple[str, Bytes]] = {}  # by name: its path, and the memory
+
+    def pairs(self, place: BlockPlace) -> dict[int, Pair] | None:
+        """Return where the rows of a batch are written; None if the block is not within reach."""
+        path = f"/proc/{place.process}/fd/{place.descriptor}"
+        if place.name not in self._opened:
+            # Those that their learners gave up take memory for as long as they are open here.
+            self._opened = {name: known for name, known in self._opened.items() if _is_at(known[0], name)}
+            memory = _opened(path, place.name, _block_bytes(self._leaves.values(), place.rows))
+            if memory is None:
+                return None
+            self._opened[place.name] = path, memory
+        return dict(_pairs(self._opened[place.name][1], self._leaves, place.rows))
+
+
+def _opened(path: str, name: str, nbytes: int) -> Bytes | None:
+    """Open a block of another process; None if something else is behind its descriptor by now."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if not _is_at(f"/proc/self/fd/{descriptor}", name) or os.fstat(descriptor).st_size != nbytes:
+            return None
+        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+    finally:
+        os.close(descriptor)
+
+
+def _is_at(path: str, name: str) -> bool:
+    try:
+        return str(Path(path).readlink()).startswith(f"/memfd:{name} ")
+    except OSError:
+        return False
+
+
+def _block_bytes(leaves: Iterable[Leaf], rows: int) -> int:
+    return sum(2 * _aligned(rows * leaf.nbytes) for leaf in leaves)
+
+
+def _pairs(memory: Bytes, leaves: dict[int, Leaf], rows: int) -> Iterator[tuple[int, Pair]]:
+    """Return where the leaves of a batch lie in a block."""
+    start = 0
+    for i, leaf in leaves.items():
+        nbytes, second = rows * leaf.nbytes, start + _aligned(rows * leaf.nbytes)
+        obs, next_obs = (
+            memory[begin : begin + nbytes].view(leaf.dtype).reshape(rows, *leaf.shape) for begin in (start, second)
+        )
+        yield i, (obs, next_obs)
+        start = second + _aligned(nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,294 @@
+"""Every block of code in README and docs is in a list, which names the test that runs it.
+
+A new block that is in no list fails here. Programs run as they stand, block after block of a page. Of commands, those
+that take minutes, need other machines or install something are looked up: the command, its options and its files exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from holdall.cli import app
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^( *)(```+|~~~+)[ ]*(\w*)[^\n]*\n(.*?)^\1\2[ ]*$", re.DOTALL | re.MULTILINE)
+
+NO_CODE = "shows what a program prints, or is a drawing"
+LOOKED_UP = "test_code_blocks.py::test_every_command_exists_with_its_options_and_files"
+SIDES = "test_code_blocks.py::test_both_sides_of_a_difference_run"
+GUIDES = "test_guides.py::test_the_programs_of_a_guide_run"
+ZOO = "integration/test_zoo.py"
+CASES = "unit/lint/test_rules.py::test_what_is_wrong_is_found"
+BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
+    "README.md": {
+        "sh": (2, LOOKED_UP),
+        "diff": (1, SIDES),
+        "python": (2, "test_readme.py::test_python_blocks_of_the_readme_run"),
+    },
+    "docs/architecture.md": {"": (1, NO_CODE)},
+    "docs/bench.md": {"sh": (4, LOOKED_UP)},
+    "docs/checkpoints.md": {
+        "python": (5, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
+        "sh": (1, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
+    },
+    "docs/decisions/001-compiled-loops-in-c.md": {"sh": (1, LOOKED_UP)},
+    "docs/extending.md": {"python": (5, "test_docs.py::test_the_examples_in_extending_md_keep_the_contracts")},
+    "docs/format.md": {"": (1, NO_CODE)},
+    "docs/gpu.md": {"python": (1, "test_code_blocks.py::test_the_program_of_gpu_md_runs_without_a_gpu_too")},
+    "docs/guides/cleanrl.md": {
+        "diff": (1, "unit/test_cleanrl.py::test_the_programs_of_the_guide_run"),
+        "python": (2, "unit/test_cleanrl.py::test_the_programs_of_the_guide_run"),
+    },
+    "docs/guides/jax.md": {
+        "diff": (1, "test_guides.py::test_the_programs_for_jax_run_in_a_process_of_their_own"),
+        "python": (2, "test_guides.py::test_the_programs_for_jax_run_in_a_process_of_their_own"),
+    },
+    "docs/guides/multi_agent.md": {"diff": (1, GUIDES), "python": (2, GUIDES)},
+    "docs/guides/plain_loop.md": {"diff": (1, GUIDES), "python": (4, GUIDES)},
+    "docs/guides/recurrent.md": {
+        "python": (5, "test_docs.py::test_the_program_in_recurrent_md_rewrites_states_and_values"),
+        "sh": (1, LOOKED_UP),
+    },
+    "docs/guides/rl_zoo.md": {
+        "diff": (
+            1,
+            f"{ZOO}::test_one_word_on_the_command_line_gives_the_buffers_and_the_same_weights",
+        ),
+        "sh": (5, f"{ZOO}::test_the_commands_of_the_guide_run_as_they_stand"),
+        "python": (1, f"{ZOO}::test_the_commands_of_the_guide_run_as_they_stand"),
+        "yaml": (1, f"{ZOO}::test_the_class_may_be_named_in_hyperparameters"),
+    },
+    "docs/guides/sb3.md": {
+        "diff": (1, SIDES),
+        "python": (5, "integration/sb3/test_guide.py::test_the_programs_of_the_guide_run"),
+    },
+    "docs/guides/tianshou.md": {"diff": (1, GUIDES), "python": (2, GUIDES)},
+    "docs/guides/torchrl.md": {
+        "diff": (1, "unit/test_torchrl.py::test_the_programs_of_the_guide_run"),
+        "python": (2, "unit/test_torchrl.py::test_the_programs_of_the_guide_run"),
+    },
+    "docs/index.md": {"sh": (1, LOOKED_UP), "python": (2, "test_site.py::test_the_programs_of_a_page_run")},
+    "docs/install.md": {
+        "sh": (2, LOOKED_UP),
+        "text": (1, NO_CODE),
+        "python": (1, "test_site.py::test_the_programs_of_a_page_run"),
+    },
+    "docs/lint.md": {"sh": (1, LOOKED_UP), "python": (0, CASES), "yaml": (0, CASES), "text": (0, CASES)},
+    "docs/notebooks.md": {"sh": (1, LOOKED_UP)},
+    "docs/plan.md": {"sh": (1, LOOKED_UP)},
+    "docs/report.md": {"sh": (1, "test_code_blocks.py::test_the_commands_of_report_md_run")},
+    "docs/rollouts.md": {
+        "python": (5, "test_docs.py::test_the_programs_in_rollouts_md_collect_and_read_rollouts"),
+        "diff": (1, SIDES),
+    },
+    "docs/samplers.md": {
+        "python": (4, "test_docs.py::test_dqn_with_priorities_in_samplers_md_learns_and_tells_its_errors")
+    },
+    "docs/scale.md": {"": (1, NO_CODE), "python": (3, "shards/test_page.py::test_programs"), "bash": (1, LOOKED_UP)},
+    "docs/watch.md": {"": (3, NO_CODE), "python": (2, "unit/watch/test_page.py::test_programs"), "sh": (1, LOOKED_UP)},
+}
+"""By page and kind of block: how many there are, and which test runs them. 0: a script makes the page from cases."""
+
+CONTEXT = typer.Context.__bases__[0]
+"""What calls a command: click's class, which some versions of typer bring themselves."""
+ELSEWHERE = {"ray", "export", "jq"}
+"""Commands of others, which docs/scale.md and docs/watch.md need several machines or a shell for."""
+
+
+class Block(NamedTuple):
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    kind: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page, in order."""
+    text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix()
+    return [Block(name, text.count("\n", 0, found.start(4)), found[3], found[4]) for found in FENCE.finditer(text)]
+
+
+def of(page: str, kind: str) -> list[Block]:
+    return [block for block in blocks(ROOT / page) if block.kind == kind]
+
+
+def run_programs(page: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run the Python blocks of a page in one namespace; a traceback shows the line of the page."""
+    for block in of(page, "python"):
+        exec(compile("\n" * block.line + block.text, page, "exec"), names)
+    return names
+
+
+# ---------------------------------------------------------------- the list
+
+
+def test_every_block_is_in_the_list() -> None:
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for block in (block for page in PAGES for block in blocks(page)):
+        found[block.page][block.kind] += 1
+    listed = {page: {kind: count for kind, (count, _) in kinds.items()} for page, kinds in BLOCKS.items()}
+    for page, kinds in listed.items():
+        for kind in [kind for kind, count in kinds.items() if not count]:
+            del kinds[kind]
+            assert found[page].pop(kind)
+    assert {page: dict(kinds) for page, kinds in found.items()} == listed
+
+
+def test_every_test_in_the_list_exists_and_names_its_page() -> None:
+    for page, kinds in BLOCKS.items():
+        for _, runner in kinds.values():
+            if runner in {NO_CODE, LOOKED_UP, SIDES}:
+                continue
+            file, _, name = runner.partition("::")
+            text = (TESTS / file).read_text(encoding="utf-8")
+            assert f"def {name}(" in text, runner
+            assert Path(page).stem in text, f"{file} does not name {page}"
+
+
+# ---------------------------------------------------------------- programs
+
+
+class _Screens(gym.Env[Any, Any]):
+    """The environment that the reader has: small images."""
+
+    observation_space = gym.spaces.Box(0, 255, (36, 36, 1), np.uint8)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, **_: Any) -> Any:
+        return np.zeros((36, 36, 1), np.uint8), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros((36, 36, 1), np.uint8), 0.0, False, False, {}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Stable-Baselines3, of a million images on a small machine
+@pytest.mark.parametrize("side", "+-")
+@pytest.mark.parametrize("page", [page for page, kinds in BLOCKS.items() if kinds.get("diff", (0, ""))[1] == SIDES])
+def test_both_sides_of_a_difference_run(page: str, side: str) -> None:
+    (block,) = of(page, "diff")
+    names: dict[str, Any] = {"env": _Screens()}
+    exec("\n".join(line[1:] for line in block.text.splitlines() if line[:1] in {" ", side}), names)
+    buffer = getattr(names["model"], "replay_buffer", None) or names["model"].rollout_buffer
+    assert type(buffer).__module__.startswith("holdall.") == (side == "+")
+
+
+def test_the_program_of_gpu_md_runs_without_a_gpu_too() -> None:
+    names = run_programs("docs/gpu.md", {})
+    assert len(names["memory"]) == 3 * names["LANES"]
+    assert names["batch"].obs.device.type == names["device"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_programs_and_commands_of_checkpoints_md_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "datasets"))
+    names = run_programs("docs/checkpoints.md", {"__name__": "page"})
+    assert names["memory"].attached["generation.json"] == b'{"n": 25}'
+    assert Path("again.pth").read_bytes() == b"weights"
+    assert names["model"].num_timesteps == 120
+    plain = names["SAC"]("MlpPolicy", "Pendulum-v1", buffer_size=100)
+    plain.learn(20)
+    plain.save_replay_buffer("buffer.pkl")
+    for block in of("docs/checkpoints.md", "sh"):
+        for command in commands(block):
+            done = CliRunner().invoke(app, command[1:])
+            if done.exit_code == 1 and "holdall[minari]" in done.stderr:
+                continue  # an extra that is not installed here
+            assert done.exit_code == 0, done.output + done.stderr
+
+
+def test_the_commands_of_report_md_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand; a training that sleeps and the results of a bench lie in the folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BROWSER", "true")
+    Path("train.py").write_text("import time\ntime.sleep(1)\n", encoding="utf-8")
+    Path("results.jsonl").write_bytes((TESTS / "results" / "bench.jsonl").read_bytes())
+    (block,) = of("docs/report.md", "sh")
+    first, *others = commands(block)
+    # A watch ends with its own process.
+    subprocess.run([sys.executable, "-m", *first], check=True, capture_output=True, timeout=100)
+    for command in others:
+        done = CliRunner().invoke(app, command[1:])
+        assert done.exit_code == 0, done.output + done.stderr
+    assert Path("run.html").exists()
+    assert Path("page.html").exists()
+
+
+# ---------------------------------------------------------------- commands
+
+
+def commands(block: Block) -> list[list[str]]:
+    """Return the commands of a block as words, without comments; a pipe makes two."""
+    found: list[list[str]] = []
+    begun = ""
+    for line in block.text.splitlines(keepends=True):
+        begun += line
+        try:
+            words = shlex.split(begun, comments=True)
+        except ValueError:  # a quote goes on in the next line
+            continue
+        begun = ""
+        for is_command, part in itertools.groupby(words, lambda word: word not in {"|", "&&"}):
+            found += [list(part)] if is_command else []
+    return found
+
+
+def _is_looked_up(block: Block) -> bool:
+    return BLOCKS.get(block.page, {}).get(block.kind, (0, ""))[1] == LOOKED_UP
+
+
+SHELL = [block for page in PAGES for block in blocks(page) if _is_looked_up(block)]
+
+
+def _looked_up(command: list[str]) -> None:
+    word, *rest = command
+    if word == "holdall":
+        done = CliRunner().invoke(app, rest)
+        assert done.exit_code == 0, done.output + done.stderr
+    elif word == "pip":
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for extras in re.findall(r"holdall\[([\w,]+)\]", " ".join(rest)):
+            assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+    elif word == "make":
+        assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M) for target in rest)
+    elif word == "python" and rest[0] == "-c":
+        ast.parse(rest[1])
+    elif word == "python":
+        assert rest[0] == "train.py" or (ROOT / rest[0]).exists(), f"there is no {rest[0]}"
+    else:
+        assert word in ELSEWHERE, f"no rule for {' '.join(command)}"
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda block: f"{block.page}:{block.line}")
+def test_every_command_exists_with_its_options_and_files(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    """holdall's own are parsed to the last option, and not run."""
+    monkeypatch.setattr(CONTEXT, "invoke", lambda *_, **__: None)
+    assert commands(block)
+    for command in commands(block):
+        _looked_up(command)
+
+
+def test_a_wrong_option_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CONTEXT, "invoke", lambda *_, **__: None)
+    for wrong in ("holdall plan --capacitee 5", "holdall planet", "make coffee", "pip install holdall[x]", "rm -rf x"):
+        with pytest.raises(AssertionError):
+            _looked_up(wrong.split())
