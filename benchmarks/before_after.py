@@ -36,7 +36,7 @@ RUNS: dict[str, list[list[str]]] = {
 }
 
 SIZES = re.compile(
-    r"(?:holdall|core).*(?:bytes_per_transition|after_mib|peak_mib)$|answer_bytes$|encoded_bytes|larger|written"
+    r"(?:holdall|core).*(?:bytes_per_transition|after_mib|peak_mib)$|wire\.bytes$|encoded_bytes|larger|written"
 )
 TIMES = re.compile(
     r"(?:holdall|core|uniform|prioritized)\.(?:min_us|min_ms|least_us|best_per_s)$|seconds$|_ms$|cpu_us\.holdall$"

@@ -66,6 +66,31 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "A2C, CNN, 4 envs, Dummy": {"algo": "a2c", "n_steps": 64, "num_envs": 4, **_ATARI},
 }  # fmt: skip
+FRESH: dict[str, dict[str, Any]] = {
+    "DQN, CNN, batch 128, 1 env": {"algo": "dqn", "capacity": 12_000, "batch_size": 128, **_BREAKOUT},
+    "QRDQN, CNN, 1 env": {"algo": "qrdqn", "capacity": 8_000, **_ATARI},
+    "TQC, MLP, 1 env": {"algo": "tqc", "env": _PENDULUM, "capacity": 30_000},
+    "SAC, large MLP, 1 env": {
+        "algo": "sac", "env": _PENDULUM, "capacity": 20_000, "batch_size": 512,
+        "policy_kwargs": {"net_arch": [2048, 2048]},
+    },
+    "TD3, deep MLP, 1 env": {
+        "algo": "td3", "env": _PENDULUM, "capacity": 20_000, "policy_kwargs": {"net_arch": [1024, 1024, 1024, 1024]},
+    },
+    "SAC, MultiInput, 2 envs, Dummy": {"algo": "sac", "env": _CAMERA, "capacity": 8_000, "num_envs": 2},
+    "TD3, MultiInput, 2 envs, Subproc fork": {
+        "algo": "td3", "env": _CAMERA, "capacity": 6_000, "num_envs": 2, "vec_env": "subproc", "start_method": "fork",
+    },
+    "PPO, CNN, batch 512, 2 envs, Dummy": {
+        "algo": "ppo", "n_steps": 1024, "num_envs": 2, "batch_size": 512, **_BREAKOUT,
+    },
+    "PPO, MultiInput, 2 envs, Subproc spawn": {
+        "algo": "ppo", "env": _CAMERA, "n_steps": 1024, "num_envs": 2, "vec_env": "subproc", "start_method": "spawn",
+    },
+    "A2C, CNN, 8 envs, Dummy": {"algo": "a2c", "n_steps": 128, "num_envs": 8, **_ATARI},
+    "TRPO, MLP, 2 envs, Dummy": {"algo": "trpo", "env": _CART, "num_envs": 2},
+}  # fmt: skip
+"""Configurations that nothing was adjusted to."""
 _DOMINATED = 0.5
 """Share of the peak from which on buffers dominate it."""
 _BARS = {"dominated": 0.05, "elsewhere": 0.15, "probed": 0.05}
@@ -198,8 +223,10 @@ def missed(result: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Read the command line, compare, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", metavar="runs|held|times", help="tables to make; all of them by default")
-    parser.add_argument("--only", help="of runs and held, those whose name holds this text")
+    parser.add_argument(
+        "what", nargs="*", metavar="runs|fresh|held|times", help="tables to make; all of them by default"
+    )
+    parser.add_argument("--only", help="of runs, fresh and held, those whose name holds this text")
     parser.add_argument("--probe", type=int, default=500)
     parser.add_argument("--json", type=Path, help="append results to this file")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/plan.md")
@@ -211,7 +238,8 @@ def main() -> int:
         print(json.dumps(run(spec) if wanted.run else hold(spec, wanted.hold or None)))
         return 0
     makers = {
-        "runs": lambda: compare_all(wanted.only or "", wanted.probe),
+        "runs": lambda: compare_all(RUNS, wanted.only or "", wanted.probe),
+        "fresh": lambda: compare_all(FRESH, wanted.only or "", wanted.probe),
         "held": lambda: compare_all_held(wanted.only or ""),
         "times": time_all,
     }
@@ -228,10 +256,10 @@ def main() -> int:
     return 0 if fine else 1
 
 
-def compare_all(only: str, probe_steps: int) -> Table:
+def compare_all(runs: dict[str, dict[str, Any]], only: str, probe_steps: int) -> Table:
     """Compare real runs with their plans."""
     results = []
-    for name, settings in RUNS.items():
+    for name, settings in runs.items():
         if only.lower() in name.lower():
             results.append(compare(name, settings, probe_steps))
             print(list(table(results))[-1], missed(results[-1]) or "", file=sys.stderr, flush=True)

@@ -92,10 +92,9 @@ def sample(recording: Recording, rounds: int) -> dict[str, Any]:
         if has_torchrl():
             compared = [differing_rows(side.sample(), ours) for side in sides[2:] for _ in range(4)]
             found["rows"] = {"compared": len(compared) * BATCH, "differing": sum(compared)}
-        found["wire"] = {
-            "answer_bytes_between_hosts": float(np.median([ours.answer_bytes() for _ in range(5)])),
-            "decoded_bytes": recording.batch_bytes,
-        }
+        sent = [ours.sent_elsewhere() for _ in range(10)]
+        found["wire"] = {name: float(np.median([each[name] for each in sent])) for name in sent[0]}
+        found["wire"]["decoded_bytes"] = recording.batch_bytes
     return found
 
 
@@ -111,7 +110,7 @@ def spread(recording: Recording, rounds: int) -> dict[str, Any]:
         everyone = [process for side in sides.values() for process in side.processes] + servants()
         found: dict[str, Any] = {name: {"learner_us": [], "others_us": []} for name in ways}
         for name, side in sides.items():
-            found[name]["wire_bytes"] = side.answer_bytes()
+            found[name]["wire_bytes"] = side.sent_elsewhere()["bytes"]
         for name in itertools.chain(*(_in_turn(list(ways), turn) for turn in range(rounds))):
             _timed(ways[name], IN_A_ROW)  # what was drawn ahead before other ways' turns is not counted
             before = cpu_seconds(), cpu_seconds(everyone)

@@ -122,7 +122,7 @@ def _sample_bars(workload: str, drawn: dict[str, Any]) -> list[Bar]:
     if drawn:
         plain = {"camera": 1.2, "noise": 1.0}.get(workload)
         most = {"atari": 0.05, "camera": 0.05, "noise": 1.0}[workload]
-        sent, decoded = drawn["wire"]["answer_bytes_between_hosts"], drawn["wire"]["decoded_bytes"]
+        sent, decoded = drawn["wire"]["bytes"], drawn["wire"]["decoded_bytes"]
         bars += [
             Bar(workload, "batches of 256, times a plain actor's", drawn["asked"]["plain_times"], plain),
             Bar(

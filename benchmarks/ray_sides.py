@@ -10,6 +10,7 @@ import importlib
 import itertools
 import os
 import tempfile
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from gymnasium import spaces
 from streams import Step, Stream
 
 from holdall import ReplayMemory as LocalReplayMemory
+from holdall.cluster.answer import read_answer
 from holdall.machine import held_bytes
 from holdall.ray import ReplayMemory, Writer
 
@@ -111,15 +113,20 @@ class HoldallSide:
         """Draw a batch."""
         return self.memory.sample(BATCH)
 
-    def answer_bytes(self) -> int:
-        """Return what travels from the shards to a learner on another machine for one batch."""
-        sent, cluster = 0, self.memory._cluster
+    def sent_elsewhere(self) -> dict[str, float]:
+        """Return what a batch for a learner on another machine takes: bytes on the way, and CPU of either end."""
+        cluster, share = self.memory._cluster, BATCH // len(self.memory._cluster.numbers)
+        sent = shard_s = learner_s = 0.0
         for shard in cluster.numbers:
-            share = BATCH // len(cluster.numbers)
-            answer = ray.get(cluster.handle(shard).__ray_call__.remote(_answer_for_another_machine, share))
+            call = cluster.handle(shard).__ray_call__.remote(_answer_for_another_machine, share)
+            answer, taken = ray.get(call)
             record, *arrays = (answer,) if isinstance(answer, bytes) else answer
             sent += len(record) + sum(array.nbytes for array in arrays)
-        return sent
+            start = time.process_time()
+            found, weights = read_answer(answer), np.ones(share, np.float32)
+            self.memory._deliverer.batch([found], [np.arange(share)], [shard], weights)
+            learner_s, shard_s = learner_s + time.process_time() - start, shard_s + taken
+        return {"bytes": sent, "shard_us": 1e6 * shard_s, "learner_us": 1e6 * learner_s}
 
     def rows(self, numbers: Any) -> dict[str, Any]:
         """Return rows by the order in which they were added; of a memory of one shard."""
@@ -132,10 +139,11 @@ class HoldallSide:
         self.memory.close()
 
 
-def _answer_for_another_machine(shard: Any, count: int) -> Any:
-    data, counts = shard._data, [(count, 0)]
+def _answer_for_another_machine(shard: Any, count: int) -> tuple[Any, float]:
+    data, counts, start = shard._data, [(count, 0)], time.process_time()
     drawn, order = data.in_order(data.draw(counts), counts)
-    return data.answer(shard._counters(), drawn, data.found(drawn), counts, order=order)
+    answer = data.answer(shard._counters(), drawn, data.found(drawn), counts, order=order)
+    return answer, time.process_time() - start
 
 
 class _LocalMemory:

@@ -66,16 +66,16 @@ class Costs:
     @classmethod
     def of(cls, found: dict[str, Any], spread: dict[str, Any]) -> Costs:
         """Read what was measured of one workload."""
-        inserted, drawn = found["insert"], found["sample"]
+        inserted, wire = found["insert"], found["sample"]["wire"]
         return cls(
             writer_us=inserted["steps"]["writer_cpu_us"]["holdall"],
             shard_insert_us=inserted["steps"]["shard_cpu_us"]["holdall"],
             wire_insert=inserted["encoded_bytes_per_transition"],
             shard_held=inserted["shard_bytes_per_transition"]["holdall"],
-            learner_row_us=drawn["ahead"]["learner_cpu_us"]["holdall"] / BATCH,
-            shard_row_us=drawn["ahead"]["shard_cpu_us"]["holdall"] / BATCH,
-            wire_row=drawn["wire"].get("answer_bytes_between_hosts", drawn["wire"]["answer_bytes"]) / BATCH,
-            plain=drawn["wire"]["decoded_bytes"] / BATCH,
+            learner_row_us=wire["learner_us"] / BATCH,
+            shard_row_us=wire["shard_us"] / BATCH,
+            wire_row=wire["bytes"] / BATCH,
+            plain=wire["decoded_bytes"] / BATCH,
             call_us=(spread["4"]["cpu_us"] - spread["1"]["cpu_us"]) / 3,
         )
 

@@ -25,6 +25,18 @@ def _agent_ends_with_its_test() -> Iterator[None]:
         module._one.stop()
 
 
+@pytest.fixture(autouse=True)
+def _one_thread_of_torch() -> Iterator[None]:
+    """At the sizes of tests, torch's threads wait for each other longer than they work, most of all in `pytest -n`."""
+    torch = sys.modules.get("torch")
+    before = torch.get_num_threads() if torch is not None else None
+    if torch is not None:
+        torch.set_num_threads(1)
+    yield
+    if torch is not None:
+        torch.set_num_threads(before)
+
+
 SERVERS = ("cluster", "weed")
 """Fixtures of a session that take seconds to start: Ray, an S3 server."""
 

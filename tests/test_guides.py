@@ -32,16 +32,19 @@ def program(kind: str, text: str, side: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("side", "+-")
-def test_the_programs_for_jax_run_in_a_process_of_their_own(side: str, tmp_path: Path) -> None:
-    """JAX has threads, and a process with it must not fork; other tests do."""
-    text = (FOLDER / "jax.md").read_text(encoding="utf-8")
-    blocks = [program(block[1], block[2], side) for block in BLOCK.finditer(text)]
-    kinds = [block[1] for block in BLOCK.finditer(text)]
-    told = "\n".join(blocks if side == "+" else blocks[: kinds.index("diff") + 1])
-    assert ("import holdall" in told) == (side == "+")
-    (tmp_path / "guide.py").write_text(told, encoding="utf-8")
-    subprocess.run([sys.executable, "-W", "error", "guide.py"], cwd=tmp_path, check=True, timeout=300)
+def test_the_programs_for_jax_run_in_a_process_of_their_own(tmp_path: Path) -> None:
+    """JAX has threads, and a process with it must not fork; other tests do. First the side before, then the other."""
+    found = [(block[1], block[2]) for block in BLOCK.finditer((FOLDER / "jax.md").read_text(encoding="utf-8"))]
+    until_difference = [kind for kind, _ in found].index("diff") + 1
+    before = "\n".join(program(*block, side="-") for block in found[:until_difference])
+    after = "\n".join(program(*block, side="+") for block in found)
+    assert "import holdall" not in before
+    assert "import holdall" in after
+    for name, text in (("before", before), ("after", after)):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    both = "import runpy, sys; runpy.run_path('before.py'); assert 'holdall' not in sys.modules"
+    both += "; runpy.run_path('after.py')"
+    subprocess.run([sys.executable, "-W", "error", "-c", both], cwd=tmp_path, check=True, timeout=300)
 
 
 def run(guide: Path, side: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -18,10 +19,12 @@ TWINS = {"ReplayMemory", "ReplayBuffer", "RolloutBuffer"}
 VAGUE = re.compile(r"(utils|helpers|common|misc|manager)")
 
 
+@functools.cache
 def _files() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
+@functools.cache
 def _tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("[A-Z]*.md"), *DOCS.rglob("*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
-PLAIN = [DOCS / f"{name}.md" for name in ("index", "install", "troubleshooting", "notebooks", "benchmarks")]
-PLAIN += [ROOT / f"{name}.md" for name in ("README", "SECURITY", "RELEASE")]
+NOT_YET = {"memory", "scale", "watch", "CHANGELOG"}
+PLAIN = [page for page in PAGES if page.parent.name != "decisions" and page.stem not in NOT_YET]
 """Pages that keep the rules of plain English: short sentences and common words."""
 QUAINT = re.compile(
     r"\b(tell|tells|told|telling|anew|dear|befall|befalls|befell|ere|is to be|are to be|thereof|hitherto|whilst"
@@ -71,11 +69,11 @@ def test_every_page_is_in_the_site() -> None:
 
 
 @pytest.mark.parametrize("page", ["index", "install"])
-def test_the_programs_of_a_page_run(page: str, tmp_path: Path) -> None:
+def test_the_programs_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     programs = re.findall(r"^```python\n(.*?)^```$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.S | re.M)
     assert programs
-    (tmp_path / "page.py").write_text("\n".join(programs), encoding="utf-8")
-    subprocess.run([sys.executable, "page.py"], cwd=tmp_path, check=True, timeout=100, capture_output=True)
+    exec(compile("\n".join(programs), page, "exec"), {"__name__": "page"})
 
 
 @pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)

@@ -24,12 +24,14 @@ _SINGLE_MODES = {"Autoreset": NEXT_STEP, "AutoResetWrapper": SAME_STEP}
 _FINAL = ("final_obs", "final_observation", "terminal_observation")
 """Where environments put the true final observation: Gymnasium, Gymnasium before 1.0, Stable-Baselines3."""
 
+_OF_NUMPY = (int, np.generic, np.ndarray)
+"""What one environment takes as it is."""
+
 
 class Made(NamedTuple):
     """What one step made, with a leading lane axis."""
 
-    obs: Any
-    shown: Any  # observations as the environment gave them
+    obs: Any  # as the environment gave them
     reward: Array
     terminated: Any
     truncated: Any
@@ -38,6 +40,8 @@ class Made(NamedTuple):
 
 class _VectorSource:
     """A Gymnasium vector environment."""
+
+    _of_library: str | None = None  # the package of the observations that it gave first
 
     def __init__(self, envs: Any) -> None:
         self.envs, self.lanes = envs, int(envs.num_envs)
@@ -52,7 +56,9 @@ class _VectorSource:
 
         Others, of torch, JAX or lists, are made arrays of the space's dtype, out of what was checked.
         """
-        library = _library(obs)
+        if type(tree.structure) is int and self._is_taken(tree.leaves[0], actions):
+            return actions
+        library = self._of_library = self._of_library or _library(obs)
 
         def is_taken(leaf: Leaf, value: Any, *_: Any) -> bool:
             return self._is_taken(leaf, value) or _library(value) == library != "numpy"
@@ -70,17 +76,19 @@ class _VectorSource:
     def step(self, actions: Any) -> tuple[Any, Made]:
         """Step all lanes; return what the environment returned, and what it made."""
         returned = self.envs.step(actions)
-        obs, reward, terminated, truncated, info = returned
-        return returned, Made(obs, obs, _rewards(reward), on_host(terminated), on_host(truncated), info)
+        obs, reward, terminated, truncated, info = _of_gymnasium(returned, "step", 5)
+        if type(terminated) is not np.ndarray:
+            terminated, truncated = on_host(terminated), on_host(truncated)
+        return returned, Made(obs, _rewards(reward), terminated, truncated, info)
 
-    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
-        """Reset; return what the environment returned, and its observations as given and with a lane axis."""
-        returned = self.envs.reset(seed=seed, options=options)
-        return returned, returned[0], returned[0]
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
+        """Reset; return what the environment returned, and the observations in it."""
+        returned = _of_gymnasium(self.envs.reset(seed=seed, options=options), "reset", 2)
+        return returned, returned[0]
 
     def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
         """Return one checked array a leaf, with a leading lane axis."""
-        return tree.flatten(value, (self.lanes,), argument, _fit_lanes)
+        return tree.flatten(value, (self.lanes,), argument, Leaf.fit if type(value) is np.ndarray else _fit_lanes)
 
     def batched_floats(self, value: Any) -> Any:
         """Return a network's output with a leading lane axis."""
@@ -100,9 +108,9 @@ class _SB3Source(_VectorSource):
         done = fit_flags(dones, (self.lanes,), "dones")
         cut = np.array([bool(info.get("TimeLimit.truncated", False)) for info in infos], np.bool_)
         rewards = _rewards(reward, are_mixed=True)  # SubprocVecEnv stacks what came: integers in one step, then floats
-        return returned, Made(obs, obs, rewards, done & ~cut, done & cut, infos)
+        return returned, Made(obs, rewards, done & ~cut, done & cut, infos)
 
-    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
         if seed is not None:
             self.envs.seed(seed)
         if options is not None and "reset_mask" in options:
@@ -113,7 +121,7 @@ class _SB3Source(_VectorSource):
         if options is not None:
             self.envs.set_options(options)
         obs = self.envs.reset()
-        return obs, obs, obs
+        return obs, obs
 
 
 class _SingleSource(_VectorSource):
@@ -130,20 +138,20 @@ class _SingleSource(_VectorSource):
         self._reward_dtype: np.dtype[Any] | None = None
 
     def _is_taken(self, leaf: Leaf, value: Any) -> bool:
-        return isinstance(value, int | float | np.generic | np.ndarray) and np.shape(value) == leaf.shape
+        return isinstance(value, _OF_NUMPY) and getattr(value, "shape", ()) == leaf.shape
 
     def _one_taken(self, checked: Array) -> Any:
         return checked[0].copy()
 
     def step(self, actions: Any) -> tuple[Any, Made]:
         returned = self.envs.step(actions)
-        obs, reward, terminated, truncated, info = returned
+        obs, reward, terminated, truncated, info = _of_gymnasium(returned, "step", 5)
         ends = np.array([bool(terminated)]), np.array([bool(truncated)])
-        return returned, Made(obs, obs, self._in_dtype_of_first(reward), *ends, [info])
+        return returned, Made(obs, self._in_dtype_of_first(reward), *ends, [info])
 
     def _in_dtype_of_first(self, given: Any) -> Array:
         """Return a reward in the dtype of the first: an integer in one step may be a float in another."""
-        reward = _rewards(given, are_mixed=np.ndim(given) == 0)
+        reward = _rewards(given, are_mixed=type(given) is not np.ndarray or given.ndim == 0)
         if self._reward_dtype is None:
             self._reward_dtype = reward.dtype
         if reward.dtype != self._reward_dtype:
@@ -151,10 +159,10 @@ class _SingleSource(_VectorSource):
             reward = cast if np.array_equal(cast, reward, equal_nan=True) else reward
         return reward
 
-    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
         options = {name: value for name, value in (options or {}).items() if name != "reset_mask"}
-        returned = self.envs.reset(seed=seed, options=options or None)
-        return returned, returned[0], returned[0]
+        returned = _of_gymnasium(self.envs.reset(seed=seed, options=options or None), "reset", 2)
+        return returned, returned[0]
 
     def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
         return tree.flatten(value, (1,), argument, _fit_one)
@@ -172,16 +180,29 @@ def _fit_lanes(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) 
 
 def _fit_one(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
     """Return the value of a single environment with a lane axis of one; Python numbers take the leaf's dtype."""
-    array = as_array(on_host(value), leaf.called(argument))
-    if isinstance(value, int | float) and array.dtype != leaf.dtype and leaf.dtype.type(value) == value:
+    array = value if type(value) is np.ndarray else as_array(on_host(value), leaf.called(argument))
+    if array.dtype != leaf.dtype and isinstance(value, int | float) and leaf.dtype.type(value) == value:
         array = np.asarray(value, leaf.dtype)
     return leaf.fit(array[None] if array.shape == leaf.shape else array, leading, argument)
 
 
+def _of_gymnasium(returned: Any, call: str, count: int) -> Any:
+    """Return what an environment returned, if it has as many parts as Gymnasium says."""
+    if isinstance(returned, (tuple, list)) and len(returned) == count:
+        return returned
+    parts = f"{len(returned)} values" if isinstance(returned, tuple | list) else f"a {type(returned).__name__}"
+    raise ArgumentError(
+        f"envs.{call} returned {parts}, Gymnasium's returns {count}: it is made for an older gym; wrap it, for example "
+        "in shimmy.GymV21CompatibilityV0"
+    )
+
+
 def _rewards(given: Any, *, are_mixed: bool = False) -> Array:
     """Return rewards as an array; whole numbers that are no array, or mixed with others, as float64."""
+    if type(given) is np.ndarray and not are_mixed:
+        return given
     rewards = as_array(on_host(given), "reward")
-    if rewards.dtype.kind not in "biu" or not (are_mixed or isinstance(given, list | tuple)):
+    if rewards.dtype.kind not in "biu" or not (are_mixed or type(given) in {list, tuple}):
         return rewards
     floats = rewards.astype(np.float64)
     if (changed := floats.astype(rewards.dtype) != rewards).any():
@@ -201,7 +222,8 @@ def _library(value: Any) -> str:
 
 def source_of(envs: Any) -> _VectorSource:
     """Return the source that speaks to an environment, by what it offers."""
-    if all(hasattr(envs, name) for name in ("single_observation_space", "single_action_space", "num_envs")):
+    innermost = getattr(envs, "unwrapped", envs)  # wrappers before Gymnasium 1.0 warn if they are asked
+    if all(hasattr(innermost, name) for name in ("single_observation_space", "single_action_space", "num_envs")):
         return _VectorSource(envs)
     if isinstance(envs, gymnasium.Env):
         return _SingleSource(envs)

@@ -67,6 +67,8 @@ class Recorder:
         self._has_ended = False  # whether there are any
         self._running: Flags = np.zeros(self._lanes, np.bool_)  # lanes whose last transition did not end its episode
         self._last_reward: Array | None = None
+        self._is_watched = isinstance(memory, ReplayMemory)  # whether to look if somebody else adds
+        self._left_at: int | None = None  # the memory's next id after this recorder's last step
         self._is_torn = False  # whether a step did not get to its end: only a reset says where the lanes are
 
     @property
@@ -84,7 +86,7 @@ class Recorder:
         """
         if extras is not None and not isinstance(extras, Mapping):
             raise ArgumentError(f"extras ({extras!r}) must be a dict of fields by name; pass one, or name=value")
-        action, others = self._fit_before(actions, {**(extras or {}), **named})
+        action, others = self._fit_before(actions, named if extras is None else {**extras, **named})
         if self._rollout is not None and (stale := self._lanes_to_reset()) is not None:
             raise ArgumentError(
                 f"lanes {_numbers(stale)} were not reset since their episode ended, so value and log_prob are not of "
@@ -92,6 +94,8 @@ class Recorder:
                 "recorder.reset(options={'reset_mask': ...}) before"
             )
         self._reset_where_needed()
+        if self._is_watched:
+            self._look_for_others()
         self._is_torn = True
         returned, made = self._source.step(self._source.taken(self._schema.action, actions, action, self._shown))
         after = self._observed(made.obs)
@@ -105,11 +109,12 @@ class Recorder:
         if self._is_assumed and has_ends:
             self._examine(made)
         next_obs = self._with_final(after, made.info, ends) if has_ends and self._mode == SAME_STEP else after
-        self._write(action, others, made.reward, terminated, truncated, next_obs, valid)
-        self._kept, self._shown = [np.array(leaf, order="C") for leaf in after], made.shown
+        reward = made.reward if made.reward.ndim > len(self._schema.reward_shape) else made.reward[None]
+        self._write(action, others, reward, terminated, truncated, next_obs, valid)
+        self._kept, self._shown = [np.array(leaf, order="C") for leaf in after], made.obs
         self._running = ~ends if valid is None else ~ends & valid
         self._has_ended = has_ends and self._mode != SAME_STEP
-        self._ended = ends if self._has_ended else np.zeros_like(ends)
+        self._ended = ends if self._has_ended or not has_ends else np.zeros_like(ends)
         self._is_torn = False
         return returned
 
@@ -133,8 +138,8 @@ class Recorder:
                 f"a reset would cut the episodes of lanes {_numbers(cut)} within a rollout, and their advantages "
                 "would reach into other episodes; call memory.reset() before, which begins a new rollout"
             )
-        returned, shown, obs = self._source.reset(seed, None if options is None else dict(options))
-        new = [np.array(leaf, order="C") for leaf in self._observed(obs)]
+        returned, shown = self._source.reset(seed, None if options is None else dict(options))
+        new = [np.array(leaf, order="C") for leaf in self._observed(shown)]
         if self._kept is not None and not mask.all():
             for leaf, kept in zip(new, self._kept, strict=True):
                 leaf[~mask] = kept[~mask]
@@ -148,7 +153,7 @@ class Recorder:
         self._is_torn = False
         return returned
 
-    def collect(self, policy: Policy, steps: int | None = None, *, progress: bool = True) -> int:
+    def collect(self, policy: Policy, steps: float | None = None, *, progress: bool = True) -> int:
         """Step `steps` times with what the policy answers, and return how many transitions were made.
 
         Args:
@@ -168,8 +173,8 @@ class Recorder:
                     f"steps ({steps}) is more than the {left} that the rollout has room for; pass {left} or fewer, or "
                     "call memory.reset() before"
                 )
-        steps, made = require_count("steps", whole(steps), 0), 0
-        for _ in _with_progress(steps) if progress and sys.stderr.isatty() else range(steps):
+        count, made = require_count("steps", whole(steps), 0), 0
+        for _ in _with_progress(count) if progress and sys.stderr.isatty() else range(count):
             actions, extras = self._answer_of(policy(self.obs))
             made += self._lanes - (int(np.count_nonzero(self._ended)) if self._mode == NEXT_STEP else 0)
             self.step(actions, extras)
@@ -238,6 +243,21 @@ class Recorder:
             obs, schema.action.build(action), reward, schema.observation.build(new), none, none,
             schema.extras.build(extras), none,
         )  # fmt: skip
+        self._left_at = None  # nobody else has added it
+
+    def _look_for_others(self) -> None:
+        """Warn, once, if somebody else has added to the memory in the middle of an episode."""
+        next_id = self.memory.next_id
+        is_alone = self._left_at is None or self._left_at == next_id
+        self._left_at = next_id + self._lanes
+        if not is_alone and self._running.any():
+            self._is_watched = False
+            warnings.warn(
+                f"somebody else added to memory in the middle of the episodes of lanes {_numbers(self._running)}: "
+                "n-step returns and sequences go on from one stream of steps into another. Record all environments "
+                "with one Recorder, as a vector environment, or add elsewhere only after recorder.reset()",
+                stacklevel=3,
+            )
 
     def _cut_by(self, mask: Flags) -> Flags:
         """Return the lanes of `mask` whose newest transition does not end its episode."""

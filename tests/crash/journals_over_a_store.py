@@ -19,7 +19,7 @@ import ray
 from gymnasium import spaces
 
 from holdall.cluster.journal import Journal
-from holdall.cluster.protocol import Ack, SegmentHeader
+from holdall.cluster.protocol import SegmentHeader
 from holdall.cluster.slots import slots_at
 from holdall.ray import ReplayMemory
 
@@ -75,9 +75,9 @@ def main(url: str) -> None:
         pages = list(Journal(slots_at(url, "journal", "00001")).open())
         payload = pages[0].entries[0].payload
         counters = memory._cluster.refresh()[1]
-        header = SegmentHeader(b"z" * 16, counters.epoch, 0).packed()
+        header = SegmentHeader(b"z" * 16, counters.epoch, 0)
         try:
-            told["zombie"] = f"accepted: {Ack.of(ray.get(zombie.insert.remote(header, payload), timeout=PATIENCE_S))}"
+            told["zombie"] = f"accepted: {ray.get(zombie.insert.remote(header, payload), timeout=PATIENCE_S)}"
         except ray.exceptions.RayTaskError as error:
             told["zombie"] = str(error.cause)
     with ReplayMemory(space, action, 40_000, **settings) as memory:

@@ -52,17 +52,17 @@ def test_of_many_that_create_a_slot_at_once_one_succeeds(url: str) -> None:
 def test_a_zombie_is_refused_and_all_else_is_found_again(url: str) -> None:
     zombie, found = opened(url)
     assert (found, zombie.epoch) == ([], 0)
-    zombie.append([entry(ANN, 0), entry(BEN, 0)], 0, [])
+    zombie.append([entry(ANN, 0), entry(BEN, 0)], 0)
     owner, found = opened(url)
     assert found == [entry(ANN, 0), entry(BEN, 0)]
     for _ in range(2):
         with pytest.raises(FencedError, match="another shard has opened"):
-            zombie.append([entry(ANN, 1)], 2, [])
+            zombie.append([entry(ANN, 1)], 2)
     for number in range(1, 80):
-        owner.append([entry(ANN, number)], 1 + number, [])
+        owner.append([entry(ANN, number)], 1 + number)
         owner.trim(1 + number)
     with pytest.raises(FencedError):
-        zombie.append([entry(ANN, 1)], 2, [])
+        zombie.append([entry(ANN, 1)], 2)
     again, found = opened(url)
     assert again.expected == {ANN: 80, BEN: 1}
     assert found[-1] == entry(ANN, 79)
@@ -83,7 +83,7 @@ def test_journals_are_found_but_for_those_that_were_drained(url: str) -> None:
         list(journal_of(url, shard).open())
     drained = journal_of(url, 2)
     list(drained.open())
-    drained.end_drain()
+    drained.say(drained=True)
     assert journals_in_use(url) == [0, 11]
     list(journal_of(url, 2).open())  # somebody goes on with it
     assert journals_in_use(url) == [0, 2, 11]

@@ -7,7 +7,6 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,19 +29,10 @@ STEPS = {
     "sac_camera_dict": 104,
 }
 ELSEWHERE = {"checkpoint_to_s3"}  # needs a server: tests/crash
-IN_A_PROCESS = {"ape_x", "data_parallel", "r2d2", "resume_after_a_crash"}  # those with Ray, and one that is run twice
-BY_NIGHT = ("r2d2", "data_parallel")  # over shards, which take their time to start
+APART = {"ape_x", "data_parallel", "r2d2", "resume_after_a_crash"}  # those with Ray, and one that is run twice
+OVER_SHARDS = ("ape_x", "r2d2", "data_parallel")
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 NEEDS = {"dqn_atari": "ale_py", "dqn_torchrl": "torchrl", "ppo_stacked_frames": "ale_py"}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """At this size threads wait for each other longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -63,7 +53,7 @@ def test_three_lines_of_an_example_are_holdalls(file: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Stable-Baselines3 on progress, and on what it wraps
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(set(STEPS) - IN_A_PROCESS))
+@pytest.mark.parametrize("name", sorted(set(STEPS) - APART))
 def test_an_example_runs_and_says_what_its_memory_holds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,9 +73,14 @@ def test_a_maze_that_needs_a_memory_is_solved_with_stored_states_alone() -> None
     assert solved[False] <= 0.65
 
 
-@pytest.mark.parametrize("name", ["ape_x", *(pytest.param(name, marks=pytest.mark.nightly) for name in BY_NIGHT)])
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", OVER_SHARDS)
 def test_actors_and_shards_train_an_agent(name: str, tmp_path: Path) -> None:
-    """That they learn, and go on after kill -9, is shown by night: tests/shards/chaos/test_examples_after_kills.py."""
+    """With a cluster of their own; by day one of them has that of the tests: tests/shards/test_example.py.
+
+    That they learn, and go on after kill -9, is shown in tests/shards/chaos/test_examples_after_kills.py.
+    """
     pytest.importorskip("ray", reason="ray is not installed")
     script = [sys.executable, str(EXAMPLES / f"{name}.py"), str(STEPS[name])]
     ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True, env=ONE_THREAD)
@@ -93,13 +88,15 @@ def test_actors_and_shards_train_an_agent(name: str, tmp_path: Path) -> None:
     assert name != "data_parallel" or "2 ranks, weights alike, 0 rows" in ran.stdout
 
 
-@pytest.mark.timeout(900)  # two processes, on whatever machine
-def test_the_training_that_can_crash_goes_on_where_it_was(tmp_path: Path) -> None:
-    script = [sys.executable, str(EXAMPLES / "resume_after_a_crash.py"), str(STEPS["resume_after_a_crash"])]
-    said = [
-        subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True, env=ONE_THREAD).stdout
-        for _ in range(2)
-    ]
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_training_that_can_crash_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second run has nothing of the first one but its files."""
+    said = []
+    for _ in range(2):
+        run("resume_after_a_crash", monkeypatch, tmp_path)
+        said.append(capsys.readouterr().out)
     assert "done at step 120" in said[0]
     assert "resumed at step 120, with 120 transitions" in said[1]
     assert "done at step 240" in said[1]
@@ -107,6 +104,7 @@ def test_the_training_that_can_crash_goes_on_where_it_was(tmp_path: Path) -> Non
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing TorchRL's collectors warns of its own classes
 def test_dqn_learns_the_same_from_torchrls_storage_and_from_holdalls() -> None:
     """With one seed the weights agree to the last bit; and most balls are caught."""
     data = pytest.importorskip("torchrl.data")

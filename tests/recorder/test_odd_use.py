@@ -33,6 +33,11 @@ def memory_of(env: Any, lanes: int = 1, **settings: Any) -> holdall.ReplayMemory
     return holdall.ReplayMemory(env.observation_space, env.action_space, 1000, lanes, **settings)
 
 
+def vector_of(envs: list[Any]) -> Any:
+    makers: list[Any] = [lambda env=env: env for env in envs]
+    return gym.vector.SyncVectorEnv(makers)
+
+
 class Foreign:
     """An array of another library, such as JAX, which would make every later fork of this process unsafe."""
 
@@ -57,8 +62,10 @@ def test_environments_get_actions_of_every_library_as_arrays(made: Callable[[Any
     for space, action in ((NUMBER, made(numbers)), (NESTED, both)):
         envs = [Strict("vector", 0.3, seed, space) for seed in range(lanes or 1)]
         memory = memory_of(envs[0], len(envs))
-        stepped = gym.vector.SyncVectorEnv([lambda env=env: env for env in envs]) if lanes else envs[0]
-        holdall.Recorder(stepped, memory).collect(lambda _, action=action: action, 12)
+        stepped = vector_of(envs) if lanes else envs[0]
+        recorder = holdall.Recorder(stepped, memory)
+        for _ in range(12):
+            recorder.step(action)
         assert_holds(memory, [env.log for env in envs])
 
 
@@ -73,17 +80,20 @@ def test_an_environment_of_tensors_gets_tensors() -> None:
             obs, info = super().reset(**how)
             return torch.as_tensor(obs), info
 
-    envs = Tensors([WatchedEnv("vector", 0.3, seed) for seed in range(2)], AutoresetMode.NEXT_STEP)
-    memory = memory_of(envs.lanes[0], 2)
-    holdall.Recorder(envs, memory).collect(lambda obs: (obs[:, 0] > 0).long(), 12)
-    assert_holds(memory, [lane.log for lane in envs.lanes])
+    for mode in AutoresetMode:
+        envs = Tensors([WatchedEnv("vector", 0.3, seed) for seed in range(2)], mode)
+        memory = memory_of(envs.lanes[0], 2)
+        holdall.Recorder(envs, memory).collect(lambda obs: (torch.as_tensor(obs)[:, 0] > 0).long(), 12)
+        assert_holds(memory, [lane.log for lane in envs.lanes])
 
 
 def test_a_policy_may_answer_as_models_of_stable_baselines3_predict() -> None:
     env = Strict("vector", 0.3, 0)
-    holdall.Recorder(env, memory := memory_of(env)).collect(lambda _: (np.array(1), None), 1e1)
+    recorder = holdall.Recorder(env, memory := memory_of(env))
+    recorder.collect(lambda _: (np.array(1), None), 1e1)
+    recorder.step(2.0)  # a whole number
     assert_holds(memory, [env.log])
-    assert len(memory) == 10
+    assert len(memory) == 11
 
 
 def test_what_is_no_policy_or_no_extras_is_refused_before_anything_is_stepped() -> None:
@@ -102,7 +112,7 @@ def test_what_is_no_policy_or_no_extras_is_refused_before_anything_is_stepped() 
 def test_tensors_are_taken_as_a_network_returns_them(lanes: int | None) -> None:
     envs = [WatchedEnv("vector", 0.3, seed, VECTOR) for seed in range(lanes or 1)]
     memory = memory_of(envs[0], len(envs), extras={"log_prob": spaces.Box(-9, 9, (), np.float32)})
-    stepped = gym.vector.SyncVectorEnv([lambda env=env: env for env in envs]) if lanes else envs[0]
+    stepped = vector_of(envs) if lanes else envs[0]
     shape = (lanes,) if lanes else ()
     given = torch.full((*shape, 2), 0.5, requires_grad=True), {"log_prob": torch.full(shape, 2.0, requires_grad=True)}
     holdall.Recorder(stepped, memory).collect(lambda _: given, 12)
@@ -181,7 +191,7 @@ def test_ends_in_a_step_that_only_resets_show_that_it_does_not() -> None:
 
 def test_rewards_that_a_wrapper_adds_to_steps_that_reset_are_no_mistake() -> None:
     env = WatchedEnv("vector", 0.5, 0)
-    paid = gym.wrappers.TransformReward(gym.wrappers.Autoreset(env), lambda reward: reward + 1)
+    paid = gym.wrappers.TransformReward(gym.wrappers.Autoreset(env), lambda reward: float(reward) + 1)
     holdall.Recorder(paid, memory := memory_of(env)).collect(lambda _: 1, 30)
     ids = np.arange(memory.next_id)
     rewards = memory.gather(ids[memory.are_valid(ids)]).reward
@@ -198,3 +208,68 @@ def test_observations_that_the_space_does_not_describe_are_refused_with_the_way_
     envs.observation_space = spaces.Box(-10, 10, (3,), np.float32)
     holdall.Recorder(envs, memory := memory_of(envs)).collect(lambda _: np.zeros(1, np.int64), 8)
     assert len(memory) == 8
+
+
+def test_one_warning_if_somebody_else_adds_in_the_middle_of_an_episode() -> None:
+    """Two recorders of one memory, whose steps take turns in one lane."""
+    envs = [WatchedEnv("vector", 0.0, seed) for seed in range(2)]
+    memory = memory_of(envs[0])
+    first, second = (holdall.Recorder(env, memory) for env in envs)
+    first.step(1)
+    second.step(1)
+    with pytest.warns(UserWarning, match=r"somebody else added to memory.*lanes \[0\].*one Recorder"):
+        first.step(1)
+    for _ in range(3):
+        first.step(1)
+
+
+def test_others_may_add_between_episodes() -> None:
+    """Demonstrations, for example: the recorder was reset, or its episode ended."""
+    env = WatchedEnv("vector", 1.0, 0)
+    recorder = holdall.Recorder(env, memory := memory_of(env))
+    obs = np.zeros(3, np.float32)
+    for _ in range(3):
+        recorder.step(1)
+        memory.add(obs, 1, 1.0, obs, True, False)
+    assert len(memory) == 6
+
+
+def test_a_lane_that_is_reset_alone_is_not_somebody_else() -> None:
+    envs = InPlaceVectorEnv([WatchedEnv("vector", 0.0, seed) for seed in range(2)], AutoresetMode.DISABLED)
+    recorder = holdall.Recorder(envs, memory := memory_of(envs.lanes[0], 2))
+    for _ in range(3):
+        recorder.step(np.zeros(2, np.int64))
+        recorder.reset(options={"reset_mask": np.array([True, False])})
+    assert_holds(memory, [lane.log for lane in envs.lanes])
+
+
+def test_wrappers_of_one_environment_are_not_asked_for_what_only_vectors_have() -> None:
+    """Gymnasium before 1.0 warns of each such question."""
+
+    class Asked(gym.Wrapper[Any, Any, Any, Any]):
+        def __getattr__(self, name: str) -> Any:
+            assert not name.startswith("single_")
+            raise AttributeError(name)
+
+    env = WatchedEnv("vector", 0.3, 0)
+    assert holdall.Recorder(Asked(env), memory_of(env)).collect(lambda _: 1, 5) == 5
+
+
+def test_environments_of_an_older_gym_are_refused_with_the_way_out() -> None:
+    class Four(WatchedEnv):
+        def step(self, action: Any) -> Any:
+            obs, reward, terminated, truncated, info = super().step(action)
+            return obs, reward, terminated or truncated, info
+
+    class Alone(WatchedEnv):
+        def reset(self, **how: Any) -> Any:
+            return super().reset(**how)[0]
+
+    for kind, told in (
+        (Four, "envs.step returned 4 values, Gymnasium's returns 5"),
+        (Alone, "envs.reset returned a nda"),
+    ):
+        env = kind("vector", 0.3, 0)
+        with pytest.raises(holdall.ArgumentError, match=told):
+            holdall.Recorder(env, memory := memory_of(env)).step(1)
+        assert memory.next_id == 0

@@ -17,14 +17,16 @@ from numpy.typing import NDArray
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.batch import Batch
-from holdall.cluster import answer
+from holdall.cluster import answer, row_reader
 from holdall.cluster.answer import Answer, AnswerPacker, Deliverer, Payload, RowDraw, read_answer
 from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.row_reader import ShardReader
 from holdall.cluster.shard_data import ShardData
 from holdall.errors import ArgumentError, DamageError
+from holdall.json_state import schema_words
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
+from holdall.sampling import Uniform
 from holdall.schema import Schema
 from holdall.storage.adopting import AdoptingStore
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
@@ -98,6 +100,7 @@ class Desk:
         return {dictionary_name(each): each for each in found}
 
     def received(self, payload: bytes) -> SealedSegment:
+        """Read a segment; of an earlier version it may name dictionaries."""
         return unpack_segment(payload, self.schema, self.dictionaries, self.kernels.coder)
 
     def answer(self, ids: Ids, *, is_near: bool = False) -> Payload | bytes:
@@ -191,6 +194,16 @@ def test_decoded_slices_are_kept_within_a_limit_and_go_with_their_segment(kernel
         gc.collect()  # segments that left
         assert kept._room == room - sum(slices.nbytes for slices in kept._slices.values()) >= 0
         assert kept._slices
+
+
+def test_what_compresses_well_is_not_kept_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_reader, "_KEPT_FROM", 1.2)  # as if all of it did
+    desk = Desk(Stream(FRAMES, spaces.Discrete(2), 1, plans=[LeafPlan()]), 60, 10, None, 1 << 30)
+    for _ in range(40):
+        desk.tick()
+    desk.send()
+    assert_same_bits(desk.gather(desk.oracle.ids), desk.oracle.gather(desk.oracle.ids))
+    assert not desk.reader._kept._slices
 
 
 def test_palettes_belong_to_their_segments(kernels: Kernels, way: float) -> None:
@@ -300,3 +313,25 @@ def test_a_segment_of_another_reward_dtype_is_refused_and_nothing_changes() -> N
     with pytest.raises(ArgumentError, match="reward has dtype float64"):
         desk.store.adopt(desk.received(other.packed()))
     assert desk.store.next_tick == 1
+
+
+def test_a_shard_codes_anew_what_an_earlier_version_coded_with_a_dictionary() -> None:
+    desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(content="table")]), 100, 16)
+    slice_bytes = desk.encoder.fields[0].window.slice_bytes
+    desk.codecs[0] = Codec(Method.ZSTD, 3, Transform(slice_bytes), Dictionary(bytes(range(256)) * 8))
+    for _ in range(16):
+        desk.tick()
+    payload, known = desk.packed(), desk.dictionaries
+    words, generator = schema_words(desk.schema), np.random.default_rng(0)
+    shard = ShardData(words, 100, Uniform(), generator, threading.Lock())
+    with pytest.raises(DamageError):
+        shard.unpacked(payload)
+    segment = shard.unpacked(payload, known)
+    shard.take(b"w" * 16, segment)
+    assert shard.unpacked(shard.packed(segment)).rows.ticks == 16  # which names none
+    draw = RowDraw(desk.oracle.ids)
+    found = read_answer(shard.answer(NOWHERE, draw, shard.found(draw)))
+    deliverer = Deliverer(desk.schema, desk.kernels, None, sliced_leaves(desk.schema))
+    weights = np.ones(len(draw.rows), np.float32)
+    batch = deliverer.batch([found], [np.arange(len(draw.rows))], [0], weights)
+    assert_same_bits(batch, desk.oracle.gather(desk.oracle.ids))

@@ -91,7 +91,7 @@ def test_a_checkpoint_whose_loading_was_cut_short_is_loaded_to_its_end(
             shard = loaded(checkpoint, journal)
             assert rewards(shard) == list(range(500, 1_500))
             assert shard._committer is not None
-            assert shard._committer.journal.loading == ""
+            assert shard._committer.journal.state.loading == ""
 
 
 def test_half_a_checkpoint_is_not_taken_for_a_journal_nor_for_another(
@@ -211,7 +211,7 @@ def test_a_memory_that_ended_in_the_middle_of_a_drain_has_every_row_once(arrived
         to, name, sequence = writer.next_of_others()
         ray.get(actor.give_up.remote(first_row, end, to, name, sequence))
         if arrived:
-            writer.pass_on(to, payload, {}, rows)
+            writer.pass_on(to, payload, rows)
     with durable(tmp_path) as again:
         assert held(again) == list(range(1_200))
         numbered(again, 1_200, 1_300)  # the shard takes blocks again

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from holdall.cluster.journal import Entry, Journal, SegmentMove
+from holdall.cluster.journal import Entry, Journal, JournalState, SegmentMove
 from holdall.cluster.slots import LocalSlots
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.storage.codec import Dictionary
@@ -29,24 +30,23 @@ def test_what_was_appended_is_found_again_in_order(tmp_path: Path) -> None:
     journal, found = opened(tmp_path)
     assert (found, journal.epoch, journal.expected) == ([], 0, {})
     first, second = [entry(ANN, 0), entry(BEN, 0), entry(ANN, 1)], [entry(ANN, 2)]
-    journal.append(first, 0, [])
-    journal.append(second, 3, [Dictionary(b"words")])
+    journal.append(first, 0)
+    journal.append(second, 3)
     again, found = opened(tmp_path)
     assert found == first + second
     assert again.expected == {ANN: 3, BEN: 1}
-    assert [each.content for each in again.dictionaries.values()] == [b"words"]
     assert again.epoch > journal.epoch
 
 
 def test_one_who_was_overtaken_writes_nothing_more(tmp_path: Path) -> None:
     zombie, _ = opened(tmp_path)
-    zombie.append([entry(ANN, 0)], 0, [])
+    zombie.append([entry(ANN, 0)], 0)
     owner, _ = opened(tmp_path)
     with pytest.raises(FencedError, match="another shard has opened"):
-        zombie.append([entry(ANN, 1)], 1, [])
-    owner.append([entry(ANN, 1)], 1, [])
+        zombie.append([entry(ANN, 1)], 1)
+    owner.append([entry(ANN, 1)], 1)
     with pytest.raises(FencedError):
-        zombie.append([entry(ANN, 2)], 2, [])
+        zombie.append([entry(ANN, 2)], 2)
     assert opened(tmp_path)[1] == [entry(ANN, 0), entry(ANN, 1)]
 
 
@@ -57,29 +57,31 @@ def test_what_a_zombie_wrote_while_it_was_overtaken_is_not_missed(tmp_path: Path
     slots = LocalSlots(tmp_path)
     known = slots.numbers()
     owner._slots.numbers = lambda: known  # type: ignore[method-assign]  # it looked before the zombie's last write
-    zombie.append([entry(ANN, 0)], 0, [])
+    zombie.append([entry(ANN, 0)], 0)
     assert [each for page in taking_over for each in page.entries] == [entry(ANN, 0)]
     with pytest.raises(FencedError):
-        zombie.append([entry(ANN, 1)], 1, [])
+        zombie.append([entry(ANN, 1)], 1)
 
 
 def test_a_zombie_stays_fenced_when_all_else_was_removed(tmp_path: Path) -> None:
     zombie, _ = opened(tmp_path)
-    zombie.append([entry(ANN, 0)], 0, [])
+    zombie.append([entry(ANN, 0)], 0)
     owner, _ = opened(tmp_path)
     for number in range(1, 200):
-        owner.append([entry(ANN, number)], number, [])
+        owner.append([entry(ANN, number)], number)
         owner.trim(number)
     assert len(LocalSlots(tmp_path).numbers()) < 100
     with pytest.raises(FencedError):
-        zombie.append([entry(BEN, 0)], 1, [])
+        zombie.append([entry(BEN, 0)], 1)
 
 
 def test_removing_what_left_forgets_no_writer_and_no_dictionary(tmp_path: Path) -> None:
+    """Segments of an earlier version name dictionaries that lie in the journal."""
     journal, _ = opened(tmp_path)
-    journal.append([entry(BEN, 0)], 0, [Dictionary(b"words")])
+    journal.append([entry(BEN, 0)], 0)
+    journal.dictionaries["words"] = Dictionary(b"words")
     for number in range(150):
-        journal.append([entry(ANN, number)], 1 + number, [])
+        journal.append([entry(ANN, number)], 1 + number)
         journal.trim(1 + number - 10)
     again = Journal(LocalSlots(tmp_path))
     pages = list(again.open())
@@ -88,18 +90,18 @@ def test_removing_what_left_forgets_no_writer_and_no_dictionary(tmp_path: Path) 
     assert [each.sequence for each in found][-10:] == list(range(140, 150))
     assert [page.first_row for page in pages] == [1 + each.sequence for each in found]
     assert [page.begins for page in pages] == [True] + [False] * (len(pages) - 1)
-    assert len(again.dictionaries) == 1
+    assert [each.content for each in again.dictionaries.values()] == [b"words"]
 
 
 def test_what_a_zombie_removes_while_it_is_overtaken_is_not_missed(tmp_path: Path) -> None:
     zombie, _ = opened(tmp_path)
     for number in range(100):
-        zombie.append([entry(ANN, number)], number, [])
+        zombie.append([entry(ANN, number)], number)
     owner = Journal(LocalSlots(tmp_path))
     pages = owner.open()
     first = [next(pages) for _ in range(10)]
     assert [page.first_row for page in first] == list(range(10))
-    zombie.append([entry(ANN, 100)], 100, [])
+    zombie.append([entry(ANN, 100)], 100)
     zombie.trim(60)  # among them those that the owner has listed, and not read
     rest = list(pages)
     assert [page.begins for page in rest] == [True] + [False] * (len(rest) - 1)
@@ -107,24 +109,24 @@ def test_what_a_zombie_removes_while_it_is_overtaken_is_not_missed(tmp_path: Pat
     assert [each for page in rest for each in page.entries] == [entry(ANN, number) for number in range(60, 101)]
     assert owner.expected == {ANN: 101}
     with pytest.raises(FencedError):
-        zombie.append([entry(ANN, 101)], 101, [])
-    owner.append([entry(ANN, 101)], 101, [])
+        zombie.append([entry(ANN, 101)], 101)
+    owner.append([entry(ANN, 101)], 101)
 
 
 def test_what_is_told_besides_is_found_again(tmp_path: Path) -> None:
     journal, _ = opened(tmp_path)
     move = SegmentMove("holdall-1", 3, ANN.hex(), 7, 128)
-    journal.close_to_writers("holdall-1")
-    journal.hide(256, move)
+    journal.say(closed_by="holdall-1")
+    journal.say(hidden_before=256, move=move)
     again, _ = opened(tmp_path)
-    assert (again.hidden_before, again.move, again.closed_by, again.loading) == (256, move, "holdall-1", "")
-    again.hide(128, None)  # it did not arrive
-    again.loading = "place:3"
-    again.append([entry(ANN, 0)], 0, [])
+    assert again.state == JournalState(256, "", "holdall-1", False, move)
+    again.say(hidden_before=128, move=None)  # it did not arrive
+    again.state = replace(again.state, loading="place:3")
+    again.append([entry(ANN, 0)], 0)
     third, _ = opened(tmp_path)
-    assert (third.hidden_before, third.move, third.loading) == (128, None, "place:3")
-    third.end_loading(5)
-    assert opened(tmp_path)[0].loading == ""
+    assert third.state == JournalState(128, "place:3", "holdall-1")
+    third.say(loading="", hidden_before=5)
+    assert opened(tmp_path)[0].state.loading == ""
 
 
 def test_of_many_that_create_a_slot_at_once_one_succeeds(tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_of_many_that_create_a_slot_at_once_one_succeeds(tmp_path: Path) -> None
 
 def test_a_slot_that_was_damaged_is_refused(tmp_path: Path) -> None:
     journal, _ = opened(tmp_path)
-    journal.append([entry(ANN, 0)], 0, [])
+    journal.append([entry(ANN, 0)], 0)
     path = tmp_path / "0000000000000001.slot"
     content = path.read_bytes()
     for damaged in (content[:-1], b"", content[:200] + b"\xff" + content[201:]):

@@ -16,6 +16,7 @@ from gymnasium import spaces
 import holdall
 from holdall import ArgumentError, ClosedError, Prioritized, TransitionIdError
 from holdall.cluster.protocol import shards_of
+from holdall.native import fallback
 from holdall.ray import ReplayMemory, Writer
 from holdall.sampling.draw import Sampler
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -136,9 +137,10 @@ def test_a_loader_gives_the_batches_that_asking_gives(prefetch: int) -> None:
         for memory in memories:
             source, writer = stream(), memory.writer()
             writer._generator = np.random.default_rng(0)  # both spread over the shards alike
-            for _ in range(1_000):
+            for count in range(1_000):
                 writer.add(*arguments(source))
-            writer.flush()
+                if count % 50 == 49:
+                    writer.flush()  # whatever the shards are slow with
             assert len(memory) == 1_000
             memory.update_priorities(memory.sample(400).ids, np.random.default_rng(1).random(400))
             assert len(memory) == 1_000  # by now the shards have told what they weigh
@@ -230,6 +232,7 @@ def test_the_report_adds_up_all_shards(four: ReplayMemory) -> None:
     assert report.transitions == len(four)
     assert {field.name for field in report.fields} >= {"obs.image", "obs.position", "reward", "extras.log_prob"}
     assert report.ratio > 2
+    assert report.fallback == fallback()
 
 
 @pytest.mark.parametrize("shards", [1, pytest.param(3, marks=pytest.mark.nightly)])

@@ -25,8 +25,8 @@ from holdall.cli.watch_ray import cluster_view
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.security import require_head, use_token
 from holdall.cluster.status import ShardStatus
-from holdall.cluster.watch import ClusterPass, SeenMemory, SeenShard, ShardForecast, State
 from holdall.ray import RateLimit, ReplayMemory
+from holdall.ray.watch import ClusterPass, SeenMemory, SeenShard, ShardForecast, State
 from holdall.tools.report import read_report
 from holdall.tools.watch.reading import MemoryReading, ReadingHistory
 

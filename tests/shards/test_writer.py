@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -90,6 +91,29 @@ def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: Replay
     assert held(memory) == [*range(added), *range(2_000, 4_100), 9_999, 9_999]
 
 
+def test_a_writer_that_is_flushed_while_it_adds_sends_in_order(memory: ReplayMemory) -> None:
+    """At the end of a process a writer is flushed, whatever its other threads do with it."""
+    begin(memory)
+    writer, is_over = memory.writer(), threading.Event()
+
+    def flush() -> None:
+        while not is_over.is_set():
+            writer.flush()
+
+    flushing = threading.Thread(target=flush)
+    flushing.start()
+    try:
+        for number in range(1_500):
+            add(writer, number)
+    finally:
+        is_over.set()
+        flushing.join()
+    writer.close()
+    counters = memory._cluster.refresh()[0]
+    rewards = memory.gather(np.arange(counters.first_row, counters.next_row)).reward
+    assert rewards.astype(int).tolist() == list(range(1_500))
+
+
 @ray.remote(num_cpus=0)
 def feed_and_drop(writer: Writer) -> None:
     for number in range(300):
@@ -129,6 +153,27 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
     assert held(memory) == list(range(703))
 
 
+DRIVER = """
+import sys
+import numpy as np
+import holdall.ray
+
+memory = holdall.ray.attach(sys.argv[1], address=sys.argv[2])
+row, no = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+for number in range(200):
+    memory.add(row, np.zeros(1, np.int64), np.full(1, number, np.float32), row, no, no)
+"""
+
+
+def test_a_program_that_ends_without_flush_has_flushed(memory: ReplayMemory) -> None:
+    begin(memory)
+    head = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-c", DRIVER, memory.name, head]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert held(memory) == list(range(200))
+
+
 @pytest.mark.nightly
 def test_a_memory_with_journals_that_is_closed_has_flushed(cluster: None, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"shards": 1, "durability": "segment", "url": tmp_path}
@@ -163,7 +208,7 @@ def test_a_shard_that_is_given_nothing_notices_that_it_was_replaced(
     list(first.open())
     committer = Committer(first, 0, lambda _: 0)
     for _ in range(20):  # what it writes itself is not taken for another's
-        committer.record(lambda journal: journal.hide(0, None))
+        committer.record(lambda journal: journal.say(hidden_before=0))
     assert committer.fenced is None
     list(journal_of(str(tmp_path), 0).open())
     wait_until(lambda: committer.fenced is not None)
@@ -183,7 +228,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     disk = type(opened._slots._disk)  # type: ignore[union-attr]  # it is a local one
     written = disk.write
     monkeypatch.setattr(disk, "write", write)
-    telling = threading.Thread(target=committer.record, args=(lambda journal: journal.hide(0, None),))
+    telling = threading.Thread(target=committer.record, args=(lambda journal: journal.say(hidden_before=0),))
     telling.start()
     wait_until(lambda: "No space left" in committer.trouble)
     is_full.clear()

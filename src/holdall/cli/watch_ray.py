@@ -18,7 +18,7 @@ from holdall.tools.watch.reading import ReadingHistory
 from holdall.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from holdall.cluster.watch import ClusterPass, ClusterWatch, SeenMemory, SeenShard
+    from holdall.ray.watch import ClusterPass, ClusterWatch, SeenMemory, SeenShard
 
 _QUIET_RAY_SETTINGS = {
     "RAY_LOG_TO_DRIVER": "0",
@@ -42,7 +42,7 @@ def watch_ray(target: list[str], interval: float, options: OutputOptions) -> Non
         os.environ.setdefault(name, value)
     use_token(os.environ)
     try:
-        from holdall.cluster import watch as cluster_watch  # noqa: PLC0415  an extra
+        from holdall.ray import watch as cluster_watch  # noqa: PLC0415  an extra
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

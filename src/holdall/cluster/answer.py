@@ -104,8 +104,11 @@ class Answer:
         """Return some of what was drawn."""
         if (first, end) == (0, len(self.scaled)):
             return self
-        draw, rows = self.draw.taken(np.arange(first, end))
-        within: Any = slice(first, end) if len(rows) == end - first else rows  # of one row each, nothing is copied
+        within: Any = slice(first, end)
+        if self.draw.steps or self.draw.others.size or self.draw.own:
+            draw, within = self.draw.taken(np.arange(first, end))
+        else:
+            draw = RowDraw(self.draw.rows[within])  # nothing is copied
         order = None if self.order is None else self.order[first:end] - first
         return Answer(self.counters, draw, self.scaled[first:end], _each([self.rows], lambda a: a[0][within]), order)
 

@@ -44,16 +44,6 @@ class _OpenField:
         block = self.part.block
         return np.empty((0, self.window.slice_bytes), np.uint8) if block is None else block.raw
 
-    def padded(self, group: int) -> Bytes:
-        """Return the unique slices, and the last one again until they are whole groups."""
-        raw, block = self.raw, self.part.block
-        used, whole = len(raw), -(-len(raw) // group) * group
-        if block is None or whole > block.capacity:
-            return raw[np.minimum(np.arange(whole), used - 1)]
-        rows = block.arena[: whole * block.slice_bytes].reshape(whole, -1)
-        rows[used:] = raw[-1]
-        return rows
-
 
 class Encoder:
     """Fills one segment after another.
@@ -214,12 +204,12 @@ class Encoder:
         return replace(closed, log=log, block=block, slice_count=coded.count)
 
     def _coded(self, field: _OpenField, codec: storage.Codec | None) -> storage.Coded:
-        """Compress the slices, padded to whole units: a shard sends units of many segments as one block."""
+        """Compress the slices."""
         chosen = codec if codec is not None and codec.transform.slice_bytes == field.window.slice_bytes else None
         raw = field.raw
         for attempt in (chosen, field.plain):
             if attempt is not None:
-                sealed = self._coder.seal(field.padded(attempt.group), attempt)
+                sealed = self._coder.seal(raw, attempt)
                 if sealed is not None:
                     return sealed.coded
         stored = storage.Codec(storage.Method.STORED, 0, storage.Transform(field.window.slice_bytes))
@@ -256,16 +246,13 @@ def column_leaves(schema: Schema, sliced: Sequence[int]) -> dict[str, Leaf]:
     return leaves
 
 
-CODEC = "codec"
 _ENOUGH = 512
 """Slices that a choice is made on."""
 _HARDLY_MORE = 1.03
-_ASK_AGAIN = 16
-"""Segments between two questions to the roster."""
 
 
 class SharedCodecs:
-    """The codecs that one writer uses.
+    """The codecs that one writer uses: those that the memory's first writer chose for the same fields.
 
     Args:
         prefer: How much slower sampling may get, see `holdall.ReplayMemory`.
@@ -279,8 +266,6 @@ class SharedCodecs:
         self._cap = storage.COST_CAPS[prefer]
         self._codecs: dict[int, tuple[storage.Window, storage.Codec]] = {}
         self._samples: dict[int, list[Bytes]] = {}
-        self._asked: dict[int, int] = {}
-        self._questions: dict[int, tuple[storage.Window, Any]] = {}
         self._choosing: set[int] = set()
 
     def codecs(self, windows: Sequence[storage.Window]) -> dict[int, storage.Codec]:
@@ -292,9 +277,6 @@ class SharedCodecs:
         known = self._codecs.get(field)
         if field in self._choosing or (known is not None and known[0] == window):
             return
-        if field in self._questions:
-            self._hear(field)
-            return
         kept = self._samples.setdefault(field, [])
         if kept and kept[0].shape[1] != slices.shape[1]:
             kept.clear()
@@ -302,41 +284,26 @@ class SharedCodecs:
         if held < _ENOUGH:
             kept.append(slices[: _ENOUGH - held].copy())
             return
-        if self._asked.get(field, 0) > 0:
-            self._asked[field] -= 1
-            return
-        self._questions[field] = window, self._roster.codec.remote(_key(field, window))
-
-    def _hear(self, field: int) -> None:
-        """Look whether the roster answered."""
-        window, question = self._questions[field]
-        ready, _ = ray.wait([question], timeout=0)
-        if not ready:
-            return
-        del self._questions[field]
-        try:
-            answer, chosen = ray.get(question)
-        except ray.exceptions.RayError:  # segments go on as they are
-            self._asked[field] = _ASK_AGAIN
-            return
-        if answer == "chosen":
-            self._codecs[field] = window, unpack_codec(chosen)
-            self._samples.pop(field, None)
-        elif answer == "choose":
-            slices = np.concatenate(self._samples[field])
-            self._choosing.add(field)
-            work = (field, window, slices)
-            threading.Thread(target=self._choose, args=work, name="holdall-codec", daemon=True).start()
-        else:
-            self._asked[field] = _ASK_AGAIN
+        self._choosing.add(field)
+        work = (field, window, np.concatenate(self._samples.pop(field)))
+        threading.Thread(target=self._choose, args=work, name="holdall-codec", daemon=True).start()
 
     def _choose(self, field: int, window: storage.Window, slices: Bytes) -> None:
+        """Ask for the codec of a field, and choose one if there is none; if that fails, segments go on as they are."""
+        key = json.dumps([field, storage.window_words(window)])
         try:
-            leaf = self._leaves[field]
-            # Shards send some units of many segments as one block: none may need another.
-            chosen = storage.choose(self._coder, leaf, window, slices, self._cap, 1, self._lanes, has_keys=False)
-            codec = _quicker(self._coder, chosen, slices)
-            self._questions[field] = window, self._roster.chose.remote(_key(field, window), pack_codec(codec))
+            words = ray.get(self._roster.codec.remote(key))
+            if words is None:
+                leaf = self._leaves[field]
+                # A segment stands for itself: a dictionary would have to follow it wherever it goes.
+                chosen = storage.choose(
+                    self._coder, leaf, window, slices, self._cap, 1, self._lanes, has_dictionary=False
+                )
+                codec = _quicker(self._coder, chosen, slices)
+                words = ray.get(self._roster.codec.remote(key, storage.codec_words(codec)))
+            self._codecs[field] = window, storage.codec_of(words, {})
+        except ray.exceptions.RayError:
+            pass
         finally:
             self._choosing.discard(field)
 
@@ -348,22 +315,3 @@ def _quicker(coder: storage.Coder, codec: storage.Codec, slices: Bytes) -> stora
     if sealed is None or quick is None:
         return codec
     return hurried if quick.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes else codec
-
-
-def pack_codec(codec: storage.Codec) -> bytes:
-    """Return a codec, with its dictionary, as a record."""
-    parts: dict[str, storage.Buffer] = {} if codec.dictionary is None else {"dictionary": codec.dictionary.content}
-    return b"".join(storage.pack(CODEC, {"codec": storage.codec_words(codec)}, parts, frozenset()))
-
-
-def unpack_codec(payload: bytes) -> storage.Codec:
-    """Read a codec that was received."""
-    (record,) = storage.records_in(payload)
-    words = record.head["codec"]
-    named = words["dictionary"]
-    content = None if named is None else record.part("dictionary", lambda start, n: payload[start : start + n])
-    return storage.codec_of(words, {} if content is None else {named: storage.Dictionary(content)})
-
-
-def _key(field: int, window: storage.Window) -> str:
-    return json.dumps([field, storage.window_words(window)])

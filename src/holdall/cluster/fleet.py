@@ -18,14 +18,14 @@ from typing import Any
 import ray
 
 from holdall.cluster.handle import MemoryTerms
-from holdall.cluster.protocol import MOST_SHARDS, Ack, dictionary_of
+from holdall.cluster.protocol import MOST_SHARDS
 from holdall.cluster.roster import NAMESPACE, RateLimit, Roster
 from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import Cluster
 from holdall.cluster.writer import Writer
 from holdall.errors import ArgumentError, ShardError
 from holdall.sampling import Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
-from holdall.storage import COST_CAPS, segment_needs
+from holdall.storage import COST_CAPS
 from holdall.units import require_number
 
 _TALKS = 16
@@ -235,12 +235,9 @@ class Fleet:
             writer.look_around(now=True)
             while (oldest := self._ask(actor, "oldest"))[0]:
                 payload, rows, first_row, end = oldest
-                known = {
-                    name: dictionary_of(self._ask(actor, "dictionary", name)) for name in segment_needs(payload)[1]
-                }
                 to, name, sequence = writer.next_of_others()
                 self._ask(actor, "give_up", first_row, end, to, name, sequence)
-                writer.pass_on(to, payload, known, rows)
+                writer.pass_on(to, payload, rows)
             self._ask(actor, "end_drain")
             self._ask(self.roster, "dismiss", number)
             del self.actors[number]
@@ -258,7 +255,7 @@ class Fleet:
             if move is None:
                 continue
             to, writer, sequence = move
-            arrived = to in self.actors and Ack.of(self._ask(self.actors[to], "expect", writer)).expected > sequence
+            arrived = to in self.actors and self._ask(self.actors[to], "expect", writer).expected > sequence
             self._ask(actor, "end_move", arrived)
         if not self._has_journals:
             return

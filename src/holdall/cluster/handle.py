@@ -20,7 +20,6 @@ import ray
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.encode import sliced_leaves
-from holdall.cluster.lanes import new_writer
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, together
 from holdall.cluster.protocol import ShardCounters, received
 from holdall.cluster.roster import NAMESPACE, WaitNotice
@@ -30,7 +29,7 @@ from holdall.cluster.writer import Address, Writer
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, schema_of
-from holdall.native import chosen_kernels
+from holdall.native import chosen_kernels, fallback
 from holdall.report import MemoryReport
 from holdall.sampling import Hindsight, Sampler
 from holdall.schema import as_ids
@@ -73,7 +72,7 @@ class MemoryHandle:
         self._metrics = Gauges("learner", memory=self.name)
         patience_s = self._address.patience_s
         self._cluster = Cluster(self._address.roster(), patience_s, learner)
-        self._writer = new_writer(self._address, self.num_envs)
+        self._writer = Writer(self._address, self.num_envs)
         self._drawing = Drawing(
             self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss, patience_s
         )
@@ -95,7 +94,7 @@ class MemoryHandle:
         require_count("num_envs", lanes, 1)
         if spread is not None:
             require_count("spread", spread, 1)
-        return new_writer(self._address, lanes, spread)
+        return Writer(self._address, lanes, spread)
 
     def add(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -208,9 +207,11 @@ class MemoryHandle:
         self.flush()
         known = self._cluster.refresh()
         asked = [self._cluster.handle(shard).report.remote() for shard in known]
-        fields = added_up(ray.get(asked, timeout=self._address.patience_s))
+        found = ray.get(asked, timeout=self._address.patience_s)
+        fields = added_up([each[0] for each in found])
         transitions = sum(counters.transitions for counters in known.values())
-        return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known))
+        slower = next((words for words in (*(each[1] for each in found), fallback()) if words), "")
+        return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known), fallback=slower)
 
     def close(self) -> None:
         """Send what waits, and let go of the memory; it stays where it is."""
@@ -300,7 +301,9 @@ def attach(
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
     learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
-    return MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
+    handle = MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
+    handle._cluster.refresh()  # so that the first batch is drawn from all shards
+    return handle
 
 
 def _same(known: Sampler, passed: Sampler | None) -> Sampler:

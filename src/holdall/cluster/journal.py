@@ -12,16 +12,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from holdall.cluster.protocol import dictionary_of, packed_dictionary, whole
+from holdall.cluster.protocol import whole
 from holdall.cluster.slots import LocalSlots, RemoteSlots, folders_at, slots_at
 from holdall.errors import CheckpointError, DamageError, FencedError, HoldallError
-from holdall.storage import DICTIONARY, Dictionary, Record, SealedSegment, dictionary_name, pack, records_in
+from holdall.storage import DICTIONARY, Dictionary, Record, SealedSegment, pack, pack_dictionary, records_in
 
 SLOT, ENTRY, PRIORITIES, FOLDER = "slot", "entry", "priorities", "journal"
 _FULL_EVERY = 32
@@ -57,6 +57,24 @@ class SegmentMove:
     first_row: int  # here
 
 
+@dataclass(frozen=True, slots=True)
+class JournalState:
+    """What a journal says of its shard beside rows."""
+
+    hidden_before: int = 0  # rows that are not to be read again
+    loading: str = ""  # the checkpoint of which segments were written, if not all were yet
+    closed_by: str = ""  # the memory that closed the shard to writers
+    drained: bool = False  # all rows have arrived elsewhere, for good
+    move: SegmentMove | None = None  # where the last of the hidden rows are going
+
+    @classmethod
+    def of(cls, head: Mapping[str, Any]) -> JournalState:
+        """Read what a slot says."""
+        move = None if head.get("move") is None else _move_of(head["move"])
+        words = str(head.get("loading", "")), str(head.get("closed_by", "")), head.get("drained") is True
+        return cls(whole(head["hidden_before"], 2**62), *words, move)
+
+
 class _RemovedError(Exception):
     """A slot that was listed, and removed before it was read."""
 
@@ -69,17 +87,12 @@ class Journal:
         self._next = self._since_full = 0
         self._first_rows: dict[int, int] = {}  # of slots with entries: the number of their first row
         self._full_at = -1  # the last slot that says what is expected of every writer
-        self._known: set[str] = set()  # dictionaries that lie in the journal
         self.epoch = -1
         self.expected: dict[bytes, int] = {}
-        self.dictionaries: dict[str, Dictionary] = {}
-        self.hidden_before = 0
-        self.loading = ""  # the checkpoint of which blocks were written, if not all were yet
-        self.closed_by = ""  # the memory that closed the shard to writers
-        self.move: SegmentMove | None = None
+        self.dictionaries: dict[str, Dictionary] = {}  # which segments of an earlier version name
+        self.state = JournalState()
         self.priorities: dict[str, Any] | None = None  # the state of the shard's sampler when it was last written
         self._priorities_at = -1  # the slot that has it
-        self._drained = False  # all its rows are elsewhere, for good
         self.fenced = False
         self.url, self.batching_s = slots.url, slots.batching_s
 
@@ -99,18 +112,18 @@ class Journal:
         for number in kept:
             yield from self._replay(number)
         self._next = kept[-1] + 1 if kept else 0
-        self._drained = False
+        self.state = replace(self.state, drained=False)
         while not self._create([], is_full=True):  # the last owner was at it until now
             yield from self._replay(self._next)
             self._next += 1
         self.epoch = self._next - 1
 
-    def append(self, entries: Sequence[Entry], first_row: int, dictionaries: Sequence[Dictionary]) -> None:
+    def append(self, entries: Sequence[Entry], first_row: int) -> None:
         """Write entries; they are durable when this returns. FencedError if somebody else has the journal now.
 
         After any other error the same call has to be made again: the slot may stand there already.
         """
-        parts = [packed_dictionary(each) for each in dictionaries if dictionary_name(each) not in self._known]
+        parts: list[bytes] = []
         for entry in entries:
             head = {"writer": entry.writer.hex(), "sequence": entry.sequence}
             parts.append(b"".join(pack(ENTRY, head, {"segment": entry.payload}, frozenset())))
@@ -118,8 +131,6 @@ class Journal:
         self._require(self._create(parts, self._since_full >= _FULL_EVERY, first_row))
         self.expected |= {entry.writer: entry.sequence + 1 for entry in entries}
         self._first_rows[number] = first_row
-        self._known |= {dictionary_name(each) for each in dictionaries}
-        self.dictionaries |= {dictionary_name(each): each for each in dictionaries}
 
     def put_priorities(self, state: Mapping[str, Any]) -> None:
         """Write the state of the shard's sampler, in place of what was written of it before."""
@@ -132,27 +143,9 @@ class Journal:
         if before >= 0:
             self._slots.delete([before])
 
-    def hide(self, row: int, move: SegmentMove | None) -> None:
-        """Say that the rows before a number are not to be read again, and where the last of them are going."""
-        self.hidden_before, self.move = row, move
-        self._write_state()
-
-    def close_to_writers(self, memory: str) -> None:
-        """Say that nothing more is taken, for as long as this memory is there."""
-        self.closed_by = memory
-        self._write_state()
-
-    def end_drain(self) -> None:
-        """Say that nothing is held here any more, and that all of it has arrived elsewhere."""
-        self.move, self._drained = None, True
-        self._write_state()
-
-    def end_loading(self, hidden_before: int) -> None:
-        """Say that all blocks of a checkpoint were written, and which of their rows had left."""
-        self.loading, self.hidden_before = "", hidden_before
-        self._write_state()
-
-    def _write_state(self) -> None:
+    def say(self, **changes: Any) -> None:
+        """Write a state with some changes, see `JournalState`."""
+        self.state = replace(self.state, **changes)
         self._require(self._create([], is_full=True))
 
     def require_owned(self) -> None:
@@ -177,13 +170,11 @@ class Journal:
                 del self._first_rows[number]
 
     def _create(self, parts: list[bytes], is_full: bool, first_row: int = 0) -> bool:
-        head: dict[str, object] = {"number": self._next, "first_row": first_row, "hidden_before": self.hidden_before}
-        head |= {"loading": self.loading, "closed_by": self.closed_by, "drained": self._drained}
-        head["move"] = None if self.move is None else asdict(self.move)
+        head: dict[str, object] = {"number": self._next, "first_row": first_row} | asdict(self.state)
         if is_full:
             head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
             # What is removed later must not take dictionaries with it that are still in use.
-            parts = [packed_dictionary(each) for each in self.dictionaries.values()] + parts
+            parts = [b"".join(pack_dictionary(each)) for each in self.dictionaries.values()] + parts
         start = b"".join(pack(SLOT, head, {}, frozenset()))
         if self.fenced or not self._slots.create(self._next, b"".join([start, *parts])):
             return False
@@ -205,9 +196,7 @@ class Journal:
                 name = bytes.fromhex(writer)
                 self.expected[name] = max(self.expected.get(name, 0), whole(expected, 2**53))
             self._full_at = number if "expected" in head else self._full_at
-            self.hidden_before = whole(head["hidden_before"], 2**62)
-            self.loading, self.closed_by = str(head.get("loading", "")), str(head.get("closed_by", ""))
-            self.move = None if head.get("move") is None else _move_of(head["move"])
+            self.state = JournalState.of(head)
             self._replay_state(number, records[1:], content)
             entries = [_entry_of(record, content) for record in records[1:] if record.kind == ENTRY]
             page = Page(whole(head["first_row"], 2**53), entries, not self._first_rows)
@@ -223,9 +212,8 @@ class Journal:
         """Take over what a slot has beside entries."""
         for record in records:
             if record.kind == DICTIONARY:
-                dictionary = dictionary_of(content[record.start : record.start + record.nbytes])
-                self.dictionaries.setdefault(dictionary_name(dictionary), dictionary)
-                self._known.add(dictionary_name(dictionary))
+                dictionary = Dictionary(record.part("content", lambda start, nbytes: content[start : start + nbytes]))
+                self.dictionaries[dictionary.name] = dictionary
             elif record.kind == PRIORITIES:
                 scaled = record.part("scaled", lambda start, nbytes: content[start : start + nbytes])
                 self.priorities = record.head | {"scaled": np.frombuffer(scaled, "<f8")}
@@ -375,11 +363,8 @@ class Committer:
             return self._staged[:taken]
 
     def _write(self, batch: list[Staged]) -> None:
-        dictionaries: dict[str, Dictionary] = {}
-        for each in batch:
-            dictionaries |= {dictionary_name(named): named for named in dictionaries_of(each.segment)}
         entries = [each.entry for each in batch]
-        self._write_until_taken(lambda: self.journal.append(entries, self._next_row, list(dictionaries.values())))
+        self._write_until_taken(lambda: self.journal.append(entries, self._next_row))
         self._next_row += sum(each.segment.rows.ticks * each.segment.lanes for each in batch)
         needed = self._apply(batch)
         with self._changed:
@@ -404,9 +389,3 @@ class Committer:
             else:
                 self.trouble = ""
                 return
-
-
-def dictionaries_of(segment: SealedSegment) -> list[Dictionary]:
-    """Return the dictionaries that a segment needs."""
-    found = [part.block.sealed.codec.dictionary for part in segment.parts if part.block.sealed is not None]
-    return [dictionary for dictionary in found if dictionary is not None]

@@ -190,8 +190,8 @@ class Drawing:
         try:
             payload = self._payload(shard, call)
             call.is_heard = True
-            if isinstance(payload, bytes) and len(payload) == ShardCounters.LAYOUT.size:
-                self._cluster.note(shard, ShardCounters.of(payload))
+            if isinstance(payload, ShardCounters):
+                self._cluster.note(shard, payload)
                 return None
             return self.answer(shard, payload)
         except LOSSES as error:
@@ -204,13 +204,13 @@ class Drawing:
                 ) from error
             return None
 
-    def _payload(self, shard: int, call: Call) -> Payload | bytes:
+    def _payload(self, shard: int, call: Call) -> Payload | bytes | ShardCounters:
         """Wait for what a shard says, but not for one that is known to be away: Ray fails its calls seconds later."""
         until = time.monotonic() + self._patience_s
         while True:
             left = until - time.monotonic()
             try:
-                payload: Payload | bytes = received(call.reference, min(_LOOK_S, max(0.0, left)))
+                payload: Payload | bytes | ShardCounters = received(call.reference, min(_LOOK_S, max(0.0, left)))
             except ray.exceptions.GetTimeoutError:
                 if left <= 0 or self._cluster.is_away(shard):
                     raise
@@ -380,7 +380,7 @@ class Priorities:
         asked = {shard: self._cluster.handle(shard).raise_highest.remote(top) for shard in behind}
         for shard, call in asked.items():
             try:
-                self._cluster.note(shard, ShardCounters.of(received(call, self._patience_s)))
+                self._cluster.note(shard, received(call, self._patience_s))
             except LOSSES:
                 self._cluster.lose(shard)
 
@@ -397,7 +397,7 @@ class Priorities:
                     return
                 self._under_way.popleft()
             try:
-                self._cluster.note(shard, ShardCounters.of(received(call, self._patience_s)))
+                self._cluster.note(shard, received(call, self._patience_s))
             except LOSSES:
                 self._cluster.lose(shard)
 

@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-import struct
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError, FencedError, HoldallError, ShardError
-from holdall.storage import DICTIONARY, Dictionary, dictionary_name, pack_dictionary, records_in, segment_needs
+from holdall.errors import FencedError, HoldallError, ShardError
 
 Ids = NDArray[np.int64]
 
@@ -72,45 +70,8 @@ def whole(value: Any, most: int) -> int:
     return value
 
 
-def packed_dictionary(dictionary: Dictionary) -> bytes:
-    """Return a dictionary as the bytes of a record."""
-    return b"".join(pack_dictionary(dictionary))
-
-
-def dictionary_of(payload: bytes) -> Dictionary:
-    """Read a dictionary that was received."""
-    (record,) = records_in(payload)
-    dictionary = Dictionary(record.part("content", lambda start, nbytes: payload[start : start + nbytes]))
-    if record.kind != DICTIONARY or dictionary_name(dictionary) != record.head.get("name"):
-        raise DamageError("a dictionary was received that is not what its name says; it is not used")
-    return dictionary
-
-
-class Packed:
-    """What travels as a few numbers of fixed widths: a dataclass whose fields are those of `LAYOUT`, in its order."""
-
-    __slots__: tuple[str, ...] = ()
-    LAYOUT: ClassVar[struct.Struct]
-    REFUSED: ClassVar[str]  # what is said of bytes that are none
-
-    def packed(self) -> bytes:
-        """Return it as bytes."""
-        return self.LAYOUT.pack(*(getattr(self, name) for name in self.__slots__))  # a third of astuple's time
-
-    @classmethod
-    def of(cls, raw: bytes) -> Self:
-        """Read it back."""
-        if len(raw) != cls.LAYOUT.size:
-            raise DamageError(f"{len(raw)} bytes are {cls.REFUSED}")
-        return cls(*cls.LAYOUT.unpack(raw))
-
-
-@dataclass(frozen=True, slots=True)
-class ShardCounters(Packed):
+class ShardCounters(NamedTuple):
     """One shard at one moment."""
-
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<qqqqqqqdd")
-    REFUSED: ClassVar[str] = "no shard's counters; nothing of them is used"
 
     epoch: int  # another one after every restart
     first_row: int
@@ -130,12 +91,8 @@ class CallOrderError(ShardError):
     """A call that came before this one by its number is missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class CallOrder(Packed):
+class CallOrder(NamedTuple):
     """One call's place in its client's order; it travels as one argument, as every one of a call takes Ray time."""
-
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sqqqq")
-    REFUSED: ClassVar[str] = "no call's order; nothing is done"
 
     client: bytes  # 16, see `client_name`
     epoch: int  # of the shard, as the client knows it
@@ -194,33 +151,24 @@ class CallQueue:
                 self._changed.notify_all()
 
 
-_ACK = struct.Struct("<qqq72s")
-
-
 class AckKind(IntEnum):
     """What a shard did with a segment."""
 
     ACCEPTED = 0
     EXPECTED_ANOTHER = 1  # out of order, or there already
-    NEEDS_DICTIONARY = 2
-    REFUSED = 3  # it will never be accepted; the reason follows
-    CLOSED = 4  # the shard takes nothing more; send it to another
+    REFUSED = 2  # it will never be accepted; the reason follows
+    CLOSED = 3  # the shard takes nothing more; send it to another
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentHeader(Packed):
+class SegmentHeader(NamedTuple):
     """Who sends which segment to whom."""
-
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sqq")
-    REFUSED: ClassVar[str] = "no header; the segment is not used"
 
     writer: bytes  # 16
     epoch: int
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ack:
+class Ack(NamedTuple):
     """A shard's answer to a segment."""
 
     kind: AckKind
@@ -228,18 +176,6 @@ class Ack:
     credits: int  # segments that the writer may have under way
     counters: ShardCounters
     reason: str = ""
-
-    def packed(self) -> bytes:
-        """Return it as bytes."""
-        return _ACK.pack(self.kind, self.expected, self.credits, self.counters.packed()) + self.reason.encode()
-
-    @classmethod
-    def of(cls, raw: bytes) -> Self:
-        """Read it back."""
-        if len(raw) < _ACK.size:
-            raise DamageError(f"{len(raw)} bytes are no answer to a segment; nothing of them is used")
-        kind, expected, credit, counters = _ACK.unpack(raw[: _ACK.size])
-        return cls(AckKind(kind), expected, credit, ShardCounters.of(counters), raw[_ACK.size :].decode())
 
 
 def is_newer(counters: ShardCounters, known: ShardCounters | None) -> bool:
@@ -283,19 +219,16 @@ class SegmentStream:
     """Segments of one writer to one shard. Nothing waits here but `flush`; `poll` has to be called now and then.
 
     Args:
-        dictionaries: Those that segments may name.
         survives: Whether the shard holds after a restart what it acknowledged.
         patience_s: How long a shard may be away before the caller gets an error.
     """
 
     def __init__(
-        self, shard: Any, number: int, writer: bytes, dictionaries: Mapping[str, Dictionary], survives: bool,
-        patience_s: float, roster: Any = None,
+        self, shard: Any, number: int, writer: bytes, survives: bool, patience_s: float, roster: Any = None
     ) -> None:  # fmt: skip
         self._shard, self._roster = shard, roster
         self.number = number
         self._writer = writer
-        self._dictionaries = dictionaries
         self._survives = survives
         self._patience_s = patience_s
         self._under_way: deque[_SentSegment] = deque()
@@ -378,7 +311,7 @@ class SegmentStream:
                 return
             wait_s = 0.0
             try:
-                ack = Ack.of(received(oldest.call))
+                ack: Ack = received(oldest.call)
             except FencedError:
                 raise
             except (ray.exceptions.RayError, ShardError) as error:
@@ -392,16 +325,13 @@ class SegmentStream:
         if ack.kind is AckKind.ACCEPTED:
             self._under_way.popleft()
             if oldest.lease >= 0:
-                self._roster.end_insert.remote(oldest.lease, self.number, ack.counters.packed())
+                self._roster.end_insert.remote(oldest.lease, self.number, ack.counters)
         elif ack.kind is AckKind.REFUSED:
             self._under_way.popleft()
             self._number_from(oldest.sequence)
             self._doubt(None)
             raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.reason}")
         else:
-            if ack.kind is AckKind.NEEDS_DICTIONARY:
-                for name in segment_needs(oldest.payload)[1]:
-                    self._shard.learn.remote(packed_dictionary(self._dictionaries[name]))
             self._doubt(None)
 
     def _doubt(self, error: Exception | None) -> None:
@@ -430,7 +360,7 @@ class SegmentStream:
             return
         question, self._question = self._question, None
         try:
-            ack = Ack.of(received(question))
+            ack: Ack = received(question)
         except ray.exceptions.ActorDiedError as error:
             raise GoneError(f"shard {self.number} is gone for good ({error})") from error
         except (ray.exceptions.RayError, ShardError) as error:  # it is being restarted, or waits for its disk
@@ -458,5 +388,5 @@ class SegmentStream:
             segment.sequence, self.sequence = self.sequence, self.sequence + 1
 
     def _call(self, segment: _SentSegment) -> None:
-        header = SegmentHeader(self._writer, self._epoch, segment.sequence).packed()
+        header = SegmentHeader(self._writer, self._epoch, segment.sequence)
         segment.call = self._shard.insert.remote(header, segment.payload)

@@ -4,8 +4,8 @@ Which shards there are, which codec a field gets, and how many samples an insert
 
 In:  what the shards took, and leases that writers and learners ask for.  Out: grants, or not yet.
 Invariant: error = inserts * samples_per_insert - samples never leaves its bounds, whatever is granted at the same time
-and whoever dies with a grant: an insert under way counts against the upper bound as if it were done, and against the
-lower as if it never would be. Grants end by themselves, so nobody waits for the dead.
+and whichever process dies with a grant: an insert under way counts against the upper bound as if it were done, and
+against the lower as if it never would be. Grants end by themselves, so nobody waits for the dead.
 """
 
 from __future__ import annotations
@@ -171,8 +171,6 @@ NAMESPACE = "holdall"
 _LOOK_AGAIN_S = 0.05
 _FIRST_RANK = 2**20
 """Of learners that are given none: above those that are."""
-_CHOOSING_S = 60.0
-"""How long a writer may take to choose a codec before another is asked to."""
 
 
 class Roster:
@@ -194,8 +192,7 @@ class Roster:
         self._recentres = True  # also over journals, and with a checkpoint
         self._shards: dict[int, tuple[Any, bool]] = {}  # handle, and whether it takes new segments
         self._lives: dict[int, int] = {}
-        self._codecs: dict[str, bytes] = {}
-        self._choosing: dict[str, float] = {}
+        self._codecs: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, float] = {}  # when a grant to add or to draw was last asked for
 
     def terms(self) -> Any:
@@ -243,21 +240,10 @@ class Roster:
         with self._lock:
             return self._version, None if known == self._version else dict(self._shards)
 
-    def codec(self, key: str) -> tuple[str, bytes]:
-        """Say which codec a field's slices get: "chosen" and the codec, "choose" it, or "wait"."""
+    def codec(self, key: str, chosen: dict[str, Any] | None = None) -> dict[str, Any] | None:
+        """Return the codec that a field's slices get, in words: the first that was chosen; None if none was."""
         with self._lock:
-            if key in self._codecs:
-                return "chosen", self._codecs[key]
-            now = time.monotonic()
-            if now < self._choosing.get(key, 0.0):
-                return "wait", b""
-            self._choosing[key] = now + _CHOOSING_S
-            return "choose", b""
-
-    def chose(self, key: str, codec: bytes) -> tuple[str, bytes]:
-        """Take over a choice, unless another was quicker; return the one that stands."""
-        with self._lock:
-            return "chosen", self._codecs.setdefault(key, codec)
+            return self._codecs.get(key) if chosen is None else self._codecs.setdefault(key, chosen)
 
     def lease_insert(self, rows: int) -> int | None:
         """Grant the insert of some rows; None: not yet."""
@@ -266,11 +252,11 @@ class Roster:
             now = self._asked["insert_s"] = time.monotonic()
             return -1 if self._limiter is None else self._limiter.lease_insert(rows, now)
 
-    def end_insert(self, lease: int, shard: int, counters: bytes) -> None:
+    def end_insert(self, lease: int, shard: int, counters: ShardCounters) -> None:
         """Hear that rows that were granted have arrived."""
         with self._lock:
             if self._limiter is not None:
-                self._note(shard, ShardCounters.of(counters))
+                self._note(shard, counters)
                 self._limiter.end_insert(lease)
 
     def take_samples(self, rows: int) -> bool:
@@ -302,7 +288,7 @@ class Roster:
         for shard, call in asked.items():
             if call in ready:
                 try:
-                    found = ShardCounters.of(ray.get(call))
+                    found: ShardCounters = ray.get(call)
                 except ray.exceptions.RayError:  # it counts with what it took before
                     continue
                 with self._lock:

@@ -18,6 +18,8 @@ from holdall import storage
 from holdall.cluster.shared_blocks import BlockPlace, OpenedBlocks, Pair
 from holdall.schema import Bytes, Schema
 
+_KEPT_FROM = 0.05
+"""Share of its decoded bytes from which on a segment is kept decoded: others decode in the time of a copy."""
 _NEWLY_DECODED = 16
 """Segments that one answer decodes and keeps so."""
 NOTHING = np.empty(0, np.uint8)
@@ -59,8 +61,10 @@ class DecodedSegments:
         )  # fmt: skip
 
     def _decode(self, sealed: storage.SealedSlices) -> Bytes | None:
-        """Decode slices and keep them, if there is room."""
+        """Decode slices and keep them, if that pays and there is room."""
         nbytes = sealed.count * sealed.codec.transform.slice_bytes
+        if np.asarray(sealed.coded.data).nbytes < _KEPT_FROM * nbytes:
+            return None
         with self._lock:
             if nbytes > self._room:
                 return None
@@ -115,11 +119,11 @@ class ShardReader:
                 pair = shared[0][i]  # all rows of the batch come from here
             else:
                 both = self._room(2 * count * leaf.nbytes) if shared else np.empty(2 * count * leaf.nbytes, np.uint8)
-                obs, next_obs = both.view(leaf.dtype).reshape(2, count, *leaf.shape)
-                pair = obs, next_obs
-            sides = [side.reshape(count, -1).view(np.uint8) for side in pair]
+                first, second = both.view(leaf.dtype).reshape(2, count, *leaf.shape)
+                pair = first, second
             if count:
-                self._kernels.gather(self._kept.instead(places, field), 0, sides[0], sides[1], self._threads)
+                obs, next_obs = (side.view(np.uint8).reshape(count, leaf.nbytes) for side in pair)
+                self._kernels.gather(self._kept.instead(places, field), 0, obs, next_obs, self._threads)
             if not shared:
                 small[i] = pair
             elif pair is not shared[0][i]:

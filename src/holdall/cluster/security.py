@@ -1,4 +1,4 @@
-"""Who may reach a memory over shards: whoever may call Ray may run any code on its machines.
+"""Who may reach a memory over shards: a process that may call Ray may run any code on its machines.
 
 In:  the machines of a cluster, what its head says to a stranger, and the process's settings.  Out: nothing, or a
 refusal that says what to do.
@@ -39,7 +39,7 @@ def require_token(addresses: Iterable[str], environment: Mapping[str, str]) -> N
     beyond = [address for address in addresses if not _is_loopback(address)]
     if beyond and environment.get(_MODE, "").lower() != "token":
         raise ShardError(
-            f"Ray listens at {beyond[0]} and asks for no token, so whoever reaches it can run code there; start it "
+            f"Ray listens at {beyond[0]} and asks for no token, so all who reach it can run code there; start it "
             f"with {_MODE}=token on every machine (ray get-auth-token --generate), and keep its ports off public "
             "networks: a token does not encrypt"
         )
@@ -50,7 +50,7 @@ def require_closed(beyond: str, head: str) -> None:
     if answers_strangers(head):
         raise ShardError(
             f"Ray listens at {beyond}, and its head at {head} answers without a token, whatever {_MODE} is here, so "
-            f"whoever reaches it can run code there; start it with {_MODE}=token on every machine (ray get-auth-token "
+            f"all who reach it can run code there; start it with {_MODE}=token on every machine (ray get-auth-token "
             "--generate), and keep its ports off public networks: a token does not encrypt"
         )
 
@@ -66,7 +66,7 @@ _ASKED = {
 
 
 def answers_strangers(head: str) -> bool:
-    """Whether a head of Ray's answers somebody without a token; False also where nobody can tell: behind TLS.
+    """Whether a head of Ray's answers somebody without a token; False also where that cannot be seen: behind TLS.
 
     It is asked over a connection of its own, as Ray's client has the token of this process, or none.
     """

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -27,9 +29,9 @@ from holdall.cluster.shared_blocks import BlockPlace
 from holdall.cluster.status import Process, ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of
+from holdall.native import fallback
 from holdall.sampling import Sampler
 from holdall.schema import as_ids
-from holdall.storage import dictionary_name, segment_needs
 
 GROUPS = {"insert": 32, "sample": 4, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind."""
@@ -112,18 +114,18 @@ class Shard:
     def _take_over(self, journal: Journal) -> None:
         """Go on with all that the journal holds."""
         self._data.replay(journal, self._memory)
-        if journal.closed_by == self._memory:
+        if journal.state.closed_by == self._memory:
             self._is_closed.set()
         self._epoch = journal.epoch
         self._expected = dict(journal.expected)
 
     @ray.method(concurrency_group="insert")
-    def insert(self, header: bytes, payload: bytes) -> bytes:
+    def insert(self, sent: protocol.SegmentHeader, payload: bytes) -> protocol.Ack:
         """Take a segment over, if it is the next one of its writer."""
         with self._metrics.timed("insert"):
-            return self._insert(protocol.SegmentHeader.of(header), payload)
+            return self._insert(sent, payload)
 
-    def _insert(self, sent: protocol.SegmentHeader, payload: bytes) -> bytes:
+    def _insert(self, sent: protocol.SegmentHeader, payload: bytes) -> protocol.Ack:
         try:
             self._require_journal()
             with self._lock:
@@ -131,10 +133,7 @@ class Shard:
                     return self._ack(sent.writer, protocol.AckKind.EXPECTED_ANOTHER)
                 if self._is_closed.is_set():
                     return self._ack(sent.writer, protocol.AckKind.CLOSED)
-                if not segment_needs(payload)[1] <= self._data.dictionaries.keys():
-                    return self._ack(sent.writer, protocol.AckKind.NEEDS_DICTIONARY)
-                dictionaries = dict(self._data.dictionaries)
-            segment = self._data.unpacked(payload, dictionaries)
+            segment = self._data.unpacked(payload)
             staged = Staged(Entry(sent.writer, sent.sequence, payload), segment)
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due(sent), _OVERTAKEN_S)
@@ -158,7 +157,7 @@ class Shard:
                 return self._ack(sent.writer, protocol.AckKind.REFUSED, str(error))
 
     @ray.method(concurrency_group="insert")
-    def expect(self, writer: bytes) -> bytes:
+    def expect(self, writer: bytes) -> protocol.Ack:
         """Say which segment of a writer is the next: all before it can be drawn, and are durable if any are."""
         self._require_journal()
         with self._changed:
@@ -178,24 +177,10 @@ class Shard:
         if self._committer is not None and self._committer.fenced is not None:
             raise self._committer.fenced
 
-    @ray.method(concurrency_group="control")
-    def learn(self, record: bytes) -> None:
-        """Keep a dictionary that segments will name."""
-        dictionary = protocol.dictionary_of(record)
-        with self._lock:
-            self._data.dictionaries[dictionary_name(dictionary)] = dictionary
-
-    @ray.method(concurrency_group="control")
-    def dictionary(self, name: str) -> bytes:
-        """Return a dictionary that answers name."""
-        with self._lock:
-            found = self._data.dictionaries.get(name)
-        if found is None:
-            raise DamageError(f"shard {self._number} has no dictionary {name}; report this")
-        return protocol.packed_dictionary(found)
-
     @ray.method(concurrency_group="sample")
-    def sample(self, order: bytes, counts: list[tuple[int, int]], blocks: list[BlockPlace]) -> Payload | bytes:
+    def sample(
+        self, order: protocol.CallOrder, counts: list[tuple[int, int]], blocks: list[BlockPlace]
+    ) -> Payload | bytes | protocol.ShardCounters:
         """Draw rows of some batches, see `ShardData.draw`; of an empty shard, return the counters alone.
 
         Args:
@@ -203,13 +188,12 @@ class Shard:
         """
         with self._metrics.timed("sample"):
             self._require_journal()
-            required = self._required(order)
-            is_near, turned = self._is_near(required.client), None
-            with self._call_queue.taken(required), self._lock:
+            is_near, turned = self._is_near(order.client), None
+            with self._in_turn(order):
                 counters = self._counters()
                 if counters.mass == 0:
-                    return counters.packed()
-                drawn = self._data.draw(counts, self._generator_of(required))
+                    return counters
+                drawn = self._data.draw(counts, self._generator_of(order))
                 if not is_near:
                     drawn, turned = self._data.in_order(drawn, counts)
                 found = self._data.found(drawn)
@@ -239,23 +223,25 @@ class Shard:
         return self._data.answer(counters, RowDraw(wanted), found, is_near=self._is_near(client))
 
     @ray.method(concurrency_group="sample")
-    def update_priorities(self, order: bytes, rows: bytes, priorities: bytes, dtype: str) -> bytes:
+    def update_priorities(
+        self, order: protocol.CallOrder, rows: bytes, priorities: bytes, dtype: str
+    ) -> protocol.ShardCounters:
         """Set the priorities of rows; those that left are passed over."""
         wanted, numbers = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
         sampler: Any = self._data.sampler
-        with self._call_queue.taken(self._required(order)), self._lock:
+        with self._in_turn(order):
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             sampler.update_priorities(self._data.held(), wanted, numbers)
             self._changes += 1
-            return self._counters().packed()
+            return self._counters()
 
     @ray.method(concurrency_group="control")
-    def raise_highest(self, scaled: float) -> bytes:
+    def raise_highest(self, scaled: float) -> protocol.ShardCounters:
         """Hear of the highest priority of all shards: new rows get it."""
         with self._lock:
             self._data.raise_highest(scaled)
             self._changes += 1
-            return self._counters().packed()
+            return self._counters()
 
     @ray.method(concurrency_group="control")
     def close_to_writers(self) -> None:
@@ -266,7 +252,7 @@ class Shard:
             committer = self._committer
         if committer is not None:
             committer.drain()
-            committer.record(lambda journal: journal.close_to_writers(self._memory))
+            committer.record(lambda journal: journal.say(closed_by=self._memory))
 
     @ray.method(concurrency_group="control")
     def oldest(self) -> tuple[bytes, int, int, int]:
@@ -291,12 +277,12 @@ class Shard:
             self._changes += 1
         if self._committer is not None:
             move = SegmentMove(self._memory, to, writer.hex(), sequence, first_row)
-            self._committer.record(lambda journal: journal.hide(end, move))
+            self._committer.record(lambda journal: journal.say(hidden_before=end, move=move))
 
     @ray.method(concurrency_group="control")
     def move(self) -> tuple[int, bytes, int] | None:
         """Say which segment was on its way to a shard when the memory before this one ended: to, writer, number."""
-        move = None if self._committer is None else self._committer.journal.move
+        move = None if self._committer is None else self._committer.journal.state.move
         if move is None or move.memory == self._memory:
             return None
         return move.shard, bytes.fromhex(move.writer), move.sequence
@@ -305,20 +291,20 @@ class Shard:
     def end_move(self, arrived: bool) -> None:
         """Hear whether that segment arrived; if not, it stays here."""
         with self._lock:
-            if self._committer is None or self._committer.journal.move is None:
+            if self._committer is None or self._committer.journal.state.move is None:
                 return
             journal = self._committer.journal
             if arrived:
-                self._data.store.forget_before(journal.hidden_before)
+                self._data.store.forget_before(journal.state.hidden_before)
             first = self._data.store.first_tick
-            self._committer.record(lambda journal: journal.hide(first, None))
+            self._committer.record(lambda journal: journal.say(hidden_before=first, move=None))
             self._changes += 1
 
     @ray.method(concurrency_group="control")
     def end_drain(self) -> None:
         """Hear that all segments have arrived elsewhere."""
         if self._committer is not None:
-            self._committer.record(Journal.end_drain)
+            self._committer.record(lambda journal: journal.say(move=None, drained=True))
 
     @ray.method(concurrency_group="control")
     def journals(self) -> list[int]:
@@ -326,9 +312,9 @@ class Shard:
         return [] if self._url is None else journals_in_use(self._url)
 
     @ray.method(concurrency_group="sample")
-    def begin_save(self, order: bytes, url: str) -> int:
+    def begin_save(self, order: protocol.CallOrder, url: str) -> int:
         """Begin a checkpoint of this moment at a place of this shard's own; return what `end_save` is called with."""
-        with self._call_queue.taken(self._required(order)), self._lock:
+        with self._in_turn(order):
             number = self._saves = self._saves + 1
             self._handles[number] = self._data.save(url)
             return number
@@ -346,10 +332,10 @@ class Shard:
             self._committer.write_priorities()
 
     @ray.method(concurrency_group="control")
-    def counters(self) -> bytes:
+    def counters(self) -> protocol.ShardCounters:
         """Say what is held."""
         with self._lock:
-            return self._counters().packed()
+            return self._counters()
 
     @ray.method(concurrency_group="control")
     def process(self) -> dict[str, Any]:
@@ -360,7 +346,7 @@ class Shard:
         with self._lock:
             fields = self._data.store.report()
             return {
-                "counters": self._counters().packed(),
+                "counters": self._counters(),
                 "held_bytes": sum(field.total_bytes for field in fields),
                 "plain_bytes": sum(field.plain_bytes for field in fields),
                 "capacity": self._data.capacity,
@@ -368,19 +354,20 @@ class Shard:
             }
 
     @ray.method(concurrency_group="control")
-    def report(self) -> list[dict[str, Any]]:
-        """Account for every field, as plain numbers and text."""
+    def report(self) -> tuple[list[dict[str, Any]], str]:
+        """Account for every field, as plain numbers and text; say what is done without compiled code."""
         with self._lock:
-            return [asdict(field) for field in self._data.store.report()]
+            return [asdict(field) for field in self._data.store.report()], fallback()
 
-    def _required(self, sent: bytes) -> protocol.CallOrder:
-        """Return a call's order; refuse one that counts on what was said to this shard before it was restarted."""
-        order = protocol.CallOrder.of(sent)
+    @contextmanager
+    def _in_turn(self, order: protocol.CallOrder) -> Iterator[None]:
+        """Hold the lock in a call's turn; refuse one that counts on what was said to this shard before a restart."""
         if order.epoch != self._epoch:
             raise protocol.CallOrderError(
                 f"shard {self._number} was restarted since; its epoch is {self._epoch}, not {order.epoch}"
             )
-        return order
+        with self._call_queue.taken(order), self._lock:
+            yield
 
     def _is_due(self, sent: protocol.SegmentHeader) -> bool:
         return sent.sequence <= self._expected.get(sent.writer, 0)
@@ -400,11 +387,11 @@ class Shard:
         self._changes += 1
         staged.done.set()
 
-    def _ack(self, writer: bytes, kind: protocol.AckKind, reason: str = "") -> bytes:
+    def _ack(self, writer: bytes, kind: protocol.AckKind, reason: str = "") -> protocol.Ack:
         counters = self._counters()
         # Segments that a writer may have under way: fewer when much waits to be made durable.
         under_way = _MOST_CREDITS if counters.backlog < _CROWDED_BYTES else 1
-        return protocol.Ack(kind, self._expected.get(writer, 0), under_way, counters, reason).packed()
+        return protocol.Ack(kind, self._expected.get(writer, 0), under_way, counters, reason)
 
     def _counters(self) -> protocol.ShardCounters:
         data, store = self._data, self._data.store
@@ -439,9 +426,9 @@ def _begins_with(journal: Journal, next_row: int, checkpoint: str) -> bool:
         next_row: The row behind the last that the journal holds; 0: it holds none.
         checkpoint: Which one; nothing if there is none to load.
     """
-    if journal.loading not in {"", checkpoint}:
+    if journal.state.loading not in {"", checkpoint}:
         raise CheckpointError(
-            f"{journal.url} holds a part of the checkpoint {journal.loading}: a memory that loaded it was ended before "
-            "it had all; load that one again with this journal_url, or name another"
+            f"{journal.url} holds a part of the checkpoint {journal.state.loading}: a memory that loaded it was ended "
+            "before it had all; load that one again with this journal_url, or name another"
         )
-    return bool(checkpoint) and (journal.loading == checkpoint or next_row == 0)
+    return bool(checkpoint) and (journal.state.loading == checkpoint or next_row == 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +58,6 @@ class ShardData:
         self.sampler = sampler
         self.generator = generator
         self.inserted = 0  # transitions ever accepted
-        self.dictionaries: dict[str, storage.Dictionary] = {}
         self._words = words | {"num_envs": 1}
         self._schema = schema_of(self._words)
         self._lock = lock
@@ -89,19 +88,34 @@ class ShardData:
         )
         return self.store
 
-    def unpacked(self, payload: bytes, dictionaries: dict[str, storage.Dictionary]) -> storage.SealedSegment:
-        """Read a segment; the codecs that segments have in common are kept once, so that answers can compare them."""
-        segment = storage.unpack_segment(payload, self._schema, dictionaries, self._kernels.coder)
-        for part in segment.parts:
-            self._share_codec(part.block)
+    def unpacked(
+        self, payload: bytes, dictionaries: Mapping[str, storage.Dictionary] | None = None
+    ) -> storage.SealedSegment:
+        """Read a segment."""
+        segment = storage.unpack_segment(payload, self._schema, dictionaries or {}, self._kernels.coder)
+        self._bring(part.block for part in segment.parts)
         return segment
 
-    def _share_codec(self, block: storage.SliceBlock) -> None:
-        """Have a block in memory, with a codec that others have too."""
-        if block.sealed is not None:
+    def _bring(self, blocks: Iterable[storage.SliceBlock]) -> None:
+        """Have slices in memory, with codecs that they share, and without dictionaries: a segment stands for itself."""
+        for block in blocks:
+            if block.sealed is None:
+                continue
             coded = block.sealed.coded.in_memory()
+            if coded.codec.dictionary is not None:
+                coded = self._without_dictionary(self._kernels.coder.adopt(coded))
             codec = self._codecs.setdefault(coded.codec, coded.codec)
             block.sealed = storage.CarriedSlices(replace(coded, codec=codec))
+
+    def _without_dictionary(self, sealed: storage.SealedSlices) -> storage.Coded:
+        """Code slices anew that a local memory, or an earlier version, coded with a dictionary."""
+        coder, codec = self._kernels.coder, sealed.codec
+        raw = np.empty((sealed.count, codec.transform.slice_bytes), np.uint8)
+        coder.decode(sealed, np.arange(sealed.count), raw)
+        plain = storage.Codec(storage.Method.STORED, 0, storage.Transform(codec.transform.slice_bytes))
+        again = coder.seal(raw, replace(codec, dictionary=None)) or coder.seal(raw, plain)
+        assert again is not None  # what is stored as it is always can be
+        return again.coded
 
     def take(self, writer: bytes, segment: storage.SealedSegment) -> None:
         """Take a segment of a writer over."""
@@ -135,11 +149,10 @@ class ShardData:
                 raise DamageError(f"{journal.url} lacks segments before row {page.first_row}; load a checkpoint")
             for entry in page.entries:
                 self.take(entry.writer, self.unpacked(entry.payload, journal.dictionaries))
-        move = journal.move
+        move = journal.state.move
         # What another memory was moving when it ended may not have arrived; this one's will.
         is_other = move is not None and move.memory != memory
-        self.store.forget_before(move.first_row if move is not None and is_other else journal.hidden_before)
-        self.dictionaries = dict(journal.dictionaries)
+        self.store.forget_before(move.first_row if move is not None and is_other else journal.state.hidden_before)
         self.inserted = self.store.next_tick
         self._resume_priorities(journal)
 
@@ -163,11 +176,8 @@ class ShardData:
     def load(self, checkpoint: Restored) -> None:
         """Hold what was saved, all of it in memory, and draw on from there."""
         content = checkpoint.content
-        for block in [] if content is None else [part.block for segment in content.segments for part in segment.parts]:
-            self._share_codec(block)
-            named = None if block.sealed is None else block.sealed.codec.dictionary
-            if named is not None:
-                self.dictionaries[storage.dictionary_name(named)] = named
+        if content is not None:
+            self._bring(part.block for segment in content.segments for part in segment.parts)
         store = self.begin_at(checkpoint.manifest.first_tick)
         checkpoint.fill(store)
         state = checkpoint.state
@@ -190,7 +200,7 @@ class ShardData:
         Args:
             written: The row behind the last that the journal holds.
         """
-        journal.loading = checkpoint
+        journal.state = replace(journal.state, loading=checkpoint)
         waiting: list[bytes] = []
         begin = row = max(self.store.first_tick, written)
         while row < self.store.next_tick:
@@ -199,9 +209,9 @@ class ShardData:
             row = first + segment.rows.ticks
             if sum(map(len, waiting)) >= SLOT_BYTES or row == self.store.next_tick:
                 entries = [Entry(_LOADED, 0, payload) for payload in waiting]
-                journal.append(entries, begin, list(self.dictionaries.values()))
+                journal.append(entries, begin)
                 begin, waiting = row, []
-        journal.end_loading(self.store.first_tick)
+        journal.say(loading="", hidden_before=self.store.first_tick)
 
     def save(self, url: str) -> SaveHandle:
         """Begin a checkpoint of this moment; the memory removes those that none of its manifests names."""

@@ -106,7 +106,7 @@ class RemoteSlots:
         """See `LocalSlots`; some stores take conditions, and do not keep to them."""
         if not self._objects.honours_conditions():
             raise CheckpointError(
-                f"{self.url} ignores conditions, so a shard that was taken for dead could not be told from its "
+                f"{self.url} ignores conditions, so a shard that was taken for dead looks like its "
                 "successor; use a store that has conditional puts, or durability='memory' and checkpoints"
             )
 

@@ -51,7 +51,7 @@ class ShardStatus:
     @classmethod
     def of(cls, number: int, figures: dict[str, Any]) -> Self:
         """Read what a shard reported."""
-        return cls(number, True, **figures | {"counters": ShardCounters.of(figures["counters"])})
+        return cls(number, True, **figures)
 
 
 def this_node() -> str:
@@ -177,13 +177,13 @@ class ShardMetrics(Gauges):
             self._seconds.observe(time.perf_counter() - began, tags={"call": call})
 
     def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """Tell what a shard says of its process, see status.py, every second from now on."""
+        """Report what a shard says of its process every second from now on."""
         threading.Thread(target=self._follow, args=(figures,), name="holdall-metrics", daemon=True).start()
 
     def _follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
         while True:
             found = figures()
-            counters = ShardCounters.of(found["counters"])
+            counters: ShardCounters = found["counters"]
             values = {name: getattr(counters, name) for name in self._gauges if hasattr(counters, name)}
             self.set(**values, **{name: found[name] for name in self._gauges if name in found})
             time.sleep(_PAUSE_S)
@@ -275,7 +275,7 @@ class Cluster:
             epoch = -1 if member.counters is None else member.counters.epoch
             calls = CallOrder(member.client, epoch, member.calls, self._learner, self._handle)
             member.calls += 1
-            return getattr(member.handle, method).remote(calls.packed(), *arguments)
+            return getattr(member.handle, method).remote(calls, *arguments)
 
     def ask_roster(self, method: str, *arguments: Any) -> Any:
         """Ask the roster something; None while it is being restarted."""
@@ -362,7 +362,7 @@ class Cluster:
         found = {}
         for number, call in asked.items():
             try:
-                found[number] = ShardCounters.of(ray.get(call, timeout=self._patience_s))
+                found[number] = ray.get(call, timeout=self._patience_s)
             except LOSSES:
                 self.lose(number)
                 continue
@@ -420,7 +420,7 @@ class Cluster:
             if ready:
                 probe, member.probe = member.probe, None
                 try:
-                    answer = ShardCounters.of(ray.get(probe))
+                    answer: ShardCounters = ray.get(probe)
                     member.lost = False
                     if is_newer(answer, member.counters):
                         member.keep(answer)

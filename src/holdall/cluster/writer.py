@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -22,19 +23,15 @@ import ray
 import xxhash
 
 from holdall.cluster.encode import Encoder, SharedCodecs
-from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, received
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, is_newer, received
 from holdall.cluster.roster import NAMESPACE, RateLimit, WaitNotice
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
-from holdall.replay import ReplayMemory as LocalReplayMemory
-from holdall.sampling import Uniform
-from holdall.schema import Tree
-from holdall.storage import Dictionary, Tick, dictionary_name, pack_segment
+from holdall.storage import Tick, pack_segment
 
 _SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01
-_BYTES_AT_ONCE = 4 * 2**20
 _WAIT_S = 0.05
 _LOG = logging.getLogger("holdall")
 _LOOK_AGAIN_S = 2.0
@@ -49,7 +46,7 @@ class Address:
     name: str  # of the roster; a handle in its place could not be had again by an actor that is restarted
     survives: bool  # whether shards hold after a restart what they acknowledged
     prefer: str
-    patience_s: float  # of whoever asks something
+    patience_s: float  # of a process that asks something
     writer_patience_s: float  # of writers, whose error comes when Ray has given a machine up
     limit: RateLimit | None = None
     stay_rows: int = 0  # rows after which a writer may leave a shard within an episode; 0: after every segment
@@ -112,20 +109,28 @@ class Writer:
     `unacknowledged_rows`.
 
     Args:
-        num_envs: Lanes of this writer.
+        num_envs: Lanes of this writer. Where episodes have to stay together, they go to the shards in groups, each by
+            a writer of its own.
         spread: Shards that it sends to, chosen at random; None: all of them.
         first: See `Home`.
     """
 
     def __init__(self, address: Address, num_envs: int, spread: int | None = None, first: int = -1) -> None:
-        self._first = first
-        self._address = address
-        self._lanes = num_envs
-        self._spread = spread
-        self._begin()
+        self._made_of = address, num_envs, spread
+        self._begin(first)
 
-    def _begin(self) -> None:
+    def _begin(self, first: int = -1) -> None:
+        self._address, self._lanes, self._spread = self._made_of
         self._closed = False
+        self._lock = threading.RLock()  # the end of a process flushes, whatever its threads do
+        self._parts: list[tuple[slice, Writer]] = []  # which lanes each of several groups has
+        groups = min(self._lanes, self._address.lane_groups)
+        if groups > 1:
+            address, begin = replace(self._address, lane_groups=1), secrets.randbelow(2**16)
+            for group, some in enumerate(np.array_split(np.arange(self._lanes), groups)):
+                writer = Writer(address, len(some), self._spread, begin + group)
+                writer._lock = self._lock
+                self._parts.append((slice(int(some[0]), int(some[-1]) + 1), writer))
         self.schema = replace(schema_of(self._address.words), num_envs=self._lanes)
         self._name = secrets.token_bytes(16)
         self._roster = self._address.roster()
@@ -135,28 +140,27 @@ class Writer:
         self._codecs = SharedCodecs(
             self._roster, self._kernels.coder, self._encoder.leaves, self._lanes, self._address.prefer
         )
-        self._dictionaries: dict[str, Dictionary] = {}
         self._generator = np.random.default_rng()
-        self._home = Home(self._address.stay_rows, self._first)
+        self._home = Home(self._address.stay_rows, first)
         self._streams: dict[int, SegmentStream] = {}
         self._open_to: list[int] = []  # shards that take new segments
         self._version = -1
         self._looked_at = 0.0
-        self._stopped_at: tuple[bytes, int] | None = None  # an `extend` that raised: its steps, and how many are held
-        self.waited_s = 0.0  # for shards and the limiter, all in all
+        # An `extend` that raised: its steps, the group that raised, and how many of its steps are held.
+        self._stopped_at = b"", 0, 0
+        self._waited_s = 0.0
         if not _OPEN:
             atexit.unregister(_flush_all)
             atexit.register(_flush_all)  # before Ray's own, which was registered earlier
         _OPEN.add(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> tuple[Any, ...]:
         if self.waiting_rows or self.unacknowledged_rows:
             raise ShardError("a writer was pickled while transitions waited in it; call flush() first")
-        return {"address": self._address, "lanes": self._lanes, "spread": self._spread}
+        return self._made_of
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._address, self._lanes, self._spread = state["address"], state["lanes"], state["spread"]
-        self._first = -1
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self._made_of = state
         self._begin()
 
     def __enter__(self) -> Self:
@@ -175,85 +179,109 @@ class Writer:
             _LOG.warning("a writer ended with %d transitions that no shard has acknowledged: %s", held, error)
 
     @property
+    def _groups(self) -> list[tuple[slice, Writer]]:
+        return self._parts or [(slice(None), self)]
+
+    @property
+    def _all_streams(self) -> list[SegmentStream]:
+        return [stream for _, writer in self._groups for stream in writer._streams.values()]
+
+    @property
     def waiting_rows(self) -> int:
         """Rows that were not sent yet."""
-        return self._encoder.rows
+        return sum(writer._encoder.rows for _, writer in self._groups)
 
     @property
     def unacknowledged_rows(self) -> int:
         """Rows that were sent and not acknowledged yet."""
-        return sum(stream.unacknowledged_rows for stream in self._streams.values())
+        return sum(stream.unacknowledged_rows for stream in self._all_streams)
 
     @property
     def unacknowledged_bytes(self) -> int:
         """Bytes that were sent and not acknowledged yet."""
-        return sum(stream.unacknowledged_bytes for stream in self._streams.values())
+        return sum(stream.unacknowledged_bytes for stream in self._all_streams)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that it waited for shards and the limiter, all in all."""
+        return sum(writer._waited_s for _, writer in self._groups)
 
     @property
     def counters_by_shard(self) -> dict[int, ShardCounters]:
         """What shards said of themselves last."""
-        return {n: stream.counters for n, stream in self._streams.items() if stream.counters is not None}
+        found: dict[int, ShardCounters] = {}
+        for stream in self._all_streams:
+            if stream.counters is not None and is_newer(stream.counters, found.get(stream.number)):
+                found[stream.number] = stream.counters
+        return found
 
     def add(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
         extras: Mapping[str, Any] | None = None, valid: Any = None,
     ) -> None:  # fmt: skip
         """Add one transition per lane, see `holdall.ReplayMemory.add`; after `flush` it can be sampled."""
-        self._require_open()
-        tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
-        self.make_room()
-        self.take(tick)
-
-    def make_room(self) -> None:
-        """Have room for one more tick; wait until shards take the segment that is full."""
-        if self._encoder.is_full:
-            self._send()
-
-    def take(self, tick: Tick) -> None:
-        """Add a tick that was checked, and that there is room for."""
-        self._encoder.add(tick)
-        self._send_if_full()
+        with self._lock:
+            self._require_open()
+            tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
+            for _, writer in self._groups:  # all have room before one takes its part
+                writer._make_room()
+            for lanes, writer in self._groups:
+                writer._encoder.add(tick.cut(lanes) if self._parts else tick)
+                writer._send_if_full()
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
         extras: Mapping[str, Any] | None = None, valid: Any = None,
     ) -> None:  # fmt: skip
         """Add whole trajectories: the same as `add`, with a leading time axis before the lanes."""
-        self._require_open()
-        leading = (len(reward), self._lanes)
-        self.take_steps(self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid))
+        with self._lock:
+            self._require_open()
+            leading = (len(reward), self._lanes)
+            self._extend(self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid))
 
-    def take_steps(self, steps: Tick) -> None:
-        """Add steps that were checked; if that raises, the same call goes on where it stopped."""
-        count, taken = len(steps.reward), 0
-        if self._stopped_at is not None:
-            steps_before, held = self._stopped_at
-            taken = held if digest_of(steps) == steps_before else 0
-        try:
-            while taken < count:
-                self.make_room()
-                taken += self._encoder.extend(steps, taken)
-        except BaseException:
-            self._stopped_at = digest_of(steps), taken
-            raise
-        self._stopped_at = None
-        self._send_if_full()
+    def _extend(self, steps: Tick) -> None:
+        """Add steps that were checked, one group of lanes after another; after an error go on where it came."""
+        stopped, first, taken = self._stopped_at
+        if not stopped or _digest_of(steps) != stopped:
+            first = taken = 0
+        for group in range(first, len(self._groups)):
+            lanes, writer = self._groups[group]
+            part = steps.cut((slice(None), lanes)) if self._parts else steps
+            try:
+                while taken < len(steps.reward):
+                    writer._make_room()
+                    taken += writer._encoder.extend(part, taken)
+            except BaseException:
+                self._stopped_at = _digest_of(steps), group, taken
+                raise
+            writer._send_if_full()
+            taken = 0
+        self._stopped_at = b"", 0, 0
+
+    def _make_room(self) -> None:
+        """Have room for one more tick; wait until shards take the segment that is full."""
+        if self._encoder.is_full:
+            self._send()
 
     def flush(self) -> None:
         """Send what waits, and return when the shards have acknowledged everything."""
-        if self._encoder.rows:
-            self._send()
-        while self.unacknowledged_rows:
-            for stream in list(self._streams.values()):
-                with self._rerouting(stream):
-                    stream.flush()
+        with self._lock:
+            for _, writer in self._groups:
+                if writer._encoder.rows:
+                    writer._send()
+                while writer.unacknowledged_rows:
+                    for stream in list(writer._streams.values()):
+                        with writer._rerouting(stream):
+                            stream.flush()
 
     def close(self, *, flush: bool = True) -> None:
         """Flush, and take no more."""
-        if flush and not self._closed:
-            self.flush()
-        self._closed = True
-        _OPEN.discard(self)
+        with self._lock:
+            if flush and not self._closed:
+                self.flush()
+            for writer in (self, *(part for _, part in self._parts)):
+                writer._closed = True
+                _OPEN.discard(writer)
 
     def _may_leave_early(self) -> bool:
         """Whether the segment is long enough, and ends with an episode, so that the next one may go elsewhere."""
@@ -278,15 +306,12 @@ class Writer:
         start = time.monotonic()
         stream = self._roomy(waits)
         lease = -1 if stream is None else self._leased(self._encoder.rows, waits)
-        self.waited_s += time.monotonic() - start
+        self._waited_s += time.monotonic() - start
         if stream is None or lease is None:
             return
         for i, field in enumerate(self._encoder.fields):
             self._codecs.look(i, field.window, field.raw)
         codecs = self._codecs.codecs([field.window for field in self._encoder.fields])
-        for codec in codecs.values():
-            if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
-                self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
         rows = self._encoder.rows
         self._home.sent(stream.number, may_leave=self._encoder.ends_episodes or not self._address.stay_rows)
         payload = pack_segment(self._encoder.close(codecs), self._kernels.coder)
@@ -369,9 +394,8 @@ class Writer:
         assert stream is not None
         return stream.number, self._name, stream.sequence
 
-    def pass_on(self, to: int, payload: bytes, dictionaries: Mapping[str, Dictionary], rows: int) -> None:
+    def pass_on(self, to: int, payload: bytes, rows: int) -> None:
         """Send a segment that another shard held; it is acknowledged when this returns."""
-        self._dictionaries |= dictionaries
         with self._rerouting(self._streams[to]):
             self._streams[to].send(payload, rows)
         self.flush()
@@ -396,9 +420,7 @@ class Writer:
         patience_s, survives = self._address.writer_patience_s, self._address.survives
         for number, (handle, _) in shards.items():
             if number not in self._streams:
-                self._streams[number] = SegmentStream(
-                    handle, number, self._name, self._dictionaries, survives, patience_s, self._roster
-                )
+                self._streams[number] = SegmentStream(handle, number, self._name, survives, patience_s, self._roster)
         taking = sorted(number for number, (_, takes) in shards.items() if takes)
         if self._spread is not None and self._spread < len(taking):
             kept = [number for number in self._open_to if number in taking]
@@ -425,48 +447,11 @@ class Writer:
             time.sleep(_ASK_AGAIN_S)
 
 
-def digest_of(steps: Tick) -> bytes:
-    """Return what tells the steps of an `extend` from those of another."""
+def _digest_of(steps: Tick) -> bytes:
+    """Return a digest of the steps of an `extend`: those of another have another one."""
     flags = [steps.terminated, steps.truncated, *([] if steps.valid is None else [steps.valid])]
     digest = xxhash.xxh3_128()
     for array in (*steps.obs, *steps.action, steps.reward, *steps.next_obs, *flags, *steps.extras):
         digest.update(str(array.shape).encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
-
-
-def copy_transitions(url: str, writer: Writer) -> None:
-    """Send all transitions of a local memory's newest checkpoint, and return when the shards have them."""
-    with LocalReplayMemory.load(url, sampler=Uniform()) as memory:
-        for steps in _trajectories_of(memory):
-            writer.extend(*steps)
-    writer.close()
-
-
-def _trajectories_of(memory: LocalReplayMemory) -> Iterator[tuple[Any, ...]]:
-    """Yield the arguments of `extend` with which a writer sends all transitions of a memory, bit for bit."""
-    lanes, schema = memory.num_envs, memory.schema
-    row_bytes = sum(leaf.nbytes for leaf in schema.leaves)
-    at_once = max(1, _BYTES_AT_ONCE // (2 * lanes * row_bytes))
-    for start in range(memory.first_id // lanes, memory.next_id // lanes, at_once):
-        ids = np.arange(start * lanes, min(memory.next_id, (start + at_once) * lanes))
-        valid = memory.are_valid(ids)
-        if not valid.any():
-            continue
-        ids[~valid] = ids[valid][0]  # a lane that made no transition gets any row, and is marked
-        batch, shape = memory.gather(ids), (len(ids) // lanes, lanes)
-
-        def laid_out(tree: Tree, value: Any, count: int = len(ids), shape: tuple[int, int] = shape) -> Any:
-            leaves = tree.flatten(value, (count,), "a batch")
-            return tree.build([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in leaves])
-
-        yield (
-            laid_out(schema.observation, batch.obs),
-            laid_out(schema.action, batch.action),
-            batch.reward.reshape(*shape, *schema.reward_shape),
-            laid_out(schema.observation, batch.next_obs),
-            batch.terminated.reshape(shape),
-            batch.truncated.reshape(shape),
-            laid_out(schema.extras, batch.extras),
-            None if valid.all() else valid.reshape(shape),
-        )

@@ -80,13 +80,10 @@ class EncoderStruct(ctypes.Structure):
 
     _fields_ = [
         *_pointers("lz4_compress_default lz4_compress_hc lz4_reset_hc lz4_load_dict_hc lz4_continue_hc"),
-        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream loaded"),
-        *_numbers("stream_bytes"),
-        *_pointers("scratch"),
-        *_numbers("scratch_bytes"),
-        *_pointers("common"),
-        *_numbers("common_bytes group key keeps_keys_raw method level"),
-    ]
+        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream loaded"), *_numbers("stream_bytes"),
+        *_pointers("scratch"), *_numbers("scratch_bytes"),
+        *_pointers("common"), *_numbers("common_bytes group key keeps_keys_raw method level"),
+    ]  # fmt: skip
 
 
 class SliceBlockStruct(ctypes.Structure):
@@ -99,11 +96,9 @@ class LayoutStruct(ctypes.Structure):
     """How a tick lies in the caller's memory."""
 
     _fields_ = [
-        *_numbers("dimensions"),
-        ("lengths", NUMBER * MOST_DIMENSIONS),
-        ("strides", NUMBER * MOST_DIMENSIONS),
+        *_numbers("dimensions"), ("lengths", NUMBER * MOST_DIMENSIONS), ("strides", NUMBER * MOST_DIMENSIONS),
         *_numbers("run_bytes"),
-    ]
+    ]  # fmt: skip
 
 
 class OpenPartStruct(ctypes.Structure):

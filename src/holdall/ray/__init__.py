@@ -10,22 +10,22 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdall.cluster.collect import Collection, collect
     from holdall.cluster.handle import MemoryHandle, attach
     from holdall.cluster.memory import ReplayMemory
     from holdall.cluster.roster import RateLimit
     from holdall.cluster.writer import Writer
+    from holdall.ray.players import Collection, collect
 
 __all__ = ["Collection", "MemoryHandle", "RateLimit", "ReplayMemory", "Writer", "attach", "collect"]
 
 _HOMES = {
-    "Collection": "collect",
-    "MemoryHandle": "handle",
-    "RateLimit": "roster",
-    "ReplayMemory": "memory",
-    "Writer": "writer",
-    "attach": "handle",
-    "collect": "collect",
+    "Collection": "ray.players",
+    "MemoryHandle": "cluster.handle",
+    "RateLimit": "cluster.roster",
+    "ReplayMemory": "cluster.memory",
+    "Writer": "cluster.writer",
+    "attach": "cluster.handle",
+    "collect": "ray.players",
 }
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for a module
@@ -35,6 +35,6 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for a mod
             return importlib.import_module("holdall.ray.sb3")
         if name not in _HOMES:
             raise AttributeError(f"module 'holdall.ray' has no attribute {name!r}")
-        found = getattr(importlib.import_module(f"holdall.cluster.{_HOMES[name]}"), name)
-        globals()[name] = found  # asked for once; also in place of the module of the same name
+        found = getattr(importlib.import_module(f"holdall.{_HOMES[name]}"), name)
+        globals()[name] = found  # asked for once
         return found

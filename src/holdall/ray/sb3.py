@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.cluster.collect import MakeAct
 from holdall.cluster.memory import ReplayMemory
 from holdall.cluster.status import this_node
 from holdall.errors import ArgumentError
+from holdall.ray.players import MakeAct
 from holdall.sampling import Prioritized
 from holdall.sb3 import ReplayBuffer as LocalReplayBuffer
 from holdall.sb3.prioritized import PrioritizedSamples

@@ -25,6 +25,7 @@ from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
 from holdall.sb3.replay import ReplayBuffer
 from holdall.schema import on_host
+from holdall.units import require_number
 
 
 class PrioritizedSamples(NamedTuple):
@@ -130,7 +131,7 @@ class PrioritizedReplay(OffPolicyAlgorithm):
     def __init__(
         self, *args: Any, alpha: float = 0.6, beta: float | Callable[[float], float] = 0.4, **settings: Any
     ) -> None:
-        self.alpha, self.beta = alpha, beta
+        self.alpha, self.beta = alpha, beta if callable(beta) else require_number("beta", beta, 0)
         super().__init__(*args, **settings)
 
     def train(self, gradient_steps: int, batch_size: int = 100) -> None:
@@ -179,14 +180,20 @@ class PrioritizedReplay(OffPolicyAlgorithm):
 
     def _networks(self) -> tuple[th.nn.Module, th.nn.Module]:
         """Return the network that learns, and its target."""
-        name = "q_net" if hasattr(self, "q_net") else "quantile_net"
-        return getattr(self, name), getattr(self, f"{name}_target")
+        for name in ("q_net", "quantile_net"):
+            if hasattr(self, name):
+                return getattr(self, name), getattr(self, f"{name}_target")
+        raise ArgumentError(
+            f"{type(self).__name__} has neither a q_net nor a quantile_net: PrioritizedReplay is for algorithms of the "
+            "DQN family; elsewhere weigh the loss by hand, with PrioritizedReplayBuffer and samples.weights"
+        )
 
     def _setup_model(self) -> None:
         kind = self.replay_buffer_class or PrioritizedReplayBuffer
         _require_priorities("replay_buffer_class", kind)
         with made_with(self, kind, alpha=self.alpha):
             super()._setup_model()
+        self._networks()  # an algorithm without any is refused before it trains
 
 
 class PrioritizedDQN(PrioritizedReplay, DQN):

@@ -36,7 +36,7 @@ from holdall.sb3.arrays import SlotArray, SlotArrays, cast, cut_flags
 from holdall.sb3.on_device import MadeAhead, OnDevice, n_step_returns
 from holdall.schema import stored_space
 from holdall.storage import fresh_bytes
-from holdall.units import require_count
+from holdall.units import require_count, whole
 
 _FLOAT32 = np.dtype(np.float32)
 _BOOL = np.dtype(np.bool_)
@@ -107,6 +107,7 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         prefetch: int = 0,
     ) -> None:
         # Not the parent's constructor: it allocates everything that this class avoids.
+        buffer_size = require_count("buffer_size", whole(buffer_size), 0)
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage

@@ -71,7 +71,7 @@ from holdall.storage.remote_file import AwaitedFile, Demand, bring, bring_places
 from holdall.storage.rings import Rows
 from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
 from holdall.storage.seal_queue import FrozenBlock
-from holdall.storage.sealed_segment import MOST_SEGMENT_ROWS, SealedSegment, pack_segment, segment_needs, unpack_segment
+from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import SEGMENT_BYTES
 from holdall.storage.slices import (
@@ -126,7 +126,6 @@ __all__ = [
     "COLUMN_TABLES",
     "COST_CAPS",
     "DICTIONARY",
-    "MOST_SEGMENT_ROWS",
     "NEVER",
     "NEXT_IS_WHOLE",
     "NOT_CONTINUED",
@@ -232,7 +231,6 @@ __all__ = [
     "release_tail",
     "reserve",
     "rows_of",
-    "segment_needs",
     "steps_in",
     "unpack",
     "unpack_dictionary",

@@ -107,8 +107,8 @@ class BlockSample:
 
 
 def _groups_of(window: Window) -> list[int]:
-    """Return how many neighbours are tried together; at least one is."""
-    return [group for group in (1, *_GROUPS) if group * window.slice_bytes <= _MOST_UNIT_BYTES or group == 1]
+    """Return how many neighbours are tried together: one, and more where they are not too long."""
+    return [1, *(group for group in _GROUPS if group * window.slice_bytes <= _MOST_UNIT_BYTES)]
 
 
 def _spread(slices: Bytes, most: int, most_bytes: int) -> Bytes:
@@ -128,22 +128,21 @@ def _stretches(slices: Bytes, order: NDArray[np.uint32] | None, length: int, ste
 
 def choose(
     coder: Coder, leaf: Leaf, window: Window, block: Bytes | BlockSample, cap: float, threads: int, lanes: int = 1,
-    order: NDArray[np.uint32] | None = None, *, has_keys: bool = True,
+    order: NDArray[np.uint32] | None = None, *, has_dictionary: bool = True,
 ) -> Codec:  # fmt: skip
     """Measure candidates on samples of a block and return the best one within the cap.
 
     Args:
         block: Its slices, see `BlockSample.of`, or what that made of them; then `lanes` and `order` are known.
-        has_keys: Whether slices may depend on others outside of their unit.
+        has_dictionary: Whether slices may depend on bytes outside of their block.
     """
     sample = block if isinstance(block, BlockSample) else BlockSample.of(block, window, lanes, order)
     raw_us = _raw_us(coder, sample.spread)
     worth = _Worth(cap, raw_us, cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP))
-    measured = measure(coder, leaf, window, sample.spread)
+    measured = measure(coder, leaf, window, sample.spread, has_dictionary=has_dictionary)
     affordable = [m for m in measured if worth.allows(m)]
     found = affordable + measure_together(coder, _leading(affordable), window, sample, worth)
-    if has_keys:
-        found += measure_behind_keys(coder, _without_dictionary(measured), window, sample)
+    found += measure_behind_keys(coder, _without_dictionary(measured), window, sample)
     best = max(filter(worth.allows, found), key=worth.of, default=None)
     worthwhile = _WORTHWHILE_FOR_MEMORY if cap >= COST_CAPS["memory"] else _WORTHWHILE
     if best is None or best.ratio < worthwhile:
@@ -218,32 +217,39 @@ def measure_together(
 def measure_behind_keys(
     coder: Coder, bases: list[MeasuredCodec], window: Window, sample: BlockSample
 ) -> list[MeasuredCodec]:
-    """Seal slices against keys, raw ones too where keys pay, and decode them as a batch does."""
+    """Seal slices against keys, and decode them as a batch does: raw keys and neighbours together where keys pay."""
     results = []
     for base in bases:
         coded = _measure_key(coder, base.codec, window, sample, _KEY_SLICES)
-        raw = None
-        if coded is not None and coded.ratio > _GAIN * base.ratio:
+        if coded is None:
+            continue
+        results.append(coded)
+        if coded.ratio > _GAIN * base.ratio:
             raw = _measure_key(coder, base.codec, window, sample, _RAW_KEY_SLICES)
-        results += [found for found in (coded, raw) if found is not None]
+            more = _measure_key(coder, base.codec, window, sample, _KEY_SLICES, _groups_of(window)[:2][-1])
+            results += [found for found in (raw, more) if found is not None]
     return results
 
 
-def _measure_key(coder: Coder, codec: Codec, window: Window, sample: BlockSample, share: int) -> MeasuredCodec | None:
-    """Measure keys that so many slices share, on fewer slices, as far from their key as all of them are."""
-    stretches = sample.keyed.get(share)
-    if stretches is None or not len(stretches):
+def _measure_key(
+    coder: Coder, codec: Codec, window: Window, sample: BlockSample, share: int, group: int = 1
+) -> MeasuredCodec | None:
+    """Measure keys that so many slices share, on fewer slices: alone, they are as far from it as all of them are."""
+    stretches = sample.keyed.get(share) if group == 1 else sample.near
+    if stretches is None or stretches.shape[1] < 2 * group or share not in sample.keyed:
         return None
+    stretches = stretches[:, : stretches.shape[1] // group * group]
     count, length, nbytes = stretches.shape
-    keyed = codec.grouped(1, length, raw_keys=share == _RAW_KEY_SLICES)
+    keyed = codec.grouped(group, length // group, raw_keys=share == _RAW_KEY_SLICES)
     sealed = coder.seal(stretches.reshape(-1, nbytes), keyed)
-    if sealed is None:
+    if sealed is None or not count:
         return None
-    sizes = np.diff(sealed.coded.offsets).reshape(count, length)
-    mean = (float(sizes[:, 0].mean()) + (share - 1) * float(sizes[:, 1:].mean())) / share
-    offset = sealed.coded.offsets.itemsize
+    sizes = np.diff(sealed.coded.offsets).reshape(count, length // group)
+    units = share // group
+    mean = (float(sizes[:, 0].mean()) + (units - 1) * float(sizes[:, 1:].mean())) / units
+    ratio = group * nbytes / (mean + sealed.coded.offsets.itemsize)
     wanted = _transitions(window, count, length, sample.stride)
-    return MeasuredCodec(replace(keyed, key=share), nbytes / (mean + offset), _decode_us(coder, sealed, wanted))
+    return MeasuredCodec(replace(keyed, key=units), ratio, _decode_us(coder, sealed, wanted))
 
 
 def _measure_neighbours(
@@ -266,14 +272,16 @@ def _transitions(window: Window, count: int, length: int, stride: int) -> NDArra
     return (starts + stride * np.arange(in_one)).astype(np.int64)
 
 
-def measure(coder: Coder, leaf: Leaf, window: Window, samples: Bytes) -> list[MeasuredCodec]:
+def measure(
+    coder: Coder, leaf: Leaf, window: Window, samples: Bytes, *, has_dictionary: bool = True
+) -> list[MeasuredCodec]:
     """Seal and decode some of the samples with every candidate."""
     results = []
     odd = _spread(samples[1::2] if len(samples) > 1 else samples, _MEASURED_SLICES, _MEASURED_BYTES)
     trained: dict[Transform, Dictionary | None] = {}
     for codec in candidates(leaf, window):
         results.append(_measure_one(coder, codec, odd))
-        if codec.wants_dictionary and len(samples) >= 32:
+        if has_dictionary and codec.wants_dictionary and len(samples) >= 32:
             # Trained on the even samples and measured on the odd: a dictionary must not know them.
             if codec.transform not in trained:
                 by_zstd = replace(codec, method=Method.ZSTD, level=3)

@@ -149,16 +149,6 @@ def unpack_segment(
     return segment
 
 
-def segment_needs(payload: bytes) -> tuple[int, set[str]]:
-    """Return how many rows a packed segment has, and which dictionaries it names, by its heads alone."""
-    with malformed_refused("a segment"):
-        rows, _, *slices = records_in(payload)
-        lanes = {counted(shape[0]) for _, _, shape in rows.head["columns"]}
-        (count,) = {counted(rows.head["ticks"]) * of for of in lanes}
-        names = {record.head["dictionary"] for record in slices} - {None}
-    return count, {str(name) for name in names}
-
-
 def _columns_like(described: Any, schema: Schema) -> Like:
     """Return what the columns of a segment must be, where only lanes, large leaves and the reward's dtype are free."""
     found = {name: (dtype_of(dtype), shape) for name, dtype, shape in described}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from sb3_contrib import QRDQN
 from sb3_contrib.common.utils import quantile_huber_loss
-from stable_baselines3 import DQN
+from stable_baselines3 import DQN, SAC
 from stable_baselines3.common import buffers
 from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv
@@ -173,6 +173,20 @@ def test_settings_of_the_buffer_come_before_the_models() -> None:
     model = made(PrioritizedDQN, replay_buffer_kwargs={"alpha": 0.9, "budget": None})
     assert model.replay_buffer.sampler.alpha == 0.9
     assert model.replay_buffer.tiers["budget"] is None
+
+
+@pytest.mark.parametrize("beta", [-1, None, "0.4", float("nan")])
+def test_a_wrong_beta_is_refused_before_training(beta: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"beta \("):
+        made(PrioritizedDQN, beta=beta)
+
+
+def test_an_algorithm_without_values_of_actions_is_refused_before_training() -> None:
+    class PrioritizedSAC(PrioritizedReplay, SAC):
+        pass
+
+    with pytest.raises(ArgumentError, match=r"PrioritizedSAC has neither a q_net.*samples.weights"):
+        PrioritizedSAC("MlpPolicy", "Pendulum-v1", buffer_size=1e2, device="cpu")
 
 
 def test_a_buffer_without_priorities_is_refused(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
     monkeypatch.setattr(LocalSlots, "create", create_slowly)
     monkeypatch.setattr(shard_module, "_SETTLED_S", 0.2)
     told: list[Ack] = []
-    sent = (SegmentHeader(WRITER, 0, 0).packed(), segment(range(50)))
-    inserting = threading.Thread(target=lambda: told.append(Ack.of(shard.insert(*sent))))
+    sent = (SegmentHeader(WRITER, 0, 0), segment(range(50)))
+    inserting = threading.Thread(target=lambda: told.append(shard.insert(*sent)))
     inserting.start()
     while shard._expected.get(WRITER, 0) == 0:
         time.sleep(0.01)
@@ -62,4 +62,4 @@ def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
     disk.set()
     inserting.join()
     assert told[0].kind is AckKind.ACCEPTED
-    assert Ack.of(shard.expect(WRITER)).expected == 1
+    assert shard.expect(WRITER).expected == 1

@@ -20,7 +20,7 @@ from holdall.schema import Schema
 from holdall.storage.adopting import AdoptingStore
 from holdall.storage.blocks import KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
-from holdall.storage.sealed_segment import SealedSegment, pack_segment, segment_needs, unpack_segment
+from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels
 from holdall.storage.spill import SpillFolder
 from holdall.storage.ticks import Tick
@@ -339,10 +339,6 @@ def packed(lanes: int = 2, ticks: int = 12) -> bytes:
     return pack_segment(Writer(0, lanes).segment(ticks)[0], chosen_kernels().coder)
 
 
-def test_a_packed_segment_says_what_it_needs() -> None:
-    assert segment_needs(packed(3, 12)) == (36, set())
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_a_flipped_bit_is_noticed_wherever_it_is(seed: int) -> None:
     payload = packed()
@@ -408,7 +404,6 @@ def test_a_dictionary_travels_by_name() -> None:
     block = KeptBlock(600, sealed.count, sealed)
     named = replace(segment, parts=(segment.parts[0], replace(part, block=block)))
     payload = pack_segment(named, coder)
-    assert segment_needs(payload) == (12, {dictionary.name})
     with pytest.raises(DamageError):
         unpack_segment(payload, schema(1), {}, coder)
     store = shard(100)

@@ -24,9 +24,9 @@ from holdall.schema import Bytes, Leaf
 from holdall.storage import sealer as seal
 from holdall.storage import segment
 from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, address
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec import Codec, Method, Predictor, Transform
 from holdall.storage.layout import Window
-from holdall.storage.seal_queue import FrozenBlock
+from holdall.storage.seal_queue import FrozenBlock, SealQueue
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import Places
@@ -674,7 +674,7 @@ EXIT = """
 import threading, time
 import numpy as np
 from holdall.storage.codec_choice import choose
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec import Codec, Method, Predictor, Transform
 from holdall.native import native_kernels
 
 coder = native_kernels().coder
@@ -804,3 +804,196 @@ def test_a_limit_holds_while_a_camera_is_faster_than_the_worker() -> None:
     assert most <= limit + 16 * 2**20  # what the interpreter and this test take meanwhile
     assert memory.report().failure == ""
     memory.close()
+
+
+# ---------------------------------------------------------------- while a codec is chosen
+
+
+TOGETHER = Codec(Method.ZSTD, 3, Transform(500), group=8)
+"""Smaller than anything quick."""
+
+
+class SteppedChoice:
+    """A choice that measures until it is let go, and then takes a codec; whoever adds waits for any block meanwhile."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(seal, "_WAIT_WHILE_CHOOSING_FROM", 1)
+        self.codec = SLOW_CODEC
+        self.begun, self.done = threading.Event(), threading.Event()
+        self.choices = 0
+        patch.setattr(seal, "choose", self._choose)
+
+    def _choose(self, coder: Any, _leaf: Any, window: Window, *_: Any) -> Codec:
+        self.choices += 1
+        samples = np.zeros((2, window.slice_bytes), np.uint8)
+        self.begun.set()
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            coder.seal(samples, Codec(Method.LZ4, 0, Transform(window.slice_bytes)))
+            if self.done.wait(0.001) or time.monotonic() > end:
+                return self.codec
+
+
+@pytest.mark.usefixtures("_small_segments")
+def test_adding_goes_on_while_a_codec_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes: blocks are sealed quickly meanwhile, the first one too, and better in the end."""
+    choice = SteppedChoice(monkeypatch)
+    choice.codec = Codec(Method.ZSTD, 3, Transform(96 * 96, predictor=Predictor.LEFT, planes=1, rows=96, columns=96))
+    memory = camera_memory(None)
+    add_camera(memory, 0, 700)
+    assert choice.begun.is_set()
+    assert memory._open().sealer._work.is_choosing  # nothing waited for it
+    wait_until(lambda: memory.report().backlog <= 1)
+    held = memory.gather(np.arange(memory.first_id, memory.next_id))
+    sealer = memory._open().sealer
+    assert sealer.is_behind
+    assert "segments sealed by left+lz4" in str(memory.report())
+    before = memory.report().fields[0].sealed_bytes
+    choice.done.set()
+    memory.drain()
+    assert not sealer.is_behind
+    assert_same_bits(memory.gather(np.arange(memory.first_id, memory.next_id)).obs, held.obs)
+    assert 0 < memory.report().fields[0].sealed_bytes < before
+    assert choice.choices == 1
+    tiers = memory._open()._tiers
+    assert tiers._sealed.nbytes == sum(frozen.block.used_bytes for frozen in tiers._sealed.blocks.values())
+    memory.close()
+
+
+def test_a_choice_that_nobody_presses_is_what_its_block_is_sealed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not sealed twice."""
+    choice, coder, keeper = SteppedChoice(monkeypatch), GatedCoder(), Keeper()
+    choice.codec = CODEC
+    coder.open()
+    sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
+    sealer.submit(frozen_block())
+    assert choice.begun.wait(PATIENCE_S)
+    assert sealer.backlog == 1
+    choice.done.set()
+    sealer.drain()
+    assert [sealed.codec for _, sealed in keeper.kept] == [CODEC]
+    sealer.stop()
+
+
+def test_a_field_whose_first_block_comes_during_a_choice_gets_one_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices follow each other; until then its blocks are sealed quickly."""
+    choice, coder = SteppedChoice(monkeypatch), GatedCoder()
+    choice.codec = TOGETHER
+    coder.open()
+    keeper = ExchangingKeeper()
+    sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
+    first, second = frozen_block(), frozen_block()
+    sealer.submit(first)
+    assert choice.begun.wait(PATIENCE_S)
+    sealer.submit(FrozenBlock(1, LEAF, second.window, second.block))
+    sealer.wait_for_room()
+    wait_until(lambda: len(keeper.kept) == 2)
+    assert [sealed.codec.method for _, sealed in keeper.kept] == [Method.LZ4] * 2
+    assert keeper.blocks == [first.block, second.block]
+    assert sealer.backlog == 0
+    choice.done.set()
+    sealer.drain()
+    assert choice.choices == 2
+    assert [sealed.codec for _, sealed in keeper.kept[2:]] == [TOGETHER] * 2
+    sealer.stop()
+
+
+class ExchangingKeeper(Keeper):
+    """Takes what was sealed in place of what was raw, as a memory does."""
+
+    def collect(self) -> None:
+        super().collect()
+        for block, sealed in self.kept:
+            block.replace_by(sealed)
+
+
+def test_what_did_not_shrink_in_a_hurry_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick codec finds nothing in noise that repeats from slice to slice; a better one does."""
+    choice, coder, keeper = SteppedChoice(monkeypatch), GatedCoder(), ExchangingKeeper()
+    choice.codec = TOGETHER
+    coder.open()
+    sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
+    noise = np.random.default_rng(0).integers(0, 256, 500, np.uint8)
+    blocks = [FrozenBlock(0, LEAF, Window.whole(LEAF), KeptBlock(500, 8, np.tile(noise + i, 8))) for i in range(3)]
+    for block in blocks:
+        sealer.submit(block)
+        sealer.wait_for_room()
+    wait_until(lambda: len(keeper.left) == 3)
+    choice.done.set()
+    sealer.drain()
+    assert keeper.blocks == [each.block for each in blocks]
+    for i, each in enumerate(blocks):
+        out = np.empty((8, 500), np.uint8)
+        assert each.block.sealed is not None
+        coder.decode(each.block.sealed, np.arange(8), out)
+        assert out.tobytes() == np.tile(noise + i, 8).tobytes()
+    sealer.stop()
+
+
+def test_an_error_in_a_choice_leaves_no_block_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its block was handed in before: the next one asks for a choice again."""
+    coder, keeper, pressed = GatedCoder(), ExchangingKeeper(), threading.Event()
+
+    def fail(coder: Any, *_: Any) -> Codec:
+        end = time.monotonic() + PATIENCE_S
+        while not pressed.is_set() and time.monotonic() < end:
+            coder.seal(np.zeros((2, 500), np.uint8), CODEC)
+        raise OSError("no codec")
+
+    monkeypatch.setattr(seal, "choose", fail)
+    monkeypatch.setattr(seal, "_WAIT_WHILE_CHOOSING_FROM", 1)
+    coder.open()
+    sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
+    blocks = [frozen_block() for _ in range(2)]
+    for block in blocks:
+        sealer.submit(block)
+    wait_until(lambda: sealer._work.is_choosing)
+    sealer.wait_for_room()
+    pressed.set()
+    wait_until(lambda: "no codec" in sealer.failure)
+    assert keeper.blocks == [each.block for each in blocks]
+    assert sealer.backlog == 0
+    monkeypatch.setattr(seal, "choose", lambda *_: TOGETHER)
+    sealer.drain()
+    assert [sealed.codec for _, sealed in keeper.kept[2:]] == [TOGETHER] * 2
+    sealer.stop()
+
+
+def test_blocks_are_late_by_how_fast_they_would_come() -> None:
+    """The time that whoever adds waits for room says nothing of how fast it adds."""
+    queue = SealQueue(seals_again=True)
+    for _ in range(4):
+        queue.came(10**6)
+        with queue.waiting_for_room():
+            before = queue.bytes_per_second
+            time.sleep(0.02)
+            assert queue.bytes_per_second == before
+    assert queue.bytes_per_second == 0 or queue.bytes_per_second > 3 * 10**6 / 0.08
+
+
+def test_threads_share_a_block_where_cores_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a hurry only, and fewer than there are: training needs one."""
+    asked: list[int] = []
+
+    class Counting(PortableCoder):
+        def seal(
+            self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1
+        ) -> SealedSlices | None:
+            asked.append(threads)
+            return super().seal(slices, codec, order, threads=threads)
+
+    choice, keeper = SteppedChoice(monkeypatch), ExchangingKeeper()
+    choice.codec = TOGETHER
+    sealer = keeper.sealer = Sealer(Counting(), 2.0, 4, keeper.collect)
+    sealer.submit(frozen_block())
+    assert choice.begun.wait(PATIENCE_S)
+    sealer.submit(frozen_block())
+    sealer.wait_for_room()
+    wait_until(lambda: len(keeper.kept) == 2)
+    assert 3 in asked
+    choice.done.set()
+    wait_until(lambda: not sealer._work.is_choosing)
+    asked.clear()
+    sealer.drain()
+    assert asked == [1, 1]
+    sealer.stop()

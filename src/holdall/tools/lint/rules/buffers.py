@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.rule import Match, buffer_rule, script_rule
 from holdall.tools.lint.run import Machine, PlainBuffer, sized, whole
-from holdall.tools.lint.source.buffers import SMALL
+from holdall.tools.lint.source.arrays import leaf_arrays
+from holdall.tools.lint.source.containers import MANY
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script, argument_of
-from holdall.tools.lint.source.values import InstanceValue, ListValue, TableValue, likely
+from holdall.tools.lint.source.values import InstanceValue, ListValue, TableValue, known_items, likely
 
 _GIB = 2**30
 _WORTH_SAVING = 2**28
-_NEXT = re.compile(r"^(next|new)_|_next$|_prime$|_$|2$|^ns$|^s_next$", re.IGNORECASE)
-_BUFFER = re.compile(r"buffer|memory|replay|experience|transitions", re.IGNORECASE)
+_MANY_PARTS = 4  # of a transition: observation, action, reward, and what follows
+_NEXT = re.compile(r"^(next|new|nxt)_|_(next|new|nx|nxt|prime|tp1|t1)$|_$|2$|^ns$", re.IGNORECASE)
+_BUFFER = re.compile(r"buffer|memory|replay|experience|transitions|storage", re.IGNORECASE)
 _SHORT = re.compile(r"n_?steps?\b|nstep|multi_?step|stack|frames|window|history|lookback|horizon", re.IGNORECASE)
 _LINES = {
     "model": "replay_buffer_class=holdall.sb3.ReplayBuffer",
@@ -143,7 +145,9 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
         container, call = made.value, made.node
         limit = whole(likely(container.maxlen))
         parts = _parts(script, call, made.detail["item"])
-        is_next = len(parts) >= 4 and any(_NEXT.search(part) for part in parts)
+        is_next = len(parts) >= _MANY_PARTS and (
+            any(_NEXT.search(part) for part in parts) or _is_pair(made.detail["item"])
+        )
         if not is_next or call in seen or not _is_replay(container, limit):
             continue
         seen.add(call)
@@ -155,13 +159,21 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
         yield Match(text, place, {"capacity": "unknown" if limit is None else limit})
 
 
+def _is_pair(item: object) -> bool:
+    """Whether a transition has two arrays alike: an observation and the next one."""
+    kinds = [(one.shape, one.dtype) for one in leaf_arrays(item) if one.shape]
+    return len(set(kinds)) < len(kinds)
+
+
 def _is_replay(container: ListValue, limit: int | None) -> bool:
     """Whether a container is no short window: a deque that is not small, or a list that is named as a buffer."""
     node = container.node
+    if container.is_fixed:
+        return (container.length or 0) >= MANY
     if not container.is_deque:
         return bool(_BUFFER.search(container.name))
     if limit is not None:
-        return limit >= SMALL
+        return limit >= MANY
     given = argument_of(node, "maxlen", 1) if isinstance(node, ast.Call) else None
     return given is None or not _SHORT.search(ast.unparse(given))
 
@@ -173,12 +185,15 @@ def _parts(script: Script, call: ast.AST, item: object) -> list[str]:
         return [str(key) for key in item]
     if isinstance(item, InstanceValue) and item.attributes:
         return list(item.attributes)
+    if isinstance(call, ast.Call) and len(call.args) >= _MANY_PARTS:
+        return [_name(one) for one in call.args]  # what the script passes to a function that appends it
     node = call.args[0] if isinstance(call, ast.Call) and len(call.args) == 1 else None
     if isinstance(call, ast.Subscript):  # memory[position] = state, action, ...
         node = getattr(script.parent(call), "value", None)
     node = (script.assigned(node) or node) if isinstance(node, ast.Name) else node
     items = node.elts if isinstance(node, ast.Tuple | ast.List) else node.args if isinstance(node, ast.Call) else []
-    return [_name(one) for one in items]
+    held = known_items(item) or []
+    return [_name(one) for one in items] if len(items) >= len(held) else [""] * len(held)
 
 
 def _name(node: ast.expr) -> str:

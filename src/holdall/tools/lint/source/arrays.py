@@ -21,6 +21,7 @@ from holdall.tools.lint.source.values import (
     InstanceValue,
     ListValue,
     TableValue,
+    filled_deque,
     known_items,
     length_of,
     likely,
@@ -113,6 +114,8 @@ def _filled(interpreter: Any, package: str, last: str, arguments: Any, node: ast
     default = "float32" if package == "torch" else "float64"
     at = {"full": 2}.get(last, 1) if package != "torch" else None
     given = arguments.get(at, "dtype", None)
+    if isinstance(given, Reference) and given.last in {"object", "object_"}:
+        return ListValue([], whole((axes or (None,))[0]), node=node, is_fixed=True)
     dtype = np.dtype(default) if given is None else dtype_of(likely(given), package)
     device = arguments.get(None, "device", "")
     name = device if isinstance(device, str) else "cuda" if device not in (None, "", UNKNOWN) else ""
@@ -121,7 +124,7 @@ def _filled(interpreter: Any, package: str, last: str, arguments: Any, node: ast
 
 def _recorded(interpreter: Any, made: Any, node: ast.AST) -> Any:
     if isinstance(made, ArrayValue) and (made.nbytes or 0) >= WORTH_RECORDING:
-        interpreter.record("array", made, None, node, times=interpreter.repeats)
+        interpreter.record("array", made, None, node, times=interpreter.repeats_here)
     return made
 
 
@@ -138,6 +141,8 @@ def _converted(  # noqa: C901  one case for each kind of value
             return _recorded(interpreter, ArrayValue(tuple(arguments.values), wanted, frozenset({node})), node)
     if isinstance(first, OneOf):
         first = next((one for one in first.values if isinstance(one, ArrayValue)), first.values[0])
+    if isinstance(first, InstanceValue):
+        first = unwrapped(interpreter.converted_to_array(first))
     if isinstance(first, ArrayValue):
         if last in _VIEWS and wanted in {None, first.dtype} and first.shared_frames == 1:
             return first
@@ -149,7 +154,7 @@ def _converted(  # noqa: C901  one case for each kind of value
         ):
             wanted = np.dtype("float32")
         return first.made_by(node, dtype=wanted or first.dtype)
-    items = known_items(first)
+    items = known_items(filled_deque(first))
     if items is not None:
         inner = unwrapped(items[0]) if items else UNKNOWN
         if isinstance(inner, ArrayValue) and inner.shape is not None:
@@ -209,6 +214,7 @@ def _rest(arguments: Any) -> Any:
 
 
 def _stacked(last: str, first: Any, arguments: Any, node: ast.AST) -> Any:
+    first = filled_deque(first)
     items = known_items(first)
     sample = unwrapped((items or getattr(first, "items", None) or getattr(first, "added", None) or [UNKNOWN])[0])
     count = length_of(first)
@@ -309,6 +315,8 @@ def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> 
             return replace(array, shape=(1, *array.shape))
         case "squeeze" if array.shape is not None:
             return replace(array, shape=tuple(axis for axis in array.shape if axis != 1))
+        case "repeat" if array.shape:
+            return _repeated(array, whole(arguments.get(0, "repeats")), whole(arguments.get(1, "axis")), node)
         case "transpose" | "permute" | "swapaxes" | "moveaxis" if array.shape is not None:
             given = (
                 arguments.values if len(arguments.values) > 1 else known_items(arguments.get(0, "")) or arguments.values
@@ -329,6 +337,15 @@ def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> 
         case "item" | "tolist" | "any" | "all" | "sum" | "max" | "min" | "argmax" | "mean" | "nonzero":
             return UNKNOWN
     return array if name in _SAME_MEMORY else ArrayValue()
+
+
+def _repeated(array: ArrayValue, count: int | None, axis: int | None, node: ast.AST) -> ArrayValue:
+    sides = list(array.shape or ())
+    if count is None or axis is None or not -len(sides) <= axis < len(sides):
+        return ArrayValue(None, array.dtype)
+    size = whole(sides[axis])
+    sides[axis] = UNKNOWN if size is None else size * count
+    return array.made_by(node, shape=tuple(sides))
 
 
 def _axis(shape: tuple[Any, ...], index: Any) -> Any:
@@ -425,8 +442,8 @@ def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:
             inner = value.items if value.is_known else ()
         elif isinstance(value, TableValue):
             inner = value.values()
-        elif isinstance(value, InstanceValue):
-            inner = value.attributes.values()
+        elif isinstance(value, InstanceValue):  # what an attribute was given last
+            inner = [one.values[-1] if isinstance(one, OneOf) else one for one in value.attributes.values()]
         for one in inner:
             yield from leaf_arrays(one, depth + 1)
 

@@ -18,12 +18,12 @@ from holdall.errors import HoldallError
 from holdall.schema import Leaf
 from holdall.tools.lint.run import UNKNOWN, PlainBuffer, SpaceInfo, StoredField, whole
 from holdall.tools.lint.source.arrays import leaf_arrays
+from holdall.tools.lint.source.containers import MANY
 from holdall.tools.lint.source.frameworks import held_env
 from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValue, likely
 from holdall.tools.plan import buffer_layout
 
 _NAMED_BUFFER = re.compile(r"buffer|memory|replay|experience|rollout|transition|storage|dataset", re.IGNORECASE)
-SMALL = 1_000  # transitions; a deque for n-step returns is no replay buffer
 _OBJECT_BYTES = 112  # of the object of an array, beside its elements
 
 
@@ -95,8 +95,8 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
         limit = whole(likely(container.maxlen))
         title = container.name
         if limit is None and not container.is_deque:
-            limit = interpreter.capacity_of(container)
-        if limit is None or limit < SMALL:
+            limit = container.length if container.is_fixed else interpreter.capacity_of(container)
+        if limit is None or limit < MANY:
             continue
         item = _fullest(group)
         arrays = _distinct(list(leaf_arrays(item)))
@@ -184,13 +184,16 @@ def _torchrl(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     size = whole(likely(storage.arguments.get("max_size", storage.arguments.get("0", UNKNOWN))))
     env = held_env(interpreter.torchrl_env) if interpreter.torchrl_env is not None else None
     seen = env.observation if env is not None else None
-    if size is None or seen is None:
+    added = made.value.attributes.get("added", UNKNOWN)
+    if size is None or (seen is None and added is UNKNOWN):
         return None
-    fields = tuple(
-        StoredField(prefix + (leaf.name or "observation"), leaf.shape, leaf.dtype)
-        for prefix in ("", "next.")
-        for leaf in seen.leaves
-    )
+    if seen is not None:
+        named = [(prefix + (leaf.name or "observation"), leaf.shape, leaf.dtype)
+                 for prefix in ("", "next.") for leaf in seen.leaves]  # fmt: skip
+    else:
+        named = [("", tuple(whole(axis) or 0 for axis in one.shape or ()), one.dtype or np.dtype("f4"))
+                 for one in leaf_arrays(added) if one.nbytes]  # fmt: skip
+    fields = tuple(StoredField(*one) for one in named)
     nbytes = size * sum(one.nbytes for one in fields)
     on_disk = "Memmap" in storage.kind
     return PlainBuffer(

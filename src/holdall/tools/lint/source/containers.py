@@ -24,6 +24,7 @@ from holdall.tools.lint.source.values import (
     spread,
 )
 
+MANY = 1_000  # transitions; a deque for n-step returns is no replay buffer
 MOST_SAMPLES = 8  # of what is added to a container
 
 
@@ -132,6 +133,8 @@ def _split(text: str, plain: list[Any]) -> Any:
 
 def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911  one line for each kind of value
     """Return `base[index]`."""
+    if isinstance(base, arrays.ReturnedValues) and whole(index) is None:
+        base = base.observation  # older environments return nothing else
     if isinstance(base, TableValue):
         if isinstance(index, str | int | float | bool | None | Reference):
             return base.get(index, UNKNOWN)
@@ -160,6 +163,7 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
 def sliced(base: Any, bounds: list[Any]) -> Any:
     """Return `base[a:b:c]`."""
     numbers = [None if one is None else whole(one) for one in bounds]
+    base = arrays.unwrapped(base)
     if isinstance(base, ArrayValue):
         return arrays.sliced(base, bounds)
     if any(number is None and bound is not None for number, bound in zip(numbers, bounds, strict=True)):

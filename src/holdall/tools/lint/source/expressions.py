@@ -204,7 +204,13 @@ class Expressions(Names):
 
     def _on_listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Any:
         lengths, items = self._comprehended(node)
-        made = [ListValue(list(items), length, node=node, path=self.path) for length in dict.fromkeys(lengths)]
+        made = [
+            ListValue(list(items), length, node=node, path=self.path, is_fixed=True)
+            for length in dict.fromkeys(lengths)
+        ]
+        for one in made:
+            if (one.length or 0) >= containers.MANY and isinstance(one.items[0], TableValue):
+                self.record("appended", one, None, node, item=one.items[0])  # a dict for every transition
         return made[0] if len(made) == 1 else OneOf(tuple(made))
 
     _on_setcomp = _on_generatorexp = _on_listcomp
@@ -355,6 +361,11 @@ class Expressions(Names):
             return value.arguments.get("default", UNKNOWN)
         return value
 
+    def converted_to_array(self, value: InstanceValue) -> Any:
+        """Return what numpy makes of an object of the program: what its `__array__` returns."""
+        method = value.made_of.find("__array__") if isinstance(value.made_of, ClassValue) else UNKNOWN
+        return self.call_function(method, CallArguments(), value) if isinstance(method, FunctionValue) else value
+
     def configured_argument(self, function: FunctionValue) -> Any:
         """Return the configuration that a decorator hands to a function: hydra's, from its file."""
         return command_line.configured_argument(self, function)
@@ -378,7 +389,8 @@ def _repeated(left: Any, right: Any) -> Any:
             return items * max(count or 0, 0) if len(items) * (count or 0) <= _LONGEST else UNKNOWN
         length = None if items.length is None or count is None else items.length * max(count, 0)
         is_short = length is not None and length <= 16 and items.is_known
-        return ListValue(items.items * (count or 0) if is_short else list(items.items), length, node=items.node)
+        repeated = items.items * (count or 0) if is_short else list(items.items)
+        return ListValue(repeated, length, node=items.node, is_fixed=True)
     return None
 
 

@@ -197,9 +197,14 @@ class Interpreter(Functions):
         """Follow one statement; True if it leaves the block."""
         match node:  # the most frequent ones first
             case ast.Assign(targets=targets, value=value):
+                outer, self.is_soft = self.is_soft, False
                 made = self.value(value)
+                is_flag = self.is_soft and isinstance(made, bool | str | None)
+                self.is_soft = outer or self.is_soft
                 for target in targets:
                     self.assign(target, made)
+                    if is_flag and isinstance(target, ast.Name):  # train = args.train: still for the user to say
+                        self.scope.soft.add(target.id)
             case ast.Expr(value=value):
                 return self._ends_program(self.value(value), value)
             case ast.AnnAssign(target=target, value=value):

@@ -21,6 +21,7 @@ from holdall.tools.lint.source.values import (
     ListValue,
     SuperValue,
     TableValue,
+    filled_deque,
     known_items,
     length_of,
     likely,
@@ -230,6 +231,7 @@ def _sequence(name: str, first: Any, is_given: bool) -> Any:
         return () if name == "tuple" else ListValue([], 0)
     if isinstance(first, OneOf):
         return spread(lambda one: _sequence(name, one, True), first)
+    first = filled_deque(first)
     items = known_items(first)
     if items is None:
         return ListValue(list(first.items), first.length) if isinstance(first, ListValue) else UNKNOWN

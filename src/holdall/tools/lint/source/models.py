@@ -112,7 +112,14 @@ class TrainingReader:
     def __init__(self, script: Script, repository: Repository | None = None) -> None:
         self.script = script
         self._repository = repository or Repository(None)
-        self._makes = _MAKES.search(script.text) is not None
+
+    @cached_property
+    def _makes(self) -> bool:
+        """Whether the script may make a model or a buffer: it says so, or it runs what modules beside it say."""
+        text = self.script.text
+        return _MAKES.search(text) is not None or (
+            self.script.is_run and self._repository.imports_match(_MAKES, text, self.script.path)
+        )
 
     @cached_property
     def interpreter(self) -> Interpreter:
@@ -143,7 +150,7 @@ class TrainingReader:
     def runs(self) -> tuple[ConfiguredRun, ...]:
         """Every model that the script constructs, once for each environment that it may get."""
         found: dict[str, ConfiguredRun] = {}
-        for made in self.recorded("model"):
+        for made in self.recorded("model", "loaded"):
             algorithm = algorithm_by_import(made.detail.get("dotted", made.value.kind))
             if algorithm is None:
                 continue
@@ -196,7 +203,7 @@ class TrainingReader:
                     yield from self._divisors(value, depth + 1)
 
     def _runs_of(self, made: ProgramEvent, algorithm: Algorithm) -> Iterator[ConfiguredRun]:
-        given, has_more = self.settings(made.arguments, algorithm.positional)
+        given, has_more = self.settings(made.arguments, algorithm.positional) if made.what == "model" else ({}, True)
         place = self.interpreter.place(made.node)
         given.setdefault("policy", Setting(UNKNOWN, place))
         learns = [one for one in self.recorded("learn") if one.value is made.value]

@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdall.tools.lint.source.script import parse_quietly
+
 _ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 _MOST_BYTES = 2 * 2**20
 _MOST_MODULES = 400
+_MOST_LOOKED_AT = 40  # of those that a script imports, and that they import
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+\(?([\w ,]*)|import[ \t]+([\w. ,]+))", re.MULTILINE
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -40,6 +47,7 @@ class Repository:
         self._found: dict[tuple[Path, str, int], Path | None] = {}
         self._exists: dict[Path, bool] = {}
         self._data: dict[Path, Any] = {}
+        self._texts: dict[Path, str] = {}
 
     @classmethod
     def around(cls, path: Path) -> Repository:
@@ -59,7 +67,7 @@ class Repository:
     @staticmethod
     def _parse(path: Path) -> ast.Module | None:
         try:
-            return ast.parse(path.read_bytes()) if path.stat().st_size <= _MOST_BYTES else None
+            return parse_quietly(path.read_bytes()) if path.stat().st_size <= _MOST_BYTES else None
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return None
 
@@ -71,6 +79,40 @@ class Repository:
         if key not in self._found:
             self._found[key] = next(self._candidates(*key), None)
         return self._found[key]
+
+    def imports_match(self, pattern: re.Pattern[str], text: str, path: str) -> bool:
+        """Whether one of the files that a script imports, directly or through others, matches a pattern."""
+        if self.root is None:
+            return False
+        waiting = self._imported(text, path)
+        seen: set[Path] = set()
+        while waiting and len(seen) < _MOST_LOOKED_AT:
+            file = waiting.pop(0)
+            if file not in seen:
+                seen.add(file)
+                found = self._text(file)
+                if pattern.search(found):
+                    return True
+                waiting += self._imported(found, str(file))
+        return False
+
+    def _imported(self, text: str, path: str) -> list[Path]:
+        """Return the files of the repository that a text imports."""
+        found = []
+        for dots, package, names, plain in _IMPORT.findall(text):
+            parts = [one.split(" as ")[0].strip() for one in (plain or names).split(",")]
+            wanted = parts if plain else [package, *(f"{package}.{one}" if package else one for one in parts)]
+            files = [self.find(one, len(dots), path) for one in wanted if one]
+            found += [file for file in files if file is not None]
+        return found
+
+    def _text(self, path: Path) -> str:
+        if path not in self._texts:
+            try:
+                self._texts[path] = path.read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                self._texts[path] = ""
+        return self._texts[path]
 
     def _candidates(self, here: Path, dotted: str, level: int) -> Iterator[Path]:
         root = self.root

@@ -57,6 +57,7 @@ class Scope:
     soft: set[str] = field(default_factory=set)  # parameters that have only their default
     returned: list[tuple[Any, str]] = field(default_factory=list)
     yielded: list[Any] = field(default_factory=list)
+    repeats: int | None = 1  # how often the loops around the call run it
 
 
 @dataclass(eq=False, slots=True)
@@ -109,6 +110,12 @@ class Names:
         self.names: dict[object, str] = {}  # of arrays by what made them
         self.steps = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
+
+    @property
+    def repeats_here(self) -> int | None:
+        """How often the loops of this function run this line; what a caller's loop makes again replaces the last."""
+        both = self.repeats, self.scope.repeats
+        return None if None in both else both[0] // max(both[1] or 1, 1)  # type: ignore[operator]
 
     # ------------------------------------------------------------ to be followed by the interpreter
 
@@ -247,7 +254,7 @@ class Names:
                 owner.items[number] = value
             elif len(owner.added) < containers.MOST_SAMPLES:
                 owner.added.append(value)
-            if isinstance(value, tuple | TableValue | InstanceValue):
+            if isinstance(value, tuple | TableValue | InstanceValue | ListValue):
                 self.record("appended", owner, None, node, item=value)
 
     def augmented(self, target: ast.expr, op: ast.operator, value: Any) -> Any:
@@ -269,8 +276,8 @@ class Names:
             return spread(lambda one: self.member(one, node.attr, node), base)
         return self.member(base, node.attr, node)
 
-    def member(self, base: Any, name: str, node: ast.AST | None = None) -> Any:  # noqa: C901, PLR0911  one case a kind
-        """Return an attribute of a value."""
+    def member(self, base: Any, name: str, node: ast.AST | None = None) -> Any:  # noqa: C901, PLR0911, PLR0912
+        """Return an attribute of a value: one case for each kind of value."""
         match base:
             case InstanceValue():
                 return self._instance_member(base, name, node)
@@ -295,6 +302,8 @@ class Names:
                 return spaces.space_member(base, name)
             case ArrayValue():
                 return library.array_member(base, name)
+            case ReturnedValues():  # older environments return the observation alone
+                return self.member(base.observation, name, node)
             case str() if name == "parent":
                 return str(PurePath(base).parent)
             case ListValue() | TableValue() | str() | tuple():

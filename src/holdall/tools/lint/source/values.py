@@ -19,6 +19,7 @@ import numpy as np
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 
 MOST_CANDIDATES = 6
+_LONGEST_DEQUE = 16  # whose items are written out: a stack of frames
 Path = tuple[str, ...]
 """The conditions under which a line is reached, from the outside in."""
 
@@ -59,6 +60,7 @@ class ListValue:
     path: Path = ()
     added: list[Any] = field(default_factory=list)  # samples of what was appended
     name: str = ""  # the first that it was given
+    is_fixed: bool = False  # it has its length from the start, and its items are replaced
 
     @property
     def is_known(self) -> bool:
@@ -254,6 +256,16 @@ def known_items(value: Any) -> list[Any] | None:
     return value.items if isinstance(value, ListValue) and value.is_known else None
 
 
+def filled_deque(owner: Any) -> Any:
+    """Return what a deque holds once it is full: as many items as it is limited to; any other value as it is."""
+    if not isinstance(owner, ListValue) or not owner.is_deque:
+        return owner
+    limit, sample = whole(likely(owner.maxlen)), (owner.items or owner.added)[-1:]
+    if limit is None or not sample or not 0 < limit <= _LONGEST_DEQUE:
+        return owner
+    return ListValue(sample * limit, limit)
+
+
 def length_of(value: Any) -> int | None:
     """Return how many items a value has."""
     if isinstance(value, ListValue):
@@ -268,6 +280,8 @@ def length_of(value: Any) -> int | None:
 def put(table: dict[Any, Any], key: object, value: Any, made: Path, here: Path) -> None:
     """Change an entry; where the change happens only under further conditions, the old value stays a candidate."""
     further = here[len(made) :] if here[: len(made)] == made else ()
+    if further and key not in table and (value is None or value is UNKNOWN):
+        return  # an option that was not given is not passed on
     if further and key in table and not _is_same(table[key], value):
         value = one_of([(table[key], ""), (value, " and ".join(further))])
     table[key] = value

@@ -6,6 +6,7 @@ Invariant: a wrapper that is not described here makes the observation and the ac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
@@ -62,6 +63,7 @@ _SAME = frozenset(
     }
 )
 _NEW_ACTIONS = frozenset({"JoypadSpace", "DiscretizedAction", "MultiBinaryToDiscrete"})
+_VERSION = re.compile(r"V\d$")  # of the wrappers that Gymnasium once called experimental
 ATARI_WRAPPERS = frozenset({"wrap_deepmind", "make_atari"})
 
 Change = Callable[[Environments, Any, SourceRange], Environments]
@@ -69,7 +71,7 @@ Change = Callable[[Environments, Any, SourceRange], Environments]
 
 def wrapped(env: Environments, dotted: str, arguments: Any, place: SourceRange) -> Environments:
     """Return what a wrapper makes of environments."""
-    last = dotted.rpartition(".")[2]
+    last = _VERSION.sub("", dotted.rpartition(".")[2])
     if last in _SAME:
         return env
     if last in _NEW_ACTIONS:

@@ -247,7 +247,8 @@ def shard_words(shard: SeenShard) -> dict[str, Any]:
     }  # fmt: skip
     if shard.status is not None:
         status = asdict(shard.status)
-        counters = status.pop("counters") or {}
+        status.pop("counters")
+        counters = {} if shard.status.counters is None else shard.status.counters._asdict()
         words |= {name: value for name, value in (status | counters).items() if name not in {"number", "answers"}}
     return words
 
