@@ -74,6 +74,9 @@ FRESH: dict[str, dict[str, Any]] = {
         "algo": "sac", "env": _PENDULUM, "capacity": 20_000, "batch_size": 512,
         "policy_kwargs": {"net_arch": [2048, 2048]},
     },
+    "TD3, deep MLP, 1 env": {
+        "algo": "td3", "env": _PENDULUM, "capacity": 20_000, "policy_kwargs": {"net_arch": [1024, 1024, 1024, 1024]},
+    },
     "SAC, MultiInput, 2 envs, Dummy": {"algo": "sac", "env": _CAMERA, "capacity": 8_000, "num_envs": 2},
     "TD3, MultiInput, 2 envs, Subproc fork": {
         "algo": "td3", "env": _CAMERA, "capacity": 6_000, "num_envs": 2, "vec_env": "subproc", "start_method": "fork",

@@ -1,8 +1,8 @@
-"""Put the measured tables into the README and docs/benchmarks.md.
+"""Put the measured tables into the README, docs/benchmarks.md and the guide for Stable-Baselines3.
 
     python benchmarks/readme.py
 
-Reads the JSON lines in results/ and rewrites what stands between the markers of both pages: the memory as it is by
+Reads the JSON lines in results/ and rewrites what stands between the markers of the pages: the memory as it is by
 default and compressed (replay.py), and beside other libraries (`holdall bench buffers`). The README has five rows.
 tests/test_readme.py fails where a page and JSON disagree.
 """
@@ -20,6 +20,7 @@ from holdall.tools.bench.compare_buffers import cases_of, markdown
 
 README = Path(__file__).parents[1] / "README.md"
 PAGE = README.parent / "docs" / "benchmarks.md"
+GUIDE = README.parent / "docs" / "guides" / "sb3.md"
 RESULTS = Path(__file__).parent / "results"
 MARKERS = r"(<!-- {0}: [^>]*-->\n).*?(<!-- end of {0} -->)"
 NAMES = {
@@ -129,12 +130,34 @@ def short() -> list[str]:
     return lines
 
 
+def guide() -> list[str]:
+    """Write what changing the buffer changes on Atari: as it is by default, and compressed."""
+    sides = [
+        next(one for one in _records(file) if one["case"] == case and one.get("compressed") == compressed)
+        for file, case, compressed in SHORT[:2]
+    ]
+
+    def of_sb3s(act: str) -> list[str]:
+        times = [side["times"][act] for side in sides]
+        return ["1", *(f"{one['holdall']['median_us'] / one['sb3']['median_us']:.2f}" for one in times)]
+
+    taken = [sides[0]["memory"]["sb3"], *(side["memory"]["holdall"] for side in sides)]
+    rows = {
+        "a transition": [f"{one['bytes_per_transition']:,.0f} B" for one in taken],
+        "`add`, of the time before": of_sb3s("add"),
+        "`sample(256)`, of the time before": of_sb3s("sample"),
+    }
+    head = ["| | before | after | after, with `budget=None` |", "|---|---|---|---|"]
+    return head + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+
+
 def _records(file: str) -> Records:
     return [json.loads(line) for line in (RESULTS / file).read_text(encoding="utf-8").splitlines()]
 
 
 PLACES: dict[Path, dict[str, Callable[[], list[str]]]] = {
     README: {"short": short},
+    GUIDE: {"atari": guide},
     PAGE: {
         "measured": lambda: beside_sb3(_records("replay.jsonl")),
         "compressed": lambda: beside_sb3(_records("compressed.jsonl")),
@@ -156,7 +179,7 @@ def rewritten(page: Path) -> str:
 
 
 def main() -> None:
-    """Rewrite the tables of both pages."""
+    """Rewrite the tables of all pages."""
     for page in PLACES:
         page.write_text(rewritten(page), encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """TorchRL's storages beside HoldallStorage: bytes of an element, and times of `extend` and `sample`, in one run.
 
-    python benchmarks/torchrl_storage.py [--case atari] [--quick] [--json FILE]
+    python benchmarks/torchrl_storage.py [--case atari] [--quick] [--json FILE] [--guide FILE]
 
 Bytes: every side of a case is filled in a process of its own, in batches of 128 steps as a collector gives them; the
 figure is the slope of a line through the process's unique set size. Times: all sides in one process are given the same
@@ -47,6 +47,8 @@ SIDES: dict[str, Callable[[int, Path], Any]] = {
 ROWS = {"LazyTensorStorage": (1_024, 4_096), "LazyMemmapStorage": (1_024, 4_096)}
 """Elements between which memory is read; what grows by 56 kB an element needs few."""
 OTHER_ROWS, TIMED_ROWS = (4_096, 16_384), 4_096
+BEGIN = "<!-- torchrl: python benchmarks/torchrl_storage.py --json benchmarks/results/torchrl_storage.json -->"
+END = "<!-- end of torchrl -->"
 QUICK = 8
 """`--quick` takes so many times fewer."""
 
@@ -181,12 +183,19 @@ def table(cases: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rewritten(text: str, cases: dict[str, Any]) -> str:
+    """Return a guide with the table of these results in its place."""
+    head, rest = text.split(BEGIN, 1)
+    return f"{head}{BEGIN}\n{table(cases)}{END}{rest.split(END, 1)[1]}"
+
+
 def main() -> int:
     """Read the command line, measure, and compare with the bars."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="one case that is measured again takes its place there")
+    parser.add_argument("--guide", type=Path, help="put the table there, in its place")
     parser.add_argument("--footprint", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--times", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -197,6 +206,11 @@ def main() -> int:
     cases = [arguments.case] if arguments.case else list(CASES)
     found = {case: measure(case, arguments.quick) for case in cases}
     about = {"machine": machine(), "versions": versions("torch", "torchrl", "tensordict"), "commit": commit()}
+    if arguments.case and arguments.json and arguments.json.is_file():
+        found = json.loads(arguments.json.read_text(encoding="utf-8"))["cases"] | found
+    if arguments.guide:
+        guide = arguments.guide.read_text(encoding="utf-8")
+        arguments.guide.write_text(rewritten(guide, found), encoding="utf-8")
     if arguments.json:
         arguments.json.write_text(json.dumps(about | {"cases": found}, indent=1) + "\n", encoding="utf-8")
     ours = found.get("atari", {}).get("HoldallStorage")

@@ -72,6 +72,7 @@ def slice_costs(folder: Path, traces: dict[str, str], preferences: list[str]) ->
             coder.decode(sealed, order, out)
             times.append((time.thread_time() - start) / len(order) * 1e6)
         row = {"bytes": sealed.nbytes / len(rest), "decode_us": min(times), "seal_us": seal_us}
+        row["plain_bytes"] = 2 * stack * leaf.nbytes  # that a plain buffer takes for a transition's observations
         results[f"{name} {prefer}"] = row | {"codec": codec.describe(), "reason": codec.reason}
         print(name, prefer, json.dumps(results[f"{name} {prefer}"]), flush=True)
     return results

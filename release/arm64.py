@@ -29,8 +29,8 @@ def run(*command: str | Path, cwd: Path | None = None, **settings: str) -> str:
     return done.stdout
 
 
-def unpacked(architecture: str, package: str, root: Path) -> Path:
-    """Fetch a Debian package with what it depends on, unpack all of it to `root`, and return that."""
+def unpacked(architecture: str, root: Path, *packages: str) -> Path:
+    """Fetch Debian packages with what they depend on, unpack all of it to `root`, and return that."""
     if root.exists():
         return root
     state = root.with_suffix(".apt")
@@ -45,7 +45,7 @@ def unpacked(architecture: str, package: str, root: Path) -> Path:
     }  # fmt: skip
     options = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
     run("apt-get", *options, "-qq", "update")
-    run("apt-get", *options, "-qq", "-y", "--download-only", "install", package)
+    run("apt-get", *options, "-qq", "-y", "--download-only", "install", *packages)
     begun = root.with_suffix(".begun")
     for name in ("bin", "sbin", "lib", "lib64"):  # as Debian has them: links into usr
         (begun / "usr" / name).mkdir(parents=True, exist_ok=True)
@@ -63,8 +63,8 @@ def main() -> None:
     (wheel,) = Path(sys.argv[1]).resolve().glob("holdall-*aarch64.whl")
     CACHE.mkdir(parents=True, exist_ok=True)
     here = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
-    emulator = unpacked(here, "qemu-user-static", CACHE / "emulator") / "usr" / "bin" / "qemu-aarch64-static"
-    root = unpacked("arm64", "python3", CACHE / "root")
+    emulator = unpacked(here, CACHE / "emulator", "qemu-user-static") / "usr" / "bin" / "qemu-aarch64-static"
+    root = unpacked("arm64", CACHE / "root", "python3", "libstdc++6")  # NumPy needs the second
     python = next(path for path in sorted((root / "usr" / "bin").glob("python3.*")) if path.name[8:].isdigit())
     with tempfile.TemporaryDirectory() as folder:
         version = python.name.removeprefix("python")

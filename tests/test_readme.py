@@ -23,9 +23,10 @@ def test_python_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_tables_of_the_readme_are_those_of_the_committed_results() -> None:
-    """Those of docs/benchmarks.md, too."""
+    """Those of docs/benchmarks.md and of the guide for Stable-Baselines3, too."""
     script = runpy.run_path(str(README.parent / "benchmarks" / "readme.py"))
-    assert set(script["PLACES"]) == {README, README.parent / "docs" / "benchmarks.md"}
+    docs = README.parent / "docs"
+    assert set(script["PLACES"]) == {README, docs / "benchmarks.md", docs / "guides" / "sb3.md"}
     for page, places in script["PLACES"].items():
         text = page.read_text(encoding="utf-8")
         assert script["rewritten"](page) == text, "run `python benchmarks/readme.py`, or measure again"
@@ -42,10 +43,11 @@ def test_the_first_screen_has_one_sentence_the_install_line_the_difference_and_f
     assert len(text.splitlines()) < 120
 
 
-def test_the_pictures_are_those_of_the_committed_results() -> None:
-    script = runpy.run_path(str(README.parent / "benchmarks" / "picture.py"))
+@pytest.mark.parametrize("name", ["picture", "kinds_picture"])
+def test_the_pictures_are_those_of_the_committed_results(name: str) -> None:
+    script = runpy.run_path(str(README.parent / "benchmarks" / f"{name}.py"))
     for theme, path in script["PICTURES"].items():
-        assert path.read_text(encoding="utf-8") == script["drawn"](theme), "run `python benchmarks/picture.py`"
+        assert path.read_text(encoding="utf-8") == script["drawn"](theme), f"run `python benchmarks/{name}.py`"
 
 
 def test_the_figures_of_the_fallback_are_those_of_the_committed_results() -> None:

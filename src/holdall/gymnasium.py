@@ -24,14 +24,14 @@ _SINGLE_MODES = {"Autoreset": NEXT_STEP, "AutoResetWrapper": SAME_STEP}
 _FINAL = ("final_obs", "final_observation", "terminal_observation")
 """Where environments put the true final observation: Gymnasium, Gymnasium before 1.0, Stable-Baselines3."""
 
-_OF_NUMPY = (int, float, np.generic, np.ndarray)
+_OF_NUMPY = (int, np.generic, np.ndarray)
+"""What one environment takes as it is."""
 
 
 class Made(NamedTuple):
     """What one step made, with a leading lane axis."""
 
-    obs: Any
-    shown: Any  # observations as the environment gave them
+    obs: Any  # as the environment gave them
     reward: Array
     terminated: Any
     truncated: Any
@@ -40,6 +40,8 @@ class Made(NamedTuple):
 
 class _VectorSource:
     """A Gymnasium vector environment."""
+
+    _of_library: str | None = None  # the package of the observations that it gave first
 
     def __init__(self, envs: Any) -> None:
         self.envs, self.lanes = envs, int(envs.num_envs)
@@ -56,7 +58,7 @@ class _VectorSource:
         """
         if type(tree.structure) is int and self._is_taken(tree.leaves[0], actions):
             return actions
-        library = _library(obs)
+        library = self._of_library = self._of_library or _library(obs)
 
         def is_taken(leaf: Leaf, value: Any, *_: Any) -> bool:
             return self._is_taken(leaf, value) or _library(value) == library != "numpy"
@@ -77,12 +79,12 @@ class _VectorSource:
         obs, reward, terminated, truncated, info = _of_gymnasium(returned, "step", 5)
         if type(terminated) is not np.ndarray:
             terminated, truncated = on_host(terminated), on_host(truncated)
-        return returned, Made(obs, obs, _rewards(reward), terminated, truncated, info)
+        return returned, Made(obs, _rewards(reward), terminated, truncated, info)
 
-    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
-        """Reset; return what the environment returned, and its observations as given and with a lane axis."""
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
+        """Reset; return what the environment returned, and the observations in it."""
         returned = _of_gymnasium(self.envs.reset(seed=seed, options=options), "reset", 2)
-        return returned, returned[0], returned[0]
+        return returned, returned[0]
 
     def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
         """Return one checked array a leaf, with a leading lane axis."""
@@ -106,9 +108,9 @@ class _SB3Source(_VectorSource):
         done = fit_flags(dones, (self.lanes,), "dones")
         cut = np.array([bool(info.get("TimeLimit.truncated", False)) for info in infos], np.bool_)
         rewards = _rewards(reward, are_mixed=True)  # SubprocVecEnv stacks what came: integers in one step, then floats
-        return returned, Made(obs, obs, rewards, done & ~cut, done & cut, infos)
+        return returned, Made(obs, rewards, done & ~cut, done & cut, infos)
 
-    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
         if seed is not None:
             self.envs.seed(seed)
         if options is not None and "reset_mask" in options:
@@ -119,7 +121,7 @@ class _SB3Source(_VectorSource):
         if options is not None:
             self.envs.set_options(options)
         obs = self.envs.reset()
-        return obs, obs, obs
+        return obs, obs
 
 
 class _SingleSource(_VectorSource):
@@ -145,7 +147,7 @@ class _SingleSource(_VectorSource):
         returned = self.envs.step(actions)
         obs, reward, terminated, truncated, info = _of_gymnasium(returned, "step", 5)
         ends = np.array([bool(terminated)]), np.array([bool(truncated)])
-        return returned, Made(obs, obs, self._in_dtype_of_first(reward), *ends, [info])
+        return returned, Made(obs, self._in_dtype_of_first(reward), *ends, [info])
 
     def _in_dtype_of_first(self, given: Any) -> Array:
         """Return a reward in the dtype of the first: an integer in one step may be a float in another."""
@@ -157,10 +159,10 @@ class _SingleSource(_VectorSource):
             reward = cast if np.array_equal(cast, reward, equal_nan=True) else reward
         return reward
 
-    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any]:
         options = {name: value for name, value in (options or {}).items() if name != "reset_mask"}
         returned = _of_gymnasium(self.envs.reset(seed=seed, options=options or None), "reset", 2)
-        return returned, returned[0], returned[0]
+        return returned, returned[0]
 
     def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
         return tree.flatten(value, (1,), argument, _fit_one)
@@ -220,7 +222,8 @@ def _library(value: Any) -> str:
 
 def source_of(envs: Any) -> _VectorSource:
     """Return the source that speaks to an environment, by what it offers."""
-    if all(hasattr(envs, name) for name in ("single_observation_space", "single_action_space", "num_envs")):
+    innermost = getattr(envs, "unwrapped", envs)  # wrappers before Gymnasium 1.0 warn if they are asked
+    if all(hasattr(innermost, name) for name in ("single_observation_space", "single_action_space", "num_envs")):
         return _VectorSource(envs)
     if isinstance(envs, gymnasium.Env):
         return _SingleSource(envs)

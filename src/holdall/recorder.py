@@ -111,7 +111,7 @@ class Recorder:
         next_obs = self._with_final(after, made.info, ends) if has_ends and self._mode == SAME_STEP else after
         reward = made.reward if made.reward.ndim > len(self._schema.reward_shape) else made.reward[None]
         self._write(action, others, reward, terminated, truncated, next_obs, valid)
-        self._kept, self._shown = [np.array(leaf, order="C") for leaf in after], made.shown
+        self._kept, self._shown = [np.array(leaf, order="C") for leaf in after], made.obs
         self._running = ~ends if valid is None else ~ends & valid
         self._has_ended = has_ends and self._mode != SAME_STEP
         self._ended = ends if self._has_ended or not has_ends else np.zeros_like(ends)
@@ -138,8 +138,8 @@ class Recorder:
                 f"a reset would cut the episodes of lanes {_numbers(cut)} within a rollout, and their advantages "
                 "would reach into other episodes; call memory.reset() before, which begins a new rollout"
             )
-        returned, shown, obs = self._source.reset(seed, None if options is None else dict(options))
-        new = [np.array(leaf, order="C") for leaf in self._observed(obs)]
+        returned, shown = self._source.reset(seed, None if options is None else dict(options))
+        new = [np.array(leaf, order="C") for leaf in self._observed(shown)]
         if self._kept is not None and not mask.all():
             for leaf, kept in zip(new, self._kept, strict=True):
                 leaf[~mask] = kept[~mask]

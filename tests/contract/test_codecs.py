@@ -323,6 +323,40 @@ def test_a_coder_that_keeps_its_compressors_seals_as_one_that_does_not(method: s
 
 
 @pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("threads", [2, 3, 16])
+@pytest.mark.parametrize("is_ordered", [False, True])
+def test_threads_that_share_a_block_seal_as_one_does(is_ordered: bool, threads: int, coder: Coder) -> None:
+    """Byte for byte: units, offsets, palette and places, whatever has to stay together."""
+    words = Transform(8 * 40, 4)
+    plain = np.random.default_rng(4).integers(0, 3, (41, 320), np.uint8).cumsum(axis=1, dtype=np.uint8)
+    few = np.random.default_rng(5).choice(np.arange(200, dtype="f4"), (41, 80)).view(np.uint8)
+    order: Order | None = np.random.default_rng(6).permutation(41).astype(np.uint32) if is_ordered else None
+    image = Transform(320, predictor=Predictor.LEFT, planes=1, rows=16, columns=20)
+    for codec in (
+        Codec(Method.ZSTD, 3, Transform(320), trained_dictionary()),
+        Codec(Method.LZ4, 5, Transform(320), trained_dictionary()),
+        Codec(Method.LZ4, 0, image, group=4), Codec(Method.ZSTD, 9, image, key=5),
+        Codec(Method.LZ4, 7, Transform(320), group=2, key=4, raw_keys=True), Codec(Method.LZ4, 0, words),
+    ):  # fmt: skip
+        slices = few if codec.transform is words else plain
+        alone, shared = coder.seal(slices, codec, order), coder.seal(slices, codec, order, threads=threads)
+        assert alone is not None
+        assert shared is not None
+        for one, other in zip(alone.arrays(), shared.arrays(), strict=True):
+            assert one.dtype == other.dtype
+            assert one.tobytes() == other.tobytes()
+        out = np.empty_like(slices)
+        coder.decode(shared, np.arange(41), out)
+        assert out.tobytes() == slices.tobytes()
+    assert (
+        coder.seal(
+            np.random.default_rng(7).random((41, 40)).view(np.uint8), Codec(Method.LZ4, 0, words), threads=threads
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize("coder", BOTH)
 @pytest.mark.parametrize("predictor", [Predictor.LEFT, Predictor.UP])
 def test_a_scaled_image_shrinks_as_its_bytes_do(predictor: Predictor, coder: Coder) -> None:
     """Numbers of a palette are in the order of the values, so a predictor finds the same differences."""

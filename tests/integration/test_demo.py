@@ -45,7 +45,9 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_weights_of_sb3s_ow
     assert figures["holdall"]["bytes_per_transition"] < 0.6 * figures["sb3"]["bytes_per_transition"]
     header = json.loads((tmp_path / "watch.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert header["limits"]["given"] == 300 * 2**20
-    assert "300.0 MiB, named for this run" in Path(figures["report"]).read_text(encoding="utf-8")
+    page = Path(figures["report"]).read_text(encoding="utf-8")
+    assert "300.0 MiB, named for this run" in page
+    assert "(above the plot)" not in page
     assert figures["holdall"]["transitions"] == figures["sb3"]["transitions"] == 2_740
     assert figures["fit"]["sb3"] == "does not fit"
     assert latest_reading(tmp_path / "watch.jsonl").count("buffers") == 1

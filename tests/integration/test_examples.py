@@ -104,6 +104,7 @@ def test_the_training_that_can_crash_goes_on_where_it_was(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing TorchRL's collectors warns of its own classes
 def test_dqn_learns_the_same_from_torchrls_storage_and_from_holdalls() -> None:
     """With one seed the weights agree to the last bit; and most balls are caught."""
     data = pytest.importorskip("torchrl.data")

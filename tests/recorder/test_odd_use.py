@@ -80,17 +80,20 @@ def test_an_environment_of_tensors_gets_tensors() -> None:
             obs, info = super().reset(**how)
             return torch.as_tensor(obs), info
 
-    envs = Tensors([WatchedEnv("vector", 0.3, seed) for seed in range(2)], AutoresetMode.NEXT_STEP)
-    memory = memory_of(envs.lanes[0], 2)
-    holdall.Recorder(envs, memory).collect(lambda obs: (obs[:, 0] > 0).long(), 12)
-    assert_holds(memory, [lane.log for lane in envs.lanes])
+    for mode in AutoresetMode:
+        envs = Tensors([WatchedEnv("vector", 0.3, seed) for seed in range(2)], mode)
+        memory = memory_of(envs.lanes[0], 2)
+        holdall.Recorder(envs, memory).collect(lambda obs: (torch.as_tensor(obs)[:, 0] > 0).long(), 12)
+        assert_holds(memory, [lane.log for lane in envs.lanes])
 
 
 def test_a_policy_may_answer_as_models_of_stable_baselines3_predict() -> None:
     env = Strict("vector", 0.3, 0)
-    holdall.Recorder(env, memory := memory_of(env)).collect(lambda _: (np.array(1), None), 1e1)
+    recorder = holdall.Recorder(env, memory := memory_of(env))
+    recorder.collect(lambda _: (np.array(1), None), 1e1)
+    recorder.step(2.0)  # a whole number
     assert_holds(memory, [env.log])
-    assert len(memory) == 10
+    assert len(memory) == 11
 
 
 def test_what_is_no_policy_or_no_extras_is_refused_before_anything_is_stepped() -> None:
@@ -238,6 +241,18 @@ def test_a_lane_that_is_reset_alone_is_not_somebody_else() -> None:
         recorder.step(np.zeros(2, np.int64))
         recorder.reset(options={"reset_mask": np.array([True, False])})
     assert_holds(memory, [lane.log for lane in envs.lanes])
+
+
+def test_wrappers_of_one_environment_are_not_asked_for_what_only_vectors_have() -> None:
+    """Gymnasium before 1.0 warns of each such question."""
+
+    class Asked(gym.Wrapper[Any, Any, Any, Any]):
+        def __getattr__(self, name: str) -> Any:
+            assert not name.startswith("single_")
+            raise AttributeError(name)
+
+    env = WatchedEnv("vector", 0.3, 0)
+    assert holdall.Recorder(Asked(env), memory_of(env)).collect(lambda _: 1, 5) == 5
 
 
 def test_environments_of_an_older_gym_are_refused_with_the_way_out() -> None:

@@ -396,11 +396,11 @@ def test_a_worker_that_dies_is_replaced(dies_at: int, tmp_path: Path, monkeypatc
     deaths: list[int] = []
     do, jobs = seal._Work.do, iter(range(1 << 30))
 
-    def die(work: Any, job: Any, queue: Any) -> Any:
+    def die(work: Any, job: Any) -> Any:
         if next(jobs) == dies_at:
             deaths.append(dies_at)
             raise SystemExit
-        return do(work, job, queue)
+        return do(work, job)
 
     monkeypatch.setattr(seal._Work, "do", die)
     film = Film(tmp_path)

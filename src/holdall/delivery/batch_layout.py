@@ -214,8 +214,8 @@ class BatchPlan:
             (leaf, self._span(leaves[leaf].dtype, (2, *self._leading, *leaves[leaf].shape), first))
             for leaf, first in sorted(large)
         ]
-        self._drawn_lanes, self.ones = np.empty(count, np.int64), np.ones(count, np.float32)
-        request.drawn_lanes = address(self._drawn_lanes)
+        self._drawn_lanes, self._ones = np.empty(count, np.int64), np.ones(count, np.float32)
+        request.drawn_lanes, self.ones_at = address(self._drawn_lanes), address(self._ones)
         slots = 1 << max(1, max([1, *(4 * count * window for *_, window in cuts)]) - 1).bit_length()
         self._scratch = (np.empty(slots * len(cuts), np.uint32), (RowPlaceStruct * count)())
         request.slots, request.slot_count = self._scratch[0].ctypes.data, slots

@@ -10,7 +10,6 @@ or unpinned before that launch is done. Draws that need more (goals, slices that
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
@@ -34,7 +33,6 @@ from holdall.native import (
 )
 from holdall.schema import Array, Schema, require_in_range
 from holdall.storage import RowSources, Store, address
-from holdall.threads import fork_safe, left
 
 _KEPT_PLANS = 16
 """Kinds of batches whose layouts are kept."""
@@ -155,7 +153,6 @@ class DeviceAssembler:
         self._plain: dict[int, BatchPlan] = {}  # by rows: of batches that are nothing but rows
         self._described: _Description | None = None
         self._under_way: deque[tuple[list[Any], _Description]] = deque()  # what is read until events have passed
-        self._lock = fork_safe(threading.RLock())
         # Pinned memory must not be used for something else while a device may read it, even if nobody closes this.
         weakref.finalize(self, _wait_for_all, stream, self._heads, os.getpid())
 
@@ -176,13 +173,12 @@ class DeviceAssembler:
             return None
         if any(array is not None and array.size != draw.ids.size for array in (last, draw.reward)):
             return None
-        with left(self._lock):
-            plan = self._plan(draw, sources)
-            described = self._describe(_Description(store.large_segments.version, readable, sources))
-            if plan is None or not self._tell(plan, described):
-                return None
-            arrays = self._fill(plan, draw)
-            return self._make(plan, draw.ids, sources.held, arrays[: 1 if last is None else 2], ahead=ahead)
+        plan = self._plan(draw, sources)
+        described = self._describe(_Description(store.large_segments.version, readable, sources))
+        if plan is None or not self._tell(plan, described):
+            return None
+        arrays = self._fill(plan, draw)
+        return self._make(plan, draw.ids, sources.held, arrays[: 1 if last is None else 2], ahead=ahead)
 
     def plain_plan(self, store: Store, readable: Readable, rows: int) -> BatchPlan | None:
         """Return the plan of batches that are nothing but so many rows, if it describes the store as it is now."""
@@ -197,21 +193,20 @@ class DeviceAssembler:
     ) -> MadeBatch | NDArray[np.int64]:
         """Have a batch of some rows put together, or of rows that are drawn now; return the ids if it cannot be."""
         request = plan.request
-        request.last_ids, request.copied[0].source = None, address(plan.ones)
-        with left(self._lock):
-            if not isinstance(rows, SlotDraw):
-                request.ids = address(rows)
-                return self._make(plan, rows, held, [rows], ahead=ahead) or rows
-            ids = np.empty(request.rows, np.int64)
-            request.ids, request.filled, request.drawn_slots = address(ids), rows.filled, rows.slots
-            request.newest = held[1] // request.lanes - 1
-            request.next_uint32, request.generator_state = number_function(rows.generator)
-            try:
-                with rows.generator.lock:
-                    made = self._make(plan, ids, held, [ids], ahead=ahead)
-            finally:
-                request.next_uint32 = None
-            return made or ids
+        request.last_ids, request.copied[0].source = None, plan.ones_at
+        if not isinstance(rows, SlotDraw):
+            request.ids = address(rows)
+            return self._make(plan, rows, held, [rows], ahead=ahead) or rows
+        ids = np.empty(request.rows, np.int64)
+        request.ids, request.filled, request.drawn_slots = address(ids), rows.filled, rows.slots
+        request.newest = held[1] // request.lanes - 1
+        request.next_uint32, request.generator_state = number_function(rows.generator)
+        try:
+            with rows.generator.lock:
+                made = self._make(plan, ids, held, [ids], ahead=ahead)
+        finally:
+            request.next_uint32 = None
+        return made or ids
 
     def _make(
         self, plan: BatchPlan, ids: NDArray[np.int64], held: tuple[int, int], asked: list[Array], *, ahead: bool
@@ -346,12 +341,11 @@ class DeviceAssembler:
 
     def close(self) -> None:
         """Wait until the device has read everything."""
-        with left(self._lock):
-            _wait_for_all(self._stream, self._heads, os.getpid())
-            self._under_way.clear()
-            self._plans.clear()
-            self._plain.clear()
-            self._described = None
+        _wait_for_all(self._stream, self._heads, os.getpid())
+        self._under_way.clear()
+        self._plans.clear()
+        self._plain.clear()
+        self._described = None
 
 
 def _wait_for_all(stream: DeviceStream, heads: deque[_Head], process: int) -> None:

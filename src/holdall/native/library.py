@@ -219,10 +219,9 @@ class AssemblyStruct(ctypes.Structure):
     """What one launch does."""
 
     _fields_ = [
-        *_pointers("head_from head_to"),
-        *_numbers("head_bytes fields"),
+        *_pointers("head_from head_to"), *_numbers("head_bytes fields"),
         ("field", DeviceFieldStruct * MOST_DEVICE_FIELDS),
-    ]
+    ]  # fmt: skip
 
 
 class SlicedSourceStruct(ctypes.Structure):
@@ -250,14 +249,14 @@ class BatchRequestStruct(ctypes.Structure):
     """A batch that a device is to put together."""
 
     _fields_ = [
-        *_pointers("ids last_ids"), *_numbers("rows"), *_pointers("next_uint32 generator_state"),
-        *_numbers("filled drawn_slots newest"), *_pointers("drawn_lanes"),
-        *_numbers("first_id next_id ring_rows lanes"), *_pointers("columns"), *_numbers("column_count"),
-        *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head block"),
-        *_numbers("observed rest last_observed last_rest"), ("copied", CopiedArrayStruct * _MOST_COPIED),
-        *_numbers("copied_count"), ("source", SlicedSourceStruct * MOST_DEVICE_FIELDS), *_pointers("slots"),
-        *_numbers("slot_count"), *_pointers("found"), *_numbers("first_rows"),
-        *_pointers("launch bring finish stream record event"), *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
+        *_pointers("ids last_ids"), *_numbers("rows"), *_pointers("next_uint32 generator_state"), *_numbers("filled"),
+        *_numbers("drawn_slots newest"), *_pointers("drawn_lanes"), *_numbers("first_id next_id ring_rows lanes"),
+        *_pointers("columns"), *_numbers("column_count"), *_pointers("first_ticks"), *_numbers("segments"),
+        *_pointers("head block"), *_numbers("observed rest last_observed last_rest"),
+        ("copied", CopiedArrayStruct * _MOST_COPIED), *_numbers("copied_count"),
+        ("source", SlicedSourceStruct * MOST_DEVICE_FIELDS), *_pointers("slots"), *_numbers("slot_count"),
+        *_pointers("found"), *_numbers("first_rows"), *_pointers("launch bring finish stream record event"),
+        *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
     ]  # fmt: skip
 
 
@@ -323,17 +322,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_find": (None, [POINTER, NUMBER, POINTER, NUMBER, NUMBER, POINTER, POINTER]),
     "holdall_expect": (None, [POINTER, NUMBER, POINTER, POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_gather": (
-        NUMBER,
-        [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 3, *[POINTER] * 3, NUMBER, POINTER, NUMBER, POINTER],
+        NUMBER, [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 3, *[POINTER] * 3, NUMBER, POINTER, NUMBER, POINTER],
     ),
     "holdall_name": (NUMBER, [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 4, *[POINTER] * 4]),
     "holdall_locate": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER]),
     "holdall_collect": (
         NUMBER,
-        [
-            POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, POINTER, NUMBER,
-            POINTER, _NATURAL, POINTER, POINTER,
-        ],
+        [*[POINTER] * 2, NUMBER, *[POINTER] * 2, NUMBER, NUMBER, POINTER, NUMBER, POINTER, _NATURAL, *[POINTER] * 2],
     ),
     "holdall_assemble": (NUMBER, [POINTER]),
     "holdall_launch_here": (ctypes.c_int, [POINTER, *[ctypes.c_uint] * 7, *[POINTER] * 3]),

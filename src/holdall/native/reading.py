@@ -424,7 +424,10 @@ class SliceNamer:
 
     def assemble(self, request: BatchRequestStruct) -> Refusal:
         """Have a device put a batch together; return why it cannot."""
-        refused = Refusal(self._library.holdall_assemble(ctypes.addressof(request)))
+        number = self._library.holdall_assemble(ctypes.addressof(request))
+        if not number:
+            return Refusal.NONE
+        refused = Refusal(number)
         if refused is Refusal.DAMAGED:
             raise _damaged(request.wrong)
         return refused

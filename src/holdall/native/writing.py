@@ -58,8 +58,11 @@ _MOST_LAYOUTS = 8
 """Layouts that a part remembers; a caller has one or two."""
 _PALETTE_SLOTS = 1024
 _MOST_COMPRESSORS = 8
-_ZSTD_LEVEL, _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 100, 200, 201, 202
+_ZSTD_LEVEL, _ZSTD_HASH_LOG, _ZSTD_CHAIN_LOG = 100, 102, 103
+_ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 200, 201, 202
 """Numbers of ZSTD_cParameter, part of the library's stable interface."""
+_LONG_UNIT, _LONG_UNIT_TABLES = 2**18, 17
+"""Of longer units Zstandard would keep tables of 10 to 30 MiB: with 1 MiB they are as small, and made faster."""
 _of_transform = operator.attrgetter(*TRANSFORM_FIELDS)
 
 
@@ -461,8 +464,10 @@ class _Compressor:
     def _context(self, codec: Codec) -> int:
         context = self._owned("ZSTD", "CCtx")
         # Sizes are known from the schema, and damage is found by the segment's own checksums.
-        settings = ((_ZSTD_LEVEL, codec.level), (_ZSTD_CONTENT_SIZE, 0), (_ZSTD_CHECKSUM, 0), (_ZSTD_DICT_ID, 0))
-        for parameter, value in settings:
+        settings = {_ZSTD_LEVEL: codec.level, _ZSTD_CONTENT_SIZE: 0, _ZSTD_CHECKSUM: 0, _ZSTD_DICT_ID: 0}
+        if codec.group * codec.transform.coded_bytes > _LONG_UNIT:
+            settings |= {_ZSTD_HASH_LOG: _LONG_UNIT_TABLES, _ZSTD_CHAIN_LOG: _LONG_UNIT_TABLES}
+        for parameter, value in settings.items():
             self._functions["ZSTD_CCtx_setParameter"](context, parameter, value)
         if codec.dictionary is not None:
             content = codec.dictionary.content

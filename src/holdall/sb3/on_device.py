@@ -88,14 +88,9 @@ class OnDevice:
         """Return a batch that is on the GPU as Stable-Baselines3's tuple of tensors."""
         kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
         ended = batch.ended if isinstance(batch, DeviceBatch) else (batch.terminated > batch.truncated).to(th.float32)
-        return kind(
-            observations=batch.obs,
-            actions=batch.action,
-            next_observations=batch.next_obs,
-            dones=ended.unsqueeze(1),
-            rewards=batch.reward.unsqueeze(1),
-            **({} if batch.discount is None else {"discounts": batch.discount.unsqueeze(1)}),
-        )
+        discounts = () if batch.discount is None else (batch.discount.unsqueeze(1),)
+        # In the order of the fields, which is quicker than by name.
+        return kind(batch.obs, batch.action, batch.next_obs, ended.unsqueeze(1), batch.reward.unsqueeze(1), *discounts)
 
 
 def n_step_returns(

@@ -20,11 +20,6 @@ _SMALLEST_IMAGE = 8
 _DICTIONARY_UP_TO = 32 * 1024
 """Slices beyond this fill a compressor's window by themselves: a dictionary adds nothing."""
 
-_SMALL_SLICE = 10 * 1024
-"""Zstandard's level 12 takes some 0.1 ms for it."""
-_TABLES_GROW_AT = 2**18
-"""Of longer units Zstandard's higher levels keep tables of some 30 MiB, which is more than a memory may take beside."""
-
 _MOST_IN_A_UNIT = 64
 _MOST_OF_A_KEY = 2**32 - 1
 
@@ -35,6 +30,10 @@ class Method(IntEnum):
     STORED = 0
     LZ4 = 1
     ZSTD = 2
+
+
+_METHODS = (Method.LZ4, 0), (Method.LZ4, 7), (Method.ZSTD, 9)
+"""Methods and levels: higher ones take hardly less room, and longer to compress than frames take to come."""
 
 
 class Predictor(IntEnum):
@@ -124,9 +123,7 @@ class Codec:
 
     def grouped(self, group: int, key: int = 0, *, raw_keys: bool = False) -> Codec:
         """Return the same code for units of so many slices, behind keys if so."""
-        is_long = self.method is Method.ZSTD and group * self.transform.coded_bytes > _TABLES_GROW_AT
-        level = min(self.level, 3) if is_long else self.level
-        return replace(self, group=group, key=key, raw_keys=raw_keys, level=level)
+        return replace(self, group=group, key=key, raw_keys=raw_keys)
 
     def hurried(self) -> Codec:
         """Return the same code at the compressor's fastest useful level, for when time is short."""
@@ -164,13 +161,7 @@ def candidates(leaf: Leaf, window: Window) -> list[Codec]:
         numbered = replace(whole, word_bytes=itemsize)
         transforms += [replace(whole, shuffle=itemsize), numbered]
         transforms += _predictions(numbered, leaf, window)
-    return [Codec(method, level, form) for form in transforms for method, level in _methods(form)]
-
-
-def _methods(form: Transform) -> tuple[tuple[Method, int], ...]:
-    """Name methods and levels: higher ones take hardly less room, and longer to compress than frames take to come."""
-    level = 12 if form.coded_bytes <= _SMALL_SLICE else 9 if form.coded_bytes <= _TABLES_GROW_AT else 3
-    return (Method.LZ4, 0), (Method.LZ4, 7), (Method.ZSTD, level)
+    return [Codec(method, level, form) for form in transforms for method, level in _METHODS]
 
 
 def _predictions(base: Transform, leaf: Leaf, window: Window) -> list[Transform]:

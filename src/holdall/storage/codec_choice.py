@@ -107,8 +107,8 @@ class BlockSample:
 
 
 def _groups_of(window: Window) -> list[int]:
-    """Return how many neighbours are tried together; at least one is."""
-    return [group for group in (1, *_GROUPS) if group * window.slice_bytes <= _MOST_UNIT_BYTES or group == 1]
+    """Return how many neighbours are tried together: one, and more where they are not too long."""
+    return [1, *(group for group in _GROUPS if group * window.slice_bytes <= _MOST_UNIT_BYTES)]
 
 
 def _spread(slices: Bytes, most: int, most_bytes: int) -> Bytes:
@@ -217,32 +217,39 @@ def measure_together(
 def measure_behind_keys(
     coder: Coder, bases: list[MeasuredCodec], window: Window, sample: BlockSample
 ) -> list[MeasuredCodec]:
-    """Seal slices against keys, raw ones too where keys pay, and decode them as a batch does."""
+    """Seal slices against keys, and decode them as a batch does: raw keys and neighbours together where keys pay."""
     results = []
     for base in bases:
         coded = _measure_key(coder, base.codec, window, sample, _KEY_SLICES)
-        raw = None
-        if coded is not None and coded.ratio > _GAIN * base.ratio:
+        if coded is None:
+            continue
+        results.append(coded)
+        if coded.ratio > _GAIN * base.ratio:
             raw = _measure_key(coder, base.codec, window, sample, _RAW_KEY_SLICES)
-        results += [found for found in (coded, raw) if found is not None]
+            more = _measure_key(coder, base.codec, window, sample, _KEY_SLICES, _groups_of(window)[:2][-1])
+            results += [found for found in (raw, more) if found is not None]
     return results
 
 
-def _measure_key(coder: Coder, codec: Codec, window: Window, sample: BlockSample, share: int) -> MeasuredCodec | None:
-    """Measure keys that so many slices share, on fewer slices, as far from their key as all of them are."""
-    stretches = sample.keyed.get(share)
-    if stretches is None or not len(stretches):
+def _measure_key(
+    coder: Coder, codec: Codec, window: Window, sample: BlockSample, share: int, group: int = 1
+) -> MeasuredCodec | None:
+    """Measure keys that so many slices share, on fewer slices: alone, they are as far from it as all of them are."""
+    stretches = sample.keyed.get(share) if group == 1 else sample.near
+    if stretches is None or stretches.shape[1] < 2 * group or share not in sample.keyed:
         return None
+    stretches = stretches[:, : stretches.shape[1] // group * group]
     count, length, nbytes = stretches.shape
-    keyed = codec.grouped(1, length, raw_keys=share == _RAW_KEY_SLICES)
+    keyed = codec.grouped(group, length // group, raw_keys=share == _RAW_KEY_SLICES)
     sealed = coder.seal(stretches.reshape(-1, nbytes), keyed)
-    if sealed is None:
+    if sealed is None or not count:
         return None
-    sizes = np.diff(sealed.coded.offsets).reshape(count, length)
-    mean = (float(sizes[:, 0].mean()) + (share - 1) * float(sizes[:, 1:].mean())) / share
-    offset = sealed.coded.offsets.itemsize
+    sizes = np.diff(sealed.coded.offsets).reshape(count, length // group)
+    units = share // group
+    mean = (float(sizes[:, 0].mean()) + (units - 1) * float(sizes[:, 1:].mean())) / units
+    ratio = group * nbytes / (mean + sealed.coded.offsets.itemsize)
     wanted = _transitions(window, count, length, sample.stride)
-    return MeasuredCodec(replace(keyed, key=share), nbytes / (mean + offset), _decode_us(coder, sealed, wanted))
+    return MeasuredCodec(replace(keyed, key=units), ratio, _decode_us(coder, sealed, wanted))
 
 
 def _measure_neighbours(

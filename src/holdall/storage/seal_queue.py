@@ -156,6 +156,11 @@ class SealQueue:
             self._waited_s += time.monotonic() - began
             self._waits_since = None
 
+    @property
+    def is_pressed(self) -> bool:
+        """Whether whoever adds waits for room."""
+        return self._waits_since is not None
+
     def _now(self) -> float:
         """A clock that stands still while whoever adds waits."""
         waits_since = self._waits_since

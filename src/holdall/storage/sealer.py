@@ -81,16 +81,21 @@ class Sealer:
             weakly, so that a memory which is simply dropped ends its worker too. None: the owner looks by itself, and
             no block is sealed again, since the owner may write over it.
         write: Writes sealed slices to a file and returns them as they are read from there; None without a disk tier.
+        seals_quickly: Whether blocks may be sealed worse than a chosen codec does while one is being chosen, or when
+            they come faster than it seals even in a hurry. Not under a limit: what they take more would make others
+            leave early. Nor where they go to disk: there they are not sealed again.
 
     Attributes:
         spare_bytes: Bytes of blocks that may wait, beside those that always may: what a limit leaves.
     """
 
     def __init__(
-        self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None
-    ) -> None:
+        self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None,
+        *, seals_quickly: bool = True,
+    ) -> None:  # fmt: skip
         self._queue = SealQueue(seals_again=wake is not None)
         self._work = _Work(self._queue, coder, cap, threads, write, None if wake is None else weakref.WeakMethod(wake))
+        self._work.seals_quickly = seals_quickly and write is None and wake is not None
         self._thread: threading.Thread | None = None
         self._busy = threading.Lock()  # held by the worker: there is never more than one
         self._process = os.getpid()
@@ -237,6 +242,7 @@ class _Work:
         self._wake = wake
         self._chosen: dict[_Kind, _ChosenCodec] = {}
         self._quick: dict[_Kind, Codec] = {}
+        self.seals_quickly = True
         self.choosing: SealJob | None = None  # the job that a codec is chosen for
 
     @property
@@ -292,11 +298,15 @@ class _Work:
     def _do(self, job: SealJob) -> None:
         sealed: SealedSlices | None = None
         try:
-            act = self._seal_again if job.again else self._spill if job.spill else self._seal
-            sealed = act(job)
+            sealed = self.do(job)
         finally:
             if job in self._queue.begun:  # else it was handed in while its codec was chosen
                 self._hand_in(job, sealed)
+
+    def do(self, job: SealJob) -> SealedSlices | None:
+        """Give a block its next form; None if it stays as it is."""
+        act = self._seal_again if job.again else self._spill if job.spill else self._seal
+        return act(job)
 
     def _hand_in(self, job: SealJob, sealed: SealedSlices | None) -> None:
         """List what became of a block, and have it collected if anybody is there: also if it failed."""
@@ -339,7 +349,7 @@ class _Work:
             return None
         rate = queue.bytes_per_second
         is_fast = rate > _FAST_BYTES_PER_SECOND
-        if is_fast and rate * chosen.hurried_seconds > 1:
+        if is_fast and rate * chosen.hurried_seconds > 1 and self.seals_quickly:
             return self._seal_quickly(frozen)
         is_late = bool(queue.jobs) or (is_fast and rate * chosen.seconds_per_byte > _BUSY_SHARE)
         if is_late and chosen.hurried != chosen.codec:
@@ -364,9 +374,10 @@ class _Work:
         helpers = min(self._threads - 1, _MOST_HELPERS) if in_a_hurry else 1
         given: dict[str, Any] = {} if order is None else {"order": order}  # a coder need not know of what is not asked
         given |= {"threads": helpers} if helpers > 1 else {}
-        began = time.monotonic()
+        clock = time.monotonic if helpers > 1 else time.thread_time
+        began = clock()
         sealed = _smaller(self._coder.seal(slices, codec, **given), slices.nbytes)
-        seconds = (time.monotonic() - began) / max(slices.nbytes, 1)
+        seconds = (clock() - began) / max(slices.nbytes, 1)
         if in_a_hurry:
             self._queue.hurried.append(HurriedBlock(frozen, is_raw=sealed is None))
         return sealed, seconds
@@ -407,9 +418,11 @@ class _Work:
             self.choosing = None
 
     def _see_to_others(self) -> None:
-        """Seal the blocks that came while a codec is chosen; first the one that it is chosen for."""
+        """Seal blocks that came while a codec is chosen, if somebody waits for room; first the one it is chosen for."""
         queue, job = self._queue, self.choosing
-        if job is not None and queue.jobs and job in queue.begun and not job.again:
+        if not (queue.is_pressed and self.seals_quickly):
+            return
+        if job is not None and job in queue.begun and not job.again:
             self._hand_in(job, self._seal_quickly(job.frozen))
             queue.end(job)
         for _ in range(_BETWEEN_MEASUREMENTS):
@@ -436,9 +449,9 @@ class _MeasuringCoder:
     def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
         """Seal samples."""
         self._pause()
-        began = time.monotonic()
+        began = time.thread_time()
         sealed = self._coder.seal(slices, codec)
-        self._seconds[_cost_of(codec)] = (time.monotonic() - began) / max(slices.nbytes, 1)
+        self._seconds[_cost_of(codec)] = (time.thread_time() - began) / max(slices.nbytes, 1)
         return sealed
 
     def seconds_of(self, codec: Codec) -> float:

@@ -95,7 +95,10 @@ class Store(StoredRows):
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
         write = None if folder is None else folder.write
-        self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write)
+        is_limited = budget.limit is not None
+        self.sealer = Sealer(
+            kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write, seals_quickly=not is_limited
+        )
         self._snapshots = RowSnapshots(self._lanes)
 
     @property
@@ -263,7 +266,8 @@ class Store(StoredRows):
             for block, sealed, _, is_again in self.sealer.collect():
                 if sealed is not None:
                     self._tiers.exchange(block, partial(self.large_segments.seal, block, sealed), is_again=is_again)
-                self._tiers.take_back(block)
+                if not is_again:  # then it may be on its way to disk
+                    self._tiers.take_back(block)
             # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
             self._settle(may_evict=False)
             if self._is_fit_known or self.sealer.is_behind or self._ticks_that_fit is None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.tools.report.charts import bytes_scale, number, number_scale, seconds_scale
+from holdall.tools.report.charts import bytes_scale, limited_scale, number, number_scale, seconds_scale
 from holdall.units import format_seconds
 
 GIB = 2**30
@@ -27,6 +27,13 @@ def test_bytes_are_written_in_round_binary_units() -> None:
     assert [scale.text(tick) for tick in scale.ticks] == ["0", "2 GiB", "4 GiB", "6 GiB", "8 GiB"]
     small = bytes_scale(323 * 2**20)
     assert [small.text(tick) for tick in small.ticks] == ["0", "128 MiB", "256 MiB", "384 MiB"]
+
+
+def test_a_limit_is_drawn_unless_it_would_flatten_the_rest() -> None:
+    assert limited_scale(300.0, 700.0).end >= 700
+    assert limited_scale(300.0, 1_250.0).end < 1_250
+    assert limited_scale(300.0, 1_250.0, sight=6.0).end >= 1_250
+    assert limited_scale(300.0, 200.0).end >= 300
 
 
 @pytest.mark.parametrize(

@@ -814,9 +814,10 @@ TOGETHER = Codec(Method.ZSTD, 3, Transform(500), group=8)
 
 
 class SteppedChoice:
-    """A choice that measures until it is let go, and then takes a codec of LZ4's."""
+    """A choice that measures until it is let go, and then takes a codec; whoever adds waits for any block meanwhile."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(seal, "_WAIT_WHILE_CHOOSING_FROM", 1)
         self.codec = SLOW_CODEC
         self.begun, self.done = threading.Event(), threading.Event()
         self.choices = 0
@@ -841,6 +842,7 @@ def test_adding_goes_on_while_a_codec_is_chosen(monkeypatch: pytest.MonkeyPatch)
     memory = camera_memory(None)
     add_camera(memory, 0, 700)
     assert choice.begun.is_set()
+    assert memory._open().sealer._work.is_choosing  # nothing waited for it
     wait_until(lambda: memory.report().backlog <= 1)
     held = memory.gather(np.arange(memory.first_id, memory.next_id))
     sealer = memory._open().sealer
@@ -884,6 +886,7 @@ def test_a_field_whose_first_block_comes_during_a_choice_gets_one_later(monkeypa
     sealer.submit(first)
     assert choice.begun.wait(PATIENCE_S)
     sealer.submit(FrozenBlock(1, LEAF, second.window, second.block))
+    sealer.wait_for_room()
     wait_until(lambda: len(keeper.kept) == 2)
     assert [sealed.codec.method for _, sealed in keeper.kept] == [Method.LZ4] * 2
     assert keeper.blocks == [first.block, second.block]
@@ -914,6 +917,7 @@ def test_what_did_not_shrink_in_a_hurry_is_looked_at_again(monkeypatch: pytest.M
     blocks = [FrozenBlock(0, LEAF, Window.whole(LEAF), KeptBlock(500, 8, np.tile(noise + i, 8))) for i in range(3)]
     for block in blocks:
         sealer.submit(block)
+        sealer.wait_for_room()
     wait_until(lambda: len(keeper.left) == 3)
     choice.done.set()
     sealer.drain()
@@ -931,20 +935,24 @@ def test_an_error_in_a_choice_leaves_no_block_behind(monkeypatch: pytest.MonkeyP
     coder, keeper, pressed = GatedCoder(), ExchangingKeeper(), threading.Event()
 
     def fail(coder: Any, *_: Any) -> Codec:
-        assert pressed.wait(PATIENCE_S)
-        coder.seal(np.zeros((2, 500), np.uint8), CODEC)
+        end = time.monotonic() + PATIENCE_S
+        while not pressed.is_set() and time.monotonic() < end:
+            coder.seal(np.zeros((2, 500), np.uint8), CODEC)
         raise OSError("no codec")
 
     monkeypatch.setattr(seal, "choose", fail)
+    monkeypatch.setattr(seal, "_WAIT_WHILE_CHOOSING_FROM", 1)
     coder.open()
     sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
     blocks = [frozen_block() for _ in range(2)]
     for block in blocks:
         sealer.submit(block)
+    wait_until(lambda: sealer._work.is_choosing)
+    sealer.wait_for_room()
     pressed.set()
-    wait_until(lambda: sealer.backlog == 0)
-    assert "no codec" in sealer.failure
+    wait_until(lambda: "no codec" in sealer.failure)
     assert keeper.blocks == [each.block for each in blocks]
+    assert sealer.backlog == 0
     monkeypatch.setattr(seal, "choose", lambda *_: TOGETHER)
     sealer.drain()
     assert [sealed.codec for _, sealed in keeper.kept[2:]] == [TOGETHER] * 2
@@ -980,6 +988,7 @@ def test_threads_share_a_block_where_cores_are_idle(monkeypatch: pytest.MonkeyPa
     sealer.submit(frozen_block())
     assert choice.begun.wait(PATIENCE_S)
     sealer.submit(frozen_block())
+    sealer.wait_for_room()
     wait_until(lambda: len(keeper.kept) == 2)
     assert 3 in asked
     choice.done.set()

@@ -9,6 +9,7 @@ its bytes are left out and the size is a lower bound.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,9 @@ from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
 # The names that rl-baselines3-zoo gives to files and folders.
 _MOST_VARIANTS = 4
 _ZOO_NAMES = {name.lower(): name for name in ALGORITHM_CLASSES} | {"ppo_lstm": "RecurrentPPO"}
+
+
+_PICTURE = re.compile(r"frame|image|img|screen|pixel", re.IGNORECASE)
 
 
 class Unknown:
@@ -275,6 +279,8 @@ class StoredField:
     def is_image(self) -> bool:
         """Whether it looks like a picture, or a stack of them."""
         sides = sorted(self.shape)
+        if len(sides) == 2 and _PICTURE.search(self.name):
+            return sides[0] >= 32
         return len(sides) >= 3 and sides[-2] >= 32 and sides[0] <= 16
 
 

@@ -26,6 +26,9 @@ _MOST_RAW_SEGMENTS = 3  # while the worker keeps up: the open one, one that wait
 _RATIO_SPREAD = 0.1  # how much the ratio of the first thousands of steps may be wrong
 _HEAP_SPREAD = 1.6  # of a heap over what lives in it at most: freed blocks leave holes; measured 1.1 to 2.2
 _MOST_HEAP_SPREAD = 2.5
+_COMPACT_HEAP = 64 * MIB  # of what stays between updates: up to here the C library's holes are too small to see
+_HOLES = 0.5  # beyond it, of what stays
+_MOST_HOLES = 0.8
 _LIBRARIES_SPREAD = 0.05
 _PROCESSES_SPREAD = 0.15
 _PROBED_SPREAD = 0.05
@@ -293,8 +296,10 @@ def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, c
         churn += gathered
     if copies < MAPPED_FROM:  # freed after the flattening, but the heap stays as large
         churn += copies
-    size = max(mapped + int(_HEAP_SPREAD * churn), 2 * gathered)
-    most = max(int(1.15 * mapped + _MOST_HEAP_SPREAD * churn), 2 * gathered) + 16 * MIB
+    # Gradients and optimizer state of large networks lie between temporaries, and leave holes when those are freed.
+    kept = max(networks.settled_heap - _COMPACT_HEAP, 0)
+    size = max(mapped + int(_HEAP_SPREAD * churn), 2 * gathered) + int(_HOLES * kept)
+    most = max(int(1.15 * mapped + _MOST_HEAP_SPREAD * churn), 2 * gathered) + 16 * MIB + int(_MOST_HOLES * kept)
     return [PhasePart("batch and activations", size, "traced", most)]
 
 

@@ -28,7 +28,8 @@ _SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 36
 _SMALLEST = 1e-6
 _DAY = 86400
 _SIDE = 1000
-_LIMIT_IN_SIGHT = 2.5
+LIMIT_IN_SIGHT = 2.5
+"""A limit is drawn up to this many times the largest value."""
 _SHARE_FOR_A_NAME = 0.09
 """A band whose last value takes this share of the height has its name written into it."""
 SEVERITY_SIGNS = {"info": "●", "warning": "▲", "error": "◆"}
@@ -109,9 +110,9 @@ def bytes_scale(largest: float, ticks: int = 5) -> Scale:
     return _scale(largest, ticks, steps, _round_bytes, "bytes", tight=True)
 
 
-def limited_scale(largest: float, limit: float | None) -> Scale:
+def limited_scale(largest: float, limit: float | None, sight: float = LIMIT_IN_SIGHT) -> Scale:
     """Make an axis of bytes that shows a limit, unless the limit is so far away that it would flatten the rest."""
-    in_sight = limit is not None and largest <= limit <= _LIMIT_IN_SIGHT * largest
+    in_sight = limit is not None and largest <= limit <= sight * largest
     return bytes_scale(limit if limit is not None and in_sight else largest)
 
 

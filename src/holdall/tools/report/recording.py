@@ -31,6 +31,7 @@ GROUP_TITLES = {
 }
 """Groups in the order in which they are stacked, and what they are called."""
 _MEASURED = ("step", "steps_per_second", "pressure")
+NAMED_LIMIT = "named for this run"
 _GPU = ("requested", "allocated", "reserved", "fragmented", "other", "limit")
 _MOST_NOTICES = 500
 _NO_NAME = "without a name"
@@ -122,7 +123,7 @@ class Recording:
     def limit(self) -> tuple[float, str] | None:
         """The smallest limit on the host's memory, and its name; None if none was recorded."""
         limits = self.header.inner("limits")
-        names = {"given": "named for this run", "cgroup": "control group", "memory": "memory of the machine"}
+        names = {"given": NAMED_LIMIT, "cgroup": "control group", "memory": "memory of the machine"}
         known = [(limits.size(key) or 0.0, name) for key, name in names.items()] if limits else []
         return min((limit for limit in known if limit[0] > 0), default=None)
 

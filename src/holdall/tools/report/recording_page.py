@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from holdall.tools.report import charts
 from holdall.tools.report.charts import Markup, joined, number, tag
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
-from holdall.tools.report.recording import GROUP_TITLES, RecordedPart, RecordedVerdict, Recording
+from holdall.tools.report.recording import GROUP_TITLES, NAMED_LIMIT, RecordedPart, RecordedVerdict, Recording
 from holdall.units import counted, format_bytes, format_seconds
 
 _MOST_POINTS = 600
 _MOST_ROWS = 120
 _MOST_BARS = 40
+_NAMED_LIMIT_IN_SIGHT = 6.0
+"""Who names a limit for a run wants to see how far below it the run stays."""
 _NEAR = 0.9
 _HIGHER = 1.02
 """The kernel counts pages that are shared with others whole, so a little more is nothing new."""
@@ -179,7 +181,8 @@ def _memory(recording: Recording) -> Markup | None:
     thinned = "" if len(pss) <= _MOST_POINTS else f" {len(pss):,} readings are thinned; peaks and lows are kept."
     lead = f"Proportional set size of the process and its children: all parts add up to it.{thinned}"
     label = "Memory over time, by what holds it"
-    plot = _stacked_bytes(recording, pss, bands, named, "Memory over time", label, flags=True)
+    sight = _NAMED_LIMIT_IN_SIGHT if limit and limit[1] == NAMED_LIMIT else charts.LIMIT_IN_SIGHT
+    plot = _stacked_bytes(recording, pss, bands, named, "Memory over time", label, flags=True, sight=sight)
     return section("Memory over time", plot, lead=lead)
 
 
@@ -187,13 +190,13 @@ def _stacked_bytes(
     recording: Recording, total: charts.Floats, bands: dict[str, tuple[str, charts.Floats]],
     limit: tuple[float, str] | None, caption: str, label: str,
     *,
-    flags: bool = False,
+    flags: bool = False, sight: float = charts.LIMIT_IN_SIGHT,
 ) -> Markup:  # fmt: skip
     """Plot what adds up to a total of bytes, and write some of it as a table, the first and the last among it."""
     chosen = charts.thinned_positions(total, _MOST_POINTS)
     layers = [charts.PlotLayer(name, colour, values[chosen]) for name, (colour, values) in bands.items()]
     stacked = np.sum([layer.values for layer in layers], axis=0) if layers else total
-    scale = charts.limited_scale(max(float(total.max()), float(stacked.max()), 1.0), limit and limit[0])
+    scale = charts.limited_scale(max(float(total.max()), float(stacked.max()), 1.0), limit and limit[0], sight)
     plot = _over_time(recording, chosen, layers, scale, label, limit=limit, flags=flags)
     times, lines = recording.times, []
     for row in np.unique(np.linspace(0, len(chosen) - 1, min(_MOST_ROWS, len(chosen))).astype(np.int64)):

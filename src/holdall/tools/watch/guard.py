@@ -35,6 +35,7 @@ _EXTRA_SHARE_TO_FREE = 0.05
 _STALLED_PERCENT = 40.0
 """Per cent of the time that processes wait for memory: as bad as having none."""
 _PAUSE_AFTER_ACTION_S = 1.0
+_PAUSE_AFTER_WORDS_S = 10.0  # a memory that fills faster than it spills is short again and again
 """Time after an action in which it takes effect."""
 
 _LOG = logging.getLogger("holdall")
@@ -73,7 +74,7 @@ class MemoryGuard:
         self._agent, self._act = agent, act
         self._limit_bytes, self._checkpoint = limit_bytes, checkpoint
         self._is_near = False
-        self._rests_until = 0.0
+        self._rests_until = self._silent_until = 0.0
         self._approach = LimitTracker(at)
         self._pid = os.getpid()
         self._checking = threading.Lock()
@@ -120,7 +121,7 @@ class MemoryGuard:
                 self._is_near = False
                 return False
             room = _EXTRA_SHARE_TO_FREE * near.limit.total_bytes
-            self._do(near, int(max(room - near.spare_bytes, room) + near.soon_bytes), now >= self._rests_until)
+            self._do(near, int(max(room - near.spare_bytes, room) + near.soon_bytes), now)
             self._is_near, self._rests_until = True, now + _PAUSE_AFTER_ACTION_S
             return True
 
@@ -136,7 +137,7 @@ class MemoryGuard:
             limits.append(Limit("limit", left, self._limit_bytes))
         return limits
 
-    def _do(self, near: ApproachedLimit, wanted: int, says: bool) -> None:
+    def _do(self, near: ApproachedLimit, wanted: int, now: float) -> None:
         left, total = format_bytes(near.limit.free_bytes), format_bytes(near.limit.total_bytes)
         text = f"memory is short: {left} left of {total} ({near.limit.name})"
         if near.spare_bytes > 0:  # it does not look short yet
@@ -148,7 +149,8 @@ class MemoryGuard:
         elif self._act == "checkpoint" and not self._is_near and self._checkpoint is not None:
             self._checkpoint()
             text += "; a checkpoint is being taken"
-        if says and (self._act == "spill" or not self._is_near):
+        if now >= self._silent_until and (self._act == "spill" or not self._is_near):
+            self._silent_until = now + (_PAUSE_AFTER_WORDS_S if self._act == "spill" else _PAUSE_AFTER_ACTION_S)
             _LOG.warning("%s", text)
             self._agent.add_event(text)
 

@@ -168,6 +168,8 @@ def _is_pair(item: object) -> bool:
 def _is_replay(container: ListValue, limit: int | None) -> bool:
     """Whether a container is no short window: a deque that is not small, or a list that is named as a buffer."""
     node = container.node
+    if container.is_fixed:
+        return (container.length or 0) >= MANY
     if not container.is_deque:
         return bool(_BUFFER.search(container.name))
     if limit is not None:

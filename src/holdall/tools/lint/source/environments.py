@@ -385,7 +385,8 @@ def _returned(env: Environments, name: str, node: ast.AST) -> Any:
             return ReturnedValues((UNKNOWN, *rest))
         space = replace(space, leaves=tuple(replace(one, shape=(axis, *one.shape)) for one in space.leaves))
     frames = env.stack if env.is_lazy else 1
-    return ReturnedValues((space_sample(space, node, frames), *rest))
+    # One step's next observation is the following step's observation, from the reset on.
+    return ReturnedValues((space_sample(space, env.origin or node, frames), *rest))
 
 
 def enum_member(value: Any, owner: ClassValue) -> Any:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN
-from holdall.tools.lint.source import command_line
+from holdall.tools.lint.source import command_line, containers
 from holdall.tools.lint.source.expressions import Expressions
 from holdall.tools.lint.source.scopes import CallArguments, Scope
 from holdall.tools.lint.source.values import (
@@ -136,6 +136,11 @@ class Functions(Expressions):
 
     def instantiate(self, made_of: ClassValue, arguments: CallArguments, node: ast.AST | None) -> Any:
         """Make an object of a class of the program."""
+        if "builtins.dict" in made_of.libraries() and not isinstance(made_of.find("__init__"), FunctionValue):
+            table = TableValue(arguments.named.items(), path=self.path, attributes=True)  # keys read as attributes
+            for one in arguments.values[:1]:
+                containers.update(self, table, one)
+            return table
         instance = InstanceValue(made_of, node=node, path=self.path)
         self.instances.append(instance)
         if made_of.decorators & _DATA_CLASSES or made_of.extends("NamedTuple", "BaseModel", "Tap", "BaseSettings"):

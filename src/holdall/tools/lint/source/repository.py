@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from holdall.tools.lint.source.script import parse_quietly
+
 _ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 _MOST_BYTES = 2 * 2**20
 _MOST_MODULES = 400
@@ -65,7 +67,7 @@ class Repository:
     @staticmethod
     def _parse(path: Path) -> ast.Module | None:
         try:
-            return ast.parse(path.read_bytes()) if path.stat().st_size <= _MOST_BYTES else None
+            return parse_quietly(path.read_bytes()) if path.stat().st_size <= _MOST_BYTES else None
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return None
 

@@ -7,6 +7,7 @@ Invariant: `definition` returns an assignment only if the use of a name certainl
 from __future__ import annotations
 
 import ast
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,7 +42,7 @@ class Script:
     @classmethod
     def parse(cls, text: str, path: str) -> Script:
         """Parse source text; a SyntaxError is the caller's to report."""
-        return cls(path, text, ast.parse(text))
+        return cls(path, text, parse_quietly(text))
 
     @cached_property
     def _parents(self) -> dict[ast.AST, ast.AST]:
@@ -291,6 +292,13 @@ class Script:
             if statement in block and id(block) in blocks:
                 return block.index(statement) < blocks[id(block)]
         return False
+
+
+def parse_quietly(source: str | bytes) -> ast.Module:
+    """Parse source text; what Python would only warn about, such as unknown escapes, is not for lint to report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(source)
 
 
 def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:

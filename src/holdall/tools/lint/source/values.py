@@ -280,6 +280,8 @@ def length_of(value: Any) -> int | None:
 def put(table: dict[Any, Any], key: object, value: Any, made: Path, here: Path) -> None:
     """Change an entry; where the change happens only under further conditions, the old value stays a candidate."""
     further = here[len(made) :] if here[: len(made)] == made else ()
+    if further and key not in table and (value is None or value is UNKNOWN):
+        return  # an option that was not given is not passed on
     if further and key in table and not _is_same(table[key], value):
         value = one_of([(table[key], ""), (value, " and ".join(further))])
     table[key] = value

@@ -1,0 +1,159 @@
+"""Write what the benchmarks on a GPU measured into the docs: `python benchmarks/gpu_docs.py [--check]`.
+
+In:  benchmarks/results/gpu_*.json, which gpu_sb3.py, gpu_delivery.py, gpu_resident.py and gpu_lz4.py write where there is
+a GPU.  Out: their tables in docs/gpu.md, docs/samplers.md and docs/decisions. `--check` only says what differs.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+def found(name: str) -> Any:
+    """Return the results of one benchmark."""
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def table(head: str, rows: list[list[str]]) -> str:
+    """Return a table as the docs write it."""
+    rule = "|" + "---|" * (head.count("|") - 1)
+    lines = ("|" + "|".join(f" {cell} " if cell else " " for cell in row) + "|" for row in rows)
+    return "\n".join([head, rule, *lines])
+
+
+def drop_in() -> tuple[str, str]:
+    """Return the tables of the drop-in for Stable-Baselines3: batches, and gradient steps."""
+    results = found("gpu_sb3")
+    batches = [
+        [
+            str(row["rows"]), f"{row['holdall']:.2f} ms", f"{row['sb3']:.2f} ms", f"{row['holdall'] / row['sb3']:.3f}",
+            f"{row['alone']:.2f} ms", f"{row['host']:.2f} ms",
+        ]
+        for row in results["batches"]
+    ]  # fmt: skip
+    names = {
+        "no cost": "one batch, again and again", "no cost, again": "the same once more", "holdall": "`holdall.sb3`",
+        "holdall, prefetch": "`holdall.sb3`, `prefetch=2`", "sb3": "Stable-Baselines3",
+    }  # fmt: skip
+    rates = results["steps_per_second"]
+    steps = [[names[name], f"{rates[name]:.1f}", f"{rates[name] / rates['no cost']:.3f}"] for name in names]
+    return (
+        table(
+            "| rows | `holdall.sb3` | Stable-Baselines3 | ratio | `holdall.sb3` alone | of that, the host |", batches
+        ),
+        table("| batches of | gradient steps a second | ratio |", steps),
+    )
+
+
+def resident() -> str:
+    """Return the table of data that is made on the GPU."""
+    rows = []
+    for name, what, ours, theirs in found("gpu_resident")["rows"]:
+        shown = [f"{v / 2**20:.0f} MiB" if what == "bytes" else f"{v:.3f} ms" for v in (ours, theirs)]
+        rows.append([name, what, *shown, f"{ours / theirs:.2f}"])
+    return table("| data | what | holdall | plain torch | ratio |", rows)
+
+
+def verdict(value: float, aim: float) -> str:
+    """Say whether an aim is met."""
+    return "met" if value <= aim else "**missed**"
+
+
+def delivery() -> str:
+    """Return the table of batches for a GPU."""
+    results = found("gpu_delivery")
+    large, small, store, stacks = (results[name] for name in ("4096", "256", "store", "stacks"))
+
+    def ms(way: Any) -> float:
+        return float(way.get("mean_ms", way["median_ms"]))
+
+    bus, flowing = ms(large["bus alone"]), ms(large["holdall, prefetch"])
+    alone, turns = (ms(large[name]) for name in ("holdall, alone", "holdall, no prefetch"))
+    by_hand, as_sb3 = "gather into pinned memory, copy", "NumPy and .to(device), as SB3"
+    few, in_turns, gathered = (ms(small[name]) for name in ("holdall, alone", "holdall, no prefetch", by_hand))
+    part, until = ms(store["on the device alone"]), ms(store["holdall, store on the device"])
+    stacked, stacked_alone, stacked_turns = (
+        ms(stacks[name]) for name in ("holdall, prefetch", "holdall, alone", "holdall, no prefetch")
+    )
+    staged = [ms(large[f"holdall, staged, {how}"]) for how in ("prefetch", "alone")]
+    rows = [
+        ["4,096 frames (87 MB), flowing", f"{flowing:.2f} ms", f"1.1 x the bus: {verdict(flowing, 1.1 * bus)}",
+         f"the bus alone {bus:.2f}"],
+        ["the same, `prefetch=0`", f"{alone:.2f} ms, {turns:.2f} in turns with the others", f"3.0: {verdict(turns, 3)}",
+         f"by hand {ms(large[by_hand]):.2f}, as SB3 {ms(large[as_sb3]):.1f}"],
+        ["the same, not pinned: through staging", f"{staged[0]:.2f} ms flowing, {staged[1]:.2f} with `prefetch=0`", "",
+         ""],
+        ["256 frames, `prefetch=0`", f"{few:.2f} ms, {in_turns:.2f} in turns",
+         f"0.7 of by hand: {verdict(in_turns, 0.7 * gathered)}",
+         f"by hand {gathered:.2f}, as SB3 {ms(small[as_sb3]):.2f}; the bus {ms(small['bus alone']):.2f}"],
+        ["the same, flowing", f"{ms(small['holdall, prefetch']):.2f} ms", "", ""],
+        ['4,096 frames, `store_device="cuda"`: the GPU\'s own part', f"{part:.2f} ms", "", ""],
+        ["the same, until the consumer has it",
+         f"{until:.2f} ms, flowing {ms(store['holdall, store on the device, prefetch']):.2f}",
+         f"0.1: {verdict(until, 0.1)}", ""],
+        ["4,096 stacks of 4, flowing", f"{stacked:.2f} ms", f"3.0: {verdict(stacked, 3)}",
+         f"8 frames a row over the bus alone {ms(stacks['bus alone, 8 frames a row']):.2f}"],
+        ["the same, `prefetch=0`", f"{stacked_alone:.2f} ms, {stacked_turns:.2f} in turns",
+         f"3.0: {verdict(stacked_turns, 3)}", ""],
+        ["allocations a batch, of the caching allocator", "0", "0: met", ""],
+    ]  # fmt: skip
+    return table("| batch | holdall | aim | beside it |", rows)
+
+
+def compressed() -> str:
+    """Return the table of compressed batches."""
+    results = found("gpu_lz4")
+    camera, screen = results["camera"], results["screen"]
+
+    def row(name: str, *keys: str) -> list[str]:
+        return [name, *(" and ".join(f"{side[key]:.2f}" for key in keys) for side in (camera, screen))]
+
+    ratios = f"like a camera, {camera['ratio of LZ4']:.1f} : 1 | like an Atari screen, {screen['ratio of LZ4']:.0f} : 1"
+    rows = [
+        row("raw bytes over the bus", "raw over the bus"),
+        row("compressed bytes over the bus, decoded there", "compressed over the bus, decoded there"),
+        row("of that, the bus, and decoding", "of that, the bus", "of that, decoding"),
+        row("holdall today, compressed, `prefetch=0`", "holdall, compressed, no prefetch"),
+        row("the same, `prefetch=2`", "holdall, compressed, prefetch"),
+    ]
+    return table(f"| ms | {ratios} |", rows)
+
+
+def replaced(text: str, new: str) -> str:
+    """Put a table in the place of the one whose first column is called the same."""
+    first = new.split("|")[1]
+    lines, begin = text.split("\n"), 0
+    while not (lines[begin].startswith(f"|{first}|") and lines[begin + 1].startswith("|---")):
+        begin += 1
+    end = next(i for i in range(begin, len(lines)) if not lines[i].startswith("|"))
+    return "\n".join([*lines[:begin], *new.split("\n"), *lines[end:]])
+
+
+def main() -> int:
+    """Write all tables."""
+    batches, steps = drop_in()
+    pages = {
+        "docs/gpu.md": [batches, steps, resident()],
+        "docs/samplers.md": [delivery()],
+        "docs/decisions/016-lz4-is-decoded-on-the-host.md": [compressed()],
+    }
+    differs = 0
+    for name, tables in pages.items():
+        before = after = (ROOT / name).read_text(encoding="utf-8")
+        for each in tables:
+            after = replaced(after, each)
+        if after != before:
+            differs += 1
+            print(f"{name} differs from the results")
+            if "--check" not in sys.argv:
+                (ROOT / name).write_text(after, encoding="utf-8")
+    return int("--check" in sys.argv and differs > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

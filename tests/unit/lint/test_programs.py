@@ -1,0 +1,146 @@
+"""How people write trainings: what lint must follow to size a buffer, each in a program as small as possible."""
+
+from pathlib import Path
+
+import pytest
+
+from holdall.tools.lint.engine import FileChecker
+from holdall.tools.lint.finding import Finding
+from holdall.tools.lint.rule import REFERENCE_MACHINE
+from holdall.tools.lint.rules import RULES
+
+FRAMES = """
+import gymnasium as gym
+import numpy as np
+from collections import deque
+from gymnasium.wrappers import AtariPreprocessing
+
+class Stack(gym.Wrapper):
+    def __init__(self, env, k=4):
+        super().__init__(env)
+        self.k, self.frames = k, deque(maxlen=k)
+
+    def reset(self):
+        ob = self.env.reset()
+        for _ in range(self.k):
+            self.frames.append(ob)
+        return np.array(self.frames)
+
+    def step(self, action):
+        ob, reward, done, info = self.env.step(action)
+        self.frames.append(ob)
+        return np.array(self.frames), reward, done, info
+
+env = Stack(AtariPreprocessing(gym.make("PongNoFrameskip-v4")))
+"""
+LOOP = """
+obs = env.reset()
+while True:
+    action = env.action_space.sample()
+    next_obs, reward, done, info = env.step(action)
+    memory.add(obs, action, reward, next_obs, done)
+    obs = next_obs
+"""
+ARRAYS = """
+import numpy as np
+
+class ReplayBuffer:
+    def __init__(self, capacity):
+        self.obs = np.zeros((capacity, 4, 84, 84), dtype=np.uint8)
+"""
+FRAME = 84 * 84
+PROGRAMS = {
+    "an array of objects": (
+        FRAMES + "class Memory:\n    def __init__(self, n):\n        self.at, self.rows = 0, np.empty(n, dtype=object)"
+        "\n"
+        "    def add(self, ob, action, reward, ob_nx, done):\n"
+        "        self.rows[self.at] = [ob, action, reward, ob_nx, done]\nmemory = Memory(100_000)\n" + LOOP,
+        100_000 * (4 * FRAME + 112),
+        {"M19", "P04"},
+    ),
+    "a dict for every transition": (
+        FRAMES + "class Memory:\n    def __init__(self, size):\n        self.rows = [dict() for _ in range(size)]\n"
+        "    def add(self, obs, action, reward, next_obs, done):\n        self.rows[0]['obs'] = obs\n"
+        "memory = Memory(100_000)\n" + LOOP,
+        100_000 * (4 * FRAME + 112),
+        {"M19"},
+    ),
+    "arrays that a program's own class makes of itself": (
+        FRAMES + "class Lazy:\n    def __init__(self, frames):\n        self.frames, self.out = frames, None\n"
+        "    def __array__(self, dtype=None):\n        self.out = np.stack(self.frames)\n        self.frames = None\n"
+        "        return self.out\nmemory = deque(maxlen=100_000)\nob = env.env.reset()\n"
+        "memory.append((np.array(Lazy([ob, ob, ob, ob])), 0, 1.0, 0))\n",
+        100_000 * (4 * FRAME + 112),
+        {"M19"},
+    ),
+    "settings in a class that extends dict": (
+        ARRAYS + "class Config(dict):\n    __getattr__ = dict.get\nconfig = Config({'capacity': 100_000})\n"
+        "memory = ReplayBuffer(config.capacity)\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "options that are passed on only if they are given": (
+        ARRAYS + "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--capacity', type=int)\n"
+        "args = parser.parse_args()\ngiven = {}\nif args.capacity is not None:\n    given['capacity'] = args.capacity\n"
+        "def build(capacity=100_000):\n    return ReplayBuffer(capacity)\nmemory = build(**given)\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "a flag of the command line, copied to a name": (
+        ARRAYS + "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--train', action='store_true')\ntrain = parser.parse_args().train\n"
+        "if train:\n    memory = ReplayBuffer(100_000)\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "one memory for each seed, one after the other": (
+        ARRAYS + "for seed in [0, 1, 2, 3, 4]:\n    memory = ReplayBuffer(100_000)\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "a buffer of TorchRL with what is added to it": (
+        FRAMES + "import torch\nfrom torchrl.data import ListStorage, ReplayBuffer\n"
+        "memory = ReplayBuffer(storage=ListStorage(100_000))\nobs = torch.FloatTensor(env.reset())\n"
+        "memory.add((obs, 0, 1.0, torch.FloatTensor(env.reset()), False))\n",
+        100_000 * 2 * 16 * FRAME,
+        {"M19", "P15"},
+    ),
+}  # fmt: skip
+
+
+def checked(folder: Path, **files: str) -> list[Finding]:
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    return FileChecker(RULES, REFERENCE_MACHINE).check(folder / "train.py")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_buffer_of_a_program_is_sized(name: str, tmp_path: Path) -> None:
+    source, nbytes, rules = PROGRAMS[name]
+    found = checked(tmp_path, train=source)
+    assert {one.rule for one in found} == rules
+    (large,) = (one for one in found if one.rule == "M19")
+    assert large.numbers["needed_bytes"] == pytest.approx(nbytes, rel=0.01)
+
+
+def test_a_script_that_only_starts_what_other_modules_make_is_followed_into_them(tmp_path: Path) -> None:
+    agent = "from memory import ReplayBuffer\nclass Agent:\n    def __init__(self, n):\n        ReplayBuffer(n)\n"
+    start = "from agent import Agent\nif __name__ == '__main__':\n    Agent(100_000)\n"
+    (found,) = checked(tmp_path, memory=ARRAYS, agent=agent, train=start)
+    assert (found.rule, found.place.line) == ("M19", 3)
+    assert checked(tmp_path, train="from agent import Agent\n\ndef main():\n    Agent(100_000)\n") == []
+
+
+def test_a_model_that_is_loaded_has_the_mistakes_of_its_callbacks(tmp_path: Path) -> None:
+    source = (
+        "import gymnasium as gym\nfrom stable_baselines3 import PPO\n"
+        "from stable_baselines3.common.callbacks import CheckpointCallback, EvalCallback\n"
+        "env = gym.make('CartPole-v1')\nmodel = PPO.load('agent', env=env)\n"
+        "save = CheckpointCallback(save_freq=10_000, save_path='models', save_replay_buffer=True)\n"
+        "model.learn(100_000, callback=[save, EvalCallback(env)])\n"
+    )
+    assert {one.rule for one in checked(tmp_path, train=source)} == {"L18", "S02"}
+
+
+def test_what_python_warns_about_is_no_syntax_error(tmp_path: Path) -> None:
+    assert checked(tmp_path, train='path = "logs\\dqn"\n') == []
