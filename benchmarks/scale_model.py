@@ -66,7 +66,10 @@ class Costs:
     @classmethod
     def of(cls, found: dict[str, Any], spread: dict[str, Any]) -> Costs:
         """Read what was measured of one workload."""
-        inserted, wire = found["insert"], found["sample"]["wire"]
+        inserted, ahead = found["insert"], found["sample"]["ahead"]
+        # Results of earlier versions have no figures of batches that leave the machine.
+        near = {f"{end}_us": ahead[f"{end}_cpu_us"]["holdall"] for end in ("learner", "shard")}
+        wire = {"bytes": found["sample"]["wire"].get("answer_bytes")} | near | found["sample"]["wire"]
         return cls(
             writer_us=inserted["steps"]["writer_cpu_us"]["holdall"],
             shard_insert_us=inserted["steps"]["shard_cpu_us"]["holdall"],
