@@ -218,7 +218,8 @@ def measured(results: dict[str, Any]) -> str:
     lines = ["| | asked of Atari | " + " | ".join(NAMES.values()) + " |", "|---|--:|" + "--:|" * len(NAMES)]
     for name, bars in by_name.items():
         first = next(iter(bars.values()))
-        asked = f">= {first['least']:g}" if first["least"] is not None else f"<= {first['most']:.3g}"
+        least, most = first["least"], first["most"]
+        asked = f">= {least:g}" if least is not None else "" if most is None else f"<= {most:.3g}"
         cells = [f"{bars[each]['value']:.3g}" if each in bars else "" for each in NAMES]
         lines.append(f"| {name} | {asked} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
