@@ -66,7 +66,10 @@ class Costs:
     @classmethod
     def of(cls, found: dict[str, Any], spread: dict[str, Any]) -> Costs:
         """Read what was measured of one workload."""
-        inserted, wire = found["insert"], found["sample"]["wire"]
+        inserted, ahead = found["insert"], found["sample"]["ahead"]
+        # Results of earlier versions have no figures of batches that leave the machine.
+        near = {f"{end}_us": ahead[f"{end}_cpu_us"]["holdall"] for end in ("learner", "shard")}
+        wire = {"bytes": found["sample"]["wire"].get("answer_bytes")} | near | found["sample"]["wire"]
         return cls(
             writer_us=inserted["steps"]["writer_cpu_us"]["holdall"],
             shard_insert_us=inserted["steps"]["shard_cpu_us"]["holdall"],
@@ -215,7 +218,8 @@ def measured(results: dict[str, Any]) -> str:
     lines = ["| | asked of Atari | " + " | ".join(NAMES.values()) + " |", "|---|--:|" + "--:|" * len(NAMES)]
     for name, bars in by_name.items():
         first = next(iter(bars.values()))
-        asked = f">= {first['least']:g}" if first["least"] is not None else f"<= {first['most']:.3g}"
+        least, most = first["least"], first["most"]
+        asked = f">= {least:g}" if least is not None else "" if most is None else f"<= {most:.3g}"
         cells = [f"{bars[each]['value']:.3g}" if each in bars else "" for each in NAMES]
         lines.append(f"| {name} | {asked} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

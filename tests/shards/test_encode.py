@@ -17,6 +17,7 @@ from holdall.cluster import encode
 from holdall.cluster.encode import Encoder
 from holdall.native import chosen_kernels
 from holdall.schema import Schema
+from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.sealed_segment import SealedSegment, pack_segment
 from holdall.storage.ticks import Tick
 from holdall.testing import Stream
@@ -83,3 +84,18 @@ def test_a_trajectory_becomes_the_segments_of_its_ticks(
             assert other.rows == one.rows
         if one.rows:
             assert packed(other.close({})) == packed(one.close({}))
+
+
+def test_a_level_that_takes_hardly_more_room_is_preferred_if_it_is_quicker() -> None:
+    generator = np.random.default_rng(0)
+    frames = np.repeat(generator.integers(0, 256, (1, 84, 84), np.uint8), 512, axis=0)
+    for frame, (row, column) in zip(frames, generator.integers(0, 76, (512, 2)).tolist(), strict=True):
+        frame[row : row + 8, column : column + 8] = 255
+    slices, coder = frames.reshape(512, -1), chosen_kernels().coder
+    slow = Codec(Method.ZSTD, 12, Transform(84 * 84), None, 16)
+    quick = encode._quicker(coder, slow, slices)
+    sealed, again = coder.seal(slices, slow), coder.seal(slices, quick)
+    assert sealed is not None
+    assert again is not None
+    assert quick.level <= 7
+    assert again.coded.data.nbytes <= 1.03 * sealed.coded.data.nbytes

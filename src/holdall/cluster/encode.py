@@ -249,6 +249,8 @@ def column_leaves(schema: Schema, sliced: Sequence[int]) -> dict[str, Leaf]:
 _ENOUGH = 512
 """Slices that a choice is made on."""
 _HARDLY_MORE = 1.03
+_QUICK_LEVEL = 7
+"""Zstandard's last level that is quick: those above take far longer for frames of a game, and hardly less room."""
 
 
 class SharedCodecs:
@@ -310,8 +312,11 @@ class SharedCodecs:
 
 def _quicker(coder: storage.Coder, codec: storage.Codec, slices: Bytes) -> storage.Codec:
     """Return the codec at a lower level if that takes hardly more bytes: steps of an environment wait for it."""
-    hurried = codec.hurried()
-    sealed, quick = (coder.seal(slices, each) for each in (codec, hurried))
-    if sealed is None or quick is None:
+    sealed = coder.seal(slices, codec)
+    if sealed is None:
         return codec
-    return hurried if quick.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes else codec
+    for quick in (codec.hurried(), replace(codec, level=min(codec.level, _QUICK_LEVEL))):
+        found = coder.seal(slices, quick)
+        if found is not None and found.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes:
+            return quick
+    return codec
