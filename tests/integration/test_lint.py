@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-import holdall
+import holdall.lint
 from holdall.cli import app
 from holdall.cli.lint import check_in_processes
 from holdall.tools.lint.engine import LintSettings
