@@ -102,7 +102,11 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
         "python": (4, "test_docs.py::test_dqn_with_priorities_in_samplers_md_learns_and_tells_its_errors")
     },
     "docs/scale.md": {"": (1, NO_CODE), "python": (3, "shards/test_page.py::test_programs"), "bash": (1, LOOKED_UP)},
-    "docs/watch.md": {"": (3, NO_CODE), "python": (2, "unit/watch/test_watch_page.py::test_programs"), "sh": (1, LOOKED_UP)},
+    "docs/watch.md": {
+        "": (3, NO_CODE),
+        "python": (2, "unit/watch/test_watch_page.py::test_programs"),
+        "sh": (1, LOOKED_UP),
+    },
 }
 """By page and kind of block: how many there are, and which test runs them. 0: a script makes the page from cases."""
 
