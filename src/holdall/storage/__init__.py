@@ -70,7 +70,6 @@ from holdall.storage.records import (
 from holdall.storage.remote_file import AwaitedFile, Demand, bring, bring_places, bring_slices
 from holdall.storage.rings import Rows
 from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
-from holdall.storage.seal_queue import FrozenBlock
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import SEGMENT_BYTES
@@ -79,6 +78,7 @@ from holdall.storage.slices import (
     RECORD_FIELDS,
     ClosedPart,
     Cursors,
+    FrozenBlock,
     Held,
     Kernels,
     Log,

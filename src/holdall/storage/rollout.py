@@ -24,9 +24,17 @@ from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.columns import new_ring
 from holdall.storage.layout import Window, WindowScout, as_bytes
-from holdall.storage.seal_queue import FrozenBlock
 from holdall.storage.sealer import Sealer
-from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, OpenPart, Places, lies_direct
+from holdall.storage.slices import (
+    RECORD_FIELDS,
+    ClosedPart,
+    Cursors,
+    FrozenBlock,
+    Kernels,
+    OpenPart,
+    Places,
+    lies_direct,
+)
 from holdall.threads import pool_threads
 
 Copy = Callable[[Array, Array], None]

@@ -11,38 +11,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from holdall.schema import Leaf
-from holdall.storage.blocks import Order, SealedSlices, SliceBlock
-from holdall.storage.layout import Window
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenBlock:
-    """A block that takes no more slices, and what it holds."""
-
-    field: int
-    leaf: Leaf
-    window: Window
-    block: SliceBlock
-    lanes: int = 1  # that brought slices in turn
-    logs: Callable[[], list[NDArray[Any]]] = list  # slices' numbers, (rows, lanes), of the segments that name the block
-
-    def lane_order(self) -> Order | None:
-        """Order the slices as lane after lane shows them; None if there is one lane, or nothing names them."""
-        logs = self.logs() if self.lanes > 1 else []
-        if not logs:
-            return None
-        seen, first = np.unique(np.concatenate(logs).T.reshape(-1), return_index=True)
-        named = seen[np.argsort(first)]
-        order = np.concatenate([named, np.setdiff1d(np.arange(self.block.used), seen)])
-        return order.astype(np.uint32) if len(order) == self.block.used else None
+from holdall.storage.blocks import SealedSlices, SliceBlock
+from holdall.storage.slices import FrozenBlock
 
 
 class SealResult(NamedTuple):

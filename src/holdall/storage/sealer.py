@@ -26,7 +26,8 @@ from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, reserve
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.codec_choice import BlockSample, choose, choose_quickly
 from holdall.storage.layout import Window
-from holdall.storage.seal_queue import FrozenBlock, HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
+from holdall.storage.seal_queue import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
+from holdall.storage.slices import FrozenBlock
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the

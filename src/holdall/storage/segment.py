@@ -29,10 +29,10 @@ from holdall.storage.blocks import (
     reserve,
 )
 from holdall.storage.layout import CURSOR_BYTES, Window, WindowSearches
-from holdall.storage.seal_queue import FrozenBlock
 from holdall.storage.slices import (
     ClosedPart,
     Cursors,
+    FrozenBlock,
     Kernels,
     Log,
     OpenPart,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.schema import Array, Bytes
+from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.batch_source import BatchReader
-from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, SliceBlock, reserve
+from holdall.storage.blocks import Coder, KeptBlock, Order, SealedSlices, SliceBlock, reserve
 from holdall.storage.layout import RowReader, Window
 from holdall.storage.ticks import FastTick, FlatField, Repair, TickWriter
 
@@ -456,3 +456,25 @@ def describe_parts(parts: Sequence[AnyPart], window: Window) -> str:
         return found
     kinds = sorted({each.codec.describe() for each in sealed})
     return f"{found}; {len(sealed)} of {len(closed)} segments sealed by {', '.join(kinds)}"
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenBlock:
+    """A block that takes no more slices, and what it holds."""
+
+    field: int
+    leaf: Leaf
+    window: Window
+    block: SliceBlock
+    lanes: int = 1  # that brought slices in turn
+    logs: Callable[[], list[NDArray[Any]]] = list  # slices' numbers, (rows, lanes), of the segments that name the block
+
+    def lane_order(self) -> Order | None:
+        """Order the slices as lane after lane shows them; None if there is one lane, or nothing names them."""
+        logs = self.logs() if self.lanes > 1 else []
+        if not logs:
+            return None
+        seen, first = np.unique(np.concatenate(logs).T.reshape(-1), return_index=True)
+        named = seen[np.argsort(first)]
+        order = np.concatenate([named, np.setdiff1d(np.arange(self.block.used), seen)])
+        return order.astype(np.uint32) if len(order) == self.block.used else None

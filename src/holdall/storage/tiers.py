@@ -18,7 +18,7 @@ from holdall.machine import memory_limits
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.layout import FieldLayout
-from holdall.storage.seal_queue import FrozenBlock
+from holdall.storage.slices import FrozenBlock
 from holdall.units import format_bytes, parse_bytes
 
 _SHARE_OF_AVAILABLE = 4

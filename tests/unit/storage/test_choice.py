@@ -73,7 +73,7 @@ def chosen_at(patch: pytest.MonkeyPatch, cap: float, raw_us: float, threads: int
     """Choose among codecs of known prices; return the ratio of the one chosen, 0.0 for none."""
     ratio_by_codec = {Codec(Method.ZSTD, level, Transform(1296)): p for level, p in enumerate(PRICES, start=1)}
     known = [MeasuredCodec(codec, ratio, us) for codec, (_, us, ratio) in ratio_by_codec.items()]
-    patch.setattr(choice, "measure", lambda *_: known)
+    patch.setattr(choice, "measure", lambda *_, **__: known)
     patch.setattr(choice, "_raw_us", lambda *_: raw_us)
     codec = choose(PortableCoder(), FRAME, WHOLE, noise(3), cap, threads)
     return 0.0 if codec.method is Method.STORED else ratio_by_codec[codec][2]
@@ -104,7 +104,7 @@ def test_preferences_allow_more_and_more() -> None:
 def test_a_codec_that_hardly_shrinks_is_not_worth_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then slices stay raw, and as fast as memory."""
     poor = MeasuredCodec(Codec(Method.LZ4, 0, Transform(1296)), 1.05, 0.1)
-    monkeypatch.setattr(choice, "measure", lambda *_: [poor])
+    monkeypatch.setattr(choice, "measure", lambda *_, **__: [poor])
     assert choose(PortableCoder(), FRAME, WHOLE, noise(3), ANY_COST, 1).method is Method.STORED
 
 

@@ -15,7 +15,7 @@ from holdall.schema import Bytes, Leaf
 from holdall.storage import segment
 from holdall.storage.blocks import KeptBlock
 from holdall.storage.layout import Window
-from holdall.storage.seal_queue import FrozenBlock
+from holdall.storage.slices import FrozenBlock
 from holdall.testing import OracleMemory, assert_same_bits
 
 SIDE = 70

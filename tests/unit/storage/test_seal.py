@@ -26,10 +26,10 @@ from holdall.storage import segment
 from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, address
 from holdall.storage.codec import Codec, Method, Predictor, Transform
 from holdall.storage.layout import Window
-from holdall.storage.seal_queue import FrozenBlock, SealQueue
+from holdall.storage.seal_queue import SealQueue
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
-from holdall.storage.slices import Places
+from holdall.storage.slices import FrozenBlock, Places
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 

@@ -17,8 +17,8 @@ from holdall.storage import tiers as tier
 from holdall.storage.blocks import Coded, Extent, KeptBlock, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.layout import Window
-from holdall.storage.seal_queue import FrozenBlock
 from holdall.storage.segment import Segments
+from holdall.storage.slices import FrozenBlock
 from holdall.storage.tiers import Allowance, Budget, Tiers
 
 LEAF = Leaf("", (10,), np.dtype("u1"))
