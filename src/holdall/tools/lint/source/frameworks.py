@@ -101,7 +101,7 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
     if name in {"load_replay_buffer", "save_replay_buffer", "save"}:
         interpreter.record(name, owner, arguments, node)
         return None
-    if name in {"add", "extend"} and "call" in owner.arguments and "uffer" in owner.kind:
+    if name in {"add", "extend"} and "call" in owner.arguments and "buffer" in owner.kind.lower():
         owner.attributes["added"] = arguments.get(0, "data")
         return UNKNOWN
     if name == "get_env":
