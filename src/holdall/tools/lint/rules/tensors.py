@@ -104,7 +104,7 @@ def stacked_then_flattened(script: Script, training: TrainingReader, machine: Ma
             yield Match("torch.stack copies, and its result is flattened: torch.cat does both", script.place(made))
 
 
-@script_rule("P08", "buffer-attribute-never-read", Severity.INFO, words=("Buffer", "buffer"))
+@script_rule("P08", "buffer-attribute-never-read", Severity.INFO, words=("buffer", "Buffer"))
 def buffer_attribute_never_read(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds private attributes of a buffer class that are set to a constant and never read.
 

@@ -32,16 +32,8 @@ _PARSERS = {"ArgumentParser", "ArgParser", "HfArgumentParser"}
 
 
 _FOLLOWED = {
-    "argparse",
-    "configargparse",
-    "absl",
-    "click",
-    "typer",
-    "hydra",
-    "dataclasses",
-    "ml_collections",
-    "easydict",
-}
+    "argparse", "configargparse", "absl", "click", "typer", "hydra", "dataclasses", "ml_collections", "easydict",
+}  # fmt: skip
 
 
 def command_line(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:

@@ -20,27 +20,16 @@ from holdall.tools.lint.source.values import InstanceValue, likely
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
 _SB3_BUFFERS = {
-    "ReplayBuffer",
-    "DictReplayBuffer",
-    "RolloutBuffer",
-    "DictRolloutBuffer",
-    "NStepReplayBuffer",
-    "HerReplayBuffer",
-}
+    "ReplayBuffer", "DictReplayBuffer", "RolloutBuffer", "DictRolloutBuffer", "NStepReplayBuffer", "HerReplayBuffer",
+}  # fmt: skip
 _TORCHRL_STORAGES = {"LazyTensorStorage", "LazyMemmapStorage", "ListStorage", "TensorStorage"}
 _TORCHRL_BUFFERS = {
-    "ReplayBuffer",
-    "TensorDictReplayBuffer",
-    "TensorDictPrioritizedReplayBuffer",
-    "PrioritizedReplayBuffer",
-}
+    "ReplayBuffer", "TensorDictReplayBuffer", "TensorDictPrioritizedReplayBuffer", "PrioritizedReplayBuffer",
+}  # fmt: skip
 _TIANSHOU_BUFFERS = {
-    "ReplayBuffer",
-    "VectorReplayBuffer",
-    "PrioritizedReplayBuffer",
-    "PrioritizedVectorReplayBuffer",
+    "ReplayBuffer", "VectorReplayBuffer", "PrioritizedReplayBuffer", "PrioritizedVectorReplayBuffer",
     "CachedReplayBuffer",
-}
+}  # fmt: skip
 _FLOAT32 = np.dtype(np.float32)
 
 

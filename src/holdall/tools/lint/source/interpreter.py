@@ -38,16 +38,8 @@ from holdall.tools.lint.source.values import (
 )
 
 _LIBRARIES = {
-    "stable_baselines3",
-    "sb3_contrib",
-    "torchrl",
-    "tensordict",
-    "tianshou",
-    "gymnasium",
-    "gym",
-    "torch",
-    "numpy",
-}
+    "stable_baselines3", "sb3_contrib", "torchrl", "tensordict", "tianshou", "gymnasium", "gym", "torch", "numpy",
+}  # fmt: skip
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
 _LONGEST_CONDITION = 70
 _CAPACITIES = ("capacity", "max_size", "maxlen", "buffer_size", "memory_size", "max_len", "limit", "size", "_maxsize")

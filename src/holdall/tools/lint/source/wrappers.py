@@ -22,46 +22,16 @@ from holdall.tools.lint.source.values import known_items, likely
 
 _UINT8 = np.dtype(np.uint8)
 _FLOAT32 = np.dtype(np.float32)
-_SAME = frozenset(
-    {
-        "Monitor",
-        "VecMonitor",
-        "VecCheckNan",
-        "VecTransposeImage",
-        "RecordEpisodeStatistics",
-        "RecordVideo",
-        "PyTorchObs",
-    }
-    | {"VecVideoRecorder", "OrderEnforcing", "PassiveEnvChecker", "NormalizeReward", "ClipReward", "ClipRewardEnv"}
-    | {
-        "MaxAndSkipEnv",
-        "NoopResetEnv",
-        "EpisodicLifeEnv",
-        "FireResetEnv",
-        "StickyActionEnv",
-        "Autoreset",
-        "AutoResetWrapper",
-    }
-    | {"TransformReward", "HumanRendering", "RenderCollection", "EnvCompatibility", "StepAPICompatibility", "SkipFrame"}
-    | {"VecExtractDictObs", "RecordRewards", "ClipAction", "RescaleAction", "NumpyToTorch", "MaxAndSkipObservation"}
-    | {
-        "EpisodicLifeWrapper",
-        "ActionMasker",
-        "RewardWrapper",
-        "StickyAction",
-        "Wrapper",
-        "ObservationWrapper",
-        "VecEnvWrapper",
-    }
-    | {
-        "ActionWrapper",
-        "RepeatAction",
-        "GymToGymnasium",
-        "GymV21CompatibilityV0",
-        "VectorEnvWrapper",
-        "VectorEnvNormObs",
-    }
-)
+_SAME = frozenset({
+    "Monitor", "VecMonitor", "VecCheckNan", "VecTransposeImage", "RecordEpisodeStatistics", "RecordVideo", "PyTorchObs",
+    "VecVideoRecorder", "OrderEnforcing", "PassiveEnvChecker", "NormalizeReward", "ClipReward", "ClipRewardEnv",
+    "MaxAndSkipEnv", "NoopResetEnv", "EpisodicLifeEnv", "FireResetEnv", "StickyActionEnv", "Autoreset",
+    "AutoResetWrapper", "TransformReward", "HumanRendering", "RenderCollection", "EnvCompatibility",
+    "StepAPICompatibility", "SkipFrame", "VecExtractDictObs", "RecordRewards", "ClipAction", "RescaleAction",
+    "NumpyToTorch", "MaxAndSkipObservation", "EpisodicLifeWrapper", "ActionMasker", "RewardWrapper", "StickyAction",
+    "Wrapper", "ObservationWrapper", "VecEnvWrapper", "ActionWrapper", "RepeatAction", "GymToGymnasium",
+    "GymV21CompatibilityV0", "VectorEnvWrapper", "VectorEnvNormObs",
+})  # fmt: skip
 _NEW_ACTIONS = frozenset({"JoypadSpace", "DiscretizedAction", "MultiBinaryToDiscrete"})
 _VERSION = re.compile(r"V\d$")  # of the wrappers that Gymnasium once called experimental
 ATARI_WRAPPERS = frozenset({"wrap_deepmind", "make_atari"})
