@@ -37,8 +37,8 @@ VECTORS = {
     "highway": "highway, 15 x 5 numbers",
     "panda": "PandaPickAndPlace, 19 numbers and goals",
 }
-WIDTH, LEFT, RIGHT, TOP, ROW = 800, 250, 190, 74, 24
-LEAST, MOST = 10.0, 200_000.0
+WIDTH, LEFT, RIGHT, TOP, ROW = 880, 300, 210, 74, 24
+LEAST, MOST = 10.0, 1_000_000.0
 
 
 class Kind(NamedTuple):
@@ -90,11 +90,11 @@ def drawn(theme: str) -> str:
         '<text x="310" y="46">with prefer="memory", where that differs</text>'
     )
     parts = [head, legend]
-    for power in range(1, 6):
+    for power, words in enumerate(("10 B", "100 B", "1 kB", "10 kB", "100 kB", "1 MB"), start=1):
         x = x_of(10.0**power)
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 12}" y2="{height - 34}" stroke="{colours["grid"]}"/>'
-            f'<text x="{x:.1f}" y="{height - 16}" text-anchor="middle" font-size="12">{10**power:,} B</text>'
+            f'<text x="{x:.1f}" y="{height - 16}" text-anchor="middle" font-size="12">{words}</text>'
         )
     for number, kind in enumerate(all_kinds):
         parts += one_kind(kind, TOP + ROW * number + 4, colours)
