@@ -133,7 +133,7 @@ def test_a_cluster_is_watched_while_shards_freeze_die_and_come_back(tmp_path: Pa
     assert {verdict["name"] for verdict in summary["verdicts"]} >= {"silent", "restarted"}
 
 
-def test_mistakes_are_told_at_once_and_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_told_at_once_and_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for address in ("47068", "ray://127.0.0.1:10001", ":6379", "127.0.0.1:x"):
         with pytest.raises(ArgumentError, match="host and port"):
             require_head(address)
@@ -142,6 +142,7 @@ def test_mistakes_are_told_at_once_and_in_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ShardError, match="RAY_AUTH_MODE=token"):
         require_head("10.0.0.3:6379")
+    monkeypatch.setenv("HOME", str(tmp_path))  # a token that others can read is told, too, and made theirs no more
     done = subprocess.run([*HOLDALL, "watch", "--ray", "127.0.0.1:1"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert subprocess.run([*HOLDALL, "watch"], capture_output=True, check=False).returncode == 2
