@@ -5,7 +5,7 @@ line of it anywhere. In:  camera images and vectors.  Out: the tensors compared,
 
 Both buffers hold the same transitions and take turns, batch by batch. A time is from the call until the stream has the
 batch, the median over all turns; "host" is how long the call itself takes. Then SAC trains on both, and on a batch that
-costs nothing: one that is there already. The ways take turns, two gradient steps each, in an order that is drawn anew
+costs nothing: one that is there already. The ways take turns, two gradient steps each, in an order that is drawn
 for every turn. Medians; a second buffer that costs nothing shows what the medians are worth.
 """
 

@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+from picture import COLOURS, RESULTS, ROOT
+
 PICTURES = {theme: ROOT / "docs" / f"kinds-{theme}.svg" for theme in ("light", "dark")}
-COLOURS = {
-    "light": {"text": "#24292f", "grid": "#d0d7de", "others": "#6e7781", "holdall": "#0a7d6c"},
-    "dark": {"text": "#e6edf3", "grid": "#30363d", "others": "#9198a1", "holdall": "#2dd4bf"},
-}
 IMAGES = {
     "minigrid": "MiniGrid, 56 x 56 RGB",
     "pong": "Atari Pong, 4 x 84 x 84",

@@ -44,7 +44,8 @@ def test_the_first_screen_has_one_sentence_the_install_line_the_difference_and_f
 
 
 @pytest.mark.parametrize("name", ["picture", "kinds_picture"])
-def test_the_pictures_are_those_of_the_committed_results(name: str) -> None:
+def test_the_pictures_are_those_of_the_committed_results(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(README.parent / "benchmarks"))
     script = runpy.run_path(str(README.parent / "benchmarks" / f"{name}.py"))
     for theme, path in script["PICTURES"].items():
         assert path.read_text(encoding="utf-8") == script["drawn"](theme), f"run `python benchmarks/{name}.py`"

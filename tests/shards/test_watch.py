@@ -142,7 +142,7 @@ def test_mistakes_are_told_at_once_and_in_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ShardError, match="RAY_AUTH_MODE=token"):
         require_head("10.0.0.3:6379")
-    monkeypatch.setenv("HOME", str(tmp_path))  # a token that others can read is told, too, and made theirs no more
+    monkeypatch.setenv("HOME", str(tmp_path))  # a token there that others can read would be one more line
     done = subprocess.run([*HOLDALL, "watch", "--ray", "127.0.0.1:1"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert subprocess.run([*HOLDALL, "watch"], capture_output=True, check=False).returncode == 2

@@ -108,7 +108,7 @@ class ShardData:
             block.sealed = storage.CarriedSlices(replace(coded, codec=codec))
 
     def _without_dictionary(self, sealed: storage.SealedSlices) -> storage.Coded:
-        """Code slices anew that a local memory, or an earlier version, coded with a dictionary."""
+        """Code slices again that a local memory, or an earlier version, coded with a dictionary."""
         coder, codec = self._kernels.coder, sealed.codec
         raw = np.empty((sealed.count, codec.transform.slice_bytes), np.uint8)
         coder.decode(sealed, np.arange(sealed.count), raw)

@@ -73,7 +73,7 @@ class SealQueue:
         # Blocks that are to be sealed again when there is time.
         self.hurried: deque[HurriedBlock] = deque(maxlen=None if seals_again else 0)
         self.arrivals: deque[tuple[float, int]] = deque(maxlen=4)  # when blocks came, and the bytes of all so far
-        self._waited_s = 0.0  # that whoever adds waited for room, in all
+        self._waited_s = 0.0  # that `add` waited for room, in all
         self._waits_since: float | None = None
         self.has_leisure = False  # somebody waits for all of it, so there is nothing to wait for
         self.wakes_worker = new_bell()
@@ -122,7 +122,7 @@ class SealQueue:
 
     @contextlib.contextmanager
     def waiting_for_room(self) -> Iterator[None]:
-        """Whoever adds waits meanwhile: blocks would come faster than they do."""
+        """`add` waits meanwhile: blocks would come faster than they do."""
         self._waits_since = began = time.monotonic()
         try:
             yield
@@ -132,11 +132,11 @@ class SealQueue:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether whoever adds waits for room."""
+        """Whether `add` waits for room."""
         return self._waits_since is not None
 
     def _now(self) -> float:
-        """A clock that stands still while whoever adds waits."""
+        """A clock that stands still while `add` waits."""
         waits_since = self._waits_since
         return (time.monotonic() if waits_since is None else waits_since) - self._waited_s
 
