@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -297,6 +297,15 @@ class BatchPlan:
         )
 
 
+class BlockPlan(Protocol):
+    """How a block is laid out."""
+
+    block_bytes: int
+
+    def tensors(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Show a block as its fields."""
+
+
 class DeviceBlock:
     """Memory on the device for one batch, and tensors over all of its fields, which are handed out as copies.
 
@@ -305,7 +314,7 @@ class DeviceBlock:
 
     __slots__ = ("_count_uses", "_memory", "_storage", "_uses", "start", "tensors")
 
-    def __init__(self, stream: DeviceStream, plan: BatchPlan) -> None:
+    def __init__(self, stream: DeviceStream, plan: BlockPlan) -> None:
         self._memory, self._count_uses = stream.device_bytes(plan.block_bytes), stream.count_uses
         self.start, self.tensors = self._memory.data_ptr(), plan.tensors(self._memory)
         self._storage = self._memory.untyped_storage()

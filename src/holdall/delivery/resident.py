@@ -7,7 +7,6 @@ uniformly wait for nothing that the device does.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -17,14 +16,13 @@ import numpy as np
 from holdall.batch import Batch, Draw
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
 from holdall.delivery.device_draws import DeviceSampler, draws_on_device
-from holdall.delivery.device_fields import byte_rows, rings_bytes
+from holdall.delivery.device_fields import byte_rows, windows_of
 from holdall.delivery.device_loops import RowsOnDevice
 from holdall.delivery.device_rings import DeviceRings
 from holdall.errors import ArgumentError
 from holdall.sampling import Uniform
 from holdall.schema import Leaf, Schema, Tree
 from holdall.storage import Store, Tick
-from holdall.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -49,15 +47,15 @@ class TensorFit:
     """Checks the arguments of an `add` for a memory on one device."""
 
     def __init__(self, delivery: Delivery, schema: Schema) -> None:
-        self._torch, self._schema = delivery.torch, schema
-        device = self._torch.device(delivery.torch_device)
+        self.torch, self._schema = delivery.torch, schema
+        device = self.torch.device(delivery.torch_device)
         if device.type == "cuda" and device.index is None:
-            device = self._torch.device("cuda", self._torch.cuda.current_device())
+            device = self.torch.device("cuda", self.torch.cuda.current_device())
         self.device: torch.device = device
         self._kinds = {leaf.dtype: self._kind(leaf.dtype) for leaf in schema.leaves}
 
     def _kind(self, dtype: np.dtype[Any]) -> torch.dtype:
-        kind: torch.dtype = self._torch.from_numpy(np.empty(0, dtype)).dtype
+        kind: torch.dtype = self.torch.from_numpy(np.empty(0, dtype)).dtype
         return kind
 
     def tick(
@@ -82,7 +80,7 @@ class TensorFit:
     def rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> torch.Tensor:
         """Return the bytes of rows of a leaf, one per id."""
         tensor: torch.Tensor = self._fit(leaf, value, leading, argument, "one row per id")
-        return byte_rows(self._torch, tensor.detach().contiguous())
+        return byte_rows(self.torch, tensor.detach().contiguous())
 
     def leaves(self, tree: Tree, value: Any, argument: str) -> list[Any]:
         """Return the tensors of one nested argument, lanes first."""
@@ -96,20 +94,20 @@ class TensorFit:
     def rewards(self, value: Any, kind: torch.dtype | None) -> torch.Tensor:
         """Return rewards; those of the first step say of which dtype."""
         rewards = self.tensor(value, "reward")
-        dtype = self.numpy_dtype(rewards) if kind is None else self.numpy_dtype(self._torch.empty(0, dtype=kind))
+        dtype = self.numpy_dtype(rewards) if kind is None else self.numpy_dtype(self.torch.empty(0, dtype=kind))
         return self.leaf(Leaf("", (), dtype), rewards, "reward")
 
     def numpy_dtype(self, tensor: torch.Tensor) -> np.dtype[Any]:
         """Return NumPy's name of a tensor's dtype."""
         try:
-            dtype: np.dtype[Any] = self._torch.empty(0, dtype=tensor.dtype).numpy().dtype
+            dtype: np.dtype[Any] = self.torch.empty(0, dtype=tensor.dtype).numpy().dtype
         except TypeError as error:
             raise ArgumentError(f"reward has dtype {tensor.dtype}, which NumPy does not know; pass float32") from error
         return dtype
 
     def tensor(self, value: Any, called: str) -> torch.Tensor:
         """Return a value as a tensor on the device."""
-        module = self._torch
+        module = self.torch
         if not isinstance(value, module.Tensor):
             if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
                 value = module.from_dlpack(value)
@@ -142,22 +140,14 @@ class TensorFit:
         return tensor
 
 
-def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, first_tick: int = 0) -> DeviceRings:
-    """Allocate all that a memory takes on its device; say what would fit if that is too much."""
-    torch, device = fit._torch, fit.device
-    needed = rings_bytes(schema, ticks)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
-    room = free if limit is None else min(limit, free)
-    if needed <= room:
-        try:
-            return DeviceRings(torch, device, schema, ticks + 1, first_tick)
-        except torch.OutOfMemoryError:
-            room = torch.cuda.mem_get_info(device)[0]
-    fitting = bisect.bisect_right(range(1, ticks), room, key=lambda some: rings_bytes(schema, some)) * schema.num_envs
-    raise ArgumentError(
-        f"capacity ({ticks * schema.num_envs}) takes {format_bytes(needed)} on {device}, where {format_bytes(room)} "
-        f"{'are free' if limit is None or free < limit else 'are allowed by budget'}; capacity={fitting} fits"
-    )
+def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, steps: Tick | None) -> DeviceRings:
+    """Allocate all that a memory takes on its device; say what would fit if that is too much.
+
+    Args:
+        steps: The first ones, which show how observations are cut; None if rows that were saved will do so.
+    """
+    windows = None if steps is None else windows_of(schema, steps)
+    return DeviceRings(fit.torch, fit.device, schema, ticks + 1, windows, limit)
 
 
 class ResidentBatches(Batches):
@@ -172,7 +162,7 @@ class ResidentBatches(Batches):
         seed = int(generator.integers(2**63))
         if type(sampler) is Uniform:
             found = self._rings.draw(count, seed)
-            return self._batch(found, found.ids, self._rings.torch.ones(count, device=self._rings.device))
+            return self._batch(found, found.ids, found.ones)
         there = self._on_device(sampler)
         if there is None:
             return None
@@ -234,7 +224,7 @@ class ResidentBatches(Batches):
         actions = observed + len(schema.action.leaves)
         rows = found.rows
         if len(shape) > 1:
-            found = RowsOnDevice(found.ids, *_in_sequences(shape, found))
+            found = RowsOnDevice(found.ids, *_in_sequences(shape, found), found.ones)
             rows = found.rows
         return Batch(
             obs=schema.observation.build(rows[:observed]),
@@ -281,7 +271,8 @@ class ResidentBatches(Batches):
         return found
 
     def keep(self, batches: int) -> None:
-        """See `Batches`; torch keeps what it allocated."""
+        """See `Batches`."""
+        self._rings.keep_batches(batches)
 
     @property
     def pinned_bytes(self) -> int:

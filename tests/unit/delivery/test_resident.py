@@ -533,7 +533,7 @@ def test_a_capacity_beyond_the_device_names_the_one_that_fits() -> None:
 
 def test_an_interrupt_leaves_a_tick_written_or_not() -> None:
     """At every line of the loop in torch, in turn: the interrupted tick is there whole when the next one is added."""
-    file, line = "device_loops.py", 0
+    file, line = "torch_loops.py", 0
     while True:
         world, passed = World("cpu", 3, ends=0.4), [0]
         memory = world.memory(4)
