@@ -20,6 +20,7 @@ from holdall.delivery import (
     Batches,
     BatchJob,
     Delivery,
+    MirroredBatches,
     ObservationAssembler,
     ResidentBatches,
     SlotDraw,
@@ -171,6 +172,8 @@ class MemoryOnDevice(SavedMemory):
             store, lanes = self._whole(), self.num_envs
             require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
             store.rewrite(wanted, copies)
+            if isinstance(batches := vars(self).get("_batches"), MirroredBatches):
+                batches.rewritten(wanted)
 
     def extra(self, name: str, ids: Any) -> Array:
         """Return one extra of `ids`, of any shape; nothing else is read. For adapters."""

@@ -191,7 +191,8 @@ class CudaLoops:
     def attach(self, rings: RingsOnDevice) -> None:
         """See `DeviceLoops`."""
         self._rings, fields, task = rings, rings.fields, self._task
-        self._plans.clear()
+        if task.fields != len(fields):
+            self._plans.clear()
         first, width = _Task.field.offset // _WORD_BYTES, ctypes.sizeof(_Field) // _WORD_BYTES
         at = {name: first + i + width * np.arange(len(fields)) for i, name in enumerate(_FIELD_WORDS)}
         observed = sum(field.pool is not None for field in fields)

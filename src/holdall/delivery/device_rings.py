@@ -111,6 +111,11 @@ class DeviceRings(CheckpointedRings):
                 self._seen_free[1 + i] = len(ring.pool.free())
         self._seen_free[0] = self._next_tick
 
+    def settle(self) -> None:
+        """Wait for the device, and look how many places are free."""
+        self._rest()
+        self._attach()
+
     def prepare(self, tick: Any, first_tick: int, next_tick: int) -> list[Any]:
         """Return the rows of a tick of tensors, each in one piece, in the order in which the writer takes them."""
         self.begin(_numpy_dtype(self.torch, tick.reward), has_invalid=tick.valid is not None)
@@ -118,7 +123,7 @@ class DeviceRings(CheckpointedRings):
         rows = [_row_contiguous(row) for row in rows] + [tick.terminated.contiguous(), tick.truncated.contiguous()]
         return rows if tick.valid is None else [*rows, tick.valid.contiguous()]
 
-    def new_writer(self, kernels: Kernels, ticks: tuple[int, int], repair: Repair) -> TickWriter:
+    def new_writer(self, kernels: Kernels | None, ticks: tuple[int, int], repair: Repair) -> DeviceTickWriter:
         """Return what writes ticks here; `ticks` are the numbers of the first one ever and of the next."""
         self._writer = DeviceTickWriter(self, self._loops, self._counts, ticks, repair)
         return self._writer
@@ -145,6 +150,17 @@ class DeviceRings(CheckpointedRings):
             for ring in short:
                 self._grow(ring, max(ticks, SLACK_TICKS) * self.lanes * ring.most_places)
             self._attach()
+
+    @property
+    def free_ticks(self) -> int:
+        """Ticks for which every pool had places when the device last said so."""
+        free = zip(self.small.values(), self._seen_free[1:].tolist(), strict=False)
+        return min((some // (self.lanes * ring.most_places) for ring, some in free), default=NEVER)
+
+    @property
+    def is_one_step(self) -> bool:
+        """Whether a tick is written in one launch."""
+        return self._loops.is_one_step
 
     def _short_of_places(self, now: int, ticks: int) -> list[DeviceRing]:
         lag = now - int(self._seen_free[0])
@@ -321,6 +337,11 @@ class DeviceTickWriter(TickWriter):
     def _do(self, now: int, tick: TickOnDevice, ticks: int) -> None:
         self._loops.write(now, tick, has_previous=now > self.first_tick, ticks=ticks)
         self.next_tick = now + ticks
+
+    def begin_again(self, tick: int) -> None:
+        """Go on with a later tick, which continues nothing."""
+        self.first_tick = self.next_tick = tick
+        self._rings.settle()
 
     def _ask_device(self) -> None:
         self.next_tick = int(self._counts[0])

@@ -22,6 +22,7 @@ from holdall.batch import Batch, Draw, Goals, RewardFunction
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.delivery.device import stream_to
 from holdall.delivery.device_batch import DeviceBatches
+from holdall.delivery.device_mirror import MirroredBatches
 from holdall.errors import ClosedError, DamageError, TransitionIdError
 from holdall.sampling import Held
 from holdall.schema import Schema
@@ -229,7 +230,8 @@ def batches_for(
     batches: Batches = plain
     if device is not None and (store_on_device or delivery.is_remote):
         torch = delivery.torch
-        batches = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
+        sent = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
+        batches = MirroredBatches(schema, sent, assembler) if store_on_device else sent
     return JaxBatches(batches) if delivery.is_jax else batches
 
 

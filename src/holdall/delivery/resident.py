@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
@@ -21,7 +22,7 @@ from holdall.delivery.device_loops import RowsOnDevice
 from holdall.delivery.device_rings import DeviceRings
 from holdall.errors import ArgumentError
 from holdall.sampling import Uniform
-from holdall.schema import Leaf, Schema, Tree
+from holdall.schema import Leaf, Schema, Tree, require_in_range
 from holdall.storage import Store, Tick
 
 if TYPE_CHECKING:
@@ -197,11 +198,17 @@ class ResidentBatches(Batches):
 
     def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`; the rows are copied here, in the order of the stream."""
+        goals = draw.goals
+        for ids in (draw.ids, draw.last_ids, None if goals is None else goals.ids):
+            if ids is not None:
+                require_in_range(ids.reshape(-1), *store.held)
+        found = self._gathered(draw.ids, draw.last_ids)
+        outcomes = None if goals is None else self._gathered(goals.ids, None)
+        return DrawnRows(found, None, outcomes)  # type: ignore[arg-type]  # rows on the device in place of rows
+
+    def _gathered(self, ids: NDArray[np.int64], last_ids: NDArray[np.int64] | None) -> RowsOnDevice:
         rings = self._rings
-        last = None if draw.last_ids is None else rings.to_device(draw.last_ids)
-        found = rings.gather(rings.to_device(draw.ids), last)
-        goals = None if draw.goals is None else rings.gather(rings.to_device(draw.goals.ids))
-        return DrawnRows(found, None, goals)  # type: ignore[arg-type]  # rows on the device in place of rows
+        return rings.gather(rings.to_device(ids), None if last_ids is None else rings.to_device(last_ids))
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""
