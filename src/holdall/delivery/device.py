@@ -79,8 +79,12 @@ class DeviceStream:
         """
         return here, 0
 
+    def current(self) -> int:
+        """Return the calling thread's own stream, as the driver names it."""
+        return 0
+
     def consumer(self) -> int:
-        """Return the calling thread's own stream, as the driver names it; it waits for the one of the call before."""
+        """Return the same, which waits for the one of the call before."""
         return 0
 
     def new_event(self) -> tuple[Any, int]:
@@ -187,6 +191,10 @@ class CudaStream(DeviceStream):
     def copy_function(self, here: int) -> tuple[int, int]:
         """See `DeviceStream`."""
         return (self._driver.copy_function, self._driver.stream) if self._driver else (0, 0)
+
+    def current(self) -> int:
+        """See `DeviceStream`."""
+        return self._current(self.device.index)
 
     def consumer(self) -> int:
         """See `DeviceStream`."""

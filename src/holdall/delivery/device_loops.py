@@ -182,7 +182,7 @@ class CudaLoops:
         self._write_ticks, self._gather_rows = program.kernel("write_ticks"), program.kernel("gather_rows")
         self._count_call = program.kernel("count_call")
         self._memory = stream_to(torch, device)
-        self._last_stream: Any = None
+        self._last_stream = -1
         self._task = _Task()
         self._words = np.frombuffer(memoryview(self._task).cast("B"), np.int64)
         self._plans: dict[tuple[int, int], _RowPlan] = {}
@@ -288,7 +288,7 @@ class CudaLoops:
         """Return memory for a batch that nobody else can see; blocks are used again on the same stream alone."""
         if self._torch.cuda.is_current_stream_capturing():
             return _RowBlock(self._memory, _RowPlan(self._torch, self._rings.fields, count))
-        key = (count, self._torch.cuda.current_stream(self._device).cuda_stream)
+        key = (count, self._memory.current())
         plan = self._plans.pop(key, None) or _RowPlan(self._torch, self._rings.fields, count)
         self._plans[key] = plan
         if len(self._plans) > _KEPT_PLANS:
@@ -310,13 +310,11 @@ class CudaLoops:
 
     def _stream(self) -> int:
         """Return the caller's stream, which goes on when the one used before it is done with the rings."""
-        stream = self._torch.cuda.current_stream(self._device)
-        if stream != self._last_stream and not self._torch.cuda.is_current_stream_capturing():
-            if self._last_stream is not None:
-                stream.wait_stream(self._last_stream)
-            self._last_stream = stream
-        handle: int = stream.cuda_stream
-        return handle
+        number = self._memory.current()
+        if number == self._last_stream or self._torch.cuda.is_current_stream_capturing():
+            return number
+        self._last_stream = number
+        return self._memory.consumer()
 
 
 def _word(name: str) -> int:

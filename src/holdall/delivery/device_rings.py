@@ -118,7 +118,8 @@ class DeviceRings(CheckpointedRings):
 
     def prepare(self, tick: Any, first_tick: int, next_tick: int) -> list[Any]:
         """Return the rows of a tick of tensors, each in one piece, in the order in which the writer takes them."""
-        self.begin(_numpy_dtype(self.torch, tick.reward), has_invalid=tick.valid is not None)
+        if self._reward_ring is None or (tick.valid is not None and self.invalid is None):
+            self.begin(_numpy_dtype(self.torch, tick.reward), has_invalid=tick.valid is not None)
         rows = [*tick.obs, *tick.action, *tick.extras, tick.reward, *tick.next_obs]
         rows = [_row_contiguous(row) for row in rows] + [tick.terminated.contiguous(), tick.truncated.contiguous()]
         return rows if tick.valid is None else [*rows, tick.valid.contiguous()]
@@ -349,6 +350,8 @@ class DeviceTickWriter(TickWriter):
 
 def _row_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor each of whose rows lies in one piece."""
+    if tensor.is_contiguous():  # which is quick to ask
+        return tensor
     return tensor if tensor[0].is_contiguous() and tensor.stride(0) >= 0 else tensor.contiguous()
 
 

@@ -8,7 +8,7 @@ slots, however large a minibatch is.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,8 +28,10 @@ _SLOTS = 4
 _PIECE_ALIGNMENT_BYTES = 256
 _KEPT_BYTES = 64 * 2**20
 """Host memory of minibatches that is kept between updates; allocating more is quick beside its use."""
-_ALONE_BYTES = 2**20
+_ALONE_BYTES = 2**17
 """Up to this much is copied by the calling thread: waking others takes longer."""
+_LEAST_PIECE_BYTES = 2**20
+"""The first and the last pieces are short: the bus begins early, and has little left when the last one is filled."""
 
 Gather = Callable[[NDArray[np.int64], Array], object]
 """Fills an array with the rows of a field at given places."""
@@ -152,8 +154,7 @@ class DeviceCopier:
         first = min(span.start for span in spans)
         end = max(span.start + span.nbytes for span in spans)
         loads = []
-        for begin in range(first, end, self._slot_bytes):
-            size = min(self._slot_bytes, end - begin)
+        for begin, size in self._pieces(first, end):
             pieces = []
             for source, span in enumerate(spans):
                 low, high = max(span.start, begin), min(span.start + span.nbytes, begin + size)
@@ -161,6 +162,15 @@ class DeviceCopier:
                     pieces.append((source, low - span.start, high - low, low - begin))
             loads.append(SlotLoad(pieces, size, target[begin : begin + size]))
         return loads
+
+    def _pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield where pieces begin, and their sizes: each up to twice the one before, and half of what is left."""
+        size = least = min(_LEAST_PIECE_BYTES, self._slot_bytes)
+        while first < end:
+            left = end - first
+            size = min(size, self._slot_bytes, left if left <= 2 * least else max(least, left // 2))
+            yield first, size
+            first, size = first + size, 2 * size
 
     def send(self, loads: Sequence[SlotLoad], sources: Sequence[torch.Tensor]) -> None:
         """Send contiguous sources; they have been read when this returns, and may be changed."""

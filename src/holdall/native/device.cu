@@ -439,9 +439,21 @@ __device__ static u8 *slice_at(const struct SlicedField *field, i64 position)
     return field->to + position / window * window * field->outer * run_bytes + position % window * run_bytes;
 }
 
-/* Every slice that a batch needs is brought to one of its places. */
+__device__ static void copy_head(const struct Assembly *batch)
+{
+    i64 step = 16 * 32 * 4, row = (i64)blockIdx.x * blockDim.y + threadIdx.y;
+    for (i64 first = row * step; first < batch->head_bytes; first += gridDim.x * blockDim.y * step)
+        copy_row(batch->head_to + first, batch->head_from + first,
+                 batch->head_bytes - first < step ? batch->head_bytes - first : step);
+}
+
+/* Every slice that a batch needs is brought to one of its places; and the short fields, if they are there already. */
 extern "C" __global__ void bring_slices(const struct Assembly batch)
 {
+    if (blockIdx.y == batch.fields) {
+        copy_head(&batch);
+        return;
+    }
     const struct SlicedField *field = &batch.field[blockIdx.y];
     i64 step = field->window * field->run_bytes;
     for (i64 i = field->first + blockIdx.x * blockDim.y + threadIdx.y; i < field->end; i += gridDim.x * blockDim.y) {
@@ -454,14 +466,11 @@ extern "C" __global__ void bring_slices(const struct Assembly batch)
     }
 }
 
-/* Slices that several observations show are copied from where they were brought to; and the short fields. */
+/* Slices that several observations show are copied from where they were brought to; and the short fields are. */
 extern "C" __global__ void finish_batch(const struct Assembly batch)
 {
     if (blockIdx.y == batch.fields) {
-        i64 step = 16 * 32 * 4, row = (i64)blockIdx.x * blockDim.y + threadIdx.y;
-        for (i64 first = row * step; first < batch.head_bytes; first += gridDim.x * blockDim.y * step)
-            copy_row(batch.head_to + first, batch.head_from + first,
-                     batch.head_bytes - first < step ? batch.head_bytes - first : step);
+        copy_head(&batch);
         return;
     }
     const struct SlicedField *field = &batch.field[blockIdx.y];
