@@ -186,7 +186,7 @@ class BatchPlan:
 
     def __init__(self, torch: Any, schema: Schema, draw: Draw, sources: RowSources, cuts: tuple[Cut, ...]) -> None:
         self._torch, self._schema = torch, schema
-        self._nested = [_nesting(tree) for tree in (schema.observation, schema.action, schema.extras)]
+        self._nested = [nesting(tree) for tree in (schema.observation, schema.action, schema.extras)]
         self.table, self.cuts = sources.table, cuts
         self.described: Any = None  # what the request says about the store
         self._blocks: list[DeviceBlock] = []
@@ -337,7 +337,7 @@ class DeviceBlock:
 _NUMBERS = ("terminated", "truncated", "reward", "ended", "weights", "discount", "mask")
 
 
-def _nesting(tree: Tree) -> Callable[[list[Any]], Any]:
+def nesting(tree: Tree) -> Callable[[list[Any]], Any]:
     """Return what puts one tensor a leaf into a space's nesting; quicker than the general way, where there is one."""
     if isinstance(tree.structure, int):
         return itemgetter(tree.structure)

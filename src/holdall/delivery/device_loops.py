@@ -131,6 +131,9 @@ class DeviceLoops(Protocol):
     def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None) -> RowsOnDevice:
         """Read rows that are held; next observations and flags under `last_ids`, if they are others."""
 
+    def read_at(self, count: int, ids: int, last_ids: int, owner: torch.Tensor) -> RowsOnDevice:
+        """The same for ids at addresses in a tensor; the rows' own ids are not wanted."""
+
     def draw(self, count: int, seed: int) -> RowsOnDevice:
         """Draw rows, every valid one with the same probability, and read them."""
 
@@ -244,13 +247,19 @@ class CudaLoops:
 
     def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None) -> RowsOnDevice:
         """See `DeviceLoops`."""
+        return self.read_at(len(ids), ids.data_ptr(), 0 if last_ids is None else last_ids.data_ptr(), ids)._replace(
+            ids=ids
+        )
+
+    def read_at(self, count: int, ids: int, last_ids: int, owner: torch.Tensor) -> RowsOnDevice:
+        """See `DeviceLoops`."""
         self._task.draws = 0
-        return self._read(len(ids), ids, last_ids)
+        return self._read(count, ids, last_ids)
 
     def draw(self, count: int, seed: int) -> RowsOnDevice:
         """See `DeviceLoops`; inside a CUDA graph every replay draws others."""
         self._begin_draw(seed)
-        return self._read(count, None, None)
+        return self._read(count, 0, 0)
 
     def draw_ids(self, count: int, seed: int) -> torch.Tensor:
         """See `DeviceLoops`."""
@@ -271,18 +280,17 @@ class CudaLoops:
             task.call = _NO_CALL
             self._count_call((1, 1), (1, 1), self._stream(), ctypes.c_int64(self._rings.counts.data_ptr()))
 
-    def _read(self, count: int, ids: torch.Tensor | None, last_ids: torch.Tensor | None) -> RowsOnDevice:
-        """Read rows of ids, or of ids that are drawn now."""
+    def _read(self, count: int, ids: int, last_ids: int) -> RowsOnDevice:
+        """Read rows of ids at an address, or of ids that are drawn now."""
         block, task = self._block_for(count), self._task
         self._words[self._targets] = block.targets
-        if ids is not None:
-            task.ids = ids.data_ptr()
-        task.rows, task.last_ids = count, 0 if last_ids is None else last_ids.data_ptr()
+        task.ids = ids or task.ids
+        task.rows, task.last_ids = count, last_ids
         if count:
             self._launch(self._gather_rows, count, task.fields + 1)
         found, fields = [tensor.data for tensor in block.tensors], len(self._rings.fields)
         *next_obs, terminated, truncated, ones, drawn = found[fields:]
-        return RowsOnDevice(drawn if ids is None else ids, found[:fields], next_obs, terminated, truncated, ones)
+        return RowsOnDevice(drawn, found[:fields], next_obs, terminated, truncated, ones)
 
     def _block_for(self, count: int) -> _RowBlock:
         """Return memory for a batch that nobody else can see; blocks are used again on the same stream alone."""

@@ -10,6 +10,7 @@ Where a device has no compiler, or no room for all rows, slices are kept there a
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.delivery.batches import BatchJob, DrawnRows, ObservationAssembler
-from holdall.delivery.device import StagingRing, StagingSlot
+from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot
 from holdall.delivery.device_assembly import MadeBatch
 from holdall.delivery.device_batch import DeviceBatches
 from holdall.delivery.device_fields import LOOKED_AT, windows_of
@@ -37,8 +38,49 @@ if TYPE_CHECKING:
 _SENT_AT_ONCE_BYTES = 8 << 20
 _ID_SLOTS = 8
 """Batches whose ids may still be on their way while the next one is drawn."""
+_STAGED = 4
+"""Pieces of ticks, or arrays of draws, that may be."""
 _SHARE_OF_POOL = 8
 """Ticks that are sent at once take at most this part of the places for what is kept apart."""
+
+
+class _IdSlot:
+    """Pinned memory for the ids of a batch, where they go on the device, and the event behind which they were read."""
+
+    def __init__(self, stream: DeviceStream, count: int) -> None:
+        self.host, self.there = stream.host_bytes(8 * count), stream.device_bytes(8 * count)
+        self.array, self.start = self.host.numpy().view(np.int64), self.there.data_ptr()
+        self.event, self.number = stream.new_event()
+
+
+class _IdSlots:
+    """A few of them, used in turn."""
+
+    def __init__(self, stream: DeviceStream) -> None:
+        self._stream, self._slots = stream, deque[_IdSlot]()
+
+    def next(self, count: int) -> _IdSlot:
+        """Return one with room for so many ids, which the device has read."""
+        slots, stream = self._slots, self._stream
+        if len(slots) < _ID_SLOTS:
+            slots.append(_IdSlot(stream, count))
+        else:
+            slots.rotate(-1)
+            if not stream.has_passed(slots[-1].event):
+                stream.synchronize(slots[-1].event)
+            if len(slots[-1].array) < count:
+                slots[-1] = _IdSlot(stream, count)
+        return slots[-1]
+
+    def wait(self) -> None:
+        """Wait until the device has read all of them."""
+        for slot in self._slots:
+            self._stream.synchronize(slot.event)
+
+    @property
+    def nbytes(self) -> int:
+        """Pinned bytes held."""
+        return sum(slot.host.numel() for slot in self._slots)
 
 
 class MirroredBatches(ResidentBatches):
@@ -52,10 +94,10 @@ class MirroredBatches(ResidentBatches):
     """Devices on which rows are kept: elsewhere there is nothing to gain."""
 
     def __init__(self, schema: Schema, other: DeviceBatches, assembler: ObservationAssembler) -> None:
-        self._schema, self._other, self._assembler = schema, other, assembler
+        self._deliver(schema)
+        self._other, self._assembler = other, assembler
         self._stream, self._device = other.stream, other.stream.device
-        self._staging, self._ids = StagingRing(self._stream), StagingRing(self._stream, _ID_SLOTS)
-        self._sent_ids: dict[int, torch.Tensor] = {}  # by slot: where its ids go
+        self._staging, self._ids = StagingRing(self._stream, _STAGED), _IdSlots(self._stream)
         self._repair, self._rewrites, self._kept = Repair(), 0, 0
         self._writer: DeviceTickWriter | None = None
         self._is_refused = self._device.type not in self.device_types
@@ -90,27 +132,22 @@ class MirroredBatches(ResidentBatches):
 
     def _gathered(self, ids: NDArray[np.int64], last_ids: NDArray[np.int64] | None) -> Any:
         """Have rows gathered; ids go through pinned memory that is not written to before they were read."""
-        count = ids.size
-        slot = self._ids.next_slot(16 * count)
-        there = self._sent_ids.get(slot.number)
-        if there is None or there.numel() < 2 * count:
-            torch = self._rings.torch
-            there = self._sent_ids[slot.number] = torch.empty(2 * count, dtype=torch.int64, device=self._device)
-        host, end = slot.array[: 16 * count].view(np.int64), count if last_ids is None else 2 * count
-        host[:count] = ids.reshape(-1)
+        slot, count = self._ids.next(2 * ids.size), ids.size
+        slot.array[:count] = ids if ids.ndim == 1 else ids.reshape(-1)
         if last_ids is not None:
-            host[count:end] = last_ids.reshape(-1)
-        there[:end].copy_(slot.host[: 8 * end].view(there.dtype), non_blocking=True)
-        found = self._rings.gather(there[:count], None if last_ids is None else there[count:end])
-        slot.read = self._stream.record_consumer()
+            slot.array[count : 2 * count] = last_ids.reshape(-1)
+        self._stream.send(slot.there, slot.host, 8 * count if last_ids is None else 16 * count)
+        where = slot.start
+        found = self._rings.gather_at(count, where, 0 if last_ids is None else where + 8 * count, slot.there)
+        self._stream.record_again(slot.event, slot.number)
         return found
 
     def _sent(self, array: Array) -> torch.Tensor:
         """Bring an array of a draw to the device, without a wait."""
-        slot = self._ids.next_slot(array.nbytes)
+        slot = self._staging.next_slot(array.nbytes)
         slot.array[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         there = self._stream.device_bytes(array.nbytes)
-        there.copy_(slot.host[: array.nbytes], non_blocking=True)
+        self._stream.send(there, slot.host, array.nbytes)
         slot.read = self._stream.record_consumer()
         return typed_rows(there, self._other.torch.from_numpy(np.empty(0, array.dtype)).dtype, array.shape)
 
@@ -140,8 +177,8 @@ class MirroredBatches(ResidentBatches):
 
     def close(self) -> None:
         """See `Batches`."""
-        for ring in (self._staging, self._ids):
-            ring.wait()
+        self._staging.wait()
+        self._ids.wait()
         self._other.close()
 
     # ------------------------------------------------------------ what is on the device

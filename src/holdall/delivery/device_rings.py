@@ -221,6 +221,14 @@ class DeviceRings(CheckpointedRings):
         constant: torch.Tensor = self._constants[key]
         return constant
 
+    def gather_at(self, count: int, ids: int, last_ids: int, owner: torch.Tensor) -> RowsOnDevice:
+        """Read rows under ids at an address on the device; `last_ids` is 0 if they are the same.
+
+        Args:
+            owner: Memory that the addresses are in.
+        """
+        return self._loops.read_at(count, ids, last_ids, owner)
+
     def keep_batches(self, count: int) -> None:
         """Keep memory for so many batches in use."""
         self._loops.keep(count)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
+from holdall.delivery.batch_layout import nesting
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
 from holdall.delivery.device_draws import DeviceSampler, draws_on_device
 from holdall.delivery.device_fields import byte_rows, windows_of
@@ -155,8 +156,14 @@ class ResidentBatches(Batches):
     """Makes batches of rows that are on their device already."""
 
     def __init__(self, schema: Schema, rings: DeviceRings, capacity: int) -> None:
-        self._schema, self._rings, self._capacity = schema, rings, capacity
+        self._rings, self._capacity = rings, capacity
+        self._deliver(schema)
         self._sampler: tuple[Any, DeviceSampler] | None = None
+
+    def _deliver(self, schema: Schema) -> None:
+        """Make batches of a schema's fields."""
+        self._schema = schema
+        self._nested = [nesting(tree) for tree in (schema.observation, schema.action, schema.extras)]
 
     def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """Draw a batch on the device, if the sampler's draws can be made there; under the memory's lock."""
@@ -229,15 +236,15 @@ class ResidentBatches(Batches):
         schema, shape = self._schema, tuple(ids.shape)
         observed = len(schema.observation.leaves)
         actions = observed + len(schema.action.leaves)
-        rows = found.rows
+        rows, (of_obs, of_action, of_extras) = found.rows, self._nested
         if len(shape) > 1:
             found = RowsOnDevice(found.ids, *_in_sequences(shape, found), found.ones)
             rows = found.rows
         return Batch(
-            obs=schema.observation.build(rows[:observed]),
-            action=schema.action.build(rows[observed:actions]),
-            next_obs=schema.observation.build(found.next_obs),
-            extras=schema.extras.build(rows[actions:-1]),
+            obs=of_obs(rows[:observed]),
+            action=of_action(rows[observed:actions]),
+            next_obs=of_obs(found.next_obs),
+            extras=of_extras(rows[actions:-1]),
             reward=rows[-1],
             terminated=found.terminated,
             truncated=found.truncated,

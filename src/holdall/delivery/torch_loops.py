@@ -192,6 +192,12 @@ class TorchLoops:
         found[kept] = _at_places(pool, places[kept])
         return found
 
+    def read_at(self, count: int, ids: int, last_ids: int, owner: torch.Tensor) -> RowsOnDevice:
+        """See `DeviceLoops`."""
+        numbers = owner.view(self._torch.int64)
+        first, last = ((at - owner.data_ptr()) // numbers.itemsize for at in (ids, last_ids))
+        return self.read(numbers[first : first + count], numbers[last : last + count] if last_ids else None)
+
     def draw(self, count: int, seed: int) -> RowsOnDevice:
         """See `DeviceLoops`."""
         return self.read(self.draw_ids(count, seed), None)
