@@ -203,12 +203,13 @@ def test_a_first_step_in_which_nothing_moves_shows_no_window() -> None:
     assert not device_fields.windows_in(schema, lambda _: (still, still))
 
 
-def test_an_interrupt_leaves_a_tick_written_or_not() -> None:
-    """At every line of the loop in torch, in turn."""
-    for line in itertools.count():
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.nightly)])
+def test_an_interrupt_leaves_a_tick_written_or_not(step: int) -> None:
+    """At every line of the loop in torch, in turn; or at some of them."""
+    for line in itertools.count(0, step):
         fed, passed = Fed("cpu", "frames first", 3, 3, ends=0.4), [0]
         fed.add(4)
-        step = fed.stream.tick().arguments()
+        tick = fed.stream.tick().arguments()
 
         def trace(frame: Any, event: str, _: Any, passed: list[int] = passed, at: int = line) -> Any:
             if event == "line" and frame.f_code.co_filename.endswith("torch_loops.py"):
@@ -219,7 +220,7 @@ def test_an_interrupt_leaves_a_tick_written_or_not() -> None:
 
         sys.settrace(trace)
         try:
-            fed.memory.add(**fed.there(step))
+            fed.memory.add(**fed.there(tick))
         except KeyboardInterrupt:
             is_interrupted = True
         else:
@@ -228,7 +229,7 @@ def test_an_interrupt_leaves_a_tick_written_or_not() -> None:
             sys.settrace(None)
         len(fed.memory)  # the next call finishes what was begun
         if fed.memory.next_id == 15:
-            fed.oracle.add(**step)
+            fed.oracle.add(**tick)
         fed.check()
         fed.add(4)
         fed.check()
