@@ -26,12 +26,13 @@ from holdall.delivery.device_mirror import MirroredBatches
 from holdall.delivery.device_rollout import DeviceRollout
 from holdall.delivery.loader import Loader, Prefetched, SavedDraws, batches_for
 from holdall.delivery.resident import ResidentBatches, TensorFit, is_on_device, rings_on
-from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, Gather, MinibatchDelivery, SlotLoad
+from holdall.delivery.to_device import SLOT_BYTES, CopyLoads, CopySpan, DeviceCopier, Gather, MinibatchDelivery
 
 __all__ = [
     "SLOT_BYTES",
     "BatchJob",
     "Batches",
+    "CopyLoads",
     "CopySpan",
     "Delivery",
     "DeviceBatch",
@@ -49,7 +50,6 @@ __all__ = [
     "ResidentBatches",
     "SavedDraws",
     "SlotDraw",
-    "SlotLoad",
     "TensorFit",
     "batches_for",
     "host_pool",

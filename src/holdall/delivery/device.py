@@ -33,6 +33,8 @@ class DeviceStream:
     """The stream, as the driver names it."""
     record_function = 0
     """The function by which C records events, 0 where there are none."""
+    query_function = 0
+    """The function by which C asks whether events have passed."""
     count_uses: Callable[[int], int] | None
     """Returns how many tensors, and others, refer to a storage; None if torch does not say."""
 
@@ -154,6 +156,7 @@ class CudaStream(DeviceStream):
         self.number = self._stream.cuda_stream
         self._driver = found_driver(self.number)
         self.record_function = self._driver.record_function if self._driver else 0
+        self.query_function = self._driver.query_function if self._driver else 0
         self._behind_consumer = self.new_event()[0]
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
@@ -342,6 +345,7 @@ class CudaDriver:
         self.stream = stream
         self.copy_function = ctypes.cast(library.cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value or 0
         self.record_function = ctypes.cast(library.cuEventRecord, ctypes.c_void_p).value or 0
+        self.query_function = ctypes.cast(library.cuEventQuery, ctypes.c_void_p).value or 0
         self.record, self.wait = library.cuEventRecord, library.cuStreamWaitEvent
         self.copy = library.cuMemcpyHtoDAsync_v2  # all of them return 0, or why they refuse
         self.copy.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
