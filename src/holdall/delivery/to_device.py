@@ -178,8 +178,10 @@ class DeviceCopier:
                     pieces.append((source, low - span.start, high - low, low - begin))
             slot = len(loads) % _SLOTS * self._slot_bytes
             for source, low, nbytes, at in pieces:
-                for k in range(0, nbytes, _PIECE_BYTES):
-                    cut.append((source, low + k, min(_PIECE_BYTES, nbytes - k), slot + at + k, len(loads)))
+                cut += [
+                    (source, low + k, min(_PIECE_BYTES, nbytes - k), slot + at + k, len(loads))
+                    for k in range(0, nbytes, _PIECE_BYTES)
+                ]
             loads.append(SlotLoad(pieces, begin, size))
             ends.append((len(cut), begin, size))
         shaped = [np.array(rows, np.int64).reshape(-1, width) for rows, width in ((cut, 5), (ends, 3))]

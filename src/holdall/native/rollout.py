@@ -45,7 +45,7 @@ class SlotSender:
 
     Args:
         slots: Where they begin, how long each is, and how many there are.
-        functions: Addresses: what sends, what records an event, and what asks for one; 0 for the last two without events.
+        functions: Addresses: what sends, what records an event, and what asks for one; 0 if there are no events.
         events: As the driver names them, one a slot.
     """
 
