@@ -18,6 +18,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdall.delivery.batch_layout import DeviceBlock
 from holdall.delivery.cuda_program import CudaProgram
@@ -105,6 +106,14 @@ class TickOnDevice(NamedTuple):
     valid: torch.Tensor | None
 
 
+class PackedTicks(NamedTuple):
+    """Some ticks in one piece of memory on the device: every field of all of them, one after another."""
+
+    memory: torch.Tensor  # bytes
+    firsts: NDArray[np.int64]  # where rows of every field begin, next observations, and flags
+    ticks: int
+
+
 class RowsOnDevice(NamedTuple):
     """Rows of a batch."""
 
@@ -124,6 +133,9 @@ class DeviceLoops(Protocol):
 
     def write(self, number: int, tick: TickOnDevice, *, has_previous: bool, ticks: int = 1) -> None:
         """Write a tick, or several. Every pool has a free place for every lane and tick, and two for a window."""
+
+    def write_packed(self, number: int, packed: PackedTicks, *, has_previous: bool) -> None:
+        """Write some ticks whose fields lie in one piece of memory."""
 
     def restore(self, number: int, rows: Mapping[int, torch.Tensor], ticks: int, *, has_previous: bool) -> None:
         """Write observations, by field, of ticks that were saved; their next observations follow otherwise."""
@@ -202,6 +214,7 @@ class CudaLoops:
         self._sources, self._strides = (
             np.concatenate([at[name], at[f"next_{name}"][:observed]]) for name in ("source", "source_stride")
         )
+        self._row_bytes = np.array([field.row_bytes for field in (*fields, *fields[:observed])], np.int64)
         flags = [_word("to_terminated"), _word("to_truncated"), _word("to_ones"), _word("ids")]
         self._targets = np.concatenate([at["target"], at["next_target"][:observed], flags])
         task.counts, task.free, task.flags = (t.data_ptr() for t in (rings.counts, rings.free, rings.flags))
@@ -232,6 +245,13 @@ class CudaLoops:
         task.terminated, task.truncated = tick.terminated.data_ptr(), tick.truncated.data_ptr()
         task.valid = 0 if tick.valid is None else tick.valid.data_ptr()
         self._write(number, ticks, has_previous, task.fields + 1)
+
+    def write_packed(self, number: int, packed: PackedTicks, *, has_previous: bool) -> None:
+        """See `DeviceLoops`."""
+        words, task, where = self._words, self._task, packed.firsts + packed.memory.data_ptr()
+        words[self._sources], words[self._strides] = where[:-2], self._row_bytes
+        task.terminated, task.truncated, task.valid = int(where[-2]), int(where[-1]), 0
+        self._write(number, packed.ticks, has_previous, task.fields + 1)
 
     def restore(self, number: int, rows: Mapping[int, torch.Tensor], ticks: int, *, has_previous: bool) -> None:
         """See `DeviceLoops`."""

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.delivery.batches import BatchJob, DrawnRows, ObservationAssembler
-from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot
+from holdall.delivery.device import DeviceStream, StagingRing
 from holdall.delivery.device_assembly import MadeBatch
 from holdall.delivery.device_batch import DeviceBatches
 from holdall.delivery.device_fields import LOOKED_AT, windows_of
-from holdall.delivery.device_loops import RowsOnDevice, TickOnDevice, typed_rows
+from holdall.delivery.device_loops import PackedTicks, RowsOnDevice, typed_rows
 from holdall.delivery.device_rings import DeviceRings, DeviceTickWriter
 from holdall.delivery.resident import ResidentBatches
 from holdall.errors import ArgumentError
@@ -44,32 +44,32 @@ _SHARE_OF_POOL = 8
 """Ticks that are sent at once take at most this part of the places for what is kept apart."""
 
 
-class _IdSlot:
-    """Pinned memory for the ids of a batch, where they go on the device, and the event behind which they were read."""
+class _PinnedSlot:
+    """Pinned memory, where it is copied to on the device, and the event behind which that was read."""
 
-    def __init__(self, stream: DeviceStream, count: int) -> None:
-        self.host, self.there = stream.host_bytes(8 * count), stream.device_bytes(8 * count)
-        self.array, self.start = self.host.numpy().view(np.int64), self.there.data_ptr()
+    def __init__(self, stream: DeviceStream, nbytes: int) -> None:
+        self.host, self.there = stream.host_bytes(nbytes), stream.device_bytes(nbytes)
+        self.bytes, self.start = self.host.numpy(), self.there.data_ptr()
         self.event, self.number = stream.new_event()
 
 
-class _IdSlots:
-    """A few of them, used in turn."""
+class _PinnedSlots:
+    """A few of them, used in turn; the host waits if the device has not read the one whose turn it is."""
 
-    def __init__(self, stream: DeviceStream) -> None:
-        self._stream, self._slots = stream, deque[_IdSlot]()
+    def __init__(self, stream: DeviceStream, most: int) -> None:
+        self._stream, self._slots, self._most = stream, deque[_PinnedSlot](), most
 
-    def next(self, count: int) -> _IdSlot:
-        """Return one with room for so many ids, which the device has read."""
+    def next(self, nbytes: int) -> _PinnedSlot:
+        """Return one with room for so many bytes."""
         slots, stream = self._slots, self._stream
-        if len(slots) < _ID_SLOTS:
-            slots.append(_IdSlot(stream, count))
+        if len(slots) < self._most:
+            slots.append(_PinnedSlot(stream, -(-nbytes // 8) * 8))
         else:
             slots.rotate(-1)
             if not stream.has_passed(slots[-1].event):
                 stream.synchronize(slots[-1].event)
-            if len(slots[-1].array) < count:
-                slots[-1] = _IdSlot(stream, count)
+            if len(slots[-1].bytes) < nbytes:
+                slots[-1] = _PinnedSlot(stream, -(-nbytes // 8) * 8)
         return slots[-1]
 
     def wait(self) -> None:
@@ -97,7 +97,8 @@ class MirroredBatches(ResidentBatches):
         self._deliver(schema)
         self._other, self._assembler = other, assembler
         self._stream, self._device = other.stream, other.stream.device
-        self._staging, self._ids = StagingRing(self._stream, _STAGED), _IdSlots(self._stream)
+        self._staging = StagingRing(self._stream, _STAGED)
+        self._ids, self._ticks = _PinnedSlots(self._stream, _ID_SLOTS), _PinnedSlots(self._stream, _STAGED)
         self._repair, self._rewrites, self._kept = Repair(), 0, 0
         self._writer: DeviceTickWriter | None = None
         self._is_refused = self._device.type not in self.device_types
@@ -132,10 +133,11 @@ class MirroredBatches(ResidentBatches):
 
     def _gathered(self, ids: NDArray[np.int64], last_ids: NDArray[np.int64] | None) -> Any:
         """Have rows gathered; ids go through pinned memory that is not written to before they were read."""
-        slot, count = self._ids.next(2 * ids.size), ids.size
-        slot.array[:count] = ids if ids.ndim == 1 else ids.reshape(-1)
+        slot, count = self._ids.next(16 * ids.size), ids.size
+        numbers = slot.bytes.view(np.int64)
+        numbers[:count] = ids if ids.ndim == 1 else ids.reshape(-1)
         if last_ids is not None:
-            slot.array[count : 2 * count] = last_ids.reshape(-1)
+            numbers[count : 2 * count] = last_ids.reshape(-1)
         self._stream.send(slot.there, slot.host, 8 * count if last_ids is None else 16 * count)
         where = slot.start
         found = self._rings.gather_at(count, where, 0 if last_ids is None else where + 8 * count, slot.there)
@@ -173,12 +175,13 @@ class MirroredBatches(ResidentBatches):
     @property
     def pinned_bytes(self) -> int:
         """See `Batches`."""
-        return self._staging.nbytes + self._ids.nbytes + self._other.pinned_bytes
+        return self._staging.nbytes + self._ids.nbytes + self._ticks.nbytes + self._other.pinned_bytes
 
     def close(self) -> None:
         """See `Batches`."""
         self._staging.wait()
-        self._ids.wait()
+        for slots in (self._ids, self._ticks):
+            slots.wait()
         self._other.close()
 
     # ------------------------------------------------------------ what is on the device
@@ -236,27 +239,21 @@ class MirroredBatches(ResidentBatches):
         while writer.next_tick < end:
             begin = writer.next_tick
             ticks = min(most, end - begin)
-            slot, tick = self._staged(self._read(store, begin, begin + ticks))
+            slot, packed = self._staged(self._read(store, begin, begin + ticks), ticks)
             try:
-                writer.write_ticks(tick, ticks)
+                writer.write_together(packed)
             finally:
-                slot.read = self._stream.record_consumer()
+                self._stream.record_again(slot.event, slot.number)
 
-    def _staged(self, tick: Tick) -> tuple[StagingSlot, TickOnDevice]:
+    def _staged(self, tick: Tick, ticks: int) -> tuple[_PinnedSlot, PackedTicks]:
         """Bring some ticks to the device, in one copy."""
         rows = [*tick.obs, *tick.action, *tick.extras, tick.reward, *tick.next_obs, tick.terminated, tick.truncated]
-        arrays = [np.ascontiguousarray(row).reshape(len(row), -1).view(np.uint8) for row in rows]
-        ends = list(accumulate(-(-array.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for array in arrays))
-        slot = self._staging.next_slot(ends[-1])
-        there = self._stream.device_bytes(ends[-1])
-        tensors = []
-        for array, begin in zip(arrays, [0, *ends], strict=False):
-            slot.array[begin : begin + array.nbytes] = array.reshape(-1)
-            tensors.append(there[begin : begin + array.nbytes].view(array.shape))
-        there.copy_(slot.host[: ends[-1]], non_blocking=True)
-        observed = len(tick.obs)
-        fields = len(rows) - observed - 2
-        return slot, TickOnDevice(tensors[:fields], tensors[fields:-2], tensors[-2][:, 0], tensors[-1][:, 0], None)
+        ends = list(accumulate(-(-row.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for row in rows))
+        slot = self._ticks.next(ends[-1])
+        for row, begin in zip(rows, [0, *ends], strict=False):
+            slot.bytes[begin : begin + row.nbytes] = row.reshape(-1).view(np.uint8)
+        self._stream.send(slot.there, slot.host, ends[-1])
+        return slot, PackedTicks(slot.there, np.array([0, *ends[:-1]], np.int64), ticks)
 
     def _send_again(self, store: Store) -> None:
         """Send flags and extras that were written again: those that are known, or all of them."""

@@ -13,7 +13,7 @@ worst that can have happened since.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from holdall.delivery.device_loops import (
     TERMINATED,
     TRUNCATED,
     DeviceLoops,
+    PackedTicks,
     RingsOnDevice,
     RowsOnDevice,
     TickOnDevice,
@@ -332,19 +333,22 @@ class DeviceTickWriter(TickWriter):
         fields, observed = len(self._rings.schema.leaves) + 1, len(self._rings.small)
         following, flags = rows[fields : fields + observed], rows[fields + observed :]
         tick = TickOnDevice(rows[:fields], following, flags[0], flags[1], flags[2] if len(flags) > 2 else None)
-        return self.write_ticks(tick, 1)
+        return self._written(partial(self._loops.write, self.next_tick, tick), 1)
 
-    def write_ticks(self, tick: TickOnDevice, ticks: int) -> int:
-        """Write some ticks, one after another; return how many were written in all."""
+    def write_together(self, packed: PackedTicks) -> int:
+        """Write some ticks; return how many were written in all."""
+        return self._written(partial(self._loops.write_packed, self.next_tick, packed), packed.ticks)
+
+    def _written(self, write: Callable[..., None], ticks: int) -> int:
         now = self.next_tick
         self._rings.make_room(now, ticks)
-        self._repair.begin(self._ask_device if self._loops.is_one_step else partial(self._do, now, tick, ticks))
-        self._do(now, tick, ticks)
+        self._repair.begin(self._ask_device if self._loops.is_one_step else partial(self._do, write, now, ticks))
+        self._do(write, now, ticks)
         self._repair.end()
         return self.next_tick
 
-    def _do(self, now: int, tick: TickOnDevice, ticks: int) -> None:
-        self._loops.write(now, tick, has_previous=now > self.first_tick, ticks=ticks)
+    def _do(self, write: Callable[..., None], now: int, ticks: int) -> None:
+        write(has_previous=now > self.first_tick)
         self.next_tick = now + ticks
 
     def begin_again(self, tick: int) -> None:

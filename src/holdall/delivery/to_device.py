@@ -33,7 +33,7 @@ _KEPT_BYTES = 64 * 2**20
 """Host memory of minibatches that is kept between updates; allocating more is quick beside its use."""
 _ALONE_BYTES = 2**20
 """Up to this much is copied by the calling thread: waking others takes longer."""
-_PIECE_BYTES = 2**17
+_PIECE_BYTES = 2**18
 """What one thread copies at once."""
 
 Gather = Callable[[NDArray[np.int64], Array], object]

@@ -20,6 +20,7 @@ from holdall.delivery.device_loops import (
     DeviceField,
     DeviceLoops,
     DeviceWindow,
+    PackedTicks,
     Pool,
     RingsOnDevice,
     RowsOnDevice,
@@ -85,6 +86,17 @@ class TorchLoops:
         rings.counts[0] = number + 1
         rings.counts[1].clamp_(min=number + 2 - rings.slots)
         rings.free[0] = number + 1
+
+    def write_packed(self, number: int, packed: PackedTicks, *, has_previous: bool) -> None:
+        """See `DeviceLoops`."""
+        fields, count = self._rings.fields, packed.ticks * self._rings.lanes
+        observed = [field for field in fields if field.pool is not None]
+        widths = [*(field.row_bytes for field in (*fields, *observed)), 1, 1]
+        places = zip(packed.firsts.tolist(), widths, strict=True)
+        rows = [packed.memory[first : first + count * width].view(count, width) for first, width in places]
+        flags = [flag[:, 0] for flag in rows[-2:]]
+        tick = TickOnDevice(rows[: len(fields)], rows[len(fields) : -2], flags[0], flags[1], None)
+        self.write(number, tick, has_previous=has_previous, ticks=packed.ticks)
 
     def restore(self, number: int, rows: Mapping[int, torch.Tensor], ticks: int, *, has_previous: bool) -> None:
         """See `DeviceLoops`."""

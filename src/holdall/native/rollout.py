@@ -16,7 +16,7 @@ from holdall.schema import Array
 from holdall.storage import address
 from holdall.threads import pool_threads
 
-_BYTES_PER_THREAD = 2**18
+_BYTES_PER_THREAD = 2**20
 """Bytes that are worth waking a thread for."""
 _MOST_THREADS = 16
 """Threads that copy: to fill memory as fast as the bus empties it takes many."""

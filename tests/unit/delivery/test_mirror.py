@@ -184,17 +184,22 @@ def test_an_interrupt_while_rows_are_sent_loses_none(device: str, monkeypatch: p
     pair.add(30)
     pair.check()
     kind = type(pair.there._batches._rings._loops)  # type: ignore[attr-defined]
-    write = kind.write
+    write = kind.write_packed
     for launches_first in (False, True):
+        calls: list[bool] = []
 
-        def interrupted(self: Any, *given: Any, launches: bool = launches_first, **named: Any) -> None:
-            if launches:
+        def interrupted(
+            self: Any, *given: Any, launches: bool = launches_first, calls: list[bool] = calls, **named: Any
+        ) -> None:
+            calls.append(launches)
+            if launches or len(calls) > 1:
                 write(self, *given, **named)
-            raise KeyboardInterrupt
+            if len(calls) == 1:
+                raise KeyboardInterrupt
 
         pair.add(3)
         with monkeypatch.context() as patched:
-            patched.setattr(kind, "write", interrupted)
+            patched.setattr(kind, "write_packed", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 pair.there.gather([pair.there.first_id])
         pair.check(60)
