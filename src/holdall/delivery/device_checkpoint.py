@@ -222,7 +222,7 @@ class CheckpointedRings:
 
     def copy(self, first: int, end: int) -> dict[str, Array]:
         """Copy the rows of ticks [first, end) to the host, next observations too."""
-        columns = {name: rows_of(ring, first, end) for name, ring in self.columns().items()}  # type: ignore[arg-type]
+        columns = {name: rows_of(ring, first, end) for name, ring in self.columns().items()}
         found = self.gather(self.to_device(np.arange(first * self.lanes, end * self.lanes)))
         for i in self.small:
             columns[f"next.{i}"] = found.next_obs[i].cpu().numpy().reshape(columns[f"obs.{i}"].shape)

@@ -212,14 +212,15 @@ class DeviceRing:
     def describe(self, kept: int) -> str:
         """Say where the field lies, for people."""
         places = 0 if self.pool is None else self.pool.places
-        how = "flat rows" if self.window is None else f"window of {self.window.count}, each slice once,"
+        how = "flat rows" if self.window is None else f"window of {self.window.slices}, each slice once,"
         return f"{how} on {self.rows.device}; room for {places:,} observations apart"
 
     def newest_next(self, next_tick: int) -> Array:
         """Copy the next observations of the newest tick, which stand where the next tick's observations will."""
         if isinstance(self.column, DeviceColumn):
             return self.column[next_tick % self._slots]
-        return self._newest(next_tick).cpu().numpy().view(self.leaf.dtype).reshape(self._lanes, *self.leaf.shape)
+        newest: Array = self._newest(next_tick).cpu().numpy().view(self.leaf.dtype)
+        return newest.reshape(self._lanes, *self.leaf.shape)
 
     def put_newest(self, next_tick: int, rows: Array) -> None:
         """Write the next observations of the newest tick."""

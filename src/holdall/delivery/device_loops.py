@@ -62,11 +62,11 @@ class DeviceWindow(NamedTuple):
     Where a tick does not continue so, its observation lies whole in the pool.
     """
 
-    count: int  # slices of an observation
+    slices: int  # of an observation
     outer: int
     run_bytes: int
     slots: int  # of the ring, which reaches back to slices of older ticks
-    whole: torch.Tensor  # by cell: the place in the pool, or minus the ticks since one that has one, at most count - 1
+    whole: torch.Tensor  # by cell: the place in the pool, or minus the ticks since one that has one, at most slices - 1
     newest: torch.Tensor  # (2 * lanes, row bytes): next observations of the newest tick, by its number modulo 2
 
 
@@ -82,7 +82,7 @@ class DeviceField(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of a batch."""
-        return int(self.rows.shape[1]) * (1 if self.window is None else self.window.count)
+        return int(self.rows.shape[1]) * (1 if self.window is None else self.window.slices)
 
 
 class RingsOnDevice(NamedTuple):
@@ -233,7 +233,7 @@ class CudaLoops:
             described.apart, described.pool = pool.apart.data_ptr(), pool.counts.data_ptr()
             described.queue, described.chunks = pool.queue.data_ptr(), pool.table.data_ptr()
         if (window := field.window) is not None:
-            described.window, described.outer, described.run_bytes = window.count, window.outer, window.run_bytes
+            described.window, described.outer, described.run_bytes = window.slices, window.outer, window.run_bytes
             described.slots = window.slots
             described.whole, described.newest = window.whole.data_ptr(), window.newest.data_ptr()
 

@@ -155,11 +155,11 @@ class MirroredBatches(ResidentBatches):
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""
-        return super().start(draw, drawn) if isinstance(drawn.rows, RowsOnDevice) else self._other.start(draw, drawn)
+        return super().start(draw, drawn) if _is_gathered(drawn) else self._other.start(draw, drawn)
 
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """See `Batches`."""
-        return super().make(draw, drawn) if isinstance(drawn.rows, RowsOnDevice) else self._other.make(draw, drawn)
+        return super().make(draw, drawn) if _is_gathered(drawn) else self._other.make(draw, drawn)
 
     def rewritten(self, ids: NDArray[np.int64]) -> None:
         """Take note that extras of some transitions were written again; under the memory's lock."""
@@ -268,3 +268,9 @@ class MirroredBatches(ResidentBatches):
                 columns[f"extras.{k}"] = store.extra(k, ids)
             self._rings.rewrite(ids, columns)
         self._rewrites, self._rewritten = store.rewrites, []
+
+
+def _is_gathered(drawn: DrawnRows) -> bool:
+    """Whether rows are on the device already, and only goals are missing."""
+    rows: Any = drawn.rows
+    return isinstance(rows, RowsOnDevice)

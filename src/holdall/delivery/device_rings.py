@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.delivery.device_checkpoint import CheckpointedRings
-from holdall.delivery.device_fields import SLACK_TICKS, DeviceColumn, DeviceRing, Windows
+from holdall.delivery.device_fields import SLACK_TICKS, DeviceColumn, DeviceRing, WindowColumn, Windows
 from holdall.delivery.device_loops import (
     INVALID,
     MOST_FIELDS,
@@ -71,7 +71,7 @@ class DeviceRings(CheckpointedRings):
         self.scouts: dict[int, Any] = {}
         self.pause_tick = NEVER  # nothing is packed on a device
         self.invalid: DeviceColumn | None = None
-        self.reward: DeviceColumn | None = None
+        self.reward: DeviceColumn | WindowColumn | None = None
         cells = ring_ticks * self.lanes
         self._flags = torch.zeros(cells, dtype=torch.uint8, device=device)
         self._counts = torch.tensor([first_tick, first_tick, 0], dtype=torch.int64, device=device)

@@ -238,7 +238,7 @@ class ResidentBatches(Batches):
         actions = observed + len(schema.action.leaves)
         rows, (of_obs, of_action, of_extras) = found.rows, self._nested
         if len(shape) > 1:
-            found = RowsOnDevice(found.ids, *_in_sequences(shape, found), found.ones)
+            found = _in_sequences(shape, found)
             rows = found.rows
         return Batch(
             obs=of_obs(rows[:observed]),
@@ -297,14 +297,15 @@ class ResidentBatches(Batches):
         """See `Batches`."""
 
 
-def _in_sequences(shape: tuple[int, ...], found: RowsOnDevice) -> tuple[Any, ...]:
+def _in_sequences(shape: tuple[int, ...], found: RowsOnDevice) -> RowsOnDevice:
     """Give rows that were read one after another their two axes."""
 
     def seen(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(*shape, *tensor.shape[1:])
 
     rows, following = [seen(t) for t in found.rows], [seen(t) for t in found.next_obs]
-    return rows, following, seen(found.terminated), seen(found.truncated)
+    flags = {"terminated": seen(found.terminated), "truncated": seen(found.truncated)}
+    return found._replace(rows=rows, next_obs=following, **flags)
 
 
 class _ResidentJob:

@@ -168,7 +168,9 @@ class DeviceCopier:
         """Prepare copies of sources of these sizes to these places of `target`, bytes on the device."""
         first = min(span.start for span in spans)
         end = max(span.start + span.nbytes for span in spans)
-        loads, cut, ends = [], [], []
+        loads: list[SlotLoad] = []
+        cut: list[tuple[int, ...]] = []
+        ends: list[tuple[int, ...]] = []
         for begin in range(first, end, self._slot_bytes):
             size = min(self._slot_bytes, end - begin)
             pieces = []

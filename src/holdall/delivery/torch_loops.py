@@ -129,7 +129,7 @@ class TorchLoops:
         for kept in (pool.apart, window.whole):
             self._leave(pool, kept, after)
         since = 1 - window.whole[before].clamp(max=0)
-        window.whole[here] = self._torch.where(goes_on, -since.clamp(max=window.count - 1), -1).to(window.whole.dtype)
+        window.whole[here] = self._torch.where(goes_on, -since.clamp(max=window.slices - 1), -1).to(window.whole.dtype)
         breaks = (~goes_on).nonzero()[:, 0]
         self._keep(pool, window.whole, here.start + breaks, rows[breaks])
         field.rows[here] = _slices(window, rows)[:, :, -1].reshape(lanes, -1)
@@ -143,10 +143,10 @@ class TorchLoops:
         torch, lanes, cells = self._torch, self._rings.lanes, len(window.whole)
         whole = window.whole[ids % cells].long()
         since = torch.where(whole < 0, -whole, 0)
-        rows = ids.new_empty((len(ids), window.outer, window.count, window.run_bytes), dtype=torch.uint8)
+        rows = ids.new_empty((len(ids), window.outer, window.slices, window.run_bytes), dtype=torch.uint8)
         firsts = (window.whole[(ids - since * lanes) % cells]).long()
-        for slice_number in range(window.count):
-            back = window.count - 1 - slice_number
+        for slice_number in range(window.slices):
+            back = window.slices - 1 - slice_number
             found = field.rows[(ids - back * lanes) % cells].view(len(ids), window.outer, window.run_bytes)
             older = (back > since).nonzero()[:, 0]
             kept = _slices(window, _at_places(pool, firsts[older]))
@@ -242,7 +242,7 @@ def _half(number: int, lanes: int) -> slice:
 
 def _slices(window: DeviceWindow, rows: torch.Tensor) -> torch.Tensor:
     """See rows as slices: (rows, outer, count, run bytes)."""
-    return rows.view(len(rows), window.outer, window.count, window.run_bytes)
+    return rows.view(len(rows), window.outer, window.slices, window.run_bytes)
 
 
 def _cut(tick: TickOnDevice, k: int, lanes: int) -> TickOnDevice:

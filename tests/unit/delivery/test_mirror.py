@@ -43,7 +43,7 @@ class Pair:
                 space, spaces.Discrete(3), 60 * lanes, lanes, seed=3, extras=self.stream.extras,
                 sampler=sampler and sampler(), **options, **how,
             )
-            for how in ({}, {"store_device": device})
+            for how in [dict[str, Any](), dict[str, Any](store_device=device)]
         )  # fmt: skip
 
     def add(self, ticks: int = 1, **more: Any) -> None:

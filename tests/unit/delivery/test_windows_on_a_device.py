@@ -148,7 +148,7 @@ def test_the_newest_tick_shows_its_own_next_observation(device: str) -> None:
 def test_every_sampler_reads_windows(device: str, sampler: Any) -> None:
     fed = Fed(device, "frames last", 5, 30, sampler=sampler)
     fed.add(50)
-    batch = fed.memory.sample(64)
+    batch: Any = fed.memory.sample(64)
     ids = batch.ids.cpu().numpy()
     assert_same_bits(batch.obs.flatten(0, ids.ndim - 1), fed.oracle.gather(ids.reshape(-1)).obs)
 
@@ -274,7 +274,7 @@ def test_a_cuda_graph_reads_windows_as_they_are_at_its_replay() -> None:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        batch = fed.memory.sample(64)
+        batch: Any = fed.memory.sample(64)
     for _ in range(5):
         graph.replay()
         torch.cuda.synchronize()
