@@ -40,7 +40,7 @@ _MOST_HEADS = 8
 """Batches whose pinned memory may still be read while the next one is looked up; then the host waits."""
 _KEPT_BLOCKS = 4
 """Blocks of one kind of batch that are kept: one in use, one being filled, two for latecomers."""
-_SHARE, _SHARE_OF_MANY, _MANY_ROWS = 6, 16, 512
+_SHARE, _SHARE_OF_MANY, _MANY_ROWS = 6, 32, 512
 """The device begins with this part of a batch while the rest is looked up: to fetch takes longer. Of many rows with
 less, since C goes on in pieces that grow."""
 _FEWEST_ROWS = 32

@@ -26,6 +26,7 @@ from holdall.delivery.device_fields import (
     windows_in,
 )
 from holdall.delivery.device_loops import TERMINATED, TRUNCATED, DeviceLoops, RowsOnDevice
+from holdall.errors import ArgumentError
 from holdall.schema import Array, Leaf, Schema
 from holdall.storage import Apart, put_rows, rows_of
 
@@ -101,11 +102,16 @@ class CheckpointedRings:
         array: Array = found.cpu().numpy().reshape(end - first, self.lanes, *found.shape[1:])
         return array
 
-    @staticmethod
-    def _grow(ring: DeviceRing, places: int) -> None:
+    def _grow(self, ring: DeviceRing, places: int) -> None:
         """See that a pool has so many places free. The device is at rest."""
-        while ring.pool is not None and len(ring.pool.free()) < places:
-            ring.pool.grow()
+        try:
+            while ring.pool is not None and len(ring.pool.free()) < places:
+                ring.pool.grow()
+        except self.torch.OutOfMemoryError as error:
+            raise ArgumentError(
+                f"store_device ({self.device}) has no room for more observations {ring.leaf.name!r} that no other step "
+                f"shows ({error}); nothing was added. Save the memory, and load it with a lower capacity"
+            ) from error
 
     def _flag_column(self, bit: int) -> DeviceColumn:
         return DeviceColumn(self.torch, self._flags.view(self.ring_ticks, self.lanes), FLAG.dtype, bit)

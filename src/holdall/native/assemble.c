@@ -10,7 +10,7 @@
 enum { DONE = 0, NOT_HELD = 1, DAMAGED = 2, NOT_THERE = 3, REFUSED = 4 };
 enum { LARGE_SLICE_BYTES = 1024, WARP = 32, BLOCK = 256, HEAD_BLOCKS = 64, ROWS_AHEAD = 16 };
 /* Up to so many rows are named in two pieces; more of them in pieces that grow so, since to fetch takes longer. */
-enum { FEW_ROWS = 512, PIECE_GROWTH = 3 };
+enum { FEW_ROWS = 512, PIECE_GROWTH = 2 };
 /* Of so many times more rows, two drawn ones seldom show the same slice, and one launch less is worth more. */
 enum { SELDOM = 64 };
 

@@ -73,8 +73,8 @@ class Fed:
             return
         for _ in range(count):
             step = self.stream.tick().arguments()
-            self.oracle.add(**step)
             self.memory.add(**self.there(step))
+            self.oracle.add(**step)
 
     def check(self, memory: holdall.ReplayMemory | None = None) -> None:
         memory = memory or self.memory
@@ -193,6 +193,25 @@ def test_a_budget_counts_slices_and_not_whole_observations(device: str) -> None:
     assert fitting > 8 * 500
     fed = Fed(device, "frames first", 8, fitting // 8, budget="1200KiB")
     fed.add(3)
+    fed.check()
+
+
+def test_a_device_that_runs_out_later_refuses_the_step_and_keeps_the_others(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only observations that nothing shares take more memory than was allocated at first."""
+    fed = Fed(device, "no more", 4, 60, ends=0.0)
+    fed.add(10)
+
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(device_fields.ApartPool, "_new_chunk", refuse)
+        with pytest.raises(holdall.ArgumentError, match="no room for more observations"):
+            fed.add(40)
+        fed.check()
+    fed.add(5)
     fed.check()
 
 
