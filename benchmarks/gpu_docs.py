@@ -132,6 +132,19 @@ def compressed() -> str:
     return table(f"| ms | {ratios} |", rows)
 
 
+def rollouts() -> str:
+    """Return the table of trajectories on their way to a GPU."""
+    results, rows = found("gpu_rollout"), []
+    for name, case in results["updates"].items():
+        usual, moved, ours = (case[way] for way in ("cat then to", "to then cat", "holdall"))
+        extra = f"{ours['extra_mib']:.0f} MiB; the others {usual['extra_mib']:.0f} and {moved['extra_mib']:.0f}"
+        alone = results["slots"][name]["slots of 8 MiB"]["median_ms"]
+        times = [usual["median_ms"], moved["median_ms"], ours["median_ms"], ours["first_of_turn_median_ms"], alone]
+        rows.append([f"{name}, {case['payload_mib']:.1f} MiB", *(f"{time:.2f}" for time in times), extra])
+    columns = "join, then move | move, then join | holdall, in turn | the first of a turn | alone | beside the tensors"
+    return table(f"| 3 workers x 1,024 steps of | {columns} |", rows)
+
+
 def replaced(text: str, new: str) -> str:
     """Put a table in the place of the one whose first column is called the same."""
     first = new.split("|")[1]
@@ -148,6 +161,7 @@ def main() -> int:
     pages = {
         "docs/gpu.md": [batches, steps, resident()],
         "docs/samplers.md": [delivery()],
+        "docs/rollouts.md": [rollouts()],
         "docs/decisions/016-lz4-is-decoded-on-the-host.md": [compressed()],
     }
     differs = 0
