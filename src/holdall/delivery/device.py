@@ -431,11 +431,6 @@ class StagingRing:
         slot.make_room(nbytes)
         return slot
 
-    def wait(self) -> None:
-        """Wait until the device has read all slots."""
-        for slot in self._slots:
-            slot.make_room(0)
-
     @property
     def last_read(self) -> Any:
         """The event behind the newest copy from here; None if there was none."""

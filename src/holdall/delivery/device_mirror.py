@@ -10,6 +10,8 @@ Where a device has no compiler, or no room for all rows, slices are kept there a
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections import deque
 from dataclasses import replace
 from itertools import accumulate
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.delivery.batches import BatchJob, DrawnRows, ObservationAssembler
-from holdall.delivery.device import DeviceStream, StagingRing
+from holdall.delivery.device import DeviceStream
 from holdall.delivery.device_assembly import MadeBatch
 from holdall.delivery.device_batch import DeviceBatches
 from holdall.delivery.device_fields import LOOKED_AT, windows_of
@@ -35,7 +37,8 @@ from holdall.storage import ALIGNMENT_BYTES, Repair, Store, Tick
 if TYPE_CHECKING:
     import torch
 
-_SENT_AT_ONCE_BYTES = 8 << 20
+_SENT_AT_ONCE_BYTES = 2 << 20
+"""Bytes of rows that are sent at once; their next observations go with them."""
 _ID_SLOTS = 8
 """Batches whose ids may still be on their way while the next one is drawn."""
 _STAGED = 4
@@ -97,8 +100,9 @@ class MirroredBatches(ResidentBatches):
         self._deliver(schema)
         self._other, self._assembler = other, assembler
         self._stream, self._device = other.stream, other.stream.device
-        self._staging = StagingRing(self._stream, _STAGED)
         self._ids, self._ticks = _PinnedSlots(self._stream, _ID_SLOTS), _PinnedSlots(self._stream, _STAGED)
+        # Pinned memory must not be used for something else while a device may read it, even if nobody closes this.
+        weakref.finalize(self, _wait_for_all, (self._ids, self._ticks), os.getpid())
         self._repair, self._rewrites, self._kept = Repair(), 0, 0
         self._writer: DeviceTickWriter | None = None
         self._is_refused = self._device.type not in self.device_types
@@ -146,11 +150,10 @@ class MirroredBatches(ResidentBatches):
 
     def _sent(self, array: Array) -> torch.Tensor:
         """Bring an array of a draw to the device, without a wait."""
-        slot = self._staging.next_slot(array.nbytes)
-        slot.array[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        there = self._stream.device_bytes(array.nbytes)
+        slot, there = self._ticks.next(array.nbytes), self._stream.device_bytes(array.nbytes)
+        slot.bytes[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._stream.send(there, slot.host, array.nbytes)
-        slot.read = self._stream.record_consumer()
+        self._stream.record_again(slot.event, slot.number)
         return typed_rows(there, self._other.torch.from_numpy(np.empty(0, array.dtype)).dtype, array.shape)
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
@@ -175,13 +178,11 @@ class MirroredBatches(ResidentBatches):
     @property
     def pinned_bytes(self) -> int:
         """See `Batches`."""
-        return self._staging.nbytes + self._ids.nbytes + self._ticks.nbytes + self._other.pinned_bytes
+        return self._ids.nbytes + self._ticks.nbytes + self._other.pinned_bytes
 
     def close(self) -> None:
         """See `Batches`."""
-        self._staging.wait()
-        for slots in (self._ids, self._ticks):
-            slots.wait()
+        _wait_for_all((self._ids, self._ticks), os.getpid())
         self._other.close()
 
     # ------------------------------------------------------------ what is on the device
@@ -268,6 +269,12 @@ class MirroredBatches(ResidentBatches):
                 columns[f"extras.{k}"] = store.extra(k, ids)
             self._rings.rewrite(ids, columns)
         self._rewrites, self._rewritten = store.rewrites, []
+
+
+def _wait_for_all(all_slots: tuple[_PinnedSlots, ...], process: int) -> None:
+    """Wait until everything was read; a forked child has no part in the device."""
+    for slots in all_slots if process == os.getpid() else ():
+        slots.wait()
 
 
 def _is_gathered(drawn: DrawnRows) -> bool:
