@@ -365,25 +365,39 @@ def process() -> Iterator[subprocess.Popen[str]]:
         started.kill()
 
 
+class _Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, words: list[str]) -> None:
+        self._ours, its = os.openpty()
+        self.process = subprocess.Popen([*HOLDALL, *words], stdin=its, stdout=its, stderr=its)
+        os.close(its)
+        self.shown = os.read(self._ours, 1)  # waits for its first output
+
+    def end(self) -> int:
+        """Read what else it shows, and return its exit code."""
+        with contextlib.suppress(OSError):  # what Linux says at the end
+            while more := os.read(self._ours, 1 << 16):
+                self.shown += more
+        os.close(self._ours)
+        return self.process.wait()
+
+
 @pytest.mark.usefixtures("folder")
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals here")
 def test_the_commands_of_watch_md_about_a_process_end_with_it(process: subprocess.Popen[str]) -> None:
     with contextlib.ExitStack() as stack:
         started = {}
         for words in (words for words in _of_holdall("docs/watch.md") if PROCESS in words):
-            command = [*HOLDALL, *(str(process.pid) if word == PROCESS else word for word in words[1:])]
-            watching = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            started[" ".join(words)] = stack.enter_context(watching)
-            stack.callback(watching.kill)
-        readings = started[f"holdall watch --json {PROCESS}"].stdout
-        assert readings is not None
-        assert json.loads(readings.readline())["kind"] == "header"
-        assert json.loads(readings.readline())["pss"] > 0
-        for brief in (f"holdall trim {PROCESS}", f"holdall watch --once {PROCESS}"):
-            assert started[brief].wait(100) == 0
+            terminal = _Terminal([str(process.pid) if word == PROCESS else word for word in words[1:]])
+            started[" ".join(words)] = terminal
+            stack.callback(terminal.process.kill)
         process.communicate("\n")
-        for line, watching in started.items():
-            output, complaints = watching.communicate(timeout=100)
-            assert watching.returncode == 0, f"{line}: {output}{complaints}"
+        codes = {command: terminal.end() for command, terminal in started.items()}
+    assert set(codes.values()) == {0}, {command: terminal.shown for command, terminal in started.items()}
+    header, reading, *_ = started[f"holdall watch --json {PROCESS}"].shown.splitlines()
+    assert json.loads(header)["pid"] == process.pid
+    assert json.loads(reading)["pss"] > 0
 
 
 @pytest.mark.parametrize("place", range(3))
