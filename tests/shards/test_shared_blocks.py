@@ -67,7 +67,7 @@ def test_a_batch_in_shared_memory_belongs_to_the_caller(shards: int, monkeypatch
                     require_right(next(loader))
         monkeypatch.undo()
         monkeypatch.setattr(shared_blocks, "_SHARED_FROM", 1 << 40)
-        copied = memory.sample(64)
+        copied = memory.sample(65)  # of another size, so that none waits that was drawn before
         assert not is_shared(copied)
         require_right(copied)
     require_right(second)  # also when the shards are gone

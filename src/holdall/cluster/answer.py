@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.cluster.protocol import ShardCounters, ids_of
-from holdall.cluster.shared_blocks import BatchBlock, BatchBlocks
+from holdall.cluster.shared_blocks import BatchBlock, BatchBlocks, CountPlace
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
@@ -99,6 +99,7 @@ class Answer:
     scaled: NDArray[np.float64]  # what each drawn one was drawn in proportion to
     rows: Rows  # of the draw, without those leaves that were written to a block
     order: Ids | None = None  # which of those asked for each drawn one is; None: as they were asked for
+    count: CountPlace | None = None  # where a learner on its machine sees how often the shard has changed
 
     def part(self, first: int, end: int) -> Answer:
         """Return some of what was drawn."""

@@ -24,6 +24,7 @@ from holdall.storage import ALIGNMENT_BYTES
 _SHARED_FROM = 2**16
 """Bytes from which on a batch lies in a block: Ray sends less within the answer itself."""
 Pair = tuple[Array, Array]
+_COUNT_BYTES = 8
 
 
 class BlockPlace(NamedTuple):
@@ -51,6 +52,55 @@ def _new_block(nbytes: int) -> _SharedBlock:
     block.descriptor, block.name = descriptor, name
     weakref.finalize(block, os.close, descriptor).atexit = False
     return block
+
+
+class CountPlace(NamedTuple):
+    """Where a count of changes is found."""
+
+    process: int
+    descriptor: int
+    name: str
+
+
+class ChangeCount:
+    """How often a shard has changed, where processes on its machine see it without asking."""
+
+    def __init__(self) -> None:
+        self._block = _new_block(_COUNT_BYTES) if hasattr(os, "memfd_create") else None
+        self._count = np.frombuffer(self._block or bytearray(_COUNT_BYTES), np.int64)
+
+    @property
+    def place(self) -> CountPlace | None:
+        """Where it is found; None where processes cannot share memory so."""
+        return None if self._block is None else CountPlace(os.getpid(), self._block.descriptor, self._block.name)
+
+    @property
+    def value(self) -> int:
+        """Changes so far."""
+        return int(self._count[0])
+
+    def raise_by_one(self) -> None:
+        """Count one more."""
+        self._count[0] += 1
+
+
+class SeenCount:
+    """The count of a shard on this machine."""
+
+    def __init__(self, place: CountPlace, memory: Bytes) -> None:
+        self._path, self._name = f"/proc/{place.process}/fd/{place.descriptor}", place.name
+        self._count = memory.view(np.int64)
+
+    @classmethod
+    def of(cls, place: CountPlace) -> SeenCount | None:
+        """Open it; None if it is not within reach."""
+        memory = _opened(f"/proc/{place.process}/fd/{place.descriptor}", place.name, _COUNT_BYTES)
+        return None if memory is None else cls(place, memory)
+
+    @property
+    def now(self) -> int:
+        """Changes so far; -1 if the shard's process has ended."""
+        return int(self._count[0]) if _is_at(self._path, self._name) else -1
 
 
 class BatchBlock:
