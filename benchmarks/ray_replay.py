@@ -142,8 +142,11 @@ def _sample_bars(workload: str, drawn: dict[str, Any]) -> list[Bar]:
 def _spread_bars(workload: str, spent: dict[str, Any]) -> list[Bar]:
     if not spent:
         return []
-    ways = {"CPU of a batch": ("4", "1", 1.25), "CPU of a batch asked for ahead": ("4 ahead", "1 ahead", 1.25)}
-    ways["CPU of a batch that is drawn alone"] = ("4 alone", "1", None)
+    ways: dict[str, tuple[str, str, float | None]] = {
+        "CPU of a batch": ("4", "1", 1.25),
+        "CPU of a batch asked for ahead": ("4 ahead", "1 ahead", 1.25),
+        "CPU of a batch that is drawn alone": ("4 alone", "1", None),
+    }
     return [
         Bar(workload, f"{name}, 4 shards over 1", spent[one]["cpu_us"] / spent[other]["cpu_us"], most=most)
         for name, (one, other, most) in ways.items()

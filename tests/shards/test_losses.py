@@ -230,6 +230,11 @@ def test_a_shard_that_is_back_is_asked_again_whatever_became_of_questions_before
     shards._hear(member)
     assert handle.asked == [False]  # one at a time
     handle.is_back = True
-    wait_until(lambda: shards._hear(member) or not member.lost)
+
+    def answers() -> bool:
+        shards._hear(member)
+        return not member.lost
+
+    wait_until(answers)
     assert handle.asked == [False, True]
     ray.cancel(handle.never, force=True)
