@@ -40,8 +40,8 @@ def assigned(masses: Mapping[int, float], count: int, generator: np.random.Gener
     shards = sorted(shard for shard, mass in masses.items() if mass > 0)
     if len(shards) == 1:
         return {shards[0]: np.arange(count)}
-    mass = np.array([masses[shard] for shard in shards])
-    drawn = generator.choice(len(shards), size=count, p=mass / mass.sum())
+    share = np.cumsum([masses[shard] for shard in shards])
+    drawn = (share / share[-1]).searchsorted(generator.random(count), side="right")
     return {shard: rows for i, shard in enumerate(shards) if (rows := np.flatnonzero(drawn == i)).size}
 
 

@@ -13,7 +13,6 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -159,19 +158,20 @@ class OpenedBlocks:
 
     def __init__(self, leaves: dict[int, Leaf]) -> None:
         self._leaves = leaves
-        self._opened: dict[str, tuple[str, Bytes]] = {}  # by name: its path, and the memory
+        self._opened: dict[tuple[str, int], tuple[str, dict[int, Pair]]] = {}  # by name and rows: path, and the arrays
 
     def pairs(self, place: BlockPlace) -> dict[int, Pair] | None:
         """Return where the rows of a batch are written; None if the block is not within reach."""
-        path = f"/proc/{place.process}/fd/{place.descriptor}"
-        if place.name not in self._opened:
+        found = self._opened.get((place.name, place.rows))
+        if found is None:
             # Those that their learners gave up take memory for as long as they are open here.
-            self._opened = {name: known for name, known in self._opened.items() if _is_at(known[0], name)}
+            self._opened = {key: known for key, known in self._opened.items() if _is_at(known[0], key[0])}
+            path = f"/proc/{place.process}/fd/{place.descriptor}"
             memory = _opened(path, place.name, _block_bytes(self._leaves.values(), place.rows))
             if memory is None:
                 return None
-            self._opened[place.name] = path, memory
-        return dict(_pairs(self._opened[place.name][1], self._leaves, place.rows))
+            found = self._opened[place.name, place.rows] = path, dict(_pairs(memory, self._leaves, place.rows))
+        return found[1]
 
 
 def _opened(path: str, name: str, nbytes: int) -> Bytes | None:
@@ -190,7 +190,7 @@ def _opened(path: str, name: str, nbytes: int) -> Bytes | None:
 
 def _is_at(path: str, name: str) -> bool:
     try:
-        return str(Path(path).readlink()).startswith(f"/memfd:{name} ")
+        return os.readlink(path).startswith(f"/memfd:{name} ")  # noqa: PTH115  a path of its own takes longer
     except OSError:
         return False
 
