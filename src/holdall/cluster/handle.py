@@ -31,13 +31,14 @@ from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, schema_of
 from holdall.native import chosen_kernels, fallback
 from holdall.report import FieldReport, MemoryReport
-from holdall.sampling import Hindsight, Sampler
+from holdall.sampling import ComposedSampler, Hindsight, Sampler
 from holdall.schema import as_ids
 from holdall.units import require_count
 
 _ASK_AGAIN_S = 0.005
 _MOST_AT_ONCE = 8
-"""Batches that are drawn at once at most."""
+_WAITING_BYTES = 64 * 2**20
+"""What batches may take that `sample` has drawn with another, and that wait: fewer are then drawn at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class MemoryHandle:
         self._open()
         with self._lock:
             if self._asked is None or self._asked[0] != batch_size:
-                self._asked = batch_size, self._ahead(batch_size, 1)
+                self._asked = batch_size, self._ahead(batch_size, 1, 0)
             ahead = self._asked[1]
         return self._drawing.finish(ahead.next())
 
@@ -157,12 +158,15 @@ class MemoryHandle:
         self._open()
         self._deliverer.keep(prefetch + 2)
         batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
-        return Loader(self._ahead(batch_size, batches), max(0, prefetch - batches + 1))
+        return Loader(self._ahead(batch_size, batches, prefetch), max(0, prefetch - batches + 1))
 
-    def _ahead(self, count: int, batches: int) -> BatchesAhead:
+    def _ahead(self, count: int, batches: int, prefetch: int) -> BatchesAhead:
         """Return what draws batches, so many at once whatever changes meanwhile."""
-        most = 1 if self._address.limit is not None else together(_MOST_AT_ONCE, self.num_shards)
-        self._deliverer.keep(most)
+        waiting = _WAITING_BYTES // max(1, 2 * count * sum(leaf.nbytes for leaf in self.schema.observation.leaves))
+        most = min(_MOST_AT_ONCE, 1 + waiting) if together(_MOST_AT_ONCE, self.num_shards) > 1 else 1
+        if self._address.limit is not None or isinstance(self.sampler, ComposedSampler):  # whose batches may be large
+            most = 1
+        self._deliverer.blocks.most = max(self._deliverer.blocks.most, most + prefetch + 3)
         draw = functools.partial(self._drawing.start, count)
         return BatchesAhead(self._drawing, draw, batches, most, functools.partial(self._settle, count))
 

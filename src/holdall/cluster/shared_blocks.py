@@ -24,6 +24,8 @@ _SHARED_FROM = 2**16
 """Bytes from which on a batch lies in a block: Ray sends less within the answer itself."""
 Pair = tuple[Array, Array]
 _COUNT_BYTES = 8
+_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""Pages that are mapped one by one, as each is first written, cost far more."""
 
 
 class BlockPlace(NamedTuple):
@@ -135,7 +137,8 @@ class BatchBlocks:
         if nbytes < _SHARED_FROM or not hasattr(os, "memfd_create"):
             return None
         with self._lock:
-            for i, (block, user) in enumerate(self._spare):
+            for i in reversed(range(len(self._spare))):  # what was used last is still in caches
+                block, user = self._spare[i]
                 if len(block) == nbytes and user() is None:
                     del self._spare[i]
                     return BatchBlock(block, self._leaves, rows)
@@ -183,7 +186,7 @@ def _opened(path: str, name: str, nbytes: int) -> Bytes | None:
     try:
         if not _is_at(f"/proc/self/fd/{descriptor}", name) or os.fstat(descriptor).st_size != nbytes:
             return None
-        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+        return np.frombuffer(mmap.mmap(descriptor, nbytes, _AT_ONCE), np.uint8)
     finally:
         os.close(descriptor)
 
