@@ -162,10 +162,10 @@ def _saving(side: HoldallSide, folder: Path) -> Iterator[list[float]]:
 
     def save() -> None:
         while not is_over.is_set():
-            start = time.perf_counter()
-            side.memory.save(folder / "whole").result()
+            start, place = time.perf_counter(), Path(tempfile.mkdtemp(dir=folder))  # so that there is all to write
+            side.memory.save(place).result()
             taken.append(time.perf_counter() - start)
-            shutil.rmtree(folder / "whole")  # so that the next one has everything to write
+            shutil.rmtree(place)
 
     thread = threading.Thread(target=save)
     thread.start()
