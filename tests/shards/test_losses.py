@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from holdall import ArgumentError, Prioritized, ShardError
 from holdall.cluster import status
 from holdall.cluster.protocol import ShardCounters, shards_of
-from holdall.ray import ReplayMemory
+from holdall.ray import ReplayMemory, attach
 
 from .processes import kill, process_of, wait_until
 
@@ -184,6 +184,7 @@ def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemor
     numbered(writer, 20_000, 20_100)
     writer.flush()
     kill(process_of(durable._fleet.roster))
+    attach(durable.name, seed=0).close()  # who comes meanwhile waits
     numbered(writer, 20_100, 20_600)
     writer.flush()
     assert len(durable) == before + 600

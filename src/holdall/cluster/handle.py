@@ -27,7 +27,7 @@ from holdall.cluster.security import join_cluster, require_safe_cluster
 from holdall.cluster.status import Cluster, Gauges, ShardStatus, status_of
 from holdall.cluster.writer import Address, Writer
 from holdall.delivery import Loader
-from holdall.errors import ArgumentError, ClosedError
+from holdall.errors import ArgumentError, ClosedError, ShardError
 from holdall.json_state import generator_of, schema_of
 from holdall.native import chosen_kernels, fallback
 from holdall.report import FieldReport, MemoryReport
@@ -36,6 +36,7 @@ from holdall.schema import as_ids
 from holdall.units import require_count
 
 _ASK_AGAIN_S = 0.005
+_ROSTER_S = 120.0
 _MOST_AT_ONCE = 8
 _WAITING_BYTES = 64 * 2**20
 """What batches may take that `sample` has drawn with another, and that wait: fewer are then drawn at once."""
@@ -316,17 +317,34 @@ def attach(
     else:
         join_cluster(address, NAMESPACE)
     roster = Address.roster_of(name)
-    terms: MemoryTerms = received(roster.terms.remote(), None)
+    terms: MemoryTerms = _answered(roster, "terms")
     if sampler is not None or isinstance(terms.sampler, Hindsight):
         terms = replace(terms, sampler=_same(terms.sampler, sampler))
     if rank is None:
-        rank = received(roster.enroll.remote(), None) if seed is not None else secrets.randbits(32)
+        rank = _answered(roster, "enroll") if seed is not None else secrets.randbits(32)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
     learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
     handle = MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
     handle._cluster.refresh()  # so that the first batch is drawn from all shards
     return handle
+
+
+def _answered(roster: Any, method: str) -> Any:
+    """Ask the roster something; one that Ray starts again, also on another machine, is waited for."""
+    until = time.monotonic() + _ROSTER_S
+    while True:
+        try:
+            return received(getattr(roster, method).remote(), None)
+        except ray.exceptions.ActorDiedError as error:
+            raise ShardError("the memory was closed while a process attached to it; make it again") from error
+        except ray.exceptions.RayActorError as error:
+            if time.monotonic() > until:
+                raise ShardError(
+                    f"the memory's roster has not answered for {_ROSTER_S:g} s ({type(error).__name__}); see "
+                    "`ray status` for room, and attach again"
+                ) from error
+            time.sleep(_ASK_AGAIN_S)
 
 
 def _same(known: Sampler, passed: Sampler | None) -> Sampler:
