@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -122,3 +123,14 @@ def test_nothing_is_written_to_what_took_a_blocks_descriptor() -> None:
     names = [name for name, _ in shard._opened]
     assert names == [other.block.name]  # that of a learner that gave it up takes no more memory
     assert shard.pairs(place) is None
+
+
+@needs_sharing
+def test_several_threads_open_blocks_at_a_time() -> None:
+    blocks, shard = BatchBlocks(LEAVES), OpenedBlocks(LEAVES)
+    taken: list[Any] = [blocks.take(64 + i) for i in range(64)]
+    places = [block.place(np.arange(len(block.pairs()[0][0]))) for block in taken]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(shard.pairs, places * 4))
+    assert all(pairs is not None for pairs in found)
+    assert len(shard._opened) == 64

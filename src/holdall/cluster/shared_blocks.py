@@ -161,19 +161,21 @@ class OpenedBlocks:
 
     def __init__(self, leaves: dict[int, Leaf]) -> None:
         self._leaves = leaves
+        self._lock = threading.Lock()  # a shard answers several calls at a time
         self._opened: dict[tuple[str, int], tuple[str, dict[int, Pair]]] = {}  # by name and rows: path, and the arrays
 
     def pairs(self, place: BlockPlace) -> dict[int, Pair] | None:
         """Return where the rows of a batch are written; None if the block is not within reach."""
-        found = self._opened.get((place.name, place.rows))
-        if found is None:
-            # Those that their learners gave up take memory for as long as they are open here.
-            self._opened = {key: known for key, known in self._opened.items() if _is_at(known[0], key[0])}
-            path = f"/proc/{place.process}/fd/{place.descriptor}"
-            memory = _opened(path, place.name, _block_bytes(self._leaves.values(), place.rows))
-            if memory is None:
-                return None
-            found = self._opened[place.name, place.rows] = path, dict(_pairs(memory, self._leaves, place.rows))
+        with self._lock:
+            found = self._opened.get((place.name, place.rows))
+            if found is None:
+                # Those that their learners gave up take memory for as long as they are open here.
+                self._opened = {key: known for key, known in self._opened.items() if _is_at(known[0], key[0])}
+                path = f"/proc/{place.process}/fd/{place.descriptor}"
+                memory = _opened(path, place.name, _block_bytes(self._leaves.values(), place.rows))
+                if memory is None:
+                    return None
+                found = self._opened[place.name, place.rows] = path, dict(_pairs(memory, self._leaves, place.rows))
         return found[1]
 
 
