@@ -107,6 +107,7 @@ def spread(recording: Recording, rounds: int) -> dict[str, Any]:
             side.insert(side.arrange(recording.steps, BLOCK), BLOCK)
             loader = loaders.enter_context(side.memory.loader(BATCH, PREFETCH))
             ways |= {name: side.sample, f"{name} ahead": partial(next, loader)}
+        ways["4 alone"] = sides["4"].sample_alone
         everyone = [process for side in sides.values() for process in side.processes] + servants()
         found: dict[str, Any] = {name: {"learner_us": [], "others_us": []} for name in ways}
         for name, side in sides.items():
@@ -161,10 +162,10 @@ def _saving(side: HoldallSide, folder: Path) -> Iterator[list[float]]:
 
     def save() -> None:
         while not is_over.is_set():
-            start = time.perf_counter()
-            side.memory.save(folder / "whole").result()
+            start, place = time.perf_counter(), Path(tempfile.mkdtemp(dir=folder))  # so that there is all to write
+            side.memory.save(place).result()
             taken.append(time.perf_counter() - start)
-            shutil.rmtree(folder / "whole")  # so that the next one has everything to write
+            shutil.rmtree(place)
 
     thread = threading.Thread(target=save)
     thread.start()

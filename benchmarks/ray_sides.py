@@ -65,6 +65,7 @@ def own_ray(**settings: Any) -> Iterator[None]:
         os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         os.environ["PYTHONPATH"] = path
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a shard that is started again finds compiled modules
         ray.init(
             "local",
             num_cpus=4,
@@ -112,6 +113,11 @@ class HoldallSide:
     def sample(self) -> Any:
         """Draw a batch."""
         return self.memory.sample(BATCH)
+
+    def sample_alone(self) -> Any:
+        """Draw a batch with calls of its own, as after a change of the memory."""
+        self.memory._drawing.updates += 1
+        return self.sample()
 
     def sent_elsewhere(self) -> dict[str, float]:
         """Return what a batch for a learner on another machine takes: bytes on the way, and CPU of either end."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class Costs:
             shard_row_us=wire["shard_us"] / BATCH,
             wire_row=wire["bytes"] / BATCH,
             plain=wire["decoded_bytes"] / BATCH,
-            call_us=(spread["4"]["cpu_us"] - spread["1"]["cpu_us"]) / 3,
+            call_us=(spread.get("4 alone", spread["4"])["cpu_us"] - spread["1"]["cpu_us"]) / 3,
         )
 
 
@@ -136,14 +137,22 @@ def load(costs: Costs, asked: Assumptions) -> Load:
 MACHINES = (1, 10, 100)
 
 
+def costs_of(results: dict[str, Any]) -> dict[str, Costs]:
+    """Return what was measured of every workload that inserts and samples were measured of."""
+    found = results["found"]
+    whole = [name for name in NAMES if {"insert", "sample"} <= found.get(name, {}).keys()]
+    if not whole or "spread" not in found.get("atari", {}):
+        sys.exit("the results lack cases: run ray_replay.py --case insert --case sample --case spread --json ... first")
+    return {name: Costs.of(found[name], found["atari"]["spread"]) for name in whole}
+
+
 def sizes(results: dict[str, Any], asked: Assumptions) -> str:
     """Say what some machines hold, take and give, as Markdown.
 
     A tenth of them, one at least, are learners; the others have shards, which spend half of what may be planned with on
     what comes in, and half on what is drawn. One machine alone gives half of itself to either.
     """
-    found = results["found"]
-    costs = {name: Costs.of(found[name], found["atari"]["spread"]) for name in NAMES if name in found}
+    costs = costs_of(results)
     lines = ["| machines | | " + " | ".join(NAMES[name] for name in costs) + " |", "|--:|---|" + "--:|" * len(costs)]
     for machines in MACHINES:
         learners = max(1, machines // 10)
@@ -177,9 +186,7 @@ def _rounded(number: float) -> str:
 
 def table(results: dict[str, Any], asked: Assumptions) -> str:
     """Lay the workloads side by side, as Markdown."""
-    found = results["found"]
-    spread = found["atari"]["spread"]
-    loads = {name: load(Costs.of(found[name], spread), asked) for name in NAMES if name in found}
+    loads = {name: load(costs, asked) for name, costs in costs_of(results).items()}
     rows: list[tuple[str, list[str]]] = [
         (
             f"transitions in {asked.plain_tb:g} TB of plain arrays",
@@ -215,14 +222,18 @@ def measured(results: dict[str, Any]) -> str:
     by_name: dict[str, dict[str, Any]] = {}
     for bar in results["bars"]:
         by_name.setdefault(bar["name"], {})[bar["workload"]] = bar
-    lines = ["| | asked of Atari | " + " | ".join(NAMES.values()) + " |", "|---|--:|" + "--:|" * len(NAMES)]
+    lines = ["| | asked | " + " | ".join(NAMES.values()) + " |", "|---|--:|" + "--:|" * len(NAMES)]
     for name, bars in by_name.items():
-        first = next(iter(bars.values()))
-        least, most = first["least"], first["most"]
-        asked = f">= {least:g}" if least is not None else "" if most is None else f"<= {most:.3g}"
-        cells = [f"{bars[each]['value']:.3g}" if each in bars else "" for each in NAMES]
+        each = [_asked(bars[workload]) for workload in NAMES if workload in bars]
+        asked = each[0] if len(set(each)) == 1 else " / ".join(word or "-" for word in each)
+        cells = [f"{bars[workload]['value']:.3g}" if workload in bars else "" for workload in NAMES]
         lines.append(f"| {name} | {asked} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _asked(bar: dict[str, Any]) -> str:
+    least, most = bar["least"], bar["most"]
+    return f">= {least:g}" if least is not None else "" if most is None else f"<= {most:.3g}"
 
 
 def main() -> None:

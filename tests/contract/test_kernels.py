@@ -247,6 +247,34 @@ def test_either_observation_can_be_asked_for_alone(kernels: Kernels, layout: Lay
 
 
 @pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_rows_are_written_where_they_belong_in_a_larger_batch(kernels: Kernels, layout: Layout) -> None:
+    """Rows that are meant for some places of a batch leave the others as they are."""
+    written = Written(kernels, layout.window, ticks_of(layout, 3, 20, 1, MISHAPS["everything"]))
+    rows = np.random.default_rng(0).permutation(100)[:60]
+    expected = written.read()
+    found = [np.full((100, written.part.obs_bytes), 7, np.uint8) for _ in expected]
+    kernels.gather(replace(written.places(), rows=rows), 0, found[0], found[1], ThreadPool(threads=1))
+    for side, some in zip(found, expected, strict=True):
+        assert side[rows].tobytes() == some.tobytes()
+        assert (np.delete(side, rows, axis=0) == 7).all()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("outside", [-1, 60])
+def test_a_place_outside_the_batch_is_refused(kernels: Kernels, outside: int) -> None:
+    """Nothing is written behind the arrays, nor before them."""
+    layout = LAYOUTS[0]
+    written = Written(kernels, layout.window, ticks_of(layout, 3, 20, 1, MISHAPS["everything"]))
+    rows = np.arange(60)
+    rows[17] = outside
+    room = np.full((62, written.part.obs_bytes), 7, np.uint8)
+    with pytest.raises(DamageError, match=r"row.* \(?17 "):
+        kernels.gather(replace(written.places(), rows=rows), 0, room[1:61], None, ThreadPool(threads=1))
+    assert (room[[0, 61]] == 7).all()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
 def test_several_threads_fill_a_batch_as_one_does(kernels: Kernels) -> None:
     """A batch that is shared out to threads has the bytes of one that is not."""
     layout = Layout((4, 84, 84), 0)

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ArgumentError, Prioritized, ShardError
-from holdall.cluster.protocol import shards_of
-from holdall.ray import ReplayMemory
+from holdall.cluster import status
+from holdall.cluster.protocol import ShardCounters, shards_of
+from holdall.ray import ReplayMemory, attach
 
 from .processes import kill, process_of, wait_until
 
@@ -182,6 +184,7 @@ def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemor
     numbered(writer, 20_000, 20_100)
     writer.flush()
     kill(process_of(durable._fleet.roster))
+    attach(durable.name, seed=0).close()  # who comes meanwhile waits
     numbered(writer, 20_100, 20_600)
     writer.flush()
     assert len(durable) == before + 600
@@ -193,3 +196,46 @@ def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemor
     late.flush()
     assert len(durable) == before + 1_600
     wait_until(lambda: added in set(shards_of(durable.sample(500).ids).tolist()))
+
+
+class Restarting:
+    """The handle of a shard that Ray restarts: questions that are asked meanwhile are answered late, or never."""
+
+    def __init__(self) -> None:
+        self.is_back = False
+        self.asked: list[bool] = []
+        wait: Any = ray.remote(num_cpus=0)(lambda: __import__("time").sleep(600))
+        self.never = wait.remote()
+
+    def _get_local_state(self) -> int:
+        return 2 if self.is_back else 3
+
+    @property
+    def counters(self) -> Any:
+        return self
+
+    def remote(self) -> Any:
+        self.asked.append(self.is_back)
+        return ray.put(ShardCounters(1, 0, 5, 5, 5, 0, 0, 5.0)) if self.is_back else self.never
+
+
+def test_a_shard_that_is_back_is_asked_again_whatever_became_of_questions_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(status, "_LOOK_AGAIN_S", -1.0)
+    handle = Restarting()
+    member = status._Member(handle, lost=True)
+    shards = status.Cluster(None, 1.0)
+    shards._hear(member)
+    assert handle.asked == [False]
+    shards._hear(member)
+    assert handle.asked == [False]  # one at a time
+    handle.is_back = True
+
+    def answers() -> bool:
+        shards._hear(member)
+        return not member.lost
+
+    wait_until(answers)
+    assert handle.asked == [False, True]
+    ray.cancel(handle.never, force=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ def test_a_batch_in_shared_memory_belongs_to_the_caller(shards: int, monkeypatch
                     require_right(next(loader))
         monkeypatch.undo()
         monkeypatch.setattr(shared_blocks, "_SHARED_FROM", 1 << 40)
-        copied = memory.sample(64)
+        copied = memory.sample(65)  # of another size, so that none waits that was drawn before
         assert not is_shared(copied)
         require_right(copied)
     require_right(second)  # also when the shards are gone
@@ -119,5 +120,17 @@ def test_nothing_is_written_to_what_took_a_blocks_descriptor() -> None:
     gc.collect()
     other: Any = blocks.take(80)
     assert shard.pairs(other.place(np.arange(80))) is not None
-    assert list(shard._opened) == [other.block.name]  # that of a learner that gave it up takes no more memory
+    names = [name for name, _ in shard._opened]
+    assert names == [other.block.name]  # that of a learner that gave it up takes no more memory
     assert shard.pairs(place) is None
+
+
+@needs_sharing
+def test_several_threads_open_blocks_at_a_time() -> None:
+    blocks, shard = BatchBlocks(LEAVES), OpenedBlocks(LEAVES)
+    taken: list[Any] = [blocks.take(64 + i) for i in range(64)]
+    places = [block.place(np.arange(len(block.pairs()[0][0]))) for block in taken]
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(shard.pairs, places * 4))
+    assert all(pairs is not None for pairs in found)
+    assert len(shard._opened) == 64

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.cluster.protocol import ShardCounters, ids_of
-from holdall.cluster.shared_blocks import BatchBlock, BatchBlocks
+from holdall.cluster.shared_blocks import BatchBlock, BatchBlocks, CountPlace
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
@@ -97,20 +97,21 @@ class Answer:
     counters: ShardCounters
     draw: RowDraw
     scaled: NDArray[np.float64]  # what each drawn one was drawn in proportion to
-    rows: Rows  # of the draw, without those leaves that were written to a block
+    rows: Rows  # those of the draw are among them; without leaves that were written to a block
     order: Ids | None = None  # which of those asked for each drawn one is; None: as they were asked for
+    count: CountPlace | None = None  # where a learner on its machine sees how often the shard has changed
+    begin: int = 0  # the first of `rows` that is the draw's
 
     def part(self, first: int, end: int) -> Answer:
         """Return some of what was drawn."""
         if (first, end) == (0, len(self.scaled)):
             return self
-        within: Any = slice(first, end)
+        order = None if self.order is None else self.order[first:end] - first
+        draw, rows, begin = RowDraw(self.draw.rows[first:end]), self.rows, first  # nothing is copied
         if self.draw.steps or self.draw.others.size or self.draw.own:
             draw, within = self.draw.taken(np.arange(first, end))
-        else:
-            draw = RowDraw(self.draw.rows[within])  # nothing is copied
-        order = None if self.order is None else self.order[first:end] - first
-        return Answer(self.counters, draw, self.scaled[first:end], _each([self.rows], lambda a: a[0][within]), order)
+            rows, begin = _each([self.rows], lambda arrays: arrays[0][within]), 0
+        return Answer(self.counters, draw, self.scaled[first:end], rows, order, begin=begin)
 
 
 def _each(parts: Sequence[Rows], act: Callable[[list[Array]], Array]) -> Rows:
@@ -248,8 +249,9 @@ class Deliverer:
         for shard, answer, rows in zip(shards, answers, where, strict=True):
             first, ids = len(rows) * each, ids_of(shard, answer.draw.rows)
             positions = rows if each == 1 else (rows[:, None] * each + np.arange(each)).reshape(-1)
-            drawn.append(_Share(answer, slice(0, first), positions, ids[:first]))
-            behind.append(_Share(answer, slice(first, None), rows[answer.draw.others], ids[first:]))
+            begin, end, last = answer.begin, answer.begin + first, answer.begin + len(ids)
+            drawn.append(_Share(answer, slice(begin, end), positions, ids[:first]))
+            behind.append(_Share(answer, slice(end, last), rows[answer.draw.others], ids[first:]))
         own: dict[str, Any] = {
             name: _merged([answer.draw.own[name] for answer in answers], where) for name in answers[0].draw.own
         }

@@ -160,14 +160,15 @@ class Fleet:
         name, sampler = terms.address.name, for_shards(terms.sampler)
         remote: Any = ray.remote
         found_by = {"name": name, "namespace": NAMESPACE, "max_concurrency": _TALKS}
-        roster = remote(num_cpus=0, max_restarts=-1)(Roster).options(**found_by)
+        # Ray's record of every call would cost as much as a small call itself; shards have metrics of their own.
+        roster = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(Roster).options(**found_by)
         try:
             self.roster = roster.remote(name, settings.limit, url is not None, replace(terms, sampler=sampler))
         except ValueError as error:
             raise ArgumentError(f"name ({name!r}) is that of another memory of this cluster; choose another") from error
         # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
-        shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(Shard)
-        self._shard = shard.options(**settings.options)
+        shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS, enable_task_events=False)
+        self._shard = shard(Shard).options(**settings.options)
         self._reserved = settings.reserved
         self.actors: dict[int, Any] = {}
         self._next = 0

@@ -10,7 +10,7 @@ import functools
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -20,22 +20,26 @@ import ray
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.encode import sliced_leaves
-from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, together
+from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, checked, together
 from holdall.cluster.protocol import ShardCounters, received
 from holdall.cluster.roster import NAMESPACE, WaitNotice
 from holdall.cluster.security import join_cluster, require_safe_cluster
-from holdall.cluster.status import Cluster, Gauges, ShardStatus, added_up, status_of
+from holdall.cluster.status import Cluster, Gauges, ShardStatus, status_of
 from holdall.cluster.writer import Address, Writer
 from holdall.delivery import Loader
-from holdall.errors import ArgumentError, ClosedError
+from holdall.errors import ArgumentError, ClosedError, ShardError
 from holdall.json_state import generator_of, schema_of
 from holdall.native import chosen_kernels, fallback
-from holdall.report import MemoryReport
-from holdall.sampling import Hindsight, Sampler
+from holdall.report import FieldReport, MemoryReport
+from holdall.sampling import ComposedSampler, Hindsight, Sampler
 from holdall.schema import as_ids
 from holdall.units import require_count
 
 _ASK_AGAIN_S = 0.005
+_ROSTER_S = 120.0
+_MOST_AT_ONCE = 8
+_WAITING_BYTES = 64 * 2**20
+"""What batches may take that `sample` has drawn with another, and that wait: fewer are then drawn at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class MemoryHandle:
         self._device = device
         self._lock = threading.RLock()
         self._closed = False
+        self._asked: tuple[int, BatchesAhead] | None = None  # by `sample`: rows of a batch, and what draws them
         self._metrics = Gauges("learner", memory=self.name)
         patience_s = self._address.patience_s
         self._cluster = Cluster(self._address.roster(), patience_s, learner)
@@ -129,23 +134,42 @@ class MemoryHandle:
                 self._cluster.note(shard, counters)
 
     def sample(self, batch_size: int) -> Batch:
-        """Draw `batch_size` transitions; what this process added before is among those that can be drawn."""
+        """Draw `batch_size` transitions; what this process added before is among those that can be drawn.
+
+        From four shards on, all on this machine, some batches are drawn at once while the memory does not change, so
+        that fewer calls are made. One that waits is handed out only if no shard has changed since.
+        """
         require_count("batch_size", batch_size, 1)
-        return self._drawing.finish(self._start(batch_size)[0])
+        self._open()
+        with self._lock:
+            if self._asked is None or self._asked[0] != batch_size:
+                self._asked = batch_size, self._ahead(batch_size, 1, 0)
+            ahead = self._asked[1]
+        return self._drawing.finish(ahead.next())
 
     def loader(self, batch_size: int, prefetch: int = 2) -> Loader:
         """Return an endless iterator over batches asked for ahead of time, see `holdall.ReplayMemory.loader`.
 
         From four shards on some batches are drawn at once, so that fewer calls are made: each is then drawn at most,
-        and no longer exactly, `prefetch` batches before it is handed out. With a limiter each is drawn alone.
+        and no longer exactly, `prefetch` batches before it is handed out, or the memory has not changed since. With a
+        limiter each is drawn alone.
         """
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._open()
         self._deliverer.keep(prefetch + 2)
         batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
-        ahead = BatchesAhead(self._drawing, lambda count: self._start(batch_size, count), batches)
-        return Loader(ahead, max(0, prefetch - batches + 1))
+        return Loader(self._ahead(batch_size, batches, prefetch), max(0, prefetch - batches + 1))
+
+    def _ahead(self, count: int, batches: int, prefetch: int) -> BatchesAhead:
+        """Return what draws batches, so many at once whatever changes meanwhile."""
+        waiting = _WAITING_BYTES // max(1, 2 * count * sum(leaf.nbytes for leaf in self.schema.observation.leaves))
+        most = min(_MOST_AT_ONCE, 1 + waiting) if together(_MOST_AT_ONCE, self.num_shards) > 1 else 1
+        if self._address.limit is not None or isinstance(self.sampler, ComposedSampler):  # whose batches may be large
+            most = 1
+        self._deliverer.blocks.most = max(self._deliverer.blocks.most, most + prefetch + 3)
+        draw = functools.partial(self._drawing.start, count)
+        return BatchesAhead(self._drawing, draw, batches, most, functools.partial(self._settle, count))
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
@@ -162,6 +186,7 @@ class MemoryHandle:
         self._open()
         update = checked(self.sampler, ids, priorities)
         self.flush()
+        self._drawing.updates += 1
         self._priorities.send(*update)
 
     def update(self, ids: Any, /, **columns: Any) -> None:
@@ -208,7 +233,7 @@ class MemoryHandle:
         known = self._cluster.refresh()
         asked = [self._cluster.handle(shard).report.remote() for shard in known]
         found = ray.get(asked, timeout=self._address.patience_s)
-        fields = added_up([each[0] for each in found])
+        fields = _added_up([each[0] for each in found])
         transitions = sum(counters.transitions for counters in known.values())
         slower = next((words for words in (*(each[1] for each in found), fallback()) if words), "")
         return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known), fallback=slower)
@@ -241,15 +266,14 @@ class MemoryHandle:
             )
         return known[0]
 
-    def _start(self, count: int, batches: int = 1) -> list[Request]:
-        """Ask for some batches, once what this process added and updated has reached the shards."""
+    def _settle(self, count: int) -> None:
+        """Return when what this process added and updated has reached the shards, and the limiter grants a draw."""
         self.flush()
         self._priorities.hear()
         self._priorities.level()
         self._wait_for_grant(count)
         if self._metrics.is_due:
             self._set_metrics()
-        return self._drawing.start(count, batches)
 
     def _set_metrics(self) -> None:
         shards = max(1, self.num_shards)
@@ -293,17 +317,34 @@ def attach(
     else:
         join_cluster(address, NAMESPACE)
     roster = Address.roster_of(name)
-    terms: MemoryTerms = received(roster.terms.remote(), None)
+    terms: MemoryTerms = _answered(roster, "terms")
     if sampler is not None or isinstance(terms.sampler, Hindsight):
         terms = replace(terms, sampler=_same(terms.sampler, sampler))
     if rank is None:
-        rank = received(roster.enroll.remote(), None) if seed is not None else secrets.randbits(32)
+        rank = _answered(roster, "enroll") if seed is not None else secrets.randbits(32)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
     learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
     handle = MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
     handle._cluster.refresh()  # so that the first batch is drawn from all shards
     return handle
+
+
+def _answered(roster: Any, method: str) -> Any:
+    """Ask the roster something; one that Ray starts again, also on another machine, is waited for."""
+    until = time.monotonic() + _ROSTER_S
+    while True:
+        try:
+            return received(getattr(roster, method).remote(), None)
+        except ray.exceptions.ActorDiedError as error:
+            raise ShardError("the memory was closed while a process attached to it; make it again") from error
+        except ray.exceptions.RayActorError as error:
+            if time.monotonic() > until:
+                raise ShardError(
+                    f"the memory's roster has not answered for {_ROSTER_S:g} s ({type(error).__name__}); see "
+                    "`ray status` for room, and attach again"
+                ) from error
+            time.sleep(_ASK_AGAIN_S)
 
 
 def _same(known: Sampler, passed: Sampler | None) -> Sampler:
@@ -314,3 +355,18 @@ def _same(known: Sampler, passed: Sampler | None) -> Sampler:
             f"{type(known).__name__}(...) with the same settings"
         )
     return passed
+
+
+def _added_up(reports: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[FieldReport, ...]:
+    """Add up the fields of the same name; a shard that is still empty may not know of all."""
+    longest = max(reports, key=len, default=())
+    return tuple(
+        _sum_of([one for of_shard in reports for one in of_shard if one["name"] == known["name"]]) for known in longest
+    )
+
+
+def _sum_of(fields: Sequence[Mapping[str, Any]]) -> FieldReport:
+    """Add up all numbers; name and finding are those of the first."""
+    words = fields[0].items()
+    sums: dict[str, Any] = {name: sum(one[name] for one in fields) for name, word in words if not isinstance(word, str)}
+    return FieldReport(**{**fields[0], **sums})

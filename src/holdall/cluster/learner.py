@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from holdall.cluster.protocol import ShardCounters, client_name, received, rows_
 from holdall.cluster.shared_blocks import BatchBlock
 from holdall.cluster.status import LOSSES, Cluster
 from holdall.errors import ArgumentError, CheckpointError, ShardError, TransitionIdError
-from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler
+from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler, require_enough
 from holdall.schema import Array, as_array, ids_of_any_shape
 
 Ids = NDArray[np.int64]
@@ -40,8 +40,8 @@ def assigned(masses: Mapping[int, float], count: int, generator: np.random.Gener
     shards = sorted(shard for shard, mass in masses.items() if mass > 0)
     if len(shards) == 1:
         return {shards[0]: np.arange(count)}
-    mass = np.array([masses[shard] for shard in shards])
-    drawn = generator.choice(len(shards), size=count, p=mass / mass.sum())
+    share = np.cumsum([masses[shard] for shard in shards])
+    drawn = (share / share[-1]).searchsorted(generator.random(count), side="right")
     return {shard: rows for i, shard in enumerate(shards) if (rows := np.flatnonzero(drawn == i)).size}
 
 
@@ -115,6 +115,18 @@ class Drawing:
         self._policy = policy
         self._patience_s = patience_s
         self._lock = threading.Lock()
+        self.updates = 0  # how often this handle has sent something that draws depend on
+
+    def state(self) -> tuple[Any, ...] | None:
+        """Name what draws depend on now; None if that cannot be seen without a call to the shards."""
+        changes = self._cluster.changes()
+        return None if changes is None else (self.updates, changes)
+
+    def give_up(self, requests: Iterable[Request]) -> None:
+        """Use the memory of batches again that nobody wants, once nobody writes to it."""
+        for request in requests:
+            if request.block is not None and all(asked.call.is_heard for asked in request.asked):
+                self._deliverer.blocks.settle(request.block)
 
     def start(self, count: int, batches: int = 1) -> list[Request]:
         """Draw a shard for every row of some batches, and ask every shard once for all of them."""
@@ -176,7 +188,7 @@ class Drawing:
     def answer(self, shard: int, payload: Payload | bytes) -> Answer:
         """Read a shard's answer."""
         answer = read_answer(payload)
-        self._cluster.note(shard, answer.counters)
+        self._cluster.note(shard, answer.counters, answer.count)
         return answer
 
     def _heard(self, asked: Asked) -> Answer | None:
@@ -255,12 +267,7 @@ class Drawing:
             self._cluster.wait_for_any()
         if self._cluster.transitions < count:
             self._cluster.refresh()
-            held = self._cluster.transitions
-            if held < count:
-                raise ArgumentError(
-                    f"batch_size ({count}) is more than the {held} transitions held; add more first, or draw a smaller "
-                    "batch"
-                )
+            require_enough(count, self._cluster.transitions, count)
         return self._cluster.masses()
 
 
@@ -290,29 +297,66 @@ Draw = Callable[[int], list[Request]]
 _FROM_SHARDS = 4
 
 
-def together(prefetch: int, shards: int) -> int:
-    """Return how many batches are drawn at once, of `prefetch` that may be.
+def together(batches: int, shards: int) -> int:
+    """Return how many batches are drawn at once, of so many that may be.
 
     With as many as there are shards, an answer holds about as much as that of a single shard would. From few shards
     each batch is drawn alone, exactly when a local memory draws it.
     """
-    return max(1, min(prefetch, shards)) if shards >= _FROM_SHARDS else 1
+    return max(1, min(batches, shards)) if shards >= _FROM_SHARDS else 1
 
 
 class BatchesAhead:
-    """Starts one batch after another, and draws some at once when there is none left."""
+    """Draws several batches at once, and hands them out one after another.
 
-    def __init__(self, drawing: Drawing, draw: Draw, batches: int) -> None:
-        self._drawing = drawing
-        self._draw = draw
-        self._batches = batches
+    Args:
+        draw: Draws so many.
+        settle: Has what was added and updated here reach the shards; called before a draw, and before it is looked
+            whether they have changed.
+        batches: How many may be handed out of one draw, whatever happens meanwhile. Those behind them are handed out
+            only while nothing has changed since, and are as good as new.
+        most: Drawn at once at most: twice as many after every draw of which all were handed out.
+    """
+
+    def __init__(
+        self, drawing: Drawing, draw: Draw, batches: int, most: int = 1, settle: Callable[[], None] = lambda: None
+    ) -> None:
+        self._drawing, self._draw, self._settle = drawing, draw, settle
+        self._batches, self._most = batches, max(batches, most)
+        self._at_once = batches
         self._drawn: deque[Request] = deque()
+        self._state: tuple[Any, ...] | None = None  # when they were drawn
+        self._handed_out = 0  # of this draw
+        self._lock = threading.Lock()
+
+    @property
+    def waiting(self) -> int:
+        """Batches that were drawn, and not handed out yet."""
+        return len(self._drawn)
 
     def __call__(self) -> ClusterJob:
         """Start the next batch."""
-        if not self._drawn:
-            self._drawn.extend(self._draw(self._batches))
-        return ClusterJob(self._drawing, self._drawn.popleft())
+        return ClusterJob(self._drawing, self.next())
+
+    def next(self) -> Request:
+        """Return the next batch."""
+        with self._lock:
+            if not self._drawn or self._handed_out >= self._batches:
+                self._settle()
+                self._draw_anew(self._drawing.state() if self._most > self._batches else None)
+            self._handed_out += 1
+            return self._drawn.popleft()
+
+    def _draw_anew(self, state: tuple[Any, ...] | None) -> None:
+        """Draw, unless batches wait that are as good as new."""
+        is_same = state is not None and state == self._state
+        if self._drawn and is_same:
+            return
+        self._drawing.give_up(self._drawn)
+        self._drawn.clear()
+        self._at_once = min(2 * self._at_once, self._most) if is_same else self._batches
+        self._state, self._handed_out = state, 0
+        self._drawn.extend(self._draw(self._at_once))
 
 
 class ClusterJob:

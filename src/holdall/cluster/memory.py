@@ -145,6 +145,7 @@ class ReplayMemory(MemoryHandle):
         require_count("keep", keep, 1)
         self.flush()
         self._cluster.refresh()
+        self._drawing.updates += 1  # what goes on from here and what is loaded draw the same
         place, self._has_saved = checkpoint.normalized_url(url), True
         state = {
             "shard_rows": self._terms.shard_rows,

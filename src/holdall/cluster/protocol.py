@@ -92,7 +92,7 @@ class CallOrderError(ShardError):
 
 
 class CallOrder(NamedTuple):
-    """One call's place in its client's order; it travels as one argument, as every one of a call takes Ray time."""
+    """One call's place in its client's order."""
 
     client: bytes  # 16, see `client_name`
     epoch: int  # of the shard, as the client knows it

@@ -10,19 +10,18 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdall import storage
 from holdall.cluster.shared_blocks import BlockPlace, OpenedBlocks, Pair
-from holdall.schema import Bytes, Schema
+from holdall.schema import Bytes, Leaf, Schema
 
 _KEPT_FROM = 0.05
 """Share of its decoded bytes from which on a segment is kept decoded: others decode in the time of a copy."""
 _NEWLY_DECODED = 16
 """Segments that one answer decodes and keeps so."""
-NOTHING = np.empty(0, np.uint8)
 _SLICES, _SEALED = (storage.RECORD_FIELDS.index(name) for name in ("slices", "sealed"))
 
 
@@ -94,7 +93,6 @@ class ShardReader:
         self._leaves = {i: schema.observation.leaves[i] for i in large}
         self._kernels = kernels
         self._threads = kernels.new_pool(max(1, (os.cpu_count() or 1) // neighbours))
-        self._rooms = threading.local()
         self._kept = DecodedSegments(kernels.coder, decoded_bytes)
         self._blocks = OpenedBlocks(self._leaves)
 
@@ -110,39 +108,31 @@ class ShardReader:
             return found._replace(large=())
         if places.awaits_files:
             storage.bring_places(places)
-        opened = [self._blocks.pairs(place) for place in blocks]
-        shared = [each for each in opened if each is not None] if None not in opened else []
-        small = dict(found.small)
+        opened = [pairs for place in blocks if (pairs := self._blocks.pairs(place)) is not None]
+        is_shared, small = bool(blocks) and len(opened) == len(blocks), dict(found.small)
         for field, i in enumerate(found.large):
-            leaf, count = self._leaves[i], len(found.reward)
-            if len(shared) == 1 and not blocks[0].positions:
-                pair = shared[0][i]  # all rows of the batch come from here
-            else:
-                both = self._room(2 * count * leaf.nbytes) if shared else np.empty(2 * count * leaf.nbytes, np.uint8)
-                first, second = both.view(leaf.dtype).reshape(2, count, *leaf.shape)
-                pair = first, second
-            if count:
-                obs, next_obs = (side.view(np.uint8).reshape(count, leaf.nbytes) for side in pair)
-                self._kernels.gather(self._kept.instead(places, field), 0, obs, next_obs, self._threads)
-            if not shared:
-                small[i] = pair
-            elif pair is not shared[0][i]:
-                _scatter(pair, [each[i] for each in shared], counts, blocks)
+            leaf, kept = self._leaves[i], self._kept.instead(places, field)
+            if not is_shared:
+                count = len(found.reward)
+                obs, next_obs = np.empty((2, count, *leaf.shape), leaf.dtype)
+                small[i] = obs, next_obs
+                self._fill(small[i], leaf, kept)
+                continue
+            end = 0
+            for pairs, count, place in zip(opened, counts, blocks, strict=True):
+                begin, end = end, end + count
+                rows = np.frombuffer(place.positions, np.int64).copy() if place.positions else None
+                self._fill(pairs[i], leaf, _part(kept, slice(begin, end), rows))
         return found._replace(small=small, large=(), places=None)
 
-    def _room(self, nbytes: int) -> Bytes:
-        """Return memory of this thread's own for rows that are copied from there at once: fresh pages cost time."""
-        if getattr(self._rooms, "memory", NOTHING).nbytes < nbytes:
-            self._rooms.memory = np.empty(nbytes + nbytes // 4, np.uint8)
-        memory: Bytes = self._rooms.memory
-        return memory[:nbytes]
+    def _fill(self, pair: Pair, leaf: Leaf, places: storage.Places) -> None:
+        """Decode rows of one field to where they belong in a batch."""
+        if len(places.segment):
+            obs, next_obs = (side.view(np.uint8).reshape(len(side), leaf.nbytes) for side in pair)
+            self._kernels.gather(places, 0, obs, next_obs, self._threads)
 
 
-def _scatter(pair: Pair, into: Sequence[Any], counts: Sequence[int], blocks: Sequence[BlockPlace]) -> None:
-    """Copy rows to where they belong, those of one batch after another."""
-    first = 0
-    for each, count, place in zip(into, counts, blocks, strict=True):
-        positions: Any = np.frombuffer(place.positions, np.int64) if place.positions else slice(None)
-        for side, part in zip(each, pair, strict=True):
-            side[positions] = part[first : first + count]
-        first += count
+def _part(places: storage.Places, some: slice, rows: NDArray[np.int64] | None) -> storage.Places:
+    """Return the places of some rows of a field, and where in a batch each of them goes."""
+    cursors = [places.cursors[0][some]]
+    return replace(places, segment=places.segment[some], cursors=cursors, lane=places.lane[some], rows=rows)

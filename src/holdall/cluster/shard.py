@@ -8,6 +8,7 @@ is a journal, was written to it first.
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from holdall.cluster.answer import Payload, RowDraw
 from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.shared_blocks import BlockPlace
+from holdall.cluster.shared_blocks import BlockPlace, ChangeCount
 from holdall.cluster.status import Process, ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of
@@ -74,7 +75,7 @@ class Shard:
         self._staged: Counter[bytes] = Counter()  # segments of every writer that are not durable yet
         self._is_closed = threading.Event()
         self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
-        self._changes = self._written_changes = 0  # the latter when priorities were last written
+        self._changes, self._written_changes = ChangeCount(), 0  # the latter when priorities were last written
         self._saves = 0
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._committer: Committer | None = None
@@ -106,9 +107,9 @@ class Shard:
     def _changed_priorities(self) -> dict[str, Any] | None:
         """Return the sampler's state for the journal, if it has changed since the last time."""
         with self._lock:
-            if self._changes == self._written_changes:
+            if self._changes.value == self._written_changes:
                 return None
-            self._written_changes = self._changes
+            self._written_changes = self._changes.value
             return self._data.priorities()
 
     def _take_over(self, journal: Journal) -> None:
@@ -178,6 +179,11 @@ class Shard:
             raise self._committer.fenced
 
     @ray.method(concurrency_group="sample")
+    def ordered(self, packed: bytes) -> Any:
+        """Run a call that keeps its client's order, see `Cluster.call`."""
+        method, order, *arguments = pickle.loads(packed)
+        return getattr(self, method)(order, *arguments)
+
     def sample(
         self, order: protocol.CallOrder, counts: list[tuple[int, int]], blocks: list[BlockPlace]
     ) -> Payload | bytes | protocol.ShardCounters:
@@ -197,7 +203,8 @@ class Shard:
                 if not is_near:
                     drawn, turned = self._data.in_order(drawn, counts)
                 found = self._data.found(drawn)
-            return self._data.answer(counters, drawn, found, counts, blocks, turned, is_near=is_near)
+            count = self._changes.place if is_near else None
+            return self._data.answer(counters, drawn, found, counts, blocks, turned, is_near=is_near, count=count)
 
     def _is_near(self, client: bytes) -> bool:
         """Whether a client runs on this machine: arrays then reach it without a network."""
@@ -222,7 +229,6 @@ class Shard:
             counters, found = self._counters(), self._data.found(RowDraw(wanted))
         return self._data.answer(counters, RowDraw(wanted), found, is_near=self._is_near(client))
 
-    @ray.method(concurrency_group="sample")
     def update_priorities(
         self, order: protocol.CallOrder, rows: bytes, priorities: bytes, dtype: str
     ) -> protocol.ShardCounters:
@@ -232,7 +238,7 @@ class Shard:
         with self._in_turn(order):
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             sampler.update_priorities(self._data.held(), wanted, numbers)
-            self._changes += 1
+            self._changes.raise_by_one()
             return self._counters()
 
     @ray.method(concurrency_group="control")
@@ -240,7 +246,7 @@ class Shard:
         """Hear of the highest priority of all shards: new rows get it."""
         with self._lock:
             self._data.raise_highest(scaled)
-            self._changes += 1
+            self._changes.raise_by_one()
             return self._counters()
 
     @ray.method(concurrency_group="control")
@@ -274,7 +280,7 @@ class Shard:
         """
         with self._lock:
             self._data.store.forget_before(end)
-            self._changes += 1
+            self._changes.raise_by_one()
         if self._committer is not None:
             move = SegmentMove(self._memory, to, writer.hex(), sequence, first_row)
             self._committer.record(lambda journal: journal.say(hidden_before=end, move=move))
@@ -298,7 +304,7 @@ class Shard:
                 self._data.store.forget_before(journal.state.hidden_before)
             first = self._data.store.first_tick
             self._committer.record(lambda journal: journal.say(hidden_before=first, move=None))
-            self._changes += 1
+            self._changes.raise_by_one()
 
     @ray.method(concurrency_group="control")
     def end_drain(self) -> None:
@@ -311,7 +317,6 @@ class Shard:
         """Return the shards whose journals lie beside this one's, and hold something as far as is known."""
         return [] if self._url is None else journals_in_use(self._url)
 
-    @ray.method(concurrency_group="sample")
     def begin_save(self, order: protocol.CallOrder, url: str) -> int:
         """Begin a checkpoint of this moment at a place of this shard's own; return what `end_save` is called with."""
         with self._in_turn(order):
@@ -384,7 +389,7 @@ class Shard:
 
     def _take(self, staged: Staged) -> None:
         self._data.take(staged.entry.writer, staged.segment)
-        self._changes += 1
+        self._changes.raise_by_one()
         staged.done.set()
 
     def _ack(self, writer: bytes, kind: protocol.AckKind, reason: str = "") -> protocol.Ack:
@@ -398,7 +403,8 @@ class Shard:
         backlog = 0 if self._committer is None else self._committer.backlog
         rows = (store.first_tick, store.next_tick, store.transitions)
         mass, highest = data.mass(), data.highest  # in this order: what is new gets its priority with the first
-        return protocol.ShardCounters(self._epoch, *rows, data.inserted, self._changes, backlog, mass, highest)
+        changes = self._changes.value
+        return protocol.ShardCounters(self._epoch, *rows, data.inserted, changes, backlog, mass, highest)
 
 
 def _begun(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:

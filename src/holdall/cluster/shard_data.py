@@ -23,7 +23,7 @@ from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.row_order import RowOrder
 from holdall.cluster.row_reader import ShardReader
-from holdall.cluster.shared_blocks import BlockPlace
+from holdall.cluster.shared_blocks import BlockPlace, CountPlace
 from holdall.delivery import Prefetched
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
@@ -261,7 +261,7 @@ class ShardData:
     def answer(
         self, counters: ShardCounters, draw: RowDraw, found: tuple[NDArray[np.float64], storage.Rows],
         counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = (), order: Ids | None = None,
-        *, is_near: bool = False,
+        *, is_near: bool = False, count: CountPlace | None = None,
     ) -> Payload | bytes:  # fmt: skip
         """Make an answer of what was looked up; that takes no lock.
 
@@ -270,9 +270,10 @@ class ShardData:
             blocks: Where a learner on this machine has rows written, of every batch.
             order: See `Answer`.
             is_near: Whether it goes to this machine.
+            count: See `Answer`.
         """
         rows = self._reader.read(found[1], [count for count, _ in counts], blocks if is_near else ())
-        return self._packer.pack(Answer(counters, draw, found[0], rows, order), is_near=is_near)
+        return self._packer.pack(Answer(counters, draw, found[0], rows, order, count), is_near=is_near)
 
     def mass(self) -> float:
         """Return what draws are in proportion to: transitions, starts of sequences, or the sum of scaled priorities."""

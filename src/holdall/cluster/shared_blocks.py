@@ -13,7 +13,6 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +23,9 @@ from holdall.storage import ALIGNMENT_BYTES
 _SHARED_FROM = 2**16
 """Bytes from which on a batch lies in a block: Ray sends less within the answer itself."""
 Pair = tuple[Array, Array]
+_COUNT_BYTES = 8
+_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""Pages that are mapped one by one, as each is first written, cost far more."""
 
 
 class BlockPlace(NamedTuple):
@@ -51,6 +53,55 @@ def _new_block(nbytes: int) -> _SharedBlock:
     block.descriptor, block.name = descriptor, name
     weakref.finalize(block, os.close, descriptor).atexit = False
     return block
+
+
+class CountPlace(NamedTuple):
+    """Where a count of changes is found."""
+
+    process: int
+    descriptor: int
+    name: str
+
+
+class ChangeCount:
+    """How often a shard has changed, where processes on its machine see it without asking."""
+
+    def __init__(self) -> None:
+        self._block = _new_block(_COUNT_BYTES) if hasattr(os, "memfd_create") else None
+        self._count = np.frombuffer(self._block or bytearray(_COUNT_BYTES), np.int64)
+
+    @property
+    def place(self) -> CountPlace | None:
+        """Where it is found; None where processes cannot share memory so."""
+        return None if self._block is None else CountPlace(os.getpid(), self._block.descriptor, self._block.name)
+
+    @property
+    def value(self) -> int:
+        """Changes so far."""
+        return int(self._count[0])
+
+    def raise_by_one(self) -> None:
+        """Count one more."""
+        self._count[0] += 1
+
+
+class SeenCount:
+    """The count of a shard on this machine."""
+
+    def __init__(self, place: CountPlace, memory: Bytes) -> None:
+        self._path, self._name = f"/proc/{place.process}/fd/{place.descriptor}", place.name
+        self._count = memory.view(np.int64)
+
+    @classmethod
+    def of(cls, place: CountPlace) -> SeenCount | None:
+        """Open it; None if it is not within reach."""
+        memory = _opened(f"/proc/{place.process}/fd/{place.descriptor}", place.name, _COUNT_BYTES)
+        return None if memory is None else cls(place, memory)
+
+    @property
+    def now(self) -> int:
+        """Changes so far; -1 if the shard's process has ended."""
+        return int(self._count[0]) if _is_at(self._path, self._name) else -1
 
 
 class BatchBlock:
@@ -86,7 +137,8 @@ class BatchBlocks:
         if nbytes < _SHARED_FROM or not hasattr(os, "memfd_create"):
             return None
         with self._lock:
-            for i, (block, user) in enumerate(self._spare):
+            for i in reversed(range(len(self._spare))):  # what was used last is still in caches
+                block, user = self._spare[i]
                 if len(block) == nbytes and user() is None:
                     del self._spare[i]
                     return BatchBlock(block, self._leaves, rows)
@@ -109,19 +161,22 @@ class OpenedBlocks:
 
     def __init__(self, leaves: dict[int, Leaf]) -> None:
         self._leaves = leaves
-        self._opened: dict[str, tuple[str, Bytes]] = {}  # by name: its path, and the memory
+        self._lock = threading.Lock()  # a shard answers several calls at a time
+        self._opened: dict[tuple[str, int], tuple[str, dict[int, Pair]]] = {}  # by name and rows: path, and the arrays
 
     def pairs(self, place: BlockPlace) -> dict[int, Pair] | None:
         """Return where the rows of a batch are written; None if the block is not within reach."""
-        path = f"/proc/{place.process}/fd/{place.descriptor}"
-        if place.name not in self._opened:
-            # Those that their learners gave up take memory for as long as they are open here.
-            self._opened = {name: known for name, known in self._opened.items() if _is_at(known[0], name)}
-            memory = _opened(path, place.name, _block_bytes(self._leaves.values(), place.rows))
-            if memory is None:
-                return None
-            self._opened[place.name] = path, memory
-        return dict(_pairs(self._opened[place.name][1], self._leaves, place.rows))
+        with self._lock:
+            found = self._opened.get((place.name, place.rows))
+            if found is None:
+                # Those that their learners gave up take memory for as long as they are open here.
+                self._opened = {key: known for key, known in self._opened.items() if _is_at(known[0], key[0])}
+                path = f"/proc/{place.process}/fd/{place.descriptor}"
+                memory = _opened(path, place.name, _block_bytes(self._leaves.values(), place.rows))
+                if memory is None:
+                    return None
+                found = self._opened[place.name, place.rows] = path, dict(_pairs(memory, self._leaves, place.rows))
+        return found[1]
 
 
 def _opened(path: str, name: str, nbytes: int) -> Bytes | None:
@@ -133,14 +188,14 @@ def _opened(path: str, name: str, nbytes: int) -> Bytes | None:
     try:
         if not _is_at(f"/proc/self/fd/{descriptor}", name) or os.fstat(descriptor).st_size != nbytes:
             return None
-        return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+        return np.frombuffer(mmap.mmap(descriptor, nbytes, _AT_ONCE), np.uint8)
     finally:
         os.close(descriptor)
 
 
 def _is_at(path: str, name: str) -> bool:
     try:
-        return str(Path(path).readlink()).startswith(f"/memfd:{name} ")
+        return os.readlink(path).startswith(f"/memfd:{name} ")  # noqa: PTH115  a path of its own takes longer
     except OSError:
         return False
 

@@ -9,10 +9,11 @@ until it does; nothing else waits for it.
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +23,9 @@ import ray
 from ray.util import metrics
 
 from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, client_name, is_newer
+from holdall.cluster.shared_blocks import CountPlace, SeenCount
 from holdall.errors import ShardError
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
-from holdall.report import FieldReport
 
 _SHARE_OF_A_CORE = 0.02
 
@@ -201,21 +202,6 @@ def actor_state(handle: Any) -> ActorState:
     return _STATES.get(getattr(handle, "_get_local_state", lambda: None)(), "up")
 
 
-def added_up(reports: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[FieldReport, ...]:
-    """Add up the fields of the same name; a shard that is still empty may not know of all."""
-    longest = max(reports, key=len, default=())
-    return tuple(
-        _sum_of([one for of_shard in reports for one in of_shard if one["name"] == known["name"]]) for known in longest
-    )
-
-
-def _sum_of(fields: Sequence[Mapping[str, Any]]) -> FieldReport:
-    """Add up all numbers; name and finding are those of the first."""
-    words = fields[0].items()
-    sums: dict[str, Any] = {name: sum(one[name] for one in fields) for name, word in words if not isinstance(word, str)}
-    return FieldReport(**{**fields[0], **sums})
-
-
 _LOOK_AGAIN_S = 2.0
 _PROBE_AGAIN_S = 0.25
 
@@ -234,11 +220,14 @@ class _Member:
     lost: bool = False
     probe: Any = None  # a question to a shard that was lost, or not heard of for a while
     probed_at: float = 0.0
+    probed_away: bool = False  # Ray was restarting it then, and fails the question seconds later, though it be back
+    count: SeenCount | None = None  # of its changes, if it runs on this machine
 
     def keep(self, counters: ShardCounters) -> None:
         """Keep what the shard said of itself; one that was restarted knows nothing of the calls before."""
         if self.counters is not None and counters.epoch != self.counters.epoch:
             self.begin_again()
+            self.count = None
         self.counters = counters
 
     @property
@@ -248,6 +237,17 @@ class _Member:
         A call that is made meanwhile fails after two seconds, though the shard be back after one.
         """
         return actor_state(self.handle) in {"restarting", "gone"}
+
+    @property
+    def is_as_known(self) -> bool:
+        """Whether the shard has not changed since it last said how it stands, as far as can be seen from here."""
+        counters, count = self.counters, self.count
+        return not self.lost and counters is not None and count is not None and count.now == counters.changes
+
+    def ask(self) -> None:
+        """Have the shard say how it stands, without waiting for it."""
+        self.probed_away, self.probed_at = self.is_away, time.monotonic()
+        self.probe = self.handle.counters.remote()
 
     def begin_again(self) -> None:
         """Number calls from 0 on, under another name."""
@@ -269,13 +269,16 @@ class Cluster:
         self.roster_was_lost = False  # and restarted, without what it knew
 
     def call(self, shard: int, method: str, *arguments: Any) -> Any:
-        """Call a shard in this client's order; return what to wait for."""
+        """Call a shard in this client's order; return what to wait for.
+
+        The arguments go as one, already pickled: Ray takes far longer for each than this takes for all.
+        """
         with self._lock:
             member = self._members[shard]
             epoch = -1 if member.counters is None else member.counters.epoch
             calls = CallOrder(member.client, epoch, member.calls, self._learner, self._handle)
             member.calls += 1
-            return getattr(member.handle, method).remote(calls, *arguments)
+            return member.handle.ordered.remote(pickle.dumps((method, calls, *arguments)))
 
     def ask_roster(self, method: str, *arguments: Any) -> Any:
         """Ask the roster something; None while it is being restarted."""
@@ -339,12 +342,22 @@ class Cluster:
             known = [m.counters for m in self._members.values() if not m.lost and m.counters is not None]
         return sum(counters.transitions for counters in known)
 
-    def note(self, shard: int, counters: ShardCounters) -> None:
+    def note(self, shard: int, counters: ShardCounters, count: CountPlace | None = None) -> None:
         """Keep what a shard said of itself."""
         with self._lock:
             member = self._members.get(shard)
             if member is not None and is_newer(counters, member.counters):
                 member.keep(counters)
+                if count is not None and member.count is None:
+                    member.count = SeenCount.of(count)
+
+    def changes(self) -> dict[int, tuple[int, int]] | None:
+        """Say of every shard how often it has changed, if all are as they are known here; None if that is not seen."""
+        with self._lock:
+            members = self._members.items()
+            if not all(member.is_as_known for _, member in members):
+                return None
+            return {n: (m.counters.epoch, m.counters.changes) for n, m in members if m.counters is not None}
 
     def ask_again(self, shards: list[int]) -> None:
         """Have shards say how they stand, without waiting for it; those that are not drawn from would not."""
@@ -352,7 +365,7 @@ class Cluster:
             for number in shards:
                 member = self._members.get(number)
                 if member is not None and member.probe is None:
-                    member.probe, member.probed_at = member.handle.counters.remote(), time.monotonic()
+                    member.ask()
 
     def refresh(self) -> dict[int, ShardCounters]:
         """Ask every shard how it stands, and wait; return the counters_by_shard of those that answered."""
@@ -414,7 +427,8 @@ class Cluster:
 
     def _hear(self, member: _Member) -> None:
         """Look whether a question was answered, and ask a lost shard again."""
-        now = time.monotonic()
+        if member.probed_away and not member.is_away:
+            member.probe, member.probed_away = None, False
         if member.probe is not None:
             ready, _ = ray.wait([member.probe], timeout=0)
             if ready:
@@ -428,8 +442,8 @@ class Cluster:
                     member.lost = True
         if member.lost and member.probe is None:
             pause = _LOOK_AGAIN_S if member.is_away else _PROBE_AGAIN_S
-            if now - member.probed_at > pause:
-                member.probe, member.probed_at = member.handle.counters.remote(), now
+            if time.monotonic() - member.probed_at > pause:
+                member.ask()
 
     def _look_around(self, now: bool = False) -> None:
         """Ask the roster for shards that came or went, from time to time."""
@@ -452,6 +466,6 @@ class Cluster:
             for number, (handle, _) in shards.items():
                 if number not in self._members:
                     self._members[number] = _Member(handle)
-                    self._members[number].probe = handle.counters.remote()
+                    self._members[number].ask()
             for number in set(self._members) - set(shards):
                 del self._members[number]

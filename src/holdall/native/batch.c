@@ -20,9 +20,9 @@ void holdall_draw(uint32_t (*next_uint32)(void *), void *state, int64_t filled, 
 void holdall_find(const int64_t *first_ticks, int64_t segments, const int64_t *ids, int64_t rows, int64_t lanes,
                   int32_t *segment, int32_t *lane);
 int64_t holdall_gather(const part *parts, int64_t part_count, const int32_t *segment, const uint32_t *cursor,
-                       const int32_t *lane, int64_t lanes, int64_t rows, int64_t obs_bytes, uint8_t *obs,
-                       uint8_t *next_obs, decoder *const *decoders, int64_t pieces, thread_pool *pool, int64_t helpers,
-                       int64_t *error);
+                       const int32_t *lane, int64_t lanes, int64_t rows, const int64_t *to, int64_t to_rows,
+                       int64_t obs_bytes, uint8_t *obs, uint8_t *next_obs, decoder *const *decoders, int64_t pieces,
+                       thread_pool *pool, int64_t helpers, int64_t *error);
 
 /* Memory that arrays of a batch share. */
 typedef struct {
@@ -150,9 +150,9 @@ static int copy_field(const batch_reader *f, const batch_field *b, int64_t rows,
         d->error = 0;
         d->batch++;
     }
-    return holdall_gather(b->parts, b->part_count, f->segment, cursor, f->lane, f->lanes, rows, b->obs_bytes, to,
-                          to + aligned(rows * b->obs_bytes), f->decoders, pieces, helpers ? f->pool : NULL, helpers,
-                          &error) < 0;
+    return holdall_gather(b->parts, b->part_count, f->segment, cursor, f->lane, f->lanes, rows, NULL, rows,
+                          b->obs_bytes, to, to + aligned(rows * b->obs_bytes), f->decoders, pieces,
+                          helpers ? f->pool : NULL, helpers, &error) < 0;
 }
 
 /* Copy all large fields; 0 if a place is damaged. The GIL is given up meanwhile if that is worth it. */

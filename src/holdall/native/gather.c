@@ -119,6 +119,8 @@ typedef struct {
     const int32_t *lane;
     int64_t lanes;
     int64_t rows;
+    const int64_t *to; /* which row of `obs` each of them becomes, or NULL: they are in order */
+    int64_t to_rows;
     int64_t obs_bytes;
     uint8_t *obs, *next_obs;
     decoder *const *decoders; /* one a thread, or NULL */
@@ -128,18 +130,20 @@ typedef struct {
     _Atomic int64_t failed; /* the row that failed first, or -1 */
 } gathering;
 
-/* Gather rows [from, to). Returns -1, or the first row whose place is not inside its segment or cannot be decoded. */
+/* Gather rows [from, to). Returns -1, or the first row whose place is not inside its segment, cannot be decoded, or
+ * which belongs outside the batch. */
 static int64_t gather_rows(const gathering *g, int64_t from, int64_t to, decoder *d) {
     for (int64_t i = from; i < to; i++) {
-        const int64_t lane = g->lane[i];
+        const int64_t lane = g->lane[i], row = g->to ? g->to[i] : i;
+        if (row < 0 || row >= g->to_rows) return i;
         if (g->segment[i] < 0 || g->segment[i] >= g->part_count) return i;
         if (lane < 0 || lane >= g->lanes) return i;
         const part *const p = &g->parts[g->segment[i]];
         if (p->outer * p->run_bytes * p->window != g->obs_bytes) return i;
         const int64_t start = (int64_t)(g->cursor[i] & ~NEXT_IS_WHOLE);
         const int whole = (g->cursor[i] & NEXT_IS_WHOLE) != 0;
-        uint8_t *const now = g->obs ? g->obs + i * g->obs_bytes : NULL;
-        uint8_t *const after = g->next_obs ? g->next_obs + i * g->obs_bytes : NULL;
+        uint8_t *const now = g->obs ? g->obs + row * g->obs_bytes : NULL;
+        uint8_t *const after = g->next_obs ? g->next_obs + row * g->obs_bytes : NULL;
         if (p->sealed != 0) {
             if (!d || !decode_windows(d, p, start, whole, lane, g->lanes, now, after)) return i;
             continue;
@@ -165,15 +169,16 @@ static void gather_pieces(void *job, int64_t thread) {
     }
 }
 
-/* Fill observation and next observation of one field for all rows of a batch; NULL for one that is not wanted.
+/* Fill observation and next observation of one field for all rows of a batch; NULL for one that is not wanted. Where
+ * `to` is not NULL, row i becomes row to[i] of the `to_rows` that there is room for.
  * Returns -1, or a row whose place is not inside its segment or cannot be decoded; `*error` is then the errno of the
  * read that failed, or 0. */
 EXPORT int64_t holdall_gather(const part *parts, int64_t part_count, const int32_t *segment, const uint32_t *cursor,
-                              const int32_t *lane, int64_t lanes, int64_t rows, int64_t obs_bytes, uint8_t *obs,
-                              uint8_t *next_obs, decoder *const *decoders, int64_t pieces, thread_pool *pool,
-                              int64_t helpers, int64_t *error) {
+                              const int32_t *lane, int64_t lanes, int64_t rows, const int64_t *to, int64_t to_rows,
+                              int64_t obs_bytes, uint8_t *obs, uint8_t *next_obs, decoder *const *decoders,
+                              int64_t pieces, thread_pool *pool, int64_t helpers, int64_t *error) {
     gathering g = {.parts = parts, .part_count = part_count, .segment = segment, .cursor = cursor, .lane = lane};
-    g.lanes = lanes, g.rows = rows, g.obs_bytes = obs_bytes, g.obs = obs, g.next_obs = next_obs;
+    g.lanes = lanes, g.rows = rows, g.to = to, g.to_rows = to_rows, g.obs_bytes = obs_bytes, g.obs = obs, g.next_obs = next_obs;
     g.decoders = decoders, g.pieces = pieces, g.failed = -1;
     threads_begin(pool, gather_pieces, &g, helpers);
     gather_pieces(&g, 0);

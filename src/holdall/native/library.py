@@ -322,7 +322,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_find": (None, [POINTER, NUMBER, POINTER, NUMBER, NUMBER, POINTER, POINTER]),
     "holdall_expect": (None, [POINTER, NUMBER, POINTER, POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_gather": (
-        NUMBER, [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 3, *[POINTER] * 3, NUMBER, POINTER, NUMBER, POINTER],
+        NUMBER,
+        [
+            POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 2, POINTER, *[NUMBER] * 2, *[POINTER] * 3, NUMBER, POINTER,
+            NUMBER, POINTER,
+        ],
     ),
     "holdall_name": (NUMBER, [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 4, *[POINTER] * 4]),
     "holdall_locate": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER]),

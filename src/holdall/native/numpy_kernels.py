@@ -125,6 +125,11 @@ class PortableKernels:
         obs_bytes = next(rows.shape[1] for rows in (obs, next_obs) if rows is not None)
         cursors = places.cursors[field]
         sealed = places.sealed_slices(field)
+        order = np.arange(len(places.segment)) if places.rows is None else places.rows
+        room = min(len(rows) for rows in (obs, next_obs) if rows is not None)
+        outside = np.flatnonzero((order < 0) | (order >= room))
+        if outside.size:
+            raise _outside(outside)
         for number in np.unique(places.segment).tolist():
             rows = np.flatnonzero(places.segment == number)
             if not 0 <= number < len(places.records[field]):
@@ -142,7 +147,7 @@ class PortableKernels:
             # What an observation and the next one share is decoded once.
             windows = _windows(record, numbers, sealed.get(record["sealed"]))
             for (out, _), copied in zip(wanted, windows, strict=True):
-                out[rows] = copied
+                out[order[rows]] = copied
 
     def namer(self) -> None:
         """See `Kernels.namer`: slices are named in C alone."""

@@ -299,12 +299,13 @@ class NativeReading:
             PortableKernels().gather(places, field, obs, next_obs)
             return
         rows, wanted = len(places.segment), [side for side in (obs, next_obs) if side is not None]
-        row_bytes, nbytes = wanted[0].shape[1], sum(side.size for side in wanted)
+        row_bytes, nbytes = wanted[0].shape[1], rows * sum(side.shape[1] for side in wanted)
         where = (
             _pointer(records), len(records), _pointer(places.segment),
             _pointer(places.cursors[field]), _pointer(places.lane), places.lanes, rows,
         )  # fmt: skip
         sides = [None if side is None else _pointer(side) for side in (obs, next_obs)]
+        order = (None, rows) if places.rows is None else (_pointer(places.rows), min(map(len, wanted)))
         error = ctypes.c_int64()
 
         def fill(pieces: int, threads: int, helpers: int) -> int:
@@ -312,7 +313,7 @@ class NativeReading:
             decoders = decoder and decoder.decoders(pool, helpers, 3 * row_bytes, next(_BATCHES))
             return int(
                 self._library.holdall_gather(
-                    *where, row_bytes, *sides, decoders, pieces, threads, helpers, ctypes.byref(error)
+                    *where, *order, row_bytes, *sides, decoders, pieces, threads, helpers, ctypes.byref(error)
                 )
             )
 

@@ -260,6 +260,7 @@ class Places:
     lane: NDArray[np.int32]  # (batch,)
     lanes: int
     held: tuple[tuple[Held, ...], ...]  # per field and segment
+    rows: NDArray[np.int64] | None = None  # where in the arrays of a larger batch each goes; None: one after another
     reads_files: bool = False
     awaits_files: bool = False  # some of them lie elsewhere, and what is read has to be brought here first
 
