@@ -126,17 +126,17 @@ def buffer_attribute_never_read(script: Script, training: TrainingReader, machin
             def rows(self):
                 return self._preallocated
     """
-    read = {n.attr for n in script.nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load)}
-    read |= {n.value for n in script.nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    read = {n.attr for n in script.of_kind(ast.Attribute) if isinstance(n.ctx, ast.Load)}
+    read |= {n.value for n in script.of_kind(ast.Constant) if isinstance(n.value, str)}
     seen: set[str] = set()
-    for node in script.nodes:
-        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
+    for node in script.of_kind(ast.Attribute):
+        is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+        if not isinstance(node.ctx, ast.Store) or not is_private or node.attr in read or node.attr in seen:
             continue
         owner, statement = script.enclosing_class(node), script.parent(node)
         if not isinstance(getattr(statement, "value", None), ast.Constant):
             continue  # what is worked out may be for a subclass elsewhere
-        is_private = node.attr.startswith("_") and not node.attr.startswith("__")
-        if owner is None or not is_private or node.attr in read | seen or ast.unparse(node.value) != "self":
+        if owner is None or ast.unparse(node.value) != "self":
             continue
         # Without a base class that may read it, or with none but list.
         if "buffer" in owner.name.lower() and all(ast.unparse(base) in {"list", "object"} for base in owner.bases):

@@ -190,6 +190,9 @@ def joined_sequences(left: Any, right: Any) -> Any:
     return ListValue(items, sum(lengths))  # type: ignore[arg-type]
 
 
+CHANGEABLE = {ListValue, TableValue}
+
+
 def snapshot(value: Any) -> Any:
     """Return a value as it is now: lists and dicts may be changed later."""
     if isinstance(value, ListValue):

@@ -271,7 +271,7 @@ class Expressions(Names):
 
     def _on_call(self, node: ast.Call) -> Any:
         called = self.value(node.func)
-        if called == Reference("builtins.super"):
+        if called is library.SUPER:
             return self._super()
         arguments = self._arguments(node)
         is_own = self.scope.module is self.main

@@ -183,7 +183,10 @@ class Interpreter(Functions):
 
     def block(self, statements: Iterable[ast.stmt]) -> bool:
         """Follow statements; True if what stands behind them is not reached."""
-        return any(self.statement(one) for one in statements)
+        for one in statements:  # noqa: SIM110  a generator would cost as much as a statement
+            if self.statement(one):
+                return True
+        return False
 
     def statement(self, node: ast.stmt) -> bool:  # noqa: C901, PLR0912  one case for each kind of statement
         """Follow one statement; True if it leaves the block."""
@@ -259,7 +262,7 @@ class Interpreter(Functions):
         if truth is not None and not is_soft:
             return self.block(node.body if truth else node.orelse)
         if node not in self._conditions:
-            self._conditions[node] = _condition(node.test), _condition(node.test, negate=True)
+            self._conditions[node] = _conditions(node.test)
         holds, fails = self._conditions[node]
         return self._branches([(holds, node.body), (fails, node.orelse)], truth)
 
@@ -344,13 +347,12 @@ class Interpreter(Functions):
     def _uncalled(self) -> Iterator[tuple[Any, Scope]]:
         """Yield the functions of the script, those first whose names nothing else mentions."""
         scope = Scope(self.main, self.main.names)
-        used = Counter(n.id for n in self.script.nodes if isinstance(n, ast.Name))
-        used.update(n.attr for n in self.script.nodes if isinstance(n, ast.Attribute))
+        used = {one.id for one in self.script.of_kind(ast.Name)} | self.script.attributes
         outside = [one for one in self.main.tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
         classes = [one for one in self.main.tree.body if isinstance(one, ast.ClassDef)]
-        for node in sorted(outside, key=lambda one: used[one.name] > 0):
+        for node in sorted(outside, key=lambda one: one.name in used):
             yield node, scope
-        for made in sorted(classes, key=lambda one: used[one.name] > 0):
+        for made in sorted(classes, key=lambda one: one.name in used):
             yield made, scope
 
     def _enter_alone(self, node: Any, scope: Scope) -> None:
@@ -379,13 +381,17 @@ class Interpreter(Functions):
         self.call_function(function, CallArguments(is_complete=False), owner)
 
 
-def _condition(test: ast.expr, negate: bool = False) -> str:
-    """Write a condition in a few words."""
-    text = ast.unparse(test)
-    if negate:
-        inner = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else None
-        text = ast.unparse(inner) if inner is not None else f"not ({text})" if " " in text else f"not {text}"
-    text = " ".join(text.split())
+def _conditions(test: ast.expr) -> tuple[str, str]:
+    """Write a condition, and its opposite, in a few words."""
+    holds = " ".join(ast.unparse(test).split())
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        fails = " ".join(ast.unparse(test.operand).split())
+    else:
+        fails = f"not ({holds})" if " " in holds else f"not {holds}"
+    return _shortened(holds), _shortened(fails)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_CONDITION else text[: _LONGEST_CONDITION - 3] + "..."
 
 

@@ -31,25 +31,12 @@ from holdall.tools.lint.source.values import (
 )
 
 array_member, calculated = arrays.array_member, arrays.calculated
-BUILTINS = frozenset(
-    {
-        *command_line.NUMBERS,
-        "dict",
-        "list",
-        "tuple",
-        "set",
-        "len",
-        "range",
-        "open",
-        "vars",
-        "zip",
-        "enumerate",
-        "super",
-        "getattr",
-    }
-    | {"setattr", "isinstance", "print", "sorted", "reversed", "map", "filter", "type", "object", "exit", "quit", "any"}
-    | {"all", "hasattr", "input", "iter", "next", "repr", "eval", "callable", "property", "staticmethod", "classmethod"}
+_NAMES = (
+    "dict list tuple set len range open vars zip enumerate super getattr setattr isinstance print sorted reversed map "
+    "filter type object exit quit any all hasattr input iter next repr eval callable property staticmethod classmethod"
 )
+BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
+SUPER = BUILTINS["super"]
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
