@@ -48,6 +48,20 @@ class ReplayBuffer:
     def __init__(self, capacity):
         self.obs = np.zeros((capacity, 4, 84, 84), dtype=np.uint8)
 """
+BESIDE = (
+    ARRAYS
+    + """
+from multiprocessing import Process
+
+class Learner(Process):
+    def __init__(self, capacity):
+        super().__init__()
+        self.capacity = capacity
+
+    def run(self):
+        memory = ReplayBuffer(self.capacity)
+"""
+)
 FRAME = 84 * 84
 PROGRAMS = {
     "an array of objects": (
@@ -105,6 +119,63 @@ PROGRAMS = {
         100_000 * 2 * 16 * FRAME,
         {"M19", "P15"},
     ),
+    "a process of the program's own class": (
+        "from beside import Learner\nprocesses = [Learner(100_000)]\n[one.start() for one in processes]\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "a function that a process or thread runs": (
+        ARRAYS + "import torch.multiprocessing as mp\ndef learn(rank, capacity):\n"
+        "    memory = ReplayBuffer(capacity)\nctx = mp.get_context('spawn')\n"
+        "learner = ctx.Process(target=learn, args=(0,), kwargs={'capacity': 100_000})\nlearner.start()\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "an array of one dtype or another, as a conditional expression": (
+        ("import numpy as np\nclass ReplayBuffer:\n    def __init__(self, size, discrete=False):\n"
+        "        self.frames = np.zeros((size, 4, 84, 84), np.uint8)\n"
+        "        self.actions = np.zeros((size, 2), np.float32) if not discrete else np.zeros(size, np.int64)\n"
+        "memory = ReplayBuffer(100_000)\n"),
+        100_000 * (4 * FRAME + 8),
+        {"M19"},
+    ),
+    "an array of one dtype or another, in two branches": (
+        ("import sys\nimport numpy as np\nclass ReplayBuffer:\n    def __init__(self, size):\n"
+        "        if sys.platform == 'linux':\n            self.frames = np.zeros((size, 84, 84), np.uint8)\n"
+        "        else:\n            self.frames = np.zeros((size, 4, 84, 84), np.uint8)\n"
+        "memory = ReplayBuffer(100_000)\n"),
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "a module that is imported from one place or another": (
+        ("try:\n    from nowhere.else_ import ReplayBuffer\nexcept ImportError:\n    from beside import ReplayBuffer\n"
+        "memory = ReplayBuffer(100_000)\n"),
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "environments of two kinds, one of them without a known space": (
+        ("import envpool\nimport gymnasium as gym\nimport numpy as np\n"
+        "from tianshou.data import Collector, VectorReplayBuffer\nfrom tianshou.env import ShmemVectorEnv\n"
+        "class Doom(gym.Env):\n    def __init__(self):\n"
+        "        self.observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)\n"
+        "if envpool is not None:\n    envs = envpool.make_gymnasium('Doom-v1', num_envs=8)\n"
+        "else:\n    envs = ShmemVectorEnv([lambda: Doom() for _ in range(8)])\n"
+        "buffer = VectorReplayBuffer(400_000, buffer_num=8, ignore_obs_next=True, save_only_last_obs=True)\n"
+        "Collector(policy, envs, buffer)\n"),
+        400_000 * FRAME,
+        {"M19"},
+    ),
+    "Tianshou's own Atari environments": (
+        ("from tianshou.data import Collector, CollectStats, VectorReplayBuffer\n"
+        "from tianshou.env.atari.atari_wrapper import make_atari_env\n"
+        "def main(task='PongNoFrameskip-v4', buffer_size=1_000_000, scale=0):\n"
+        "    env, envs, tests = make_atari_env(task, 0, 10, 10, scale=scale, frame_stack=4)\n"
+        "    buffer = VectorReplayBuffer(buffer_size, buffer_num=len(envs), ignore_obs_next=True,\n"
+        "                                save_only_last_obs=True, stack_num=4)\n"
+        "    Collector[CollectStats](algorithm, envs, buffer)\nif __name__ == '__main__':\n    main()\n"),
+        1_000_000 * FRAME,
+        {"M19"},
+    ),
 }  # fmt: skip
 
 
@@ -117,7 +188,7 @@ def checked(folder: Path, **files: str) -> list[Finding]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_buffer_of_a_program_is_sized(name: str, tmp_path: Path) -> None:
     source, nbytes, rules = PROGRAMS[name]
-    found = checked(tmp_path, train=source)
+    found = checked(tmp_path, train=source, beside=BESIDE)
     assert {one.rule for one in found} == rules
     (large,) = (one for one in found if one.rule == "M19")
     assert large.numbers["needed_bytes"] == pytest.approx(nbytes, rel=0.01)

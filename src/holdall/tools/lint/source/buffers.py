@@ -49,7 +49,8 @@ def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
             (id(one.value.origins), one.value.shape, id(one.node), next(iter(one.value.origins), 0)): one
             for one in group
         }
-        unique = list({next(iter(one.value.origins), id(one)): one for one in by_node.values()}.values())
+        origins = {next(iter(one.value.origins), id(one)): one for one in by_node.values()}
+        unique = _alternatives(interpreter, origins)
         rows = _leading(unique)
         owner = unique[0].owner
         kept = [one for one in unique if rows is None or whole((one.value.shape or (None,))[0]) == rows]
@@ -63,6 +64,15 @@ def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
             is_on_gpu=any(one.value.device.startswith("cuda") for one in kept),
             is_buffer=bool(_NAMED_BUFFER.search(title)) or _stores_next(fields),
         )  # fmt: skip
+
+
+def _alternatives(interpreter: Any, made: dict[Any, Any]) -> list[Any]:
+    """Of arrays that one name is given in turn, or in branches, return one: the default, otherwise the largest."""
+    ordered = sorted(made.items(), key=lambda one: (len(one[1].path), -one[1].value.nbytes))
+    kept: dict[Any, Any] = {}
+    for origin, one in ordered:
+        kept.setdefault(interpreter.name_of(origin) or origin, one)
+    return [one for one in made.values() if one in kept.values()]
 
 
 def _leading(group: list[Any]) -> int | None:

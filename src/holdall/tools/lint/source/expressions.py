@@ -162,11 +162,14 @@ class Expressions(Names):
         tested = self.value(node.test)
         truth = self.truth(tested)
         is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer or self.is_soft
-        body, other = self.value(node.body), self.value(node.orelse)
         if truth is not None and not is_soft:
-            return body if truth else other
-        text = ast.unparse(node.test)
-        pairs = [(body, "" if truth else text), (other, "" if truth is False else f"not ({text})")]
+            return self.value(node.body if truth else node.orelse)
+        text, path, pairs = ast.unparse(node.test), self.path, []
+        conditions = ("" if truth else text, "" if truth is False else f"not ({text})")
+        for branch, condition in zip((node.body, node.orelse), conditions, strict=True):
+            self.path = (*path, condition) if condition else path
+            pairs.append((self.value(branch), condition))
+        self.path = path
         return one_of(sorted(pairs, key=lambda one: one[1] != "") if truth is not None else pairs)
 
     def _on_subscript(self, node: ast.Subscript) -> Any:

@@ -44,6 +44,7 @@ _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported
 _LONGEST_CONDITION = 70
 _CAPACITIES = ("capacity", "max_size", "maxlen", "buffer_size", "memory_size", "max_len", "limit", "size", "_maxsize")
 _ENDS = {"sys.exit", "os._exit"}
+_FOLLOWED = InstanceValue | ClassValue | FunctionValue | ModuleValue
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +73,7 @@ class Interpreter(Functions):
         self.torchrl_env: Any = None  # the last one that was made
         self.made: list[ProgramEvent] = []
         self.registered: dict[str, Any] = {}  # environments that the program registers
+        self.started: set[object] = set()  # classes of processes whose `run` was followed
         self._conditions: dict[ast.If, tuple[str, str]] = {}
 
     def run(self) -> None:
@@ -299,8 +301,8 @@ class Interpreter(Functions):
         for handler in node.handlers:
             self.scope.names = before | after
             self.block(handler.body)
-            made = {n: v for n, v in self.scope.names.items() if v is not after.get(n) and isinstance(v, InstanceValue)}
-            again = {name: one_of([(after[name], ""), (value, "")]) for name, value in made.items() if name in after}
+            made = {n: v for n, v in self.scope.names.items() if v is not after.get(n) and isinstance(v, _FOLLOWED)}
+            again = {name: _either(after[name], value) for name, value in made.items() if name in after}
             after = self.scope.names | after | again
         self.scope.names = after
         return self.block(node.finalbody) or (left and not node.handlers)
@@ -379,6 +381,13 @@ class Interpreter(Functions):
 
     def _call_alone(self, function: FunctionValue, owner: Any) -> None:
         self.call_function(function, CallArguments(is_complete=False), owner)
+
+
+def _either(first: Any, second: Any) -> Any:
+    """Return what a name is after a `try` that gave it one value and a handler that gave it another."""
+    if isinstance(second, InstanceValue):
+        return one_of([(first, ""), (second, "")])
+    return second if first is UNKNOWN or isinstance(first, Reference) else first  # what can be read
 
 
 def _conditions(test: ast.expr) -> tuple[str, str]:

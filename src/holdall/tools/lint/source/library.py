@@ -37,6 +37,7 @@ _NAMES = (
 )
 BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
 SUPER = BUILTINS["super"]
+_STARTED = ("Process", "Thread")  # what runs a function, or its own `run`, beside the program
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
@@ -49,6 +50,10 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
         rest = type(arguments)(arguments.values[1:], arguments.named, arguments.is_complete)
         interpreter.library_start(arguments.values[0], rest)
         return None
+    if last in _STARTED and "target" in arguments.named:
+        return InstanceValue(Reference(dotted), {}, dict(arguments.named), node, interpreter.path)
+    if dotted.endswith("multiprocessing.get_context"):
+        return Reference("multiprocessing")
     for follow in (frameworks.call, environments.call, arrays.call):
         found = follow(interpreter, dotted, arguments, node)
         if found is not NotImplemented:
@@ -85,8 +90,6 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return str(PurePath(first).parent) if last == "dirname" else first
         case "pathlib.Path" | "pathlib.PurePath":
             return first if isinstance(first, str) else UNKNOWN
-        case "multiprocessing.cpu_count" | "os.cpu_count":
-            return UNKNOWN
         case "dataclasses.field":
             return InstanceValue(Reference(dotted), {}, dict(arguments.named), node)
         case "dataclasses.asdict" | "dataclasses.replace":
@@ -256,6 +259,8 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
         case InstanceValue():
             if owner.kind == "argparse.ArgumentParser":
                 return command_line.parser_method(interpreter, owner, name, arguments)
+            if name == "start":
+                _started(interpreter, owner, node)
             found = environments.instance_method(interpreter, owner, name, arguments, node)
             return (
                 frameworks.call_method(interpreter, owner, name, arguments, node) if found is NotImplemented else found
@@ -263,10 +268,20 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
     return UNKNOWN
 
 
-# ------------------------------------------------------------ argparse
-
-
-# ------------------------------------------------------------ items
+def _started(interpreter: Any, owner: InstanceValue, node: ast.AST) -> None:
+    """Follow what a process or thread runs."""
+    if isinstance(owner.made_of, ClassValue):
+        run = owner.made_of.find("run")
+        again = (owner.made_of, interpreter.anchor)  # workers beside each other are alike
+        is_new = again not in interpreter.started and owner.made_of.extends(*_STARTED)
+        interpreter.started.add(again)
+        if is_new and isinstance(run, FunctionValue):
+            interpreter.call_function(run, interpreter.no_arguments, owner)
+    elif "target" in owner.arguments:
+        values, named = (likely(owner.arguments.get(name)) for name in ("args", "kwargs"))
+        table = {str(key): value for key, value in named.items()} if isinstance(named, TableValue) else {}
+        given = type(interpreter.no_arguments)(list(known_items(values) or ()), table)
+        interpreter.call(owner.arguments["target"], given, node)
 
 
 def suggested(name: str, arguments: Any) -> Any:

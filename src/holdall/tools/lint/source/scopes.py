@@ -206,6 +206,9 @@ class Names:
         if isinstance(value, ArrayValue):
             for origin in value.origins:
                 self.names.setdefault(origin, name)
+        elif isinstance(value, OneOf):
+            for one in value.values:
+                self._remember(name, one)
         elif isinstance(value, ListValue):
             value.name = value.name or name
 

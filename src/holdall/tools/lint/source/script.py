@@ -111,8 +111,10 @@ class Script:
     @property
     def is_run(self) -> bool:
         """Whether the file does something of its own, and does not only define things for others."""
-        calls = (one.value for one in self.tree.body if isinstance(one, ast.Expr | ast.Assign))
-        return "__main__" in self.text or any(isinstance(one, ast.Call) for one in calls)
+        if "__main__" in self.text or any(isinstance(one, (*LOOPS, ast.With)) for one in self.tree.body):
+            return True
+        values = [one.value for one in self.tree.body if isinstance(one, ast.Expr | ast.Assign)]
+        return any(isinstance(one, ast.Call | ast.ListComp | ast.Await) for one in values)
 
     @cached_property
     def lines(self) -> list[str]:
