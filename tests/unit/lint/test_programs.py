@@ -147,6 +147,71 @@ PROGRAMS = {
         100_000 * 4 * FRAME,
         {"M19"},
     ),
+    "lists under the keys of a class that extends dict": (
+        FRAMES + "class Lazy:\n    def __init__(self, frames):\n        self.frames = frames\n"
+        "class LazyStack(Stack):\n    def reset(self):\n        super().reset()\n"
+        "        return Lazy(list(self.frames))\n    def step(self, action):\n"
+        "        _, reward, done, info = super().step(action)\n"
+        "        return Lazy(list(self.frames)), reward, done, info\n"
+        "class Memory(dict):\n    def __init__(self, capacity):\n        super().__init__()\n"
+        "        self.capacity = int(capacity)\n        self['obs'], self['next_obs'] = [], []\n"
+        "    def add(self, obs, action, reward, next_obs, done):\n        self['obs'].append(obs)\n"
+        "        self['next_obs'].append(next_obs)\n        while len(self['obs']) > self.capacity:\n"
+        "            del self['obs'][0]\n            del self['next_obs'][0]\n"
+        "env = LazyStack(AtariPreprocessing(gym.make('PongNoFrameskip-v4')))\nmemory = Memory(1e6)\n" + LOOP,
+        1_000_000 * (FRAME + 112),
+        {"M19"},
+    ),
+    "one deque for each field": (
+        FRAMES + "class Memory:\n    def __init__(self, size):\n        self.obs = deque(maxlen=size)\n"
+        "        self.next_obs = deque(maxlen=size)\n        self.rewards = deque(maxlen=size)\n"
+        "    def add(self, obs, action, reward, next_obs, done):\n        self.obs.append(obs)\n"
+        "        self.next_obs.append(np.array(next_obs))\n        self.rewards.append(reward)\n"
+        "memory = Memory(100_000)\n" + LOOP,
+        100_000 * 2 * (4 * FRAME + 112),
+        {"M19"},
+    ),
+    "a wrapper around a wrapper whose frames are shared": (
+        FRAMES + "class Lazy:\n    def __init__(self, frames):\n        self.frames = frames\n"
+        "class LazyStack(gym.Wrapper):\n    def __init__(self, env):\n        gym.Wrapper.__init__(self, env)\n"
+        "        self.frames = deque(maxlen=4)\n"
+        "        self.observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)\n"
+        "    def reset(self):\n        ob = self.env.reset()\n        for _ in range(4):\n"
+        "            self.frames.append(ob)\n        return Lazy(list(self.frames))\n"
+        "    def step(self, action):\n        ob, reward, done, info = self.env.step(action)\n"
+        "        self.frames.append(ob)\n        return Lazy(list(self.frames)), reward, done, info\n"
+        "class Counter(gym.Wrapper):\n    def __init__(self, env):\n        gym.Wrapper.__init__(self, env)\n"
+        "        self.steps = 0\n    def reset(self):\n        return self.env.reset()\n"
+        "    def step(self, action):\n        self.steps += 1\n        return self.env.step(action)\n"
+        "class Memory:\n    def __init__(self, capacity):\n        self.capacity, self.rows = capacity, []\n"
+        "    def add(self, obs, action, reward, next_obs, done):\n        self.rows.append((obs, next_obs))\n"
+        "env = Counter(LazyStack(AtariPreprocessing(gym.make('PongNoFrameskip-v4'))))\n"
+        "memory = Memory(1_000_000)\n" + LOOP,
+        1_000_000 * (FRAME + 112),
+        {"M19"},
+    ),
+    "a function whose command line is made of its annotations": (
+        ARRAYS + "import dataclasses\nimport tyro\nclass Trainer:\n    @dataclasses.dataclass\n    class Config:\n"
+        "        capacity: int = 100_000\n    def __init__(self, config: Config = Config()):\n"
+        "        self.config = dataclasses.asdict(config)\n"
+        "        self.memory = ReplayBuffer(self.config['capacity'])\n"
+        "def main(trainer: Trainer.Config) -> None:\n    Trainer(trainer)\nif __name__ == '__main__':\n"
+        "    tyro.cli(main)\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "frames that are pushed along with numpy.roll": (
+        FRAMES + "class Agent:\n    def __init__(self):\n        self.frames = np.zeros((4, 80, 80))\n"
+        "        self.memory = deque(maxlen=20_000)\n    def seen(self, frame):\n"
+        "        self.frames = np.roll(self.frames, 1, axis=0)\n        self.frames[0, :, :] = frame\n"
+        "        return np.expand_dims(self.frames, axis=0)\n    def run(self):\n"
+        "        state = self.seen(env.reset())\n        while True:\n"
+        "            frame, reward, done, info = env.step(0)\n            after = self.seen(frame)\n"
+        "            self.memory.append((state, 0, reward, after, done))\n            state = after\n"
+        "Agent().run()\n",
+        20_000 * (4 * 80 * 80 * 8 + 112),
+        {"M19", "P04", "P15"},
+    ),
     "a module that is imported from one place or another": (
         ("try:\n    from nowhere.else_ import ReplayBuffer\nexcept ImportError:\n    from beside import ReplayBuffer\n"
         "memory = ReplayBuffer(100_000)\n"),

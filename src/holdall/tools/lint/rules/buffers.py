@@ -13,7 +13,7 @@ from holdall.tools.lint.source.arrays import leaf_arrays
 from holdall.tools.lint.source.containers import MANY
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script, argument_of
-from holdall.tools.lint.source.values import InstanceValue, ListValue, TableValue, known_items, likely
+from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValue, TableValue, known_items, likely
 
 _GIB = 2**30
 _WORTH_SAVING = 2**28
@@ -181,6 +181,8 @@ def _is_replay(container: ListValue, limit: int | None) -> bool:
 def _parts(script: Script, call: ast.AST, item: object) -> list[str]:
     """Return the names that an appended tuple, record or dict is made of; empty for what is no name."""
     item = likely(item)
+    if isinstance(item, ArrayValue):
+        return []
     if isinstance(item, TableValue):
         return [str(key) for key in item]
     if isinstance(item, InstanceValue) and item.attributes:

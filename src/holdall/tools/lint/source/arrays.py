@@ -192,8 +192,10 @@ def _function(package: str, last: str, first: Any, arguments: Any, node: ast.AST
         case "append" if isinstance(first, ArrayValue):
             both = ListValue([first, unwrapped(arguments.get(1, "values"))], 2)
             return _stacked("concatenate", both, type(arguments)([], {"axis": arguments.get(2, "axis", 0)}), node)
-        case "clip" | "abs" | "round" | "nan_to_num" | "copy" | "pad" | "mean" | "dot" if isinstance(first, ArrayValue):
-            return first.made_by(node) if last not in {"mean", "dot", "pad"} else ArrayValue()
+        case "clip" | "abs" | "round" | "nan_to_num" | "copy" | "roll" | "sign" | "maximum" | "minimum" if isinstance(
+            first, ArrayValue
+        ):
+            return first.made_by(node)
         case "arange" | "linspace":
             count = whole(first) if last == "arange" else whole(arguments.get(2, "num", 50))
             return ArrayValue((count if count is not None else UNKNOWN,), np.dtype("int64"), frozenset({node}))

@@ -320,7 +320,7 @@ def start(interpreter: Any, instance: InstanceValue, arguments: Any) -> None:
     ]
     if known and (inner := environment_of(interpreter, first)) is not None:
         result = wrapped(inner, known[0], arguments, interpreter.place_here(instance.node))
-        instance.attributes.setdefault("env", result)
+        instance.attributes.setdefault("env", likely(first) if result is inner else result)
     elif known:
         instance.attributes.setdefault("env", first)
 

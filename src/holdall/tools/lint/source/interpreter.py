@@ -102,13 +102,15 @@ class Interpreter(Functions):
         """Return the name that an array was given first."""
         return self.names.get(origin, "")
 
-    def capacity_of(self, container: ListValue) -> int | None:
-        """Return the size that the object which holds a list limits it to, by the name of its attribute."""
-        for owner in self.instances:
-            if any(value is container for value in owner.attributes.values()):
-                sizes = (likely(owner.attributes.get(name, UNKNOWN)) for name in _CAPACITIES)
-                return next((number for number in map(whole, sizes) if number), None)
-        return None
+    def owner_of(self, container: ListValue) -> InstanceValue | None:
+        """Return the object that has a container as an attribute."""
+        holds = (one for one in self.instances if any(value is container for value in one.attributes.values()))
+        return next(holds, None)
+
+    def capacity_of(self, owner: InstanceValue | None) -> int | None:
+        """Return the size that an object limits its lists to, by the name of its attribute."""
+        sizes = (likely(owner.attributes.get(name, UNKNOWN)) for name in _CAPACITIES) if owner is not None else ()
+        return next((number for number in map(whole, sizes) if number), None)
 
     def record(self, what: str, value: Any, arguments: CallArguments | None, node: ast.AST, **detail: Any) -> None:
         """Keep what the program makes, at the line of the script that leads to it."""

@@ -267,6 +267,8 @@ class Names:
                 owner.added.append(value)
             if isinstance(value, tuple | TableValue | InstanceValue | ListValue):
                 self.record("appended", owner, None, node, item=value)
+        elif isinstance(owner, InstanceValue) and isinstance(key, str):  # of a class that extends dict
+            self._set_attribute(owner, key, value)
 
     def augmented(self, target: ast.expr, op: ast.operator, value: Any) -> Any:
         """Return what `target op= value` leaves in the target."""
