@@ -222,13 +222,13 @@ PROGRAMS = {
         ("import envpool\nimport gymnasium as gym\nimport numpy as np\n"
         "from tianshou.data import Collector, VectorReplayBuffer\nfrom tianshou.env import ShmemVectorEnv\n"
         "class Doom(gym.Env):\n    def __init__(self):\n"
-        "        self.observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)\n"
+        "        self.observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.float32)\n"
         "if envpool is not None:\n    envs = envpool.make_gymnasium('Doom-v1', num_envs=8)\n"
         "else:\n    envs = ShmemVectorEnv([lambda: Doom() for _ in range(8)])\n"
         "buffer = VectorReplayBuffer(400_000, buffer_num=8, ignore_obs_next=True, save_only_last_obs=True)\n"
         "Collector(policy, envs, buffer)\n"),
-        400_000 * FRAME,
-        {"M19"},
+        400_000 * 4 * FRAME,
+        {"M19", "P15"},
     ),
     "Tianshou's own Atari environments": (
         ("from tianshou.data import Collector, CollectStats, VectorReplayBuffer\n"

@@ -230,7 +230,9 @@ def _tianshou(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     leaves = [Leaf(one.name, one.shape[1:] if last_only and one.shape else one.shape, one.dtype) for one in seen.leaves]
     prefixes = ("",) if no_next else ("", "next.")
     fields = tuple(
-        StoredField(prefix + (leaf.name or "obs"), leaf.shape, leaf.dtype) for prefix in prefixes for leaf in leaves
+        StoredField(prefix + (leaf.name or ("frame" if last_only else "obs")), leaf.shape, leaf.dtype)
+        for prefix in prefixes
+        for leaf in leaves
     )
     return PlainBuffer(
         title=last, rows=size, nbytes=size * sum(one.nbytes for one in fields), fields=fields,
