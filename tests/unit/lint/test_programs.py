@@ -212,6 +212,46 @@ PROGRAMS = {
         20_000 * (4 * 80 * 80 * 8 + 112),
         {"M19", "P04", "P15"},
     ),
+    "a list whose oldest items are deleted": (
+        FRAMES + "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--size', type=int, default=50_000)\nopt = parser.parse_args()\nmemory = []\n"
+        "obs = env.reset()\nwhile True:\n    next_obs, reward, done, info = env.step(0)\n"
+        "    memory.append([obs, 0, reward, next_obs, done])\n    if len(memory) > opt.size:\n"
+        "        del memory[0]\n    obs = next_obs\n",
+        50_000 * (4 * FRAME + 112),
+        {"M19", "P04"},
+    ),
+    "a list that grows up to a number, and is then written over": (
+        FRAMES + "LIMIT = 50_000\nrows = []\nobs = env.reset()\nwhile True:\n"
+        "    next_obs, reward, done, info = env.step(0)\n    if len(rows) < LIMIT:\n        rows.append(None)\n"
+        "    rows[0] = (obs, next_obs)\n    obs = next_obs\n",
+        50_000 * (4 * FRAME + 112),
+        {"M19"},
+    ),
+    "pictures of unknown size that are made small and grey": (
+        ("import cv2\nimport numpy as np\nimport torch\nfrom game import Game\n"
+        "def small(image, side):\n    image = cv2.cvtColor(cv2.resize(image, (side, side)), cv2.COLOR_BGR2GRAY)\n"
+        "    _, image = cv2.threshold(image, 1, 255, cv2.THRESH_BINARY)\n"
+        "    return image[None, :, :].astype(np.float32)\n"
+        "game = Game()\nimage = torch.from_numpy(small(game.frame(), 84))\n"
+        "state = torch.cat(tuple(image for _ in range(4)))[None, :, :, :]\nmemory = []\nwhile True:\n"
+        "    image = torch.from_numpy(small(game.frame(), 84))\n"
+        "    after = torch.cat((state[0, 1:, :, :], image))[None, :, :, :]\n"
+        "    memory.append([state, 0, 1.0, after, False])\n    if len(memory) > 50_000:\n"
+        "        del memory[0]\n    state = after\n"),
+        50_000 * (16 * FRAME + 112),
+        {"M19", "P04", "P15"},
+    ),
+    "observations that a function transforms": (
+        FRAMES + "from gym.wrappers import FrameStack, TransformObservation\nimport torch\n"
+        "env = AtariPreprocessing(gym.make('PongNoFrameskip-v4'))\n"
+        "env = FrameStack(TransformObservation(env, f=lambda x: x / 255.), num_stack=4)\n"
+        "memory = deque(maxlen=20_000)\ndef cache(obs, action, reward, next_obs, done):\n"
+        "    memory.append((torch.FloatTensor(obs), action, reward, torch.FloatTensor(next_obs), done))\n"
+        + LOOP.replace("memory.add", "cache"),
+        20_000 * 2 * (4 * 4 * FRAME + 112),
+        {"M19", "P04", "P15"},
+    ),
     "a module that is imported from one place or another": (
         ("try:\n    from nowhere.else_ import ReplayBuffer\nexcept ImportError:\n    from beside import ReplayBuffer\n"
         "memory = ReplayBuffer(100_000)\n"),

@@ -15,20 +15,16 @@ from typing import Any, NamedTuple
 
 from holdall.machine import Limit
 from holdall.tools.plan.buffer_layout import leaves_of
+from holdall.tools.plan.c_heap import LAST_MAPPED
 from holdall.tools.plan.spec import Spec
 from holdall.units import counted
 
 MIB = 2**20
 SEGMENTS_OF_A_CAPACITY = 16  # a segment is at most this share of the capacity
-MAPPED_FROM = 32 * MIB  # the C library's largest threshold: it always maps blocks from here on on their own
 
 _MOST_RAW_SEGMENTS = 3  # while the worker keeps up: the open one, one that waits, and one that is compressed
 _RATIO_SPREAD = 0.1  # how much the ratio of the first thousands of steps may be wrong
-_HEAP_SPREAD = 1.6  # of a heap over what lives in it at most: freed blocks leave holes; measured 1.1 to 2.2
-_MOST_HEAP_SPREAD = 2.5
-_COMPACT_HEAP = 64 * MIB  # of what stays between updates: up to here the C library's holes are too small to see
-_HOLES = 0.5  # beyond it, of what stays
-_MOST_HOLES = 0.8
+_HELD_SPREAD = 0.3  # of what an update holds beside what stays: what the blocks of other libraries push apart
 _LIBRARIES_SPREAD = 0.05
 _PROCESSES_SPREAD = 0.15
 _PROBED_SPREAD = 0.05
@@ -130,9 +126,7 @@ class UpdateBytes(NamedTuple):
 
     weights: int
     settled: int  # weights, gradients and the optimizer's state: what stays between updates
-    settled_heap: int  # the part of it in smaller blocks
-    mapped: int  # at the peak, in blocks of their own
-    heap: int  # at the peak, in smaller blocks
+    held: int  # the most that the C library took from the system for all of it
     live: int  # the most tensors that were alive at once, without what a CPU's convolutions copy: a GPU's need
 
 
@@ -290,16 +284,10 @@ def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, c
     gathered = spec.batch * spec.observation_bytes * (1 if spec.on_policy else 2)
     if networks is None:
         return [PhasePart("batch", 2 * gathered, "estimate", 4 * gathered)]
-    churn = max(networks.heap - networks.settled_heap, 0)
-    mapped = max(networks.mapped - (networks.settled - networks.settled_heap), 0)
-    if gathered < MAPPED_FROM:
-        churn += gathered
-    if copies < MAPPED_FROM:  # freed after the flattening, but the heap stays as large
-        churn += copies
-    # Gradients and optimizer state of large networks lie between temporaries, and leave holes when those are freed.
-    kept = max(networks.settled_heap - _COMPACT_HEAP, 0)
-    size = max(mapped + int(_HEAP_SPREAD * churn), 2 * gathered) + int(_HOLES * kept)
-    most = max(int(1.15 * mapped + _MOST_HEAP_SPREAD * churn), 2 * gathered) + 16 * MIB + int(_MOST_HOLES * kept)
+    size = max(networks.held - networks.settled, 0)
+    if copies < LAST_MAPPED:  # freed after the flattening, but the heap stays as large
+        size += copies
+    most = int((1 + _HELD_SPREAD) * size) + 16 * MIB
     return [PhasePart("batch and activations", size, "traced", most)]
 
 

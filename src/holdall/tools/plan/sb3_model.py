@@ -29,14 +29,16 @@ from torch.utils._pytree import tree_leaves
 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import begin_peak, held_bytes, peak_bytes
+from holdall.tools.plan.c_heap import CHeap
 from holdall.tools.plan.environments import make_single_env
-from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
+from holdall.tools.plan.phases import UpdateBytes
 from holdall.tools.plan.spec import Spec
 
 EPISODE_STEPS = 200
 _UPDATES = 40
 _BATCHES = 3  # batches in a shortened rollout
 _ROLLOUTS = 3
+_TRACED_UPDATES = 3  # after the first
 _TORCH_CLASSES = {"activation_fn": (torch.nn, torch.nn.Module), "optimizer_class": (torch.optim, torch.optim.Optimizer)}
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
@@ -173,7 +175,7 @@ def _child_processes() -> list[dict[str, int]]:
 
 
 def trace_update(spec: Spec) -> UpdateBytes:
-    """Trace two updates: the second one has the optimizer's state beside it."""
+    """Trace updates: the second one has the optimizer's state beside it, the third the holes that others leave."""
     live = LiveTensorBytes()
     # One environment and one batch: what an update holds does not depend on how the batch was collected. Tensors
     # without memory are of the same size on every device.
@@ -183,35 +185,24 @@ def trace_update(spec: Spec) -> UpdateBytes:
         model = build_model(small, capacity=spec.batch)
         fill_without_writing(model)
         weights = live.now
-        update_with = {} if spec.on_policy else {"gradient_steps": 1, "batch_size": spec.batch}
-        model.train(**update_with)
-        settled = live.now
-        live.peak = live.highest = live.now
-        model.train(**update_with)
-    stays, mapped = max(settled, live.now), live.peak - live.highest_heap
-    return UpdateBytes(weights, stays, live.heap, mapped, live.highest_heap, live.highest)
+        with _batches_counted(model, live):
+            update_with = {} if spec.on_policy else {"gradient_steps": 1, "batch_size": spec.batch}
+            model.train(**update_with)
+            settled = live.highest = live.now
+            for _ in range(_TRACED_UPDATES):
+                model.train(**update_with)
+    return UpdateBytes(weights, max(settled, live.now), live.heap.peak, live.highest)
 
 
 class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type its modes
-    """Counts the bytes of the storages that are alive, and the most there ever were.
-
-    The C library gives large blocks back to the system at once; the heap that smaller ones came from stays as large
-    as it ever was.
-    """
+    """Counts the bytes of the storages that are alive, and follows what the C library holds for them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self.mapped = 0
-        self.heap = 0
-        self.highest_heap = 0
-        self.peak = 0
+        self.heap = CHeap()
+        self.now = 0  # bytes of all storages that are alive
         self.highest = 0
         self._known: dict[int, int] = {}
-
-    @property
-    def now(self) -> int:
-        """Bytes of all storages that are alive."""
-        return self.mapped + self.heap
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -222,9 +213,10 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
         copies = _convolution_copies(args, out) if func in _CONVOLUTIONS else []
-        self.highest_heap = max(self.highest_heap, self.heap + sum(size for size in copies if size < MAPPED_FROM))
-        mapped = self.mapped + sum(size for size in copies if size >= MAPPED_FROM)
-        self.peak = max(self.peak, mapped + self.highest_heap)
+        for at, size in enumerate(copies):
+            self.heap.allocate(("copy", at), size)
+        for at in range(len(copies)):
+            self.heap.free(("copy", at))
         self.highest = max(self.highest, self.now)
         return out
 
@@ -232,17 +224,31 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         key = storage._cdata
         if key not in self._known:
             self._known[key] = storage.nbytes()
-            self._change(storage.nbytes(), 1)
+            self.now += storage.nbytes()
+            self.heap.allocate(key, storage.nbytes())
             weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        self._change(self._known.pop(key, 0), -1)
+        self.now -= self._known.pop(key, 0)
+        self.heap.free(key)
 
-    def _change(self, size: int, sign: int) -> None:
-        if size >= MAPPED_FROM:
-            self.mapped += sign * size
-        else:
-            self.heap += sign * size
+
+@contextmanager
+def _batches_counted(model: Any, live: LiveTensorBytes) -> Iterator[None]:
+    """Let the arrays that a buffer gathers a batch into come from the same heap."""
+    buffer = getattr(model, "replay_buffer", None) or model.rollout_buffer
+    convert = buffer.to_torch
+
+    def to_torch(array: Any, *args: Any, **kwargs: Any) -> Any:
+        live.heap.allocate(("batch", id(array)), array.nbytes)
+        weakref.finalize(array, live.heap.free, ("batch", id(array)))
+        return convert(array, *args, **kwargs)
+
+    buffer.to_torch = to_torch
+    try:
+        yield
+    finally:
+        del buffer.to_torch
 
 
 def _convolution_copies(args: tuple[Any, ...], out: Any) -> list[int]:

@@ -255,11 +255,11 @@ def _image(last: str, arguments: Any, node: ast.AST) -> Any:
         if size is None or len(size) != 2:
             return ArrayValue(None, np.dtype("uint8"), frozenset({node}))
         dtype = first.dtype if isinstance(first, ArrayValue) else np.dtype("uint8")
-        channels = tuple(first.shape[2:]) if is_image else ()
+        channels = tuple(first.shape[2:]) if is_image else (UNKNOWN,)
         channels = () if channels == (1,) else channels
-        return (
-            ArrayValue((size[1], size[0], *channels), dtype, frozenset({node})) if is_image else ArrayValue(None, dtype)
-        )
+        return ArrayValue((size[1], size[0], *channels), dtype, frozenset({node}))
+    if last == "threshold" and is_image:
+        return (UNKNOWN, first.made_by(node))
     if last == "cvtColor" and is_image:
         code = arguments.get(1, "code")
         is_gray = isinstance(code, Reference) and code.last.endswith("GRAY")

@@ -19,6 +19,7 @@ from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, Spac
 from holdall.tools.lint.source.arrays import ReturnedValues, space_sample
 from holdall.tools.lint.source.spaces import SPACES, by_id, make_space
 from holdall.tools.lint.source.values import (
+    ArrayValue,
     BoundMethod,
     ClassValue,
     FunctionValue,
@@ -83,7 +84,20 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         package in {"torchrl", "tianshou"} and "Collector" in last
     ):
         return NotImplemented
-    return wrapped(inner, dotted, arguments, interpreter.place_here(node))
+    found = wrapped(inner, dotted, arguments, interpreter.place_here(node))
+    is_changed = last.startswith("TransformObs") and found.observation is None and inner.observation is not None
+    return _transformed(interpreter, inner, inner.observation, arguments, node) if is_changed else found
+
+
+def _transformed(interpreter: Any, env: Environments, space: Any, arguments: Any, node: ast.AST) -> Environments:
+    """Return environments whose observations a function changes: it is followed with one of them."""
+    function = likely(arguments.get(1, "func" if "func" in arguments.named else "f"))
+    made = interpreter.call(function, type(arguments)([space_sample(space, node)]), node)
+    axes = [whole(axis) for axis in made.shape or ()] if isinstance(made, ArrayValue) else [None]
+    if None in axes or made.dtype is None:
+        return replace(env, observation=None)
+    leaf = Leaf("", tuple(axis or 0 for axis in axes), made.dtype)
+    return replace(env, observation=SpaceInfo((leaf,), False, interpreter.place_here(node)))
 
 
 def _made(interpreter: Any, arguments: Any, node: ast.AST, maker: str) -> Any:

@@ -258,7 +258,18 @@ class Interpreter(Functions):
         """Return the conditions that hold here and did not yet hold where the function began."""
         return " and ".join(self.path[len(self.scope.path) :])
 
+    def _limit_list(self, node: ast.If | ast.While) -> None:
+        """Learn how long a list gets from `if len(rows) > limit: del rows[0]` and the like."""
+        match node.test:
+            case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[op], comparators=[limit]):
+                changed = _shortened_by if isinstance(op, ast.Gt | ast.GtE) else _lengthened_by
+                if any(one is not None and ast.dump(one) == ast.dump(held) for one in map(changed, node.body)):
+                    container = self.value(held)
+                    if isinstance(container, ListValue) and container.maxlen is None:
+                        container.maxlen = likely(self.value(limit))
+
     def _if(self, node: ast.If) -> bool:
+        self._limit_list(node)
         outer_soft, self.is_soft = self.is_soft, False
         tested = self.value(node.test)
         truth = self.truth(tested)
@@ -319,6 +330,7 @@ class Interpreter(Functions):
         before = dict(self.scope.names)
         times = None
         if isinstance(node, ast.While):
+            self._limit_list(node)
             self.value(node.test)
         else:
             over = self.value(node.iter)
@@ -383,6 +395,25 @@ class Interpreter(Functions):
 
     def _call_alone(self, function: FunctionValue, owner: Any) -> None:
         self.call_function(function, CallArguments(is_complete=False), owner)
+
+
+def _shortened_by(statement: ast.stmt) -> ast.expr | None:
+    """Return the list that a statement takes items from."""
+    match statement:
+        case ast.Delete(targets=[ast.Subscript(value=held)]):
+            return held
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="pop" | "popleft" | "remove"))):
+            return held
+        case ast.Assign(targets=[ast.Name()], value=ast.Subscript(value=held, slice=ast.Slice())):
+            return held
+    return None
+
+
+def _lengthened_by(statement: ast.stmt) -> ast.expr | None:
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="append"))):
+            return held
+    return None
 
 
 def _either(first: Any, second: Any) -> Any:
