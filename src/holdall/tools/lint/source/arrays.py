@@ -218,7 +218,8 @@ def _rest(arguments: Any) -> Any:
 def _stacked(last: str, first: Any, arguments: Any, node: ast.AST) -> Any:
     first = filled_deque(first)
     items = known_items(first)
-    sample = unwrapped((items or getattr(first, "items", None) or getattr(first, "added", None) or [UNKNOWN])[0])
+    samples = items or getattr(first, "items", None) or getattr(first, "added", None) or [UNKNOWN]
+    sample = unwrapped(likely(samples[0]))
     count = length_of(first)
     if isinstance(first, ListValue) and first.is_deque:
         count = whole(first.maxlen)
@@ -233,7 +234,7 @@ def _stacked(last: str, first: Any, arguments: Any, node: ast.AST) -> Any:
     elif shape:
         at = {"vstack": 0, "hstack": min(1, len(shape) - 1), "dstack": -1}.get(last, axis if axis is not None else 0)
         if -len(shape) <= at < len(shape):
-            numbers = [_size_along(unwrapped(one), at) for one in items or ()]
+            numbers = [_size_along(unwrapped(likely(one)), at) for one in items or ()]
             size = whole(shape[at])
             whole_size = None if size is None or count is None else size * count
             shape[at] = sum(n or 0 for n in numbers) if numbers and None not in numbers else (whole_size or UNKNOWN)
@@ -383,8 +384,10 @@ def item(array: ArrayValue, index: Any) -> ArrayValue:
                 return replace(array, shape=None)
             elif rest:
                 axis = rest.pop(0)
-                if whole(one) is None:
-                    kept.append(axis if one is UNKNOWN else UNKNOWN)
+                if isinstance(one, slice):
+                    kept.append(_length_of_slice(axis, [one.start, one.stop, one.step]))
+                elif whole(one) is None:
+                    kept.append(UNKNOWN)
         return replace(array, shape=(*kept, *rest))
     if index is None:
         return replace(array, shape=(1, *array.shape))
@@ -395,11 +398,13 @@ def sliced(array: ArrayValue, bounds: list[Any]) -> ArrayValue:
     """Return `array[a:b]`."""
     if not array.shape:
         return array
-    numbers = [None if one is None else whole(one) for one in bounds]
-    size = whole(array.shape[0])
-    is_known = size is not None and all(n is not None or b is None for n, b in zip(numbers, bounds, strict=True))
-    length: Any = len(range(*slice(*numbers).indices(size))) if is_known and size is not None else UNKNOWN
-    return replace(array, shape=(length, *array.shape[1:]))
+    return replace(array, shape=(_length_of_slice(array.shape[0], bounds), *array.shape[1:]))
+
+
+def _length_of_slice(axis: object, bounds: list[Any]) -> object:
+    size, numbers = whole(axis), [None if one is None else whole(one) for one in bounds]
+    is_known = all(n is not None or b is None for n, b in zip(numbers, bounds, strict=True)) and numbers[2] != 0
+    return len(range(*slice(*numbers).indices(size))) if is_known and size is not None else UNKNOWN
 
 
 def calculated(op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:

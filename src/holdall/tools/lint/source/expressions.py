@@ -175,12 +175,12 @@ class Expressions(Names):
     def _on_subscript(self, node: ast.Subscript) -> Any:
         base = self.value(node.value)
         if isinstance(node.slice, ast.Slice):
-            bounds = [
-                None if one is None else self.value(one)
-                for one in (node.slice.lower, node.slice.upper, node.slice.step)
-            ]
-            return spread(lambda one: containers.sliced(one, bounds), base)
+            part = self._on_slice(node.slice)
+            return spread(lambda one: containers.sliced(one, [part.start, part.stop, part.step]), base)
         return spread(lambda one, key: containers.item(self, one, key), base, self.value(node.slice))
+
+    def _on_slice(self, node: ast.Slice) -> slice:
+        return slice(*(None if one is None else likely(self.value(one)) for one in (node.lower, node.upper, node.step)))
 
     def _on_joinedstr(self, node: ast.JoinedStr) -> Any:
         parts = []
