@@ -242,6 +242,22 @@ PROGRAMS = {
         50_000 * (16 * FRAME + 112),
         {"M19", "P04", "P15"},
     ),
+    "a memory that a manager shares between processes": (
+        ARRAYS + "from multiprocessing.managers import BaseManager\nclass Manager(BaseManager):\n    pass\n"
+        "Manager.register('memory', ReplayBuffer)\nmanager = Manager()\nmanager.start()\n"
+        "memory = manager.memory(100_000)\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "pictures that Pillow makes small and grey": (
+        ("import gymnasium as gym\nimport numpy as np\nfrom collections import deque\nfrom PIL import Image\n"
+        "env = gym.make('BreakoutNoFrameskip-v4')\n"
+        "def small(frame):\n    picture = Image.fromarray(frame).resize((84, 84)).convert('L')\n"
+        "    return np.array(picture).astype('uint8')\nmemory = deque(maxlen=1_000_000)\nwhile True:\n"
+        "    frame, reward, done, info = env.step(0)\n    memory.append(small(frame))\n"),
+        1_000_000 * (FRAME + 112),
+        {"M19"},
+    ),
     "observations that a function transforms": (
         FRAMES + "from gym.wrappers import FrameStack, TransformObservation\nimport torch\n"
         "env = AtariPreprocessing(gym.make('PongNoFrameskip-v4'))\n"

@@ -365,7 +365,9 @@ class Expressions(Names):
         return value
 
     def converted_to_array(self, value: InstanceValue) -> Any:
-        """Return what numpy makes of an object of the program: what its `__array__` returns."""
+        """Return what numpy makes of an object: what its `__array__` returns, or the pixels of a picture."""
+        if "array" in value.attributes and isinstance(value.made_of, Reference):
+            return value.attributes["array"]
         method = value.made_of.find("__array__") if isinstance(value.made_of, ClassValue) else UNKNOWN
         return self.call_function(method, CallArguments(), value) if isinstance(method, FunctionValue) else value
 

@@ -39,6 +39,7 @@ from holdall.tools.lint.source.values import (
 
 _LIBRARIES = {
     "stable_baselines3", "sb3_contrib", "torchrl", "tensordict", "tianshou", "gymnasium", "gym", "torch", "numpy",
+    "dmc2gym",
 }  # fmt: skip
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
 _LONGEST_CONDITION = 70
@@ -73,6 +74,7 @@ class Interpreter(Functions):
         self.torchrl_env: Any = None  # the last one that was made
         self.made: list[ProgramEvent] = []
         self.registered: dict[str, Any] = {}  # environments that the program registers
+        self.managed: dict[str, Any] = {}  # what managers make for other processes, by name
         self.started: set[object] = set()  # classes of processes whose `run` was followed
         self._conditions: dict[ast.If, tuple[str, str]] = {}
 

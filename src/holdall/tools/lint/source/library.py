@@ -10,6 +10,8 @@ import ast
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
 from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks
 from holdall.tools.lint.source.values import (
@@ -38,6 +40,7 @@ _NAMES = (
 BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
 SUPER = BUILTINS["super"]
 _STARTED = ("Process", "Thread")  # what runs a function, or its own `run`, beside the program
+_PICTURE = "PIL.Image.Image"
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
@@ -98,6 +101,11 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return spread(_product, first)
         case "itertools.count":
             return UNKNOWN
+        case "PIL.Image.fromarray":
+            return InstanceValue(Reference(_PICTURE), {"array": arrays.unwrapped(first)}, node=node)
+        case _ if dotted.endswith("Manager.register"):
+            interpreter.managed[str(arguments.get(0, "typeid"))] = arguments.get(1, "callable")
+            return None
     return command_line.command_line(interpreter, dotted, last, arguments, node)
 
 
@@ -237,7 +245,7 @@ def _vars(interpreter: Any, value: Any) -> Any:
 # ------------------------------------------------------------ methods
 
 
-def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one line for each kind of value
+def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one line for each kind of value
     """Return what a method of a library's object, or of a container, returns."""
     match owner:
         case TableValue():
@@ -261,11 +269,29 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
                 return command_line.parser_method(interpreter, owner, name, arguments)
             if name == "start":
                 _started(interpreter, owner, node)
+            if name in interpreter.managed:
+                return spread(lambda one: interpreter.call(one, arguments, node), interpreter.managed[name])
+            if owner.kind == _PICTURE:
+                return _picture(owner, name, arguments, node)
             found = environments.instance_method(interpreter, owner, name, arguments, node)
             return (
                 frameworks.call_method(interpreter, owner, name, arguments, node) if found is NotImplemented else found
             )
     return UNKNOWN
+
+
+def _picture(owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
+    """Return what a method of Pillow's images returns."""
+    array, first = owner.attributes["array"], arguments.get(0, "", UNKNOWN)
+    rows, columns, *channels = (*array.shape, ()) if isinstance(array, ArrayValue) and array.shape else (UNKNOWN,) * 3
+    if name == "resize" and (size := arrays.shape_of(arguments.get(0, "size"))) is not None and len(size) == 2:
+        columns, rows = size
+    elif name == "convert":
+        channels = [] if first in {"L", "1"} else [3] if first == "RGB" else [UNKNOWN]
+    elif name != "copy":
+        return UNKNOWN
+    shape = (rows, columns, *(one for one in channels if one != ()))
+    return InstanceValue(owner.made_of, {"array": ArrayValue(shape, np.dtype("uint8"), frozenset({node}))}, node=node)
 
 
 def _started(interpreter: Any, owner: InstanceValue, node: ast.AST) -> None:

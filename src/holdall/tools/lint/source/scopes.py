@@ -36,7 +36,7 @@ from holdall.tools.lint.source.values import (
 )
 
 _PLAIN = int | float | str | bool | bytes | None
-_MOST_STEPS = 30_000
+_MOST_STEPS = 60_000
 _METHODS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {}  # that evaluate an expression, by its kind
 
 
@@ -302,7 +302,8 @@ class Names:
             case Reference(dotted=dotted):
                 return Reference(f"{dotted}.{name}")
             case ClassValue():
-                found = base.find(name)
+                if (found := base.find(name)) is UNKNOWN:
+                    return next((Reference(f"{one}.{name}") for one in base.libraries()), UNKNOWN)
                 return environments.enum_member(found, base) if name in base.attributes else found
             case SuperValue(owner=owner, above=above):
                 return self._super_member(owner, above, name)
