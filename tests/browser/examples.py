@@ -100,7 +100,7 @@ def plan_page() -> str:
     spec, _ = spec_from_settings(
         {"algo": "sac", "obs": {"image": "84x84x3:uint8", "vector": "31"}, "action": 8, "name": HOSTILE}
     )
-    traced = UpdateBytes(10 * MIB, 40 * MIB, 70 * MIB, 55 * MIB)
+    traced = UpdateBytes(10 * MIB, 40 * MIB, 40 * MIB, 0, 60 * MIB, 55 * MIB)
     measured = MeasuredCosts(350 * MIB, 160 * MIB, spec.batch, traced, traced)
     limit = Limit("free memory of this machine", 24 * GIB, 24 * GIB)
     known = PlanInputs(

@@ -27,8 +27,8 @@ from holdall.tools.plan.spec import Spec
 
 MIB, GB = 2**20, 10**9
 LIBRARIES = 350 * MIB
-TRACED = UpdateBytes(weights=10 * MIB, settled=40 * MIB, held=70 * MIB, live=55 * MIB)
-TWICE = UpdateBytes(weights=10 * MIB, settled=40 * MIB, held=100 * MIB, live=70 * MIB)
+TRACED = UpdateBytes(weights=10 * MIB, settled=40 * MIB, settled_heap=40 * MIB, mapped=0, heap=60 * MIB, live=55 * MIB)
+TWICE = UpdateBytes(weights=10 * MIB, settled=40 * MIB, settled_heap=40 * MIB, mapped=0, heap=80 * MIB, live=70 * MIB)
 
 
 def _spec(**settings: Any) -> Spec:

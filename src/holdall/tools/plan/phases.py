@@ -15,16 +15,19 @@ from typing import Any, NamedTuple
 
 from holdall.machine import Limit
 from holdall.tools.plan.buffer_layout import leaves_of
-from holdall.tools.plan.c_heap import LAST_MAPPED
 from holdall.tools.plan.spec import Spec
 from holdall.units import counted
 
 MIB = 2**20
 SEGMENTS_OF_A_CAPACITY = 16  # a segment is at most this share of the capacity
+MAPPED_FROM = 32 * MIB  # the C library's largest threshold: it always maps blocks from here on on their own
 
 _MOST_RAW_SEGMENTS = 3  # while the worker keeps up: the open one, one that waits, and one that is compressed
 _RATIO_SPREAD = 0.1  # how much the ratio of the first thousands of steps may be wrong
-_HELD_SPREAD = 0.3  # of what an update holds beside what stays: what the blocks of other libraries push apart
+_HEAP_SPREAD = 1.6  # of a heap over what lives in it, where no real update was made: 1.1 to 2.9 in those that were
+_MOST_HEAP_SPREAD = 3.0
+_MOST_HOLES = 0.8  # of what stays between updates, for the same reason
+_GROWTH_SPREAD = 0.25  # of what real updates took: later ones take more, and larger batches another share
 _LIBRARIES_SPREAD = 0.05
 _PROCESSES_SPREAD = 0.15
 _PROBED_SPREAD = 0.05
@@ -126,7 +129,9 @@ class UpdateBytes(NamedTuple):
 
     weights: int
     settled: int  # weights, gradients and the optimizer's state: what stays between updates
-    held: int  # the most that the C library took from the system for all of it
+    settled_heap: int  # the part of it in smaller blocks
+    mapped: int  # at the peak, in blocks of their own
+    heap: int  # at the peak, in smaller blocks
     live: int  # the most tensors that were alive at once, without what a CPU's convolutions copy: a GPU's need
 
 
@@ -139,6 +144,7 @@ class MeasuredCosts:
     traced_batch: int = 0
     traced: UpdateBytes | None = None
     traced_twice: UpdateBytes | None = None
+    growth: tuple[int, int] | None = None  # the batch of real updates, and by how much they stretched the process
     env_first: int | None = None  # None: no environment was made
     env_first_anonymous: int = 0
     env_each: int = 0
@@ -284,11 +290,31 @@ def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, c
     gathered = spec.batch * spec.observation_bytes * (1 if spec.on_policy else 2)
     if networks is None:
         return [PhasePart("batch", 2 * gathered, "estimate", 4 * gathered)]
-    size = max(networks.held - networks.settled, 0)
-    if copies < LAST_MAPPED:  # freed after the flattening, but the heap stays as large
-        size += copies
-    most = int((1 + _HELD_SPREAD) * size) + 16 * MIB
-    return [PhasePart("batch and activations", size, "traced", most)]
+    mapped, churn = _beside_settled(networks)
+    flat = copies if copies < MAPPED_FROM else 0  # freed after the flattening, but the heap stays as large
+    if measured.growth is None:
+        least = max(mapped + int(_HEAP_SPREAD * (churn + gathered)), 2 * gathered)
+        most = int(1.15 * mapped + _MOST_HEAP_SPREAD * (churn + gathered) + _MOST_HOLES * networks.settled_heap)
+        return [PhasePart("batch and activations", least + flat, "traced", most + 2 * flat + 16 * MIB)]
+    size = _scaled_growth(spec, networks, measured, *measured.growth) + flat
+    return [PhasePart("batch and activations", size, "measured", int((1 + _GROWTH_SPREAD) * size) + 16 * MIB)]
+
+
+def _beside_settled(networks: UpdateBytes) -> tuple[int, int]:
+    """Return what an update has beside what stays, in blocks of their own and in smaller ones."""
+    mapped = networks.mapped - (networks.settled - networks.settled_heap)
+    return max(mapped, 0), max(networks.heap - networks.settled_heap, 0)
+
+
+def _scaled_growth(spec: Spec, networks: UpdateBytes, measured: MeasuredCosts, batch: int, grown: int) -> int:
+    """Return what an update holds beside what stays, from what real updates with another batch took."""
+    tried = measured.networks(batch) or networks
+    mapped, churn = _beside_settled(networks)
+    mapped_then, churn_then = _beside_settled(tried)
+    held = max(grown - tried.settled, 0)
+    if batch == spec.batch or churn_then < MIB:
+        return max(held, mapped + churn)
+    return mapped + int(max(held - mapped_then, churn_then) / churn_then * churn)
 
 
 class FitVerdict(IntEnum):

@@ -216,6 +216,7 @@ def _measure(
         libraries=base.get("updated", base["imported"]),
         libraries_anonymous=base["imported_anonymous"],
         **traces,
+        growth=tuple(base["growth"]) if "growth" in base else None,
         env_first=env.get("first_bytes"),
         env_first_anonymous=env.get("first_anonymous_bytes", 0),
         env_each=env.get("each_bytes", 0),

@@ -8,7 +8,11 @@ Importing this module imports torch and Stable-Baselines3.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib
+import sys
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,16 +33,17 @@ from torch.utils._pytree import tree_leaves
 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import begin_peak, held_bytes, peak_bytes
-from holdall.tools.plan.c_heap import CHeap
 from holdall.tools.plan.environments import make_single_env
-from holdall.tools.plan.phases import UpdateBytes
+from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
 from holdall.tools.plan.spec import Spec
 
 EPISODE_STEPS = 200
 _UPDATES = 40
 _BATCHES = 3  # batches in a shortened rollout
 _ROLLOUTS = 3
-_TRACED_UPDATES = 3  # after the first
+_GROWTH_S = 1.5
+_GROWTH_UPDATES = 12
+_LEAST_GROWTH_UPDATES = 3
 _TORCH_CLASSES = {"activation_fn": (torch.nn, torch.nn.Module), "optimizer_class": (torch.optim, torch.optim.Optimizer)}
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
@@ -168,6 +173,34 @@ def _off_policy(model: Any, spec: Spec, steps: int) -> int:
     return warm + _UPDATES * spec.num_envs
 
 
+def measure_growth(spec: Spec, batch: int) -> int:
+    """Make real updates with so large a batch, and return by how much they stretch this process at most.
+
+    The heap keeps more than lives in it: blocks are aligned, what is cut off around them is used for small objects, and
+    a freed block then does not fit the next one of its size. How much more only real updates show.
+    """
+    steps = batch if spec.on_policy else spec.n_steps
+    small = spec.but(num_envs=1, vec_env="dummy", n_steps=steps, batch_size=batch)
+    give_back_free_memory()
+    before, end = held_bytes().resident, time.monotonic() + _GROWTH_S
+    begin_peak()
+    model = build_model(small, capacity=batch)
+    fill_without_writing(model)
+    for update in range(_GROWTH_UPDATES):
+        model.train(**({} if spec.on_policy else {"gradient_steps": 1, "batch_size": batch}))
+        if update >= _LEAST_GROWTH_UPDATES and time.monotonic() > end:
+            break
+    return peak_bytes() - before
+
+
+def give_back_free_memory() -> None:
+    """Let the C library return the pages of its free blocks, so that using them again counts; only glibc can."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 def _child_processes() -> list[dict[str, int]]:
     """Read what the processes of the vector environment hold, the fork server among them."""
     all_held = [held_bytes(child.pid) for child in psutil.Process().children(recursive=True)]
@@ -175,7 +208,7 @@ def _child_processes() -> list[dict[str, int]]:
 
 
 def trace_update(spec: Spec) -> UpdateBytes:
-    """Trace updates: the second one has the optimizer's state beside it, the third the holes that others leave."""
+    """Trace two updates: the second one has the optimizer's state beside it."""
     live = LiveTensorBytes()
     # One environment and one batch: what an update holds does not depend on how the batch was collected. Tensors
     # without memory are of the same size on every device.
@@ -185,24 +218,35 @@ def trace_update(spec: Spec) -> UpdateBytes:
         model = build_model(small, capacity=spec.batch)
         fill_without_writing(model)
         weights = live.now
-        with _batches_counted(model, live):
-            update_with = {} if spec.on_policy else {"gradient_steps": 1, "batch_size": spec.batch}
-            model.train(**update_with)
-            settled = live.highest = live.now
-            for _ in range(_TRACED_UPDATES):
-                model.train(**update_with)
-    return UpdateBytes(weights, max(settled, live.now), live.heap.peak, live.highest)
+        update_with = {} if spec.on_policy else {"gradient_steps": 1, "batch_size": spec.batch}
+        model.train(**update_with)
+        settled = live.now
+        live.peak = live.highest = live.now
+        model.train(**update_with)
+    stays, mapped = max(settled, live.now), live.peak - live.highest_heap
+    return UpdateBytes(weights, stays, live.heap, mapped, live.highest_heap, live.highest)
 
 
 class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type its modes
-    """Counts the bytes of the storages that are alive, and follows what the C library holds for them."""
+    """Counts the bytes of the storages that are alive, and the most there ever were.
+
+    The C library gives large blocks back to the system at once; the heap that smaller ones came from stays as large
+    as it ever was.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
-        self.heap = CHeap()
-        self.now = 0  # bytes of all storages that are alive
+        self.mapped = 0
+        self.heap = 0
+        self.highest_heap = 0
+        self.peak = 0
         self.highest = 0
         self._known: dict[int, int] = {}
+
+    @property
+    def now(self) -> int:
+        """Bytes of all storages that are alive."""
+        return self.mapped + self.heap
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -213,10 +257,9 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
         copies = _convolution_copies(args, out) if func in _CONVOLUTIONS else []
-        for at, size in enumerate(copies):
-            self.heap.allocate(("copy", at), size)
-        for at in range(len(copies)):
-            self.heap.free(("copy", at))
+        self.highest_heap = max(self.highest_heap, self.heap + sum(size for size in copies if size < MAPPED_FROM))
+        mapped = self.mapped + sum(size for size in copies if size >= MAPPED_FROM)
+        self.peak = max(self.peak, mapped + self.highest_heap)
         self.highest = max(self.highest, self.now)
         return out
 
@@ -224,31 +267,17 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         key = storage._cdata
         if key not in self._known:
             self._known[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            self.heap.allocate(key, storage.nbytes())
+            self._change(storage.nbytes(), 1)
             weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        self.now -= self._known.pop(key, 0)
-        self.heap.free(key)
+        self._change(self._known.pop(key, 0), -1)
 
-
-@contextmanager
-def _batches_counted(model: Any, live: LiveTensorBytes) -> Iterator[None]:
-    """Let the arrays that a buffer gathers a batch into come from the same heap."""
-    buffer = getattr(model, "replay_buffer", None) or model.rollout_buffer
-    convert = buffer.to_torch
-
-    def to_torch(array: Any, *args: Any, **kwargs: Any) -> Any:
-        live.heap.allocate(("batch", id(array)), array.nbytes)
-        weakref.finalize(array, live.heap.free, ("batch", id(array)))
-        return convert(array, *args, **kwargs)
-
-    buffer.to_torch = to_torch
-    try:
-        yield
-    finally:
-        del buffer.to_torch
+    def _change(self, size: int, sign: int) -> None:
+        if size >= MAPPED_FROM:
+            self.mapped += sign * size
+        else:
+            self.heap += sign * size
 
 
 def _convolution_copies(args: tuple[Any, ...], out: Any) -> list[int]:
