@@ -135,6 +135,14 @@ class UpdateBytes(NamedTuple):
     live: int  # the most tensors that were alive at once, without what a CPU's convolutions copy: a GPU's need
 
 
+class HeapGrowth(NamedTuple):
+    """What real updates with a batch took."""
+
+    batch: int
+    nbytes: int  # by which they stretched the process
+    traced: UpdateBytes  # with the same batch
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
     """What was found out about this machine, this environment and these networks."""
@@ -144,7 +152,7 @@ class MeasuredCosts:
     traced_batch: int = 0
     traced: UpdateBytes | None = None
     traced_twice: UpdateBytes | None = None
-    growth: tuple[int, int] | None = None  # the batch of real updates, and by how much they stretched the process
+    growth: HeapGrowth | None = None
     env_first: int | None = None  # None: no environment was made
     env_first_anonymous: int = 0
     env_each: int = 0
@@ -296,7 +304,7 @@ def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, c
         least = max(mapped + int(_HEAP_SPREAD * (churn + gathered)), 2 * gathered)
         most = int(1.15 * mapped + _MOST_HEAP_SPREAD * (churn + gathered) + _MOST_HOLES * networks.settled_heap)
         return [PhasePart("batch and activations", least + flat, "traced", most + 2 * flat + 16 * MIB)]
-    size = _scaled_growth(spec, networks, measured, *measured.growth) + flat
+    size = _scaled_growth(networks, measured.growth, is_same=measured.growth.batch == spec.batch) + flat
     return [PhasePart("batch and activations", size, "measured", int((1 + _GROWTH_SPREAD) * size) + 16 * MIB)]
 
 
@@ -306,13 +314,12 @@ def _beside_settled(networks: UpdateBytes) -> tuple[int, int]:
     return max(mapped, 0), max(networks.heap - networks.settled_heap, 0)
 
 
-def _scaled_growth(spec: Spec, networks: UpdateBytes, measured: MeasuredCosts, batch: int, grown: int) -> int:
-    """Return what an update holds beside what stays, from what real updates with another batch took."""
-    tried = measured.networks(batch) or networks
+def _scaled_growth(networks: UpdateBytes, growth: HeapGrowth, *, is_same: bool) -> int:
+    """Return what an update holds beside what stays, from what real updates with the same or another batch took."""
     mapped, churn = _beside_settled(networks)
-    mapped_then, churn_then = _beside_settled(tried)
-    held = max(grown - tried.settled, 0)
-    if batch == spec.batch or churn_then < MIB:
+    mapped_then, churn_then = _beside_settled(growth.traced)
+    held = max(growth.nbytes - growth.traced.settled, 0)
+    if is_same or churn_then < MIB:
         return max(held, mapped + churn)
     return mapped + int(max(held - mapped_then, churn_then) / churn_then * churn)
 

@@ -173,21 +173,20 @@ def _off_policy(model: Any, spec: Spec, steps: int) -> int:
     return warm + _UPDATES * spec.num_envs
 
 
-def measure_growth(spec: Spec, batch: int) -> int:
-    """Make real updates with so large a batch, and return by how much they stretch this process at most.
+def measure_growth(spec: Spec) -> int:
+    """Make real updates, and return by how much they stretch this process at most.
 
     The heap keeps more than lives in it: blocks are aligned, what is cut off around them is used for small objects, and
     a freed block then does not fit the next one of its size. How much more only real updates show.
     """
-    steps = batch if spec.on_policy else spec.n_steps
-    small = spec.but(num_envs=1, vec_env="dummy", n_steps=steps, batch_size=batch)
+    small = spec.but(num_envs=1, vec_env="dummy", n_steps=spec.batch if spec.on_policy else spec.n_steps)
     give_back_free_memory()
     before, end = held_bytes().resident, time.monotonic() + _GROWTH_S
     begin_peak()
-    model = build_model(small, capacity=batch)
+    model = build_model(small, capacity=spec.batch)
     fill_without_writing(model)
     for update in range(_GROWTH_UPDATES):
-        model.train(**({} if spec.on_policy else {"gradient_steps": 1, "batch_size": batch}))
+        model.train(**({} if spec.on_policy else {"gradient_steps": 1, "batch_size": spec.batch}))
         if update >= _LEAST_GROWTH_UPDATES and time.monotonic() > end:
             break
     return peak_bytes() - before

@@ -82,6 +82,8 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
     sb3_model.fill_without_writing(tiny)
     for _ in range(2):
         tiny.train(**({} if spec.on_policy else {"gradient_steps": 1, "batch_size": _TINY_BATCH}))
+    del tiny  # a network of many quantiles is not so tiny
+    sb3_model.give_back_free_memory()
     found["updated"] = held_bytes().resident
     if free_before is not None:
         found["vram"] = _context_bytes(free_before)
@@ -91,7 +93,9 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
     found["traced"] = {"batch": spec.batch, "once": list(once), "twice": list(twice_)}
     batch = _real_batch(spec.batch, once)
     if batch and spec.device == "cpu":
-        found["growth"] = [batch, sb3_model.measure_growth(spec, batch)]
+        real = spec.but(batch_size=batch, **({"n_steps": batch, "num_envs": 1} if spec.on_policy else {}))
+        traced = once if batch == spec.batch else sb3_model.trace_update(real)
+        found["growth"] = [batch, sb3_model.measure_growth(real), list(traced)]
     return found
 
 
