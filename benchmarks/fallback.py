@@ -121,10 +121,14 @@ def sentences(results: dict[str, dict[str, float]]) -> dict[str, str]:
     def worst(side: str, *acts: str) -> str:
         return f"{max(results[act][side] / results[act]['native'] for act in acts):.1f}"
 
-    slower, larger = worst("portable", "add", "sample", "compress", "sample_compressed"), worst("portable", "bytes")
-    loops = f"add and sample take up to {slower} times as long, and compressed data {larger} times the memory"
-    slower, larger = worst("packages", "sample_compressed"), worst("packages", "bytes")
-    compression = f"sampling compressed data takes {slower} times as long, and the data {larger} times the memory"
+    def held(side: str) -> str:
+        larger = worst(side, "bytes")
+        return "as much memory as with it" if larger == "1.0" else f"{larger} times the memory"
+
+    slower = worst("portable", "add", "sample", "compress", "sample_compressed")
+    loops = f"add and sample take up to {slower} times as long, and compressed data {held('portable')}"
+    slower = worst("packages", "sample_compressed")
+    compression = f"sampling compressed data takes {slower} times as long, and the data {held('packages')}"
     return {"_WITHOUT_LOOPS": loops, "_WITHOUT_COMPRESSION": compression}
 
 

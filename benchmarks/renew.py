@@ -54,8 +54,7 @@ def measure(name: str) -> None:
     if name == "buffers":
         return run(sys.executable, "-m", "holdall", "bench", "buffers", "--out", RESULTS / "buffers.jsonl")
     if name == "growth":
-        script = (HERE / "growth.py", "--json", RESULTS / "growth.jsonl", "--plot", MEMORY_PAGE.parent / "growth.svg")
-        return run(sys.executable, *script, may_fail=True)
+        return run(sys.executable, HERE / "growth.py", "--json", RESULTS / "growth.jsonl", may_fail=True)
     kind, case, *prefer = name.split("/")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "row.jsonl")

@@ -1,19 +1,25 @@
 """Every block of code in README and docs is in a list, which names the test that runs it.
 
-A new block that is in no list fails here. Programs run as they stand, block after block of a page. Of commands, those
-that take minutes, need other machines or install something are looked up: the command, its options and its files exist.
+A new block that is in no list fails here. Programs run as they stand, block after block of a page; so do the
+commands of plan, lint and watch, where the number of a process stands for one that the test has started. Commands that
+take hours, need other machines or install something are looked up: the command, its options and its files exist.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
+import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,9 +96,14 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
         "text": (1, NO_CODE),
         "python": (1, "test_site.py::test_the_programs_of_a_page_run"),
     },
-    "docs/lint.md": {"sh": (1, LOOKED_UP), "python": (0, CASES), "yaml": (0, CASES), "text": (0, CASES)},
+    "docs/lint.md": {
+        "sh": (1, "test_code_blocks.py::test_the_commands_of_lint_md_run"),
+        "python": (0, CASES),
+        "yaml": (0, CASES),
+        "text": (0, CASES),
+    },
     "docs/notebooks.md": {"sh": (1, LOOKED_UP)},
-    "docs/plan.md": {"sh": (1, LOOKED_UP)},
+    "docs/plan.md": {"sh": (1, "test_code_blocks.py::test_the_commands_of_plan_md_give_a_verdict")},
     "docs/report.md": {"sh": (1, "test_code_blocks.py::test_the_commands_of_report_md_run")},
     "docs/rollouts.md": {
         "python": (5, "test_docs.py::test_the_programs_in_rollouts_md_collect_and_read_rollouts"),
@@ -109,6 +120,17 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
     },
 }
 """By page and kind of block: how many there are, and which test runs them. 0: a script makes the page from cases."""
+
+HOLDALL = [sys.executable, "-m", "holdall"]
+PROCESS = "47068"
+"""The process in docs/watch.md."""
+TRAINING = """\
+from stable_baselines3 import SAC
+
+model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=50_000)
+model.learn(1_000)
+"""
+HYPERPARAMETERS = "CartPole-v1:\n  n_timesteps: !!float 1e5\n  policy: MlpPolicy\n  buffer_size: 100000\n"
 
 CONTEXT = typer.Context.__bases__[0]
 """What calls a command: click's class, which some versions of typer bring themselves."""
@@ -296,3 +318,103 @@ def test_a_wrong_option_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("holdall plan --capacitee 5", "holdall planet", "make coffee", "pip install holdall[x]", "rm -rf x"):
         with pytest.raises(AssertionError):
             _looked_up(wrong.split())
+
+
+# ---------------------------------------------------------------- commands that run
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the reader's folder, with a training script and the settings of another."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAINING, encoding="utf-8")
+    (tmp_path / "hyperparams").mkdir()
+    (tmp_path / "hyperparams" / "dqn.yml").write_text(HYPERPARAMETERS, encoding="utf-8")
+    return tmp_path
+
+
+def _of_holdall(page: str) -> list[list[str]]:
+    return [words for block in of(page, "sh") for words in commands(block) if words[0] == "holdall"]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("words", _of_holdall("docs/plan.md"), ids=" ".join)
+def test_the_commands_of_plan_md_give_a_verdict(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words[1:])
+    assert done.exit_code in {0, 1, 2}, done.output + done.stderr  # fits, is tight, does not fit
+    assert "replay buffer" in done.output
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("words", _of_holdall("docs/lint.md"), ids=" ".join)
+def test_the_commands_of_lint_md_run(words: list[str]) -> None:
+    done = CliRunner().invoke(app, words[1:])
+    assert done.exit_code == 0, done.output + done.stderr
+    assert done.output
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    """Return a process with an agent, that waits for its input to close."""
+    program = "import holdall.watch; holdall.watch.start(); print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
+        yield started
+        started.kill()
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_commands_of_watch_md_about_a_process_end_with_it(process: subprocess.Popen[str]) -> None:
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for words in (words for words in _of_holdall("docs/watch.md") if PROCESS in words):
+            command = [*HOLDALL, *(str(process.pid) if word == PROCESS else word for word in words[1:])]
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            started[" ".join(words)] = watching = subprocess.Popen(command, text=True, **pipes)
+            stack.enter_context(watching)
+            stack.callback(watching.kill)
+        readings = started[f"holdall watch --json {PROCESS}"].stdout
+        assert readings is not None
+        assert json.loads(readings.readline())["kind"] == "header"
+        assert json.loads(readings.readline())["pss"] > 0
+        for brief in (f"holdall trim {PROCESS}", f"holdall watch --once {PROCESS}"):
+            assert started[brief].wait(100) == 0
+        process.communicate("\n")
+        for command, watching in started.items():
+            output, complaints = watching.communicate(timeout=100)
+            assert watching.returncode == 0, f"{command}: {output}{complaints}"
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_the_commands_of_watch_md_that_start_a_training_keep_its_exit_code(place: int, folder: Path) -> None:
+    (folder / "train.py").write_text(
+        "import sys, time\ntime.sleep(0.5)\nprint('done')\nsys.exit(7)\n", encoding="utf-8"
+    )
+    starting = [words for words in _of_holdall("docs/watch.md") if "--" in words]
+    assert len(starting) == 3
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        [*HOLDALL, *starting[place][1:]], capture_output=True, text=True, check=False, timeout=100, env=environment
+    )
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert "done" in done.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("folder")
+def test_the_quick_look_of_bench_md_runs() -> None:
+    (words,) = [words for words in _of_holdall("docs/bench.md") if "--rounds" in words]
+    done = subprocess.run([*HOLDALL, *words[1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "sb3" in done.stdout
+
+
+@pytest.mark.nightly
+def test_the_example_of_recurrent_md_learns(tmp_path: Path) -> None:
+    (block,) = of("docs/guides/recurrent.md", "sh")
+    ((_, script),) = commands(block)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -24,8 +24,8 @@ from holdall.native.writing import NativeCoder, NativeWriting
 from holdall.storage import BatchReader, Coder, Kernels, Repair
 
 # Measured by benchmarks/fallback.py; docs/troubleshooting.md has its table.
-_WITHOUT_LOOPS = "add and sample take up to 2.6 times as long, and compressed data 11.6 times the memory"
-_WITHOUT_COMPRESSION = "sampling compressed data takes 2.7 times as long, and the data 7.6 times the memory"
+_WITHOUT_LOOPS = "add and sample take up to 2.9 times as long, and compressed data as much memory as with it"
+_WITHOUT_COMPRESSION = "sampling compressed data takes 2.9 times as long, and the data as much memory as with it"
 
 
 class NativeKernels(NativeWriting, NativeReading):

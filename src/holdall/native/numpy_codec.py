@@ -24,6 +24,10 @@ Decompress = Callable[[bytes, int, bytes], bytes]
 """Takes a unit, how many bytes must come of it, and its key; returns others if it is damaged."""
 
 
+_TABLE_FROM = 1000
+"""Bytes from which on a unit of Zstandard's mostly brings a table of Huffman's code."""
+
+
 class PortableSealed(SealedSlices):
     """Sealed slices that Python reads."""
 
@@ -35,8 +39,6 @@ class PortableSealed(SealedSlices):
 
 class PortableCoder:
     """Seals and reads blocks slice by slice."""
-
-    is_compiled = False
 
     def adopt(self, coded: Coded) -> SealedSlices:
         """See `Coder.adopt`."""
@@ -68,9 +70,13 @@ class PortableCoder:
         data = np.frombuffer(b"".join(pieces), np.uint8).copy()
         return self.adopt(Coded(codec, len(slices), offsets, palette, data, places_of(order)))
 
-    def count_work(self, _sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `Coder.count_work`: nothing is known of it here."""
-        return np.zeros((len(units), 3), np.int64)
+    def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Coder.count_work`: by the units' sizes, as it was on the average of seven recorded environments."""
+        packed = np.diff(sealed.coded.offsets)[units].astype(np.int64)
+        nothing = np.zeros_like(packed)
+        if sealed.codec.method is Method.ZSTD:
+            return np.column_stack([packed // 4, packed // 4, packed > _TABLE_FROM])
+        return np.column_stack([packed // 6 if sealed.codec.method is Method.LZ4 else nothing, nothing, nothing])
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`; there is nothing to keep."""

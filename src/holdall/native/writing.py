@@ -324,8 +324,6 @@ class NativeSealed(SealedSlices):
 class NativeCoder(NativeDecoder):
     """Seals blocks, and reads them as `NativeDecoder` does."""
 
-    is_compiled = True
-
     def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries) -> None:
         super().__init__(library, libraries)
         self._ddicts: weakref.WeakKeyDictionary[Dictionary, int] = weakref.WeakKeyDictionary()

@@ -375,8 +375,6 @@ def _carry(
 class Coder(Protocol):
     """Seals blocks of slices and reads them."""
 
-    is_compiled: bool  # its work can be counted, so that no clock decides which codec is chosen
-
     def adopt(self, coded: Coded) -> SealedSlices:
         """Make slices readable that were sealed elsewhere, or moved to a file."""
 
@@ -389,7 +387,7 @@ class Coder(Protocol):
         """
 
     def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count what decoding has to do for some units, if `is_compiled`.
+        """Count what decoding has to do for some units, so that no clock decides which codec is chosen.
 
         Returns:
             Three numbers for each: sequences, literals of Huffman's code, and tables of that code.

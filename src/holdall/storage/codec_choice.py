@@ -6,8 +6,7 @@ Invariant: with the compiled loops no clock decides, so that the same slices get
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ class MeasuredCodec:
 
     codec: Codec
     ratio: float
-    decode_us: float  # as `_counted_us` says; by the clock for the NumPy twins
+    decode_us: float  # by compiled loops, whichever coder is used: the choice is the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +136,7 @@ def choose(
         has_dictionary: Whether slices may depend on bytes outside of their block.
     """
     sample = block if isinstance(block, BlockSample) else BlockSample.of(block, window, lanes, order)
-    raw_us = _raw_us(coder, sample.spread)
+    raw_us = _raw_us(sample.spread)
     worth = _Worth(cap, raw_us, cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP))
     measured = measure(coder, leaf, window, sample.spread, has_dictionary=has_dictionary)
     affordable = [m for m in measured if worth.allows(m)]
@@ -328,23 +327,9 @@ def _measure_one(
     return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), _decode_us(coder, sealed, order))
 
 
-def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> float:
-    """Say how long a slice takes to decode, by those of transitions that were drawn, a row each."""
-    if coder.is_compiled:
-        return _counted_us(coder, sealed, drawn)
-    order = drawn.reshape(-1)
-    out = np.empty((len(order), sealed.codec.transform.slice_bytes), np.uint8)
-    return min(_timed_us(lambda: coder.decode(sealed, order, out)) for _ in range(3)) / len(order)
-
-
-def _raw_us(coder: Coder, samples: Bytes) -> float:
+def _raw_us(samples: Bytes) -> float:
     """Return what it takes to copy a slice that no cache holds, as those of a large memory are."""
-    if coder.is_compiled:
-        return float(_LARGE_MEMORY * (_COPY_US[0] + _COPY_US[1] * samples.shape[1] / 1000))
-    out = np.empty_like(samples)
-    order = np.random.default_rng(0).permutation(len(samples))
-    copied_us = min(_timed_us(lambda: samples.take(order, axis=0, out=out, mode="clip")) for _ in range(3))
-    return _LARGE_MEMORY * copied_us / len(samples)
+    return float(_LARGE_MEMORY * (_COPY_US[0] + _COPY_US[1] * samples.shape[1] / 1000))
 
 
 # ---------------------------------------------------------------- what decoding takes, without a clock
@@ -370,8 +355,11 @@ _COPY_US = (0.03, 0.088)
 """The same for a slice that is copied, and a kilobyte of it."""
 
 
-def _counted_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> float:
-    """Say how long decoding takes by what has to be done: the same data gives the same answer, whatever else runs."""
+def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> float:
+    """Say how long a slice takes to decode, by those of transitions that were drawn, a row each.
+
+    By what has to be done: the same data gives the same answer, whatever else runs, and without compiled loops, too.
+    """
     codec, form = sealed.codec, sealed.codec.transform
     units = sealed.coded.place(drawn) // codec.group
     # Those of one transition in one unit are decoded once; the next transition lies elsewhere in a memory.
@@ -405,13 +393,3 @@ def _mean_unit_us(coder: Coder, sealed: SealedSlices, units: NDArray[np.int64]) 
     is_far = unpacked * (2 if codec.key else 1) > _NEAR_BYTES
     total_us += _FAR_US * float(unpacked[is_far].sum()) / 1000
     return total_us / max(len(units), 1)
-
-
-_CLOCK = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-6 else time.perf_counter
-"""CPU time, which does not count the time of others; Windows reads it too coarsely."""
-
-
-def _timed_us(act: Callable[[], object]) -> float:
-    start = _CLOCK()
-    act()
-    return (_CLOCK() - start) * 1e6
