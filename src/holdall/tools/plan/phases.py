@@ -304,8 +304,10 @@ def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, c
         least = max(mapped + int(_HEAP_SPREAD * (churn + gathered)), 2 * gathered)
         most = int(1.15 * mapped + _MOST_HEAP_SPREAD * (churn + gathered) + _MOST_HOLES * networks.settled_heap)
         return [PhasePart("batch and activations", least + flat, "traced", most + 2 * flat + 16 * MIB)]
-    size = _scaled_growth(networks, measured.growth, is_same=measured.growth.batch == spec.batch) + flat
-    return [PhasePart("batch and activations", size, "measured", int((1 + _GROWTH_SPREAD) * size) + 16 * MIB)]
+    is_same = measured.growth.batch == spec.batch
+    size = _scaled_growth(networks, measured.growth, is_same=is_same) + flat
+    how = "measured" if is_same else "traced"
+    return [PhasePart("batch and activations", size, how, int((1 + _GROWTH_SPREAD) * size) + 16 * MIB)]
 
 
 def _beside_settled(networks: UpdateBytes) -> tuple[int, int]:

@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError, HoldallError
-from holdall.machine import begin_peak, held_bytes
+from holdall.machine import begin_peak, held_bytes, memory_limits
 from holdall.tools.plan.environments import measure_environment
 from holdall.tools.plan.phases import UpdateBytes
 from holdall.tools.plan.spec import Spec
@@ -101,7 +101,7 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
 
 def _real_batch(batch: int, traced: UpdateBytes) -> int:
     """Return how large a batch real updates are made with: no larger than needed, quick, and small; 0: none."""
-    if traced.settled > _MOST_REAL_BYTES:
+    if traced.settled > min(_MOST_REAL_BYTES, memory_limits()[0].free_bytes // 4):
         return 0
     share = _REAL_BYTES / max(traced.live - traced.settled, 1)
     return max(int(batch * min(share, 1)), _TINY_BATCH)
