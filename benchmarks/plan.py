@@ -16,6 +16,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,7 @@ def main() -> int:
     )
     parser.add_argument("--only", help="of runs, fresh and held, those whose name holds this text")
     parser.add_argument("--probe", type=int, default=500)
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no further run after so many")
     parser.add_argument("--missing", action="store_true", help="of runs and fresh, those that have no line yet")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/plan.md")
     parser.add_argument("--run", action="store_true", help="train the configuration that stands on stdin")
@@ -261,8 +263,9 @@ def main() -> int:
 
 def compare_all(which: str, wanted: argparse.Namespace) -> Table:
     """Compare real runs with their plans, and show them beside those that were compared before."""
+    end = time.monotonic() + 60 * wanted.minutes
     for name, settings in COMPARED[which].items():
-        is_wanted = (wanted.only or "").lower() in name.lower()
+        is_wanted = (wanted.only or "").lower() in name.lower() and time.monotonic() < end
         if is_wanted and not (wanted.missing and name in _known(which)):
             result = compare(name, settings, wanted.probe)
             record({which: [result]})
