@@ -185,8 +185,9 @@ def measure_growth(spec: Spec) -> int:
     begin_peak()
     model = build_model(small, capacity=spec.batch)
     fill_without_writing(model)
-    for update in range(_GROWTH_UPDATES):
-        model.train(**({} if spec.on_policy else {"gradient_steps": 1, "batch_size": spec.batch}))
+    model.learning_starts = 0
+    for update in range(_GROWTH_UPDATES):  # with the steps in between, whose small blocks lie among the large ones
+        model.learn(spec.batch if spec.on_policy else 1, reset_num_timesteps=False)
         if update >= _LEAST_GROWTH_UPDATES and time.thread_time() > end:
             break
     return peak_bytes() - before
