@@ -67,7 +67,9 @@ def verdict(value: float, aim: float) -> str:
 def delivery() -> str:
     """Return the table of batches for a GPU."""
     results = found("gpu_delivery")
-    large, small, store, stacks = (results[name] for name in ("4096", "256", "store", "stacks"))
+    large, small, store, few_stored, stacks = (
+        results[name] for name in ("4096", "256", "store", "store, few rows", "stacks")
+    )
 
     def ms(way: Any) -> float:
         return float(way.get("mean_ms", way["median_ms"]))
@@ -76,7 +78,13 @@ def delivery() -> str:
     alone, turns = (ms(large[name]) for name in ("holdall, alone", "holdall, no prefetch"))
     by_hand, as_sb3 = "gather into pinned memory, copy", "NumPy and .to(device), as SB3"
     few, in_turns, gathered = (ms(small[name]) for name in ("holdall, alone", "holdall, no prefetch", by_hand))
-    part, until = ms(store["on the device alone"]), ms(store["holdall, store on the device"])
+    part = ms(store["on the device alone"])
+
+    def stored(name: str, found: Any) -> list[str]:
+        until, plain = ms(found["holdall, store on the device"]), ms(found["plain torch, indexed"])
+        shown = f"{until:.2f} ms, flowing {ms(found['holdall, store on the device, prefetch']):.2f}"
+        return [name, shown, f"1.3 x plain torch: {verdict(until, 1.3 * plain)}", f"plain torch, indexed {plain:.2f}"]
+
     stacked, stacked_alone, stacked_turns = (
         ms(stacks[name]) for name in ("holdall, prefetch", "holdall, alone", "holdall, no prefetch")
     )
@@ -93,9 +101,8 @@ def delivery() -> str:
          f"by hand {gathered:.2f}, as SB3 {ms(small[as_sb3]):.2f}; the bus {ms(small['bus alone']):.2f}"],
         ["the same, flowing", f"{ms(small['holdall, prefetch']):.2f} ms", "", ""],
         ['4,096 frames, `store_device="cuda"`: the GPU\'s own part', f"{part:.2f} ms", "", ""],
-        ["the same, until the consumer has it",
-         f"{until:.2f} ms, flowing {ms(store['holdall, store on the device, prefetch']):.2f}",
-         f"0.1: {verdict(until, 0.1)}", ""],
+        stored("the same, until the consumer has it", store),
+        stored("512 frames, the same", few_stored),
         ["4,096 stacks of 4, flowing", f"{stacked:.2f} ms", f"3.0: {verdict(stacked, 3)}",
          f"8 frames a row over the bus alone {ms(stacks['bus alone, 8 frames a row']):.2f}"],
         ["the same, `prefetch=0`", f"{stacked_alone:.2f} ms, {stacked_turns:.2f} in turns",
@@ -120,8 +127,22 @@ def compressed() -> str:
         row("of that, the bus, and decoding", "of that, the bus", "of that, decoding"),
         row("holdall today, compressed, `prefetch=0`", "holdall, compressed, no prefetch"),
         row("the same, `prefetch=2`", "holdall, compressed, prefetch"),
+        ["what holdall chose", *(results["codecs"][name].split("sealed by ")[-1] for name in ("camera", "screen"))],
     ]
     return table(f"| ms | {ratios} |", rows)
+
+
+def rollouts() -> str:
+    """Return the table of trajectories on their way to a GPU."""
+    results, rows = found("gpu_rollout"), []
+    for name, case in results["updates"].items():
+        usual, moved, ours = (case[way] for way in ("cat then to", "to then cat", "holdall"))
+        extra = f"{ours['extra_mib']:.0f} MiB; the others {usual['extra_mib']:.0f} and {moved['extra_mib']:.0f}"
+        alone = results["slots"][name]["slots of 8 MiB"]["median_ms"]
+        times = [usual["median_ms"], moved["median_ms"], ours["median_ms"], ours["first_of_turn_median_ms"], alone]
+        rows.append([f"{name}, {case['payload_mib']:.1f} MiB", *(f"{time:.2f}" for time in times), extra])
+    columns = "join, then move | move, then join | holdall, in turn | the first of a turn | alone | beside the tensors"
+    return table(f"| 3 workers x 1,024 steps of | {columns} |", rows)
 
 
 def replaced(text: str, new: str) -> str:
@@ -140,6 +161,7 @@ def main() -> int:
     pages = {
         "docs/gpu.md": [batches, steps, resident()],
         "docs/samplers.md": [delivery()],
+        "docs/rollouts.md": [rollouts()],
         "docs/decisions/016-lz4-is-decoded-on-the-host.md": [compressed()],
     }
     differs = 0

@@ -29,6 +29,8 @@ import holdall
 
 ACTION = spaces.Box(-1, 1, (8,), np.float32)
 WARM_UP = 20
+STEPS = 7
+"""Observations that are added again and again; more than a stack has frames."""
 
 
 class Plain:
@@ -79,12 +81,23 @@ def in_turns(device: str, ways: list[Callable[[], Any]], turns: int) -> list[flo
     return [statistics.median(found) * 1e3 for found in times]
 
 
-def measure(
-    device: str, name: str, space: spaces.Box, lanes: int, ticks: int, batches: list[int], turns: int
-) -> list[Any]:
-    """Compare adding, sampling and memory for one kind of observation."""
+def observations(device: str, space: spaces.Box, lanes: int, stacked: bool) -> list[torch.Tensor]:
+    """Return observations that follow on each other, the first one on the last one; stacks slide by a frame."""
     kind = torch.from_numpy(np.empty(0, space.dtype)).dtype
-    steps = [(torch.randn((lanes, *space.shape), device=device) * 50).to(kind) for _ in range(3)]
+    if not stacked:
+        return [(torch.randn((lanes, *space.shape), device=device) * 50).to(kind) for _ in range(STEPS)]
+    frames = [(torch.randn((lanes, *space.shape[1:]), device=device) * 50).to(kind) for _ in range(STEPS)]
+    return [
+        torch.stack([frames[(i + k) % STEPS] for k in range(space.shape[0])], dim=1).contiguous() for i in range(STEPS)
+    ]
+
+
+def measure(
+    device: str, name: str, space: spaces.Box, lanes: int, ticks: int, batches: list[int], turns: int,
+    *, stacked: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Compare adding, sampling and memory for one kind of observation."""
+    steps = observations(device, space, lanes, stacked)
     action, reward = torch.randn((lanes, 8), device=device), torch.randn(lanes, device=device)
     flag = torch.zeros(lanes, dtype=torch.bool, device=device)
     memory = holdall.ReplayMemory(space, ACTION, ticks * lanes, lanes, store_device=device, seed=0)
@@ -93,11 +106,11 @@ def measure(
 
     def add_here() -> None:
         i = count[0] = count[0] + 1
-        memory.add(steps[i % 3], action, reward, steps[(i + 1) % 3], flag, flag)
+        memory.add(steps[i % STEPS], action, reward, steps[(i + 1) % STEPS], flag, flag)
 
     def add_plainly() -> None:
         i = count[1] = count[1] + 1
-        plain.add(steps[i % 3], steps[(i + 1) % 3], action, reward, flag, flag)
+        plain.add(steps[i % STEPS], steps[(i + 1) % STEPS], action, reward, flag, flag)
 
     for _ in range(ticks + 3):
         add_here()
@@ -122,7 +135,7 @@ def check(memory: holdall.ReplayMemory, steps: list[torch.Tensor], ticks: int, l
     batch = memory.gather(ids)
     tick, lane = np.divmod(ids, lanes)
     for got, later in ((batch.obs, 1), (batch.next_obs, 2)):
-        expected = torch.stack([steps[(int(t) + later) % 3][int(i)] for t, i in zip(tick, lane, strict=True)])
+        expected = torch.stack([steps[(int(t) + later) % STEPS][int(i)] for t, i in zip(tick, lane, strict=True)])
         if not torch.equal(got, expected):
             sys.exit("error: rows came back wrong")
 
@@ -152,6 +165,15 @@ def main() -> None:
         [16] if small else [256, 2048],
         turns,
     )
+    stack, history = spaces.Box(0, 255, (4, 84, 84), np.uint8), spaces.Box(-9, 9, (5, 48), np.float32)
+    rows += measure(
+        args.device, "stacks of 4 x 84 x 84", stack, 2 if small else 64, 20 if small else 500,
+        [16] if small else [256, 2048], turns, stacked=True,
+    )  # fmt: skip
+    rows += measure(
+        args.device, "histories of 5 x 48 floats", history, 64 if small else 4096, 20 if small else 300,
+        [64] if small else [2048, 32768], turns, stacked=True,
+    )  # fmt: skip
     print("| data | what | holdall | plain torch | ratio |\n|---|---|---|---|---|")
     for name, what, ours, theirs in rows:
         shown = [f"{v / 2**20:.1f} MiB" if what == "bytes" else f"{v:.3f} ms" for v in (ours, theirs)]

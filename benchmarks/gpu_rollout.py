@@ -53,20 +53,23 @@ CASES = (
 
 
 class ConcatenatedThenMoved(list[torch.Tensor]):
-    """The usual way: joined on the host, then moved."""
+    """The usual way: joined on the host, then moved. As everywhere, the mean reward is returned, taken on the host."""
 
-    def update_buffer(self, traj_list: Trajectories) -> None:
+    def update_buffer(self, traj_list: Trajectories) -> float:
         """Take over trajectories."""
-        self[:] = [torch.cat(item).to("cuda") for item in map(list, zip(*traj_list, strict=True))]
+        joined = [torch.cat(item) for item in map(list, zip(*traj_list, strict=True))]
+        self[:] = [item.to("cuda") for item in joined]
+        return float(joined[1].mean())
 
 
 class MovedThenConcatenated(list[torch.Tensor]):
     """A remedy that is often advised: each moved, then joined on the device."""
 
-    def update_buffer(self, traj_list: Trajectories) -> None:
+    def update_buffer(self, traj_list: Trajectories) -> float:
         """Take over trajectories."""
         moved = ([tensor.to("cuda") for tensor in item] for item in zip(*traj_list, strict=True))
         self[:] = [torch.cat(item) for item in moved]
+        return float(torch.cat([trajectory[1] for trajectory in traj_list]).mean())
 
 
 def trajectories(case: Case, seed: int) -> Trajectories:

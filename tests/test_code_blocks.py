@@ -357,8 +357,8 @@ def test_the_commands_of_lint_md_run(words: list[str]) -> None:
 def process() -> Iterator[subprocess.Popen[str]]:
     """Return a process with an agent, that waits for its input to close."""
     program = "import holdall.watch; holdall.watch.start(); print(flush=True); input()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) as started:
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as started:
         assert started.stdout is not None
         started.stdout.readline()
         yield started
@@ -371,9 +371,8 @@ def test_the_commands_of_watch_md_about_a_process_end_with_it(process: subproces
         started = {}
         for words in (words for words in _of_holdall("docs/watch.md") if PROCESS in words):
             command = [*HOLDALL, *(str(process.pid) if word == PROCESS else word for word in words[1:])]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            started[" ".join(words)] = watching = subprocess.Popen(command, text=True, **pipes)
-            stack.enter_context(watching)
+            watching = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            started[" ".join(words)] = stack.enter_context(watching)
             stack.callback(watching.kill)
         readings = started[f"holdall watch --json {PROCESS}"].stdout
         assert readings is not None
@@ -382,9 +381,9 @@ def test_the_commands_of_watch_md_about_a_process_end_with_it(process: subproces
         for brief in (f"holdall trim {PROCESS}", f"holdall watch --once {PROCESS}"):
             assert started[brief].wait(100) == 0
         process.communicate("\n")
-        for command, watching in started.items():
+        for line, watching in started.items():
             output, complaints = watching.communicate(timeout=100)
-            assert watching.returncode == 0, f"{command}: {output}{complaints}"
+            assert watching.returncode == 0, f"{line}: {output}{complaints}"
 
 
 @pytest.mark.parametrize("place", range(3))

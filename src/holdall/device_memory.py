@@ -20,6 +20,7 @@ from holdall.delivery import (
     Batches,
     BatchJob,
     Delivery,
+    MirroredBatches,
     ObservationAssembler,
     ResidentBatches,
     SlotDraw,
@@ -149,7 +150,7 @@ class MemoryOnDevice(SavedMemory):
                     f"obs is on {fit.device}, but the memory was begun with arrays of the host; go on with these, or "
                     "make a new memory"
                 )
-            self._move_to_device(fit)
+            self._move_to_device(fit, tick)
         return tick
 
     def update(self, ids: Any, /, **columns: Any) -> None:
@@ -171,6 +172,8 @@ class MemoryOnDevice(SavedMemory):
             store, lanes = self._whole(), self.num_envs
             require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
             store.rewrite(wanted, copies)
+            if isinstance(batches := vars(self).get("_batches"), MirroredBatches):
+                batches.rewritten(wanted)
 
     def extra(self, name: str, ids: Any) -> Array:
         """Return one extra of `ids`, of any shape; nothing else is read. For adapters."""
@@ -179,10 +182,10 @@ class MemoryOnDevice(SavedMemory):
             require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
             return store.extra((self.schema.extras.keys or ()).index(name), wanted)
 
-    def _move_to_device(self, fit: TensorFit) -> None:
+    def _move_to_device(self, fit: TensorFit, steps: Tick | None) -> None:
         """Let everything live on the store's device; nothing was added yet."""
         ticks = self.capacity // self.num_envs
-        rings: Any = rings_on(fit, self.schema, ticks, self._budget.limit)
+        rings: Any = rings_on(fit, self.schema, ticks, self._budget.limit, steps)
         budget = replace(self._budget, limit=None)  # the limit was one of the device
         store = Store(self.schema, ticks, self._kernels, self._lock, budget, None, large=(), rings=rings)
         before, batches = self._open(), ResidentBatches(self.schema, rings, self.capacity)
@@ -194,7 +197,7 @@ class MemoryOnDevice(SavedMemory):
     def _choose_home(self, content: StoreContent | None) -> None:
         """Move to the store's device what was saved, if nothing of it is compressed."""
         if self._settings["store_device"] is not None and content is not None and not content.large:
-            self._move_to_device(TensorFit(self._delivery, self.schema))
+            self._move_to_device(TensorFit(self._delivery, self.schema), None)
 
     def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
         """Become what was saved."""

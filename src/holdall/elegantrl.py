@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.elegantrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
-from holdall.delivery import SLOT_BYTES, CopySpan, DeviceCopier, SlotLoad, stream_to
+from holdall.delivery import SLOT_BYTES, CopyLoads, CopySpan, DeviceCopier, stream_to
 
 _ALIGNMENT_BYTES = 256
 """Where torch's own device tensors begin at the least."""
@@ -69,7 +69,7 @@ class TrajectoryBuffer(list[torch.Tensor]):
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._given: list[Any] = []  # what the last update was given, but for the numbers
         self._sections: list[_Section] = []
-        self._copies: list[tuple[list[int], list[SlotLoad]]] = []  # of neighbouring items on the host
+        self._copies: list[tuple[list[int], CopyLoads]] = []  # of neighbouring items on the host
 
     @torch.no_grad()
     def update_buffer(self, traj_list: Sequence[Trajectory]) -> tuple[int, float]:

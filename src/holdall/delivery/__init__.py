@@ -3,9 +3,9 @@
 The chapters, in the order of the flow: `batches` (on the host; the entry), `device` (streams and memory of a device),
 `device_store` (slices where a device reads them), `device_assembly` (a batch in one call of C), `batch_layout` and
 `device_batch` (sent once, stacked there; for JAX, too), `loader` (ahead of time), `to_device` (rollouts and
-trajectories). For data that is born on a device: `cuda_program`, `device_loops` (the kernels, and their twins in
-torch), `device_fields`, `device_rings` (where rows lie), `device_draws` (samplers), `resident` (arguments and batches),
-`device_rollout`.
+trajectories). For data that is born on a device: `cuda_program`, `device_loops` (the kernels), `torch_loops` (their
+twins), `device_fields`, `device_rings`, `device_checkpoint` (where rows lie), `device_draws` (samplers), `resident`
+(arguments and batches), `device_mirror` (the same for rows that the host keeps, too), `device_rollout`.
 Torch is imported when a device is asked for.
 """
 
@@ -22,15 +22,17 @@ from holdall.delivery.batches import (
 )
 from holdall.delivery.device import DeviceStream, stream_to
 from holdall.delivery.device_assembly import SlotDraw
+from holdall.delivery.device_mirror import MirroredBatches
 from holdall.delivery.device_rollout import DeviceRollout
 from holdall.delivery.loader import Loader, Prefetched, SavedDraws, batches_for
 from holdall.delivery.resident import ResidentBatches, TensorFit, is_on_device, rings_on
-from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, Gather, MinibatchDelivery, SlotLoad
+from holdall.delivery.to_device import SLOT_BYTES, CopyLoads, CopySpan, DeviceCopier, Gather, MinibatchDelivery
 
 __all__ = [
     "SLOT_BYTES",
     "BatchJob",
     "Batches",
+    "CopyLoads",
     "CopySpan",
     "Delivery",
     "DeviceBatch",
@@ -42,12 +44,12 @@ __all__ = [
     "HostBatches",
     "Loader",
     "MinibatchDelivery",
+    "MirroredBatches",
     "ObservationAssembler",
     "Prefetched",
     "ResidentBatches",
     "SavedDraws",
     "SlotDraw",
-    "SlotLoad",
     "TensorFit",
     "batches_for",
     "host_pool",

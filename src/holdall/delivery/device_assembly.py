@@ -40,8 +40,9 @@ _MOST_HEADS = 8
 """Batches whose pinned memory may still be read while the next one is looked up; then the host waits."""
 _KEPT_BLOCKS = 4
 """Blocks of one kind of batch that are kept: one in use, one being filled, two for latecomers."""
-_SHARE = 6
-"""The device begins with this part of a batch while the rest is looked up: to fetch takes longer."""
+_SHARE, _SHARE_OF_MANY, _MANY_ROWS = 6, 32, 512
+"""The device begins with this part of a batch while the rest is looked up: to fetch takes longer. Of many rows with
+less, since C goes on in pieces that grow."""
 _FEWEST_ROWS = 32
 """It begins with so many at least: a launch takes time, too."""
 _BLOCKS_OVER_BUS = 528
@@ -252,7 +253,8 @@ class DeviceAssembler:
             request, launcher = plan.request, self._launcher
             request.launch, request.bring, request.finish = launcher.function, launcher.bring, launcher.finish
             request.record = self._stream.record_function
-            request.first_rows = max(_FEWEST_ROWS, request.rows // _SHARE)
+            share = _SHARE if request.rows <= _MANY_ROWS else _SHARE_OF_MANY
+            request.first_rows = max(_FEWEST_ROWS, request.rows // share)
             if plan.arrays == ["weights"] and draw.last_ids is None and draw.ids.ndim == 1:
                 self._plain[draw.ids.size] = plan
         return plan

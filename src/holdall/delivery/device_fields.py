@@ -1,19 +1,26 @@
-"""Fields of a memory on a device: rows in a ring, and a pool for next observations that no tick continues.
+"""Fields of a memory on a device: rows in a ring, and a pool for observations that no tick shows or continues.
 
 In:  leaves, and how many rows there are to be.  Out: tensors on the device, and columns that a checkpoint reads.
+Frame stacks and sliding windows lie in slices, each once, where the first steps of a field show one.
 Invariant: a place of a pool belongs to one row until the tick of that row leaves. Pools only grow, and only while the
 device is at rest.
 """
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from holdall.delivery.device_loops import DeviceField, put_places, typed_rows
-from holdall.schema import Array, Leaf, Schema
+from holdall.delivery.device_loops import DeviceField, DeviceWindow, typed_rows
+from holdall.delivery.torch_loops import put_places
+from holdall.errors import ArgumentError, DamageError
+from holdall.schema import Array, Leaf, Schema, on_host
+from holdall.storage import LiveRows, Window, WindowScout, as_bytes
+from holdall.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +31,14 @@ _POOLED_SHARE = 64
 """A pool begins with a place for every so many rows."""
 _MOST_CHUNKS = 32
 _REWARD_BYTES = 4
+_WINDOWED_BYTES = 256
+"""Shorter observations are not searched for windows."""
+_SLICE_BYTES = 64
+"""Shorter slices are not kept one by one: to find them takes longer than to copy them."""
+LOOKED_AT = 32
+"""Pairs of observations that are searched for a window."""
+_LOOKED_AT_ONCE = 4
+"""A scout looks at so many lanes of a tick."""
 FLAG = Leaf("", (), np.dtype(np.bool_))
 
 
@@ -32,6 +47,7 @@ class ApartPool:
 
     def __init__(self, torch: Any, device: torch.device, row_bytes: int, lanes: int, cells: int) -> None:
         self._torch, self._device, self._row_bytes = torch, device, row_bytes
+        self.cells = cells
         self.first_chunk = self.places = _first_places(lanes, cells)
         self.chunks = [self._new_chunk(self.places)]
         self.table = torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device)
@@ -127,26 +143,67 @@ class DeviceColumn:
         return (part & (0xFF ^ self._bit)) | given.to(part.device, part.dtype) * self._bit
 
 
+class WindowColumn(LiveRows):
+    """Observations that lie in slices, read like a ring of whole ones.
+
+    Args:
+        read: Returns the observations of ticks [first, end).
+    """
+
+    def __init__(self, leaf: Leaf, lanes: int, ring_ticks: int, read: Callable[[int, int], Array]) -> None:
+        self.shape, self.dtype, self._read = (ring_ticks, lanes, *leaf.shape), leaf.dtype, read
+
+    def rows(self, first: int, end: int) -> Array:
+        """See `LiveRows`."""
+        return self._read(first, end)
+
+    def view(self, first: int, end: int) -> Array:
+        """See `LiveRows`."""
+        return self._read(first, end)
+
+
 class DeviceRing:
-    """One field on the device; observations have a pool."""
+    """One field on the device; observations have a pool.
+
+    Args:
+        window: How observations are cut; None if they are kept whole.
+        read: Returns the observations of ticks [first, end), if they are cut.
+    """
 
     is_shared = True
 
     def __init__(
-        self, torch: Any, device: torch.device, leaf: Leaf, lanes: int, slots: int, *, is_pooled: bool
-    ) -> None:
-        self.leaf = leaf
-        self._slots = slots
-        self.rows: torch.Tensor = torch.empty((slots * lanes, leaf.nbytes), dtype=torch.uint8, device=device)
-        self.pool = ApartPool(torch, device, leaf.nbytes, lanes, slots * lanes) if is_pooled else None
+        self, torch: Any, device: torch.device, leaf: Leaf, lanes: int, slots: int, *, is_pooled: bool,
+        window: Window | None = None, read: Callable[[int, int], Array] | None = None,
+    ) -> None:  # fmt: skip
+        self.leaf, self._lanes = leaf, lanes
+        self._slots = slots if window is None else slots - 1 + window.count
+        cells, row_bytes = self._slots * lanes, leaf.nbytes if window is None else window.slice_bytes
+        self.rows: torch.Tensor = torch.empty((cells, row_bytes), dtype=torch.uint8, device=device)
+        self.pool = ApartPool(torch, device, leaf.nbytes, lanes, cells) if is_pooled else None
+        self.column: DeviceColumn | WindowColumn
+        self.window: DeviceWindow | None = None
         kind = torch.from_numpy(np.empty(0, leaf.dtype)).dtype
-        self.field = DeviceField(self.rows, kind, leaf.shape, self.pool)
-        self.column = DeviceColumn(torch, typed_rows(self.rows, kind, (slots, lanes, *leaf.shape)), leaf.dtype)
+        if window is None or read is None:
+            self.column = DeviceColumn(torch, typed_rows(self.rows, kind, (slots, lanes, *leaf.shape)), leaf.dtype)
+        else:
+            whole = torch.full((cells,), -1, dtype=torch.int32, device=device)
+            newest = torch.zeros((2 * lanes, leaf.nbytes), dtype=torch.uint8, device=device)
+            cut = (window.count, window.outer, window.run_bytes)
+            self.window = DeviceWindow(*cut, self._slots, whole, newest)
+            self.column = WindowColumn(leaf, lanes, slots, read)
+        self.field = DeviceField(self.rows, kind, leaf.shape, self.pool, self.window)
+
+    @property
+    def most_places(self) -> int:
+        """Places of the pool that one lane may take in one tick."""
+        return 1 if self.window is None else 2
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device, all of which are taken from the first tick on."""
-        return int(self.rows.nbytes) + (0 if self.pool is None else self.pool.nbytes)
+        window = 0 if self.window is None else self.window.whole.nbytes + self.window.newest.nbytes
+        return int(self.rows.nbytes) + window + (0 if self.pool is None else self.pool.nbytes)
 
     def bytes_of(self, rows: int) -> int:
         """Bytes that the field takes."""
@@ -155,24 +212,107 @@ class DeviceRing:
     def describe(self, kept: int) -> str:
         """Say where the field lies, for people."""
         places = 0 if self.pool is None else self.pool.places
-        return f"flat rows on {self.rows.device}; room for {places:,} next observations apart"
+        how = "flat rows" if self.window is None else f"window of {self.window.slices}, each slice once,"
+        return f"{how} on {self.rows.device}; room for {places:,} observations apart"
 
     def newest_next(self, next_tick: int) -> Array:
         """Copy the next observations of the newest tick, which stand where the next tick's observations will."""
-        return self.column[next_tick % self._slots]
+        if isinstance(self.column, DeviceColumn):
+            return self.column[next_tick % self._slots]
+        newest: Array = self._newest(next_tick).cpu().numpy().view(self.leaf.dtype)
+        return newest.reshape(self._lanes, *self.leaf.shape)
+
+    def put_newest(self, next_tick: int, rows: Array) -> None:
+        """Write the next observations of the newest tick."""
+        if isinstance(self.column, DeviceColumn):
+            slot = next_tick % self._slots
+            self.column[slot : slot + 1] = rows[None]
+        else:
+            newest = self._newest(next_tick)
+            newest.copy_(newest.new_tensor(np.array(rows).reshape(self._lanes, -1).view(np.uint8)))
+
+    def _newest(self, next_tick: int) -> Any:
+        if self.window is None:
+            raise DamageError("a field without a window was asked for its newest slices; report this")
+        return self.window.newest.view(2, self._lanes, -1)[next_tick % 2]
 
     def arrays(self) -> list[Array]:
         """Return nothing: no array of the host belongs to the field."""
         return []
 
 
-def rings_bytes(schema: Schema, ticks: int) -> int:
+Windows = Mapping[int, Window]
+"""How observations are cut, by leaf; the others are kept whole."""
+Pairs = Callable[[int], tuple[Array, Array]]
+"""Returns some observations of a leaf, and those that follow on each."""
+
+
+def windows_of(schema: Schema, steps: Any) -> Windows:
+    """Look for windows in the first of some steps, tensors or arrays; waits for the device."""
+
+    def pairs(i: int) -> tuple[Array, Array]:
+        shape = schema.observation.leaves[i].shape
+        some = LOOKED_AT if steps.obs[i].ndim == len(shape) + 1 else -(-LOOKED_AT // schema.num_envs)
+        obs, next_obs = (
+            np.asarray(on_host(side[i][:some])).reshape(-1, *shape) for side in (steps.obs, steps.next_obs)
+        )
+        return obs, next_obs
+
+    return windows_in(schema, pairs)
+
+
+def windows_in(schema: Schema, pairs: Pairs) -> Windows:
+    """Look for windows whose slices are worth keeping one by one."""
+    found = {}
+    for i, leaf in enumerate(schema.observation.leaves):
+        scout = WindowScout(leaf)
+        if leaf.nbytes > _WINDOWED_BYTES and not scout.done:
+            before, after = (as_bytes(side, len(side)) for side in pairs(i))
+            order = np.resize(np.arange(len(before)), LOOKED_AT)  # few are shown again and again
+            for first in range(0, len(order), _LOOKED_AT_ONCE):
+                some = order[first : first + _LOOKED_AT_ONCE]
+                scout.look(before[some], after[some])
+        window = scout.finding
+        if window is not None and window.shift == 1 and window.slice_bytes >= _SLICE_BYTES:
+            found[i] = window
+    return found
+
+
+def require_room(
+    torch: Any, device: torch.device, schema: Schema, ticks: int, limit: int | None, windows: Windows, *,
+    fits: bool = True,
+) -> None:  # fmt: skip
+    """Refuse rings that a device, or a budget, has no room for; say what would fit.
+
+    Args:
+        fits: False if the device refused them already.
+    """
+    needed = rings_bytes(schema, ticks, windows)
+    free = int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else needed
+    room = free if limit is None else min(limit, free)
+    if needed <= room and fits:
+        return
+    lanes = schema.num_envs
+    fitting = bisect.bisect_right(range(1, ticks), room, key=lambda some: rings_bytes(schema, some, windows)) * lanes
+    raise ArgumentError(
+        f"capacity ({ticks * lanes}) takes {format_bytes(needed)} on {device}, where {format_bytes(room)} "
+        f"{'are free' if limit is None or free < limit else 'are allowed by budget'}; capacity={fitting} fits"
+    )
+
+
+def rings_bytes(schema: Schema, ticks: int, windows: Windows | None = None) -> int:
     """Bytes that rings of so many ticks take on a device before the first tick, with rewards of four bytes."""
-    cells = (ticks + 1) * schema.num_envs
-    places = _first_places(schema.num_envs, cells)
-    rows = sum(leaf.nbytes for leaf in schema.leaves) + _REWARD_BYTES + FLAG.nbytes
-    pooled = sum(4 * cells + places * (leaf.nbytes + 8) for leaf in schema.observation.leaves)
-    return cells * rows + pooled
+    lanes, leaves = schema.num_envs, schema.observation.leaves
+    cells = (ticks + 1) * lanes
+    others = sum(leaf.nbytes for leaf in schema.leaves) - sum(leaf.nbytes for leaf in leaves)
+    total = cells * (others + _REWARD_BYTES + FLAG.nbytes)
+    for i, leaf in enumerate(leaves):
+        window = (windows or {}).get(i)
+        longer = cells if window is None else (ticks + window.count) * lanes
+        kept = leaf.nbytes + 4 if window is None else window.slice_bytes + 8
+        total += longer * kept + _first_places(lanes, longer) * (leaf.nbytes + 8)
+        total += 0 if window is None else 2 * lanes * leaf.nbytes
+    return total
 
 
 def _first_places(lanes: int, cells: int) -> int:

@@ -1,24 +1,29 @@
-"""The two loops of a store on a device: a tick into rings, rows of rings into a batch.
+"""The loops of a store on a device: ticks into rings, rows of rings into a batch.
 
 In:  fields in rings on one device, and tensors there.  Out: rows there.
 Invariant: `CudaLoops` and `TorchLoops` write and read the same bits. The first launches one kernel for all fields and
-waits for nothing; the second serves devices that have no CUDA compiler, and tests.
+waits for nothing; the second, see `torch_loops`, serves devices that have no CUDA compiler, and tests.
 
 Tick t lies in slot t modulo the number of slots, which is one more than the ticks that are held: behind the newest tick
 stands its next observation, until the next tick shows whether it continues from there. Where it does not, the next
-observation moves to the pool of its field, and `apart` says to which place.
+observation moves to the pool of its field, and `apart` says to which place. Of windows only the newest slice lies in
+the ring, see `DeviceWindow`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from holdall.delivery.cuda_program import CudaProgram, CudaProgramError
+from holdall.delivery.batch_layout import DeviceBlock
+from holdall.delivery.cuda_program import CudaProgram
+from holdall.delivery.device import stream_to
+from holdall.storage import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +39,10 @@ _MOST_THREADS = 256
 _COPIED_AT_ONCE_BYTES = 16
 _WORD_BYTES = 8
 _NO_CALL = -1
+_KEPT_PLANS = 4
+"""Kinds of batches whose blocks are kept."""
+_KEPT_BLOCKS = 4
+"""Blocks of one kind of batch that are kept: one in use, one being filled, two for latecomers."""
 
 
 class Pool(Protocol):
@@ -47,13 +56,33 @@ class Pool(Protocol):
     counts: torch.Tensor
 
 
+class DeviceWindow(NamedTuple):
+    """How an observation is cut, if each is the last one without its first slice and with a new one.
+
+    Where a tick does not continue so, its observation lies whole in the pool.
+    """
+
+    slices: int  # of an observation
+    outer: int
+    run_bytes: int
+    slots: int  # of the ring, which reaches back to slices of older ticks
+    whole: torch.Tensor  # by cell: the place in the pool, or minus the ticks since one that has one, at most slices - 1
+    newest: torch.Tensor  # (2 * lanes, row bytes): next observations of the newest tick, by its number modulo 2
+
+
 class DeviceField(NamedTuple):
     """One field in a ring."""
 
-    rows: torch.Tensor  # (slots * lanes, row bytes), bytes
+    rows: torch.Tensor  # (slots * lanes, row bytes), bytes; of a window the newest slice
     kind: torch.dtype
     shape: tuple[int, ...]
     pool: Pool | None  # of an observation
+    window: DeviceWindow | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of a batch."""
+        return int(self.rows.shape[1]) * (1 if self.window is None else self.window.slices)
 
 
 class RingsOnDevice(NamedTuple):
@@ -68,13 +97,21 @@ class RingsOnDevice(NamedTuple):
 
 
 class TickOnDevice(NamedTuple):
-    """One tick, lanes first."""
+    """One tick, lanes first; or several, one after another."""
 
     rows: Sequence[torch.Tensor]  # of every field
     next_obs: Sequence[torch.Tensor]
     terminated: torch.Tensor
     truncated: torch.Tensor
     valid: torch.Tensor | None
+
+
+class PackedTicks(NamedTuple):
+    """Some ticks in one piece of memory on the device: every field of all of them, one after another."""
+
+    memory: torch.Tensor  # bytes
+    firsts: NDArray[np.int64]  # where rows of every field begin, next observations, and flags
+    ticks: int
 
 
 class RowsOnDevice(NamedTuple):
@@ -85,6 +122,7 @@ class RowsOnDevice(NamedTuple):
     next_obs: list[torch.Tensor]
     terminated: torch.Tensor
     truncated: torch.Tensor
+    ones: torch.Tensor  # float32: weights of rows that all weigh the same
 
 
 class DeviceLoops(Protocol):
@@ -93,11 +131,20 @@ class DeviceLoops(Protocol):
     is_one_step: bool
     """Whether an interrupt finds a tick written or not; otherwise the same tick is written once more after one."""
 
-    def write(self, number: int, tick: TickOnDevice, *, has_previous: bool) -> None:
-        """Write a tick. Every pool has a free place for every lane."""
+    def write(self, number: int, tick: TickOnDevice, *, has_previous: bool, ticks: int = 1) -> None:
+        """Write a tick, or several. Every pool has a free place for every lane and tick, and two for a window."""
+
+    def write_packed(self, number: int, packed: PackedTicks, *, has_previous: bool) -> None:
+        """Write some ticks whose fields lie in one piece of memory."""
+
+    def restore(self, number: int, rows: Mapping[int, torch.Tensor], ticks: int, *, has_previous: bool) -> None:
+        """Write observations, by field, of ticks that were saved; their next observations follow otherwise."""
 
     def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None) -> RowsOnDevice:
         """Read rows that are held; next observations and flags under `last_ids`, if they are others."""
+
+    def read_at(self, count: int, ids: int, last_ids: int, owner: torch.Tensor) -> RowsOnDevice:
+        """The same for ids at addresses in a tensor; the rows' own ids are not wanted."""
 
     def draw(self, count: int, seed: int) -> RowsOnDevice:
         """Draw rows, every valid one with the same probability, and read them."""
@@ -108,15 +155,8 @@ class DeviceLoops(Protocol):
     def attach(self, rings: RingsOnDevice) -> None:
         """Work on these rings from now on, some of which were moved."""
 
-
-def loops_for(torch: Any, device: torch.device) -> DeviceLoops:
-    """Return the quickest loops for a device."""
-    if device.type == "cuda":
-        try:
-            return CudaLoops(torch, device)
-        except CudaProgramError:
-            pass
-    return TorchLoops(torch)
+    def keep(self, batches: int) -> None:
+        """Keep memory for so many batches in use."""
 
 
 def device_program(torch: Any, device: torch.device) -> CudaProgram:
@@ -127,6 +167,7 @@ def device_program(torch: Any, device: torch.device) -> CudaProgram:
 _FIELD_WORDS = (
     "ring", "row_bytes", "is_observed", "source", "next_source", "source_stride", "next_source_stride",
     "target", "next_target", "apart", "pool", "queue", "chunks", "first_chunk",
+    "slots", "window", "outer", "run_bytes", "whole", "newest",
 )  # fmt: skip
 
 
@@ -137,8 +178,9 @@ class _Field(ctypes.Structure):
 class _Task(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in (
-            "counts", "free", "slots", "lanes", "tick", "has_previous", "fields", "rows", "ids", "last_ids", "draws",
-            "call", "seed", "flags", "terminated", "truncated", "valid", "to_terminated", "to_truncated",
+            "counts", "free", "slots", "lanes", "tick", "ticks", "has_previous", "fields", "rows", "ids", "last_ids",
+            "draws", "call", "seed", "flags", "terminated", "truncated", "valid", "to_terminated", "to_truncated",
+            "to_ones",
         )),
         ("field", _Field * MOST_FIELDS),
     ]  # fmt: skip
@@ -152,269 +194,197 @@ class CudaLoops:
     def __init__(self, torch: Any, device: torch.device) -> None:
         self._torch, self._device = torch, device
         program = device_program(torch, device)
-        self._write_tick, self._gather_rows = program.kernel("write_tick"), program.kernel("gather_rows")
+        self._write_ticks, self._gather_rows = program.kernel("write_ticks"), program.kernel("gather_rows")
         self._count_call = program.kernel("count_call")
-        self._last_stream: Any = None
+        self._memory = stream_to(torch, device)
+        self._last_stream = -1
         self._task = _Task()
         self._words = np.frombuffer(memoryview(self._task).cast("B"), np.int64)
+        self._plans: dict[tuple[int, int], _RowPlan] = {}
+        self._most_blocks = _KEPT_BLOCKS
 
     def attach(self, rings: RingsOnDevice) -> None:
         """See `DeviceLoops`."""
         self._rings, fields, task = rings, rings.fields, self._task
+        if task.fields != len(fields):
+            self._plans.clear()
         first, width = _Task.field.offset // _WORD_BYTES, ctypes.sizeof(_Field) // _WORD_BYTES
         at = {name: first + i + width * np.arange(len(fields)) for i, name in enumerate(_FIELD_WORDS)}
-        self._sources, self._strides, self._targets = at["source"], at["source_stride"], at["target"]
         observed = sum(field.pool is not None for field in fields)
-        self._next_sources, self._next_strides = at["next_source"][:observed], at["next_source_stride"][:observed]
-        self._next_targets = at["next_target"][:observed]
+        self._sources, self._strides = (
+            np.concatenate([at[name], at[f"next_{name}"][:observed]]) for name in ("source", "source_stride")
+        )
+        self._row_bytes = np.array([field.row_bytes for field in (*fields, *fields[:observed])], np.int64)
+        flags = [_word("to_terminated"), _word("to_truncated"), _word("to_ones"), _word("ids")]
+        self._targets = np.concatenate([at["target"], at["next_target"][:observed], flags])
         task.counts, task.free, task.flags = (t.data_ptr() for t in (rings.counts, rings.free, rings.flags))
         task.slots, task.lanes, task.fields = rings.slots, rings.lanes, len(fields)
         for described, field in zip(task.field, fields, strict=False):
-            described.ring, described.row_bytes = field.rows.data_ptr(), field.rows.shape[1]
-            if (pool := field.pool) is not None:
-                described.is_observed, described.first_chunk = 1, pool.first_chunk
-                described.apart, described.pool = pool.apart.data_ptr(), pool.counts.data_ptr()
-                described.queue, described.chunks = pool.queue.data_ptr(), pool.table.data_ptr()
-        widest = max(field.rows.shape[1] for field in fields)
+            self._describe(described, field)
+        widest = max(field.row_bytes for field in fields)
         warps = -(-widest // _COPIED_AT_ONCE_BYTES // _WARP)
         self._block = (min(_MOST_THREADS, warps * _WARP), 1) if widest >= _WIDE_BYTES else (_WARP, _ROWS_A_BLOCK)
 
-    def write(self, number: int, tick: TickOnDevice, *, has_previous: bool) -> None:
+    def _describe(self, described: _Field, field: DeviceField) -> None:
+        described.ring, described.row_bytes = field.rows.data_ptr(), field.row_bytes
+        described.slots, described.window = self._rings.slots, 1
+        if (pool := field.pool) is not None:
+            described.is_observed, described.first_chunk = 1, pool.first_chunk
+            described.apart, described.pool = pool.apart.data_ptr(), pool.counts.data_ptr()
+            described.queue, described.chunks = pool.queue.data_ptr(), pool.table.data_ptr()
+        if (window := field.window) is not None:
+            described.window, described.outer, described.run_bytes = window.slices, window.outer, window.run_bytes
+            described.slots = window.slots
+            described.whole, described.newest = window.whole.data_ptr(), window.newest.data_ptr()
+
+    def write(self, number: int, tick: TickOnDevice, *, has_previous: bool, ticks: int = 1) -> None:
         """See `DeviceLoops`."""
-        words, task = self._words, self._task
-        words[self._sources] = [tensor.data_ptr() for tensor in tick.rows]
-        words[self._strides] = [tensor.stride(0) * tensor.itemsize for tensor in tick.rows]
-        words[self._next_sources] = [tensor.data_ptr() for tensor in tick.next_obs]
-        words[self._next_strides] = [tensor.stride(0) * tensor.itemsize for tensor in tick.next_obs]
-        task.tick, task.has_previous = number, has_previous
+        words, task, given = self._words, self._task, (*tick.rows, *tick.next_obs)
+        words[self._sources] = [tensor.data_ptr() for tensor in given]
+        words[self._strides] = [tensor.stride(0) * tensor.itemsize for tensor in given]
         task.terminated, task.truncated = tick.terminated.data_ptr(), tick.truncated.data_ptr()
         task.valid = 0 if tick.valid is None else tick.valid.data_ptr()
-        self._launch(self._write_tick, self._rings.lanes)
+        self._write(number, ticks, has_previous, task.fields + 1)
+
+    def write_packed(self, number: int, packed: PackedTicks, *, has_previous: bool) -> None:
+        """See `DeviceLoops`."""
+        words, task, where = self._words, self._task, packed.firsts + packed.memory.data_ptr()
+        words[self._sources], words[self._strides] = where[:-2], self._row_bytes
+        task.terminated, task.truncated, task.valid = int(where[-2]), int(where[-1]), 0
+        self._write(number, packed.ticks, has_previous, task.fields + 1)
+
+    def restore(self, number: int, rows: Mapping[int, torch.Tensor], ticks: int, *, has_previous: bool) -> None:
+        """See `DeviceLoops`."""
+        self._words[self._sources] = 0
+        for i, tensor in rows.items():
+            self._task.field[i].source = tensor.data_ptr()
+            self._task.field[i].source_stride = tensor.stride(0) * tensor.itemsize
+        self._write(number, ticks, has_previous, self._task.fields)
+
+    def _write(self, number: int, ticks: int, has_previous: bool, fields: int) -> None:
+        self._task.tick, self._task.ticks, self._task.has_previous = number, ticks, has_previous
+        self._launch(self._write_ticks, self._rings.lanes, fields)
 
     def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None) -> RowsOnDevice:
         """See `DeviceLoops`."""
+        return self.read_at(len(ids), ids.data_ptr(), 0 if last_ids is None else last_ids.data_ptr(), ids)._replace(
+            ids=ids
+        )
+
+    def read_at(self, count: int, ids: int, last_ids: int, owner: torch.Tensor) -> RowsOnDevice:
+        """See `DeviceLoops`."""
         self._task.draws = 0
-        return self._read(ids, last_ids)
+        return self._read(count, ids, last_ids)
 
     def draw(self, count: int, seed: int) -> RowsOnDevice:
         """See `DeviceLoops`; inside a CUDA graph every replay draws others."""
-        return self._read(self._drawn(count, seed), None)
+        self._begin_draw(seed)
+        return self._read(count, 0, 0)
 
     def draw_ids(self, count: int, seed: int) -> torch.Tensor:
         """See `DeviceLoops`."""
-        ids, task = self._drawn(count, seed), self._task
-        task.rows, task.ids, task.last_ids, task.to_terminated, task.to_truncated = count, ids.data_ptr(), 0, 0, 0
-        task.fields = 0
-        self._launch(self._gather_rows, count)
+        self._begin_draw(seed)
+        ids: torch.Tensor = self._torch.empty(count, dtype=self._torch.int64, device=self._device)
+        task = self._task
+        self._words[self._targets] = 0
+        task.rows, task.ids, task.last_ids, task.fields = count, ids.data_ptr(), 0, 0
+        self._launch(self._gather_rows, count, 1)
         task.fields = len(self._rings.fields)
         return ids
 
-    def _drawn(self, count: int, seed: int) -> torch.Tensor:
-        """Have the next launch draw; return where the ids go."""
-        task, module = self._task, self._torch
+    def _begin_draw(self, seed: int) -> None:
+        """Have the next launch draw."""
+        task = self._task
         task.draws, task.call, task.seed = 1, 0, seed
-        if module.cuda.is_current_stream_capturing():
+        if self._torch.cuda.is_current_stream_capturing():
             task.call = _NO_CALL
             self._count_call((1, 1), (1, 1), self._stream(), ctypes.c_int64(self._rings.counts.data_ptr()))
-        ids: torch.Tensor = module.empty(count, dtype=module.int64, device=self._device)
-        return ids
 
-    def _read(self, ids: torch.Tensor, last_ids: torch.Tensor | None) -> RowsOnDevice:
-        empty, device, count, fields = self._torch.empty, self._device, len(ids), self._rings.fields
-        rows = [empty((count, *field.shape), dtype=field.kind, device=device) for field in fields]
-        observed = fields[: len(self._next_targets)]
-        next_obs = [empty((count, *field.shape), dtype=field.kind, device=device) for field in observed]
-        terminated = empty(count, dtype=self._torch.bool, device=device)
-        truncated = empty(count, dtype=self._torch.bool, device=device)
-        words, task = self._words, self._task
-        words[self._targets] = [tensor.data_ptr() for tensor in rows]
-        words[self._next_targets] = [tensor.data_ptr() for tensor in next_obs]
-        task.rows, task.ids, task.last_ids = count, ids.data_ptr(), 0 if last_ids is None else last_ids.data_ptr()
-        task.to_terminated, task.to_truncated = terminated.data_ptr(), truncated.data_ptr()
+    def _read(self, count: int, ids: int, last_ids: int) -> RowsOnDevice:
+        """Read rows of ids at an address, or of ids that are drawn now."""
+        block, task = self._block_for(count), self._task
+        self._words[self._targets] = block.targets
+        task.ids = ids or task.ids
+        task.rows, task.last_ids = count, last_ids
         if count:
-            self._launch(self._gather_rows, count)
-        return RowsOnDevice(ids, rows, next_obs, terminated, truncated)
+            self._launch(self._gather_rows, count, task.fields + 1)
+        found, fields = [tensor.data for tensor in block.tensors], len(self._rings.fields)
+        *next_obs, terminated, truncated, ones, drawn = found[fields:]
+        return RowsOnDevice(drawn, found[:fields], next_obs, terminated, truncated, ones)
 
-    def _launch(self, kernel: Any, rows: int) -> None:
-        grid = (-(-rows // self._block[1]), self._task.fields + 1)
-        kernel(grid, self._block, self._stream(), self._task)
+    def _block_for(self, count: int) -> _RowBlock:
+        """Return memory for a batch that nobody else can see; blocks are used again on the same stream alone."""
+        if self._torch.cuda.is_current_stream_capturing():
+            return _RowBlock(self._memory, _RowPlan(self._torch, self._rings.fields, count))
+        key = (count, self._memory.current())
+        plan = self._plans.pop(key, None) or _RowPlan(self._torch, self._rings.fields, count)
+        self._plans[key] = plan
+        if len(self._plans) > _KEPT_PLANS:
+            del self._plans[next(iter(self._plans))]  # the kind that was not used for longest
+        for block in plan.blocks:
+            if block.is_free:
+                return block
+        block = _RowBlock(self._memory, plan)
+        if len(plan.blocks) < self._most_blocks and self._memory.count_uses is not None:
+            plan.blocks.append(block)
+        return block
+
+    def keep(self, batches: int) -> None:
+        """See `DeviceLoops`."""
+        self._most_blocks = max(self._most_blocks, batches + 1)
+
+    def _launch(self, kernel: Any, rows: int, fields: int) -> None:
+        kernel((-(-rows // self._block[1]), fields), self._block, self._stream(), self._task)
 
     def _stream(self) -> int:
         """Return the caller's stream, which goes on when the one used before it is done with the rings."""
-        stream = self._torch.cuda.current_stream(self._device)
-        if stream != self._last_stream and not self._torch.cuda.is_current_stream_capturing():
-            if self._last_stream is not None:
-                stream.wait_stream(self._last_stream)
-            self._last_stream = stream
-        handle: int = stream.cuda_stream
-        return handle
+        number = self._memory.current()
+        if number == self._last_stream or self._torch.cuda.is_current_stream_capturing():
+            return number
+        self._last_stream = number
+        return self._memory.consumer()
 
 
-class TorchLoops:
-    """The same in operations of torch, one field after another; it waits for the device.
-
-    A tick may be written again if the first time was interrupted: it then costs places of the pool, never a row.
-    """
-
-    is_one_step = False
-
-    def __init__(self, torch: Any) -> None:
-        self._torch = torch
-
-    def attach(self, rings: RingsOnDevice) -> None:
-        """See `DeviceLoops`."""
-        self._rings = rings
-
-    def write(self, number: int, tick: TickOnDevice, *, has_previous: bool) -> None:
-        """See `DeviceLoops`."""
-        rings, torch = self._rings, self._torch
-        here, after = self._slot(number), self._slot(number + 1)
-        for i, (field, value) in enumerate(zip(rings.fields, tick.rows, strict=True)):
-            rows = _bytes_of(torch.uint8, value, rings.lanes)
-            if field.pool is not None:
-                if has_previous:
-                    differs = (field.rows[here] != rows).any(dim=1).nonzero()[:, 0]
-                    self._keep_apart(field.pool, self._slot(number - 1), field.rows[here][differs], differs)
-                self._free(field.pool, after)
-                field.rows[after] = _bytes_of(torch.uint8, tick.next_obs[i], rings.lanes)
-                taken, given, _, _ = (count & 0xFFFFFFFF for count in field.pool.counts.tolist())
-                rings.free[1 + i] = (given - taken) & 0xFFFFFFFF
-            field.rows[here] = rows
-        flags = tick.terminated.to(torch.uint8) * TERMINATED + tick.truncated.to(torch.uint8) * TRUNCATED
-        if tick.valid is not None:
-            flags += (~tick.valid).to(torch.uint8) * INVALID
-        rings.flags[here] = flags
-        rings.counts[0] = number + 1
-        rings.counts[1].clamp_(min=number + 2 - rings.slots)
-        rings.free[0] = number + 1
-
-    def _keep_apart(self, pool: Pool, slot: slice, rows: torch.Tensor, lanes: torch.Tensor) -> None:
-        taken, mask = int(pool.counts[0]), int(pool.counts[2])
-        places = pool.queue[(self._torch.arange(len(lanes), device=lanes.device) + taken) & mask]
-        pool.counts[0] += len(lanes)
-        put_places(pool, places.long(), rows)
-        pool.apart[slot.start + lanes] = places
-
-    def _free(self, pool: Pool, slot: slice) -> None:
-        places = pool.apart[slot]
-        places = places[places >= 0]
-        pool.apart[slot] = -1  # first, so that no place is given back twice
-        given, mask = int(pool.counts[1]), int(pool.counts[2])
-        pool.queue[(self._torch.arange(len(places), device=places.device) + given) & mask] = places
-        pool.counts[1] += len(places)
-
-    def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None) -> RowsOnDevice:
-        """See `DeviceLoops`."""
-        rings = self._rings
-        cells = rings.slots * rings.lanes
-        here = ids % cells
-        last = here if last_ids is None else last_ids % cells
-        rows = [self._seen(field, field.rows[here]) for field in rings.fields]
-        next_obs = []
-        for field in rings.fields:
-            if field.pool is not None:
-                found = field.rows[(last + rings.lanes) % cells]
-                places = field.pool.apart[last].long()
-                kept = (places >= 0).nonzero()[:, 0]
-                found[kept] = _at_places(field.pool, places[kept])
-                next_obs.append(self._seen(field, found))
-        flags = rings.flags[last]
-        return RowsOnDevice(ids, rows, next_obs, (flags & TERMINATED) != 0, (flags & TRUNCATED) != 0)
-
-    def draw(self, count: int, seed: int) -> RowsOnDevice:
-        """See `DeviceLoops`."""
-        return self.read(self.draw_ids(count, seed), None)
-
-    def draw_ids(self, count: int, seed: int) -> torch.Tensor:
-        """See `DeviceLoops`."""
-        rings, generator = self._rings, np.random.default_rng(seed)
-        end, first = (int(tick) * rings.lanes for tick in rings.counts[:2])
-        ids = self._torch.from_numpy(generator.integers(first, end, count)).to(rings.flags.device)
-        while len(missed := (rings.flags[ids % len(rings.flags)] & INVALID).nonzero()[:, 0]):
-            ids[missed] = self._torch.from_numpy(generator.integers(first, end, len(missed))).to(ids.device)
-        drawn: torch.Tensor = ids
-        return drawn
-
-    def _slot(self, tick: int) -> slice:
-        first = tick % self._rings.slots * self._rings.lanes
-        return slice(first, first + self._rings.lanes)
-
-    def _seen(self, field: DeviceField, rows: torch.Tensor) -> torch.Tensor:
-        return typed_rows(rows, field.kind, (len(rows), *field.shape))
+def _word(name: str) -> int:
+    return int(getattr(_Task, name).offset) // _WORD_BYTES
 
 
-class _Rollout(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("advantages", "values", "ends", "last_values", "returns")),
-        ("steps", ctypes.c_int64), ("lanes", ctypes.c_int64), ("gamma", ctypes.c_float), ("decay", ctypes.c_float),
-    ]  # fmt: skip
+class _RowPlan:
+    """Where the fields of batches of so many rows lie in one block: rows, next observations, flags, weights, ids."""
+
+    def __init__(self, torch: Any, fields: list[DeviceField], count: int) -> None:
+        observed = [field for field in fields if field.pool is not None]
+        self._spans: list[tuple[Any, tuple[int, ...], int]] = []
+        self.block_bytes = 0
+        for field in (*fields, *observed):
+            self._add(field.kind, (count, *field.shape), count * field.row_bytes)
+        for kind in (torch.bool, torch.bool, torch.float32, torch.int64):
+            self._add(kind, (count,), count * kind.itemsize)
+        self.blocks: list[_RowBlock] = []
+
+    def _add(self, kind: Any, shape: tuple[int, ...], nbytes: int) -> None:
+        self._spans.append((kind, shape, self.block_bytes))
+        self.block_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+    def tensors(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Show a block as its fields."""
+        found = []
+        for kind, shape, first in self._spans:
+            nbytes = int(np.prod(shape)) * kind.itemsize
+            found.append(typed_rows(memory[first : first + nbytes], kind, shape))
+        return found
 
 
-Estimate = Callable[..., None]
-"""Takes rewards, which become advantages, values, ends, last values, gamma, lambda, and where returns go."""
+class _RowBlock(DeviceBlock):
+    """Memory for one batch, and where its fields begin."""
 
+    __slots__ = ("targets",)
 
-def advantages_on(torch: Any, device: torch.device) -> Estimate:
-    """Return the loop that estimates advantages on a device, all of whose arrays are (steps, lanes) and float32."""
-    if device.type == "cuda":
-        try:
-            launch = device_program(torch, device).kernel("estimate_advantages")
-        except CudaProgramError:
-            return _estimate_advantages
-    else:
-        return _estimate_advantages
-
-    def estimate(
-        advantages: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, last: torch.Tensor, gamma: float,
-        gae_lambda: float, returns: torch.Tensor,
-    ) -> None:  # fmt: skip
-        steps, lanes = advantages.shape
-        addresses = (tensor.data_ptr() for tensor in (advantages, values, ends, last, returns))
-        task = _Rollout(*addresses, steps, lanes, gamma, np.float32(gamma * gae_lambda))
-        stream = torch.cuda.current_stream(device).cuda_stream
-        launch((-(-lanes // _WARP), 1), (_WARP, 1), stream, task)
-
-    return estimate
-
-
-def _estimate_advantages(
-    advantages: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, last: torch.Tensor, gamma: float,
-    gae_lambda: float, returns: torch.Tensor,
-) -> None:  # fmt: skip
-    """Do the same in operations of torch, step by step, in the order of the loop in C."""
-    steps = len(advantages)
-    discount, decay = (advantages.new_tensor(number) for number in (gamma, gamma * gae_lambda))
-    for t in range(steps - 1, -1, -1):
-        going = 1.0 - ends[t]
-        ahead = discount * (last if t == steps - 1 else values[t + 1]) * going
-        delta = advantages[t] + ahead - values[t]
-        carried = decay * going * (advantages[t + 1] if t < steps - 1 else 0.0)
-        advantages[t] = delta + carried
-        returns[t] = advantages[t] + values[t]
+    def __init__(self, stream: Any, plan: _RowPlan) -> None:
+        super().__init__(stream, plan)
+        self.targets = np.array([tensor.data_ptr() for tensor in self.tensors], np.int64)
 
 
 def typed_rows(rows: torch.Tensor, kind: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return bytes as elements of a dtype; a field may have none, which torch does not see as another dtype."""
     return rows.view(kind).view(shape) if rows.numel() else rows.new_empty(shape, dtype=kind)
-
-
-def _bytes_of(byte: torch.dtype, value: torch.Tensor, lanes: int) -> torch.Tensor:
-    return value.contiguous().view(lanes, -1).view(byte) if value.numel() else value.new_empty((lanes, 0), dtype=byte)
-
-
-def put_places(pool: Pool, places: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows to places of a pool."""
-    first = 0
-    for chunk in pool.chunks:
-        here = (places >= first) & (places < first + len(chunk))
-        chunk[places[here] - first] = rows[here]
-        first += len(chunk)
-
-
-def _at_places(pool: Pool, places: torch.Tensor) -> torch.Tensor:
-    rows, first = pool.chunks[0].new_empty((len(places), pool.chunks[0].shape[1])), 0
-    for chunk in pool.chunks:
-        here = (places >= first) & (places < first + len(chunk))
-        rows[here] = chunk[places[here] - first]
-        first += len(chunk)
-    return rows

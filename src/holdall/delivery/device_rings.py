@@ -1,8 +1,9 @@
 """Flat rings on a device: ticks are written and rows are read there, and the host waits for neither.
 
 In:  tensors on the device, tick by tick; ids.  Out: tensors on the device; for checkpoints, arrays of the host.
-Invariant: every row comes back bit for bit. An observation that continues from the last next observation is kept once;
-the device compares the two at every tick, and keeps what differs apart, in a pool that grows before it can run out.
+Invariant: every row comes back bit for bit. An observation that continues from the last next observation is kept once,
+and so is every slice of a window; the device compares them at every tick, and keeps what differs apart, in a pool that
+grows before it can run out.
 
 These are the rings of a store whose data is born on a device. The host knows the number of ticks. How many places of a
 pool are free only the device knows; it leaves that in memory of the host at every tick, and the host counts on the
@@ -12,29 +13,31 @@ worst that can have happened since.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.delivery.device_fields import FLAG, SLACK_TICKS, DeviceColumn, DeviceRing
+from holdall.delivery.device_checkpoint import CheckpointedRings
+from holdall.delivery.device_fields import SLACK_TICKS, DeviceColumn, DeviceRing, WindowColumn, Windows
 from holdall.delivery.device_loops import (
     INVALID,
     MOST_FIELDS,
     TERMINATED,
     TRUNCATED,
     DeviceLoops,
+    PackedTicks,
     RingsOnDevice,
     RowsOnDevice,
     TickOnDevice,
-    loops_for,
 )
+from holdall.delivery.torch_loops import loops_for
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport
-from holdall.schema import Array, Leaf, Schema
-from holdall.storage import NEVER, Apart, FlatField, Kernels, Repair, SlicedTick, TickWriter, put_rows, rows_of
+from holdall.schema import Array, Schema
+from holdall.storage import NEVER, FlatField, Kernels, Repair, SlicedTick, TickWriter
 
 if TYPE_CHECKING:
     import torch
@@ -42,19 +45,25 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 60.0
 
 
-class DeviceRings:
+class DeviceRings(CheckpointedRings):
     """All fields of a memory in rings on one device; the interface is that of the rings on the host.
 
     Args:
+        windows: How observations are cut; None if that is found in rows that were saved.
+        limit: Bytes that may be taken on the device.
         first_tick: Number of the first tick that will be written.
     """
 
-    def __init__(self, torch: Any, device: torch.device, schema: Schema, ring_ticks: int, first_tick: int) -> None:
+    def __init__(
+        self, torch: Any, device: torch.device, schema: Schema, ring_ticks: int, windows: Windows | None,
+        limit: int | None, first_tick: int = 0,
+    ) -> None:  # fmt: skip
         if len(schema.leaves) + 1 > MOST_FIELDS:
             raise ArgumentError(
                 f"store_device ({device}): the spaces have {len(schema.leaves)} arrays, at most {MOST_FIELDS - 1} fit; "
                 "join small ones into one Box"
             )
+        super().__init__()
         self.torch, self.device, self.schema = torch, device, schema
         self.lanes, self.ring_ticks = schema.num_envs, ring_ticks
         self._writer: DeviceTickWriter | None = None
@@ -62,22 +71,22 @@ class DeviceRings:
         self.scouts: dict[int, Any] = {}
         self.pause_tick = NEVER  # nothing is packed on a device
         self.invalid: DeviceColumn | None = None
-        self.reward: DeviceColumn | None = None
+        self.reward: DeviceColumn | WindowColumn | None = None
         cells = ring_ticks * self.lanes
         self._flags = torch.zeros(cells, dtype=torch.uint8, device=device)
         self._counts = torch.tensor([first_tick, first_tick, 0], dtype=torch.int64, device=device)
         pinned = device.type == "cuda"
         self._free = torch.zeros(1 + MOST_FIELDS, dtype=torch.int64, pin_memory=pinned)
         self._seen_free = self._free.numpy()
-        self.small = {i: self._ring(leaf, is_pooled=True) for i, leaf in enumerate(schema.observation.leaves)}
+        self.small: dict[int, DeviceRing] = {}
+        self._limit = limit
+        if windows is not None:
+            self.lay_out(windows)
         self.action = [self._ring(leaf) for leaf in schema.action.leaves]
         self.extras = [self._ring(leaf) for leaf in schema.extras.leaves]
         self._reward_ring: DeviceRing | None = None
         self._constants: dict[Any, Any] = {}
         self._loops = loops_for(torch, device)
-
-    def _ring(self, leaf: Leaf, *, is_pooled: bool = False) -> DeviceRing:
-        return DeviceRing(self.torch, self.device, leaf, self.lanes, self.ring_ticks, is_pooled=is_pooled)
 
     def _all(self) -> list[DeviceRing]:
         """All fields in the order in which the loops know them."""
@@ -103,14 +112,20 @@ class DeviceRings:
                 self._seen_free[1 + i] = len(ring.pool.free())
         self._seen_free[0] = self._next_tick
 
+    def settle(self) -> None:
+        """Wait for the device, and look how many places are free."""
+        self._rest()
+        self._attach()
+
     def prepare(self, tick: Any, first_tick: int, next_tick: int) -> list[Any]:
         """Return the rows of a tick of tensors, each in one piece, in the order in which the writer takes them."""
-        self.begin(_numpy_dtype(self.torch, tick.reward), has_invalid=tick.valid is not None)
+        if self._reward_ring is None or (tick.valid is not None and self.invalid is None):
+            self.begin(_numpy_dtype(self.torch, tick.reward), has_invalid=tick.valid is not None)
         rows = [*tick.obs, *tick.action, *tick.extras, tick.reward, *tick.next_obs]
         rows = [_row_contiguous(row) for row in rows] + [tick.terminated.contiguous(), tick.truncated.contiguous()]
         return rows if tick.valid is None else [*rows, tick.valid.contiguous()]
 
-    def new_writer(self, kernels: Kernels, ticks: tuple[int, int], repair: Repair) -> TickWriter:
+    def new_writer(self, kernels: Kernels | None, ticks: tuple[int, int], repair: Repair) -> DeviceTickWriter:
         """Return what writes ticks here; `ticks` are the numbers of the first one ever and of the next."""
         self._writer = DeviceTickWriter(self, self._loops, self._counts, ticks, repair)
         return self._writer
@@ -124,25 +139,36 @@ class DeviceRings:
 
     def keep(self, small: Iterable[int]) -> None:
         """Refuse what is saved in another form: every observation leaf has a ring here."""
-        if list(small) != list(self.small):
+        if list(small) != list(range(len(self.schema.observation.leaves))):
             raise ArgumentError("store_device: the checkpoint holds compressed fields, which a device does not read")
 
-    def make_room(self, now: int) -> None:
-        """See that every pool has a place for each lane, whatever the device has done since it last said."""
-        lag = now - int(self._seen_free[0])
-        needed = (lag + 1) * self.lanes
-        if all(int(self._seen_free[1 + i]) >= needed for i in range(len(self.small))):
+    def make_room(self, now: int, ticks: int = 1) -> None:
+        """See that every pool has places for each lane of some ticks, whatever the device has done since."""
+        if not self._short_of_places(now, ticks):
             return
         self._wait_for(now - 1)
-        lag = now - int(self._seen_free[0])
-        short = [i for i in range(len(self.small)) if int(self._seen_free[1 + i]) < (lag + 1) * self.lanes]
-        if short:
+        if short := self._short_of_places(now, ticks):
             self._rest()
-            for i in short:
-                pool = list(self.small.values())[i].pool
-                while pool is not None and len(pool.free()) < SLACK_TICKS * self.lanes:
-                    pool.grow()
+            for ring in short:
+                self._grow(ring, max(ticks, SLACK_TICKS) * self.lanes * ring.most_places)
             self._attach()
+
+    @property
+    def free_ticks(self) -> int:
+        """Ticks for which every pool had places when the device last said so."""
+        free = zip(self.small.values(), self._seen_free[1:].tolist(), strict=False)
+        return min((some // (self.lanes * ring.most_places) for ring, some in free), default=NEVER)
+
+    @property
+    def is_one_step(self) -> bool:
+        """Whether a tick is written in one launch."""
+        return self._loops.is_one_step
+
+    def _short_of_places(self, now: int, ticks: int) -> list[DeviceRing]:
+        lag = now - int(self._seen_free[0])
+        rings, free = self.small.values(), self._seen_free[1:].tolist()
+        needed = (lag + ticks) * self.lanes
+        return [ring for ring, some in zip(rings, free, strict=False) if some < needed * ring.most_places]
 
     def _wait_for(self, tick: int) -> None:
         """Wait until the device has begun a tick."""
@@ -152,11 +178,6 @@ class DeviceRings:
                 self._rest()
                 return
             time.sleep(0)
-
-    def _rest(self) -> None:
-        """Wait until the device has done everything."""
-        if self.device.type == "cuda":
-            self.torch.cuda.synchronize(self.device)
 
     def draw(self, count: int, seed: int) -> RowsOnDevice:
         """Draw rows, every one that made a transition with the same probability; the host waits for nothing."""
@@ -201,14 +222,17 @@ class DeviceRings:
         constant: torch.Tensor = self._constants[key]
         return constant
 
-    def gather(self, ids: torch.Tensor, last_ids: torch.Tensor | None = None) -> RowsOnDevice:
-        """Read rows that are held, under ids on the device."""
-        return self._loops.read(ids, last_ids)
+    def gather_at(self, count: int, ids: int, last_ids: int, owner: torch.Tensor) -> RowsOnDevice:
+        """Read rows under ids at an address on the device; `last_ids` is 0 if they are the same.
 
-    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
-        """Bring ids to the device."""
-        tensor: torch.Tensor = self.torch.from_numpy(np.array(ids).reshape(-1)).to(self.device)
-        return tensor
+        Args:
+            owner: Memory that the addresses are in.
+        """
+        return self._loops.read_at(count, ids, last_ids, owner)
+
+    def keep_batches(self, count: int) -> None:
+        """Keep memory for so many batches in use."""
+        self._loops.keep(count)
 
     def rewards(self, ids: NDArray[np.int64]) -> Array:
         """Copy the rewards of `ids`, of any shape, to the host."""
@@ -247,34 +271,6 @@ class DeviceRings:
         flags = self._flags.view(self.ring_ticks, self.lanes)[self.torch.from_numpy(slots).to(self.device)]
         return int(((flags & INVALID) != 0).sum())
 
-    # ------------------------------------------------------------ to and from the host
-
-    def _flag_column(self, bit: int) -> DeviceColumn:
-        return DeviceColumn(self.torch, self._flags.view(self.ring_ticks, self.lanes), FLAG.dtype, bit)
-
-    def columns(self) -> dict[str, DeviceColumn]:
-        """Return all rings by name."""
-        columns = {f"action.{i}": ring.column for i, ring in enumerate(self.action)}
-        columns |= {f"extras.{i}": ring.column for i, ring in enumerate(self.extras)}
-        if self.reward is not None:
-            columns["reward.0"] = self.reward
-        columns["terminated.0"], columns["truncated.0"] = self._flag_column(TERMINATED), self._flag_column(TRUNCATED)
-        if self.invalid is not None:
-            columns["invalid.0"] = self.invalid
-        return columns | {f"obs.{i}": ring.column for i, ring in self.small.items()}
-
-    def apart(self) -> dict[str, Apart]:
-        """Return the next observations that are kept apart now, by column."""
-        first, end = self._first_held(), self._next_tick
-        ids = self.torch.arange(first * self.lanes, end * self.lanes, device=self.device)
-        kept = {}
-        for i, ring in self.small.items():
-            if ring.pool is not None:
-                some = ids[ring.pool.apart[ids % len(self._flags)] >= 0]
-                rows = self.gather(some).next_obs[i].cpu().numpy() if len(some) else np.empty((0, *ring.leaf.shape))
-                kept[f"obs.{i}"] = Apart(some.cpu().numpy(), rows.astype(ring.leaf.dtype, copy=False), 0, len(some))
-        return kept
-
     @property
     def _next_tick(self) -> int:
         return self._begun_with if self._writer is None else self._writer.next_tick
@@ -282,46 +278,6 @@ class DeviceRings:
     def _first_held(self) -> int:
         first = self._begun_with if self._writer is None else self._writer.first_tick
         return max(first, self._next_tick + 1 - self.ring_ticks)
-
-    def thaw(
-        self, next_tick: int, first_tick: int, newest: dict[int, Array], paired: Collection[int], scouts: dict[str, Any]
-    ) -> None:
-        """Begin to take over rows that were frozen elsewhere; they follow with `put`, oldest first."""
-        del paired, scouts  # next observations with rows of their own are compared as they come
-        self._counts.copy_(self.torch.tensor([next_tick, first_tick, 0]))
-        for i, rows in newest.items():
-            slot = next_tick % self.ring_ticks
-            self.small[i].column[slot : slot + 1] = rows[None]
-
-    def put(
-        self, first: int, columns: Mapping[str, Array], apart: Mapping[str, tuple[NDArray[np.int64], Array]]
-    ) -> None:
-        """Take over rows of ticks from `first` on, in order."""
-        for name, column in self.columns().items():
-            if name in columns:
-                put_rows(column, first, columns[name])  # type: ignore[arg-type]  # it has what is asked of an array
-        for i, ring in self.small.items():
-            ids, rows = apart.get(f"obs.{i}", (np.empty(0, np.int64), np.empty((0, *ring.leaf.shape), ring.leaf.dtype)))
-            if f"next.{i}" in columns:
-                ids, rows = self._unshared(first, i, columns[f"obs.{i}"], columns[f"next.{i}"])
-            if len(ids) and ring.pool is not None:
-                flat = self.torch.from_numpy(np.array(rows).reshape(len(ids), -1).view(np.uint8))
-                ring.pool.put(self.to_device(ids) % len(self._flags), flat.to(self.device))
-        if self._reward_ring is not None:
-            self._attach()
-
-    def _unshared(self, first: int, i: int, obs: Array, following: Array) -> tuple[NDArray[np.int64], Array]:
-        """Return the next observations that the following rows do not show; the newest tick's stand behind it."""
-        ticks = len(obs)
-        flat = following.reshape(ticks, self.lanes, -1).view(np.uint8)
-        differs = np.ones((ticks, self.lanes), np.bool_)
-        differs[:-1] = (flat[:-1] != obs.reshape(ticks, self.lanes, -1).view(np.uint8)[1:]).any(axis=2)
-        if first + ticks == self._next_tick:
-            slot = self._next_tick % self.ring_ticks
-            self.small[i].column[slot : slot + 1] = following[-1:]
-            differs[-1] = False
-        where = np.flatnonzero(differs)
-        return first * self.lanes + where, following.reshape(ticks * self.lanes, *following.shape[2:])[where]
 
     def report(self, held: int, touched: int) -> list[FieldReport]:
         """Account for all fields but observations."""
@@ -358,14 +314,6 @@ class DeviceRings:
         """Bytes of one transition on the host: none."""
         return 0
 
-    def copy(self, first: int, end: int) -> dict[str, Array]:
-        """Copy the rows of ticks [first, end) to the host, next observations too."""
-        columns = {name: rows_of(ring, first, end) for name, ring in self.columns().items()}  # type: ignore[arg-type]
-        found = self.gather(self.to_device(np.arange(first * self.lanes, end * self.lanes)))
-        for i in self.small:
-            columns[f"next.{i}"] = found.next_obs[i].cpu().numpy().reshape(columns[f"obs.{i}"].shape)
-        return columns
-
 
 class DeviceTickWriter(TickWriter):
     """Writes ticks of tensors in one launch, and counts them.
@@ -382,19 +330,31 @@ class DeviceTickWriter(TickWriter):
 
     def write(self, rows: Sequence[Any], sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter`."""
-        rings, now = self._rings, self.next_tick
-        rings.make_room(now)
-        fields, observed = len(rings.schema.leaves) + 1, len(rings.small)
+        fields, observed = len(self._rings.schema.leaves) + 1, len(self._rings.small)
         following, flags = rows[fields : fields + observed], rows[fields + observed :]
         tick = TickOnDevice(rows[:fields], following, flags[0], flags[1], flags[2] if len(flags) > 2 else None)
-        self._repair.begin(self._ask_device if self._loops.is_one_step else partial(self._do, now, tick))
-        self._do(now, tick)
+        return self._written(partial(self._loops.write, self.next_tick, tick), 1)
+
+    def write_together(self, packed: PackedTicks) -> int:
+        """Write some ticks; return how many were written in all."""
+        return self._written(partial(self._loops.write_packed, self.next_tick, packed), packed.ticks)
+
+    def _written(self, write: Callable[..., None], ticks: int) -> int:
+        now = self.next_tick
+        self._rings.make_room(now, ticks)
+        self._repair.begin(self._ask_device if self._loops.is_one_step else partial(self._do, write, now, ticks))
+        self._do(write, now, ticks)
         self._repair.end()
         return self.next_tick
 
-    def _do(self, now: int, tick: TickOnDevice) -> None:
-        self._loops.write(now, tick, has_previous=now > self.first_tick)
-        self.next_tick = now + 1
+    def _do(self, write: Callable[..., None], now: int, ticks: int) -> None:
+        write(has_previous=now > self.first_tick)
+        self.next_tick = now + ticks
+
+    def begin_again(self, tick: int) -> None:
+        """Go on with a later tick, which continues nothing."""
+        self.first_tick = self.next_tick = tick
+        self._rings.settle()
 
     def _ask_device(self) -> None:
         self.next_tick = int(self._counts[0])
@@ -402,6 +362,8 @@ class DeviceTickWriter(TickWriter):
 
 def _row_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor each of whose rows lies in one piece."""
+    if tensor.is_contiguous():  # which is quick to ask
+        return tensor
     return tensor if tensor[0].is_contiguous() and tensor.stride(0) >= 0 else tensor.contiguous()
 
 

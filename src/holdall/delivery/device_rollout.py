@@ -7,13 +7,16 @@ itself, in the same order. Adding a step waits for nothing that the device does.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.delivery.batches import Delivery
-from holdall.delivery.device_loops import advantages_on
+from holdall.delivery.cuda_program import CudaProgramError
+from holdall.delivery.device_loops import device_program
 from holdall.delivery.resident import TensorFit
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport
@@ -27,6 +30,7 @@ _FLOAT32 = np.dtype(np.float32)
 _FLAG = Leaf("", (), np.dtype(np.bool_))
 _FIRST_FINAL_STEPS = 4
 """Steps in which every lane may be cut before the host asks how many really were."""
+_WARP = 32
 
 
 class DeviceRollout:
@@ -239,3 +243,53 @@ class _FinalRows:
         """Forget all rows."""
         self._count.zero_()
         self._most = 0
+
+
+class _Rollout(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("advantages", "values", "ends", "last_values", "returns")),
+        ("steps", ctypes.c_int64), ("lanes", ctypes.c_int64), ("gamma", ctypes.c_float), ("decay", ctypes.c_float),
+    ]  # fmt: skip
+
+
+Estimate = Callable[..., None]
+"""Takes rewards, which become advantages, values, ends, last values, gamma, lambda, and where returns go."""
+
+
+def advantages_on(torch: Any, device: torch.device) -> Estimate:
+    """Return the loop that estimates advantages on a device, all of whose arrays are (steps, lanes) and float32."""
+    if device.type == "cuda":
+        try:
+            launch = device_program(torch, device).kernel("estimate_advantages")
+        except CudaProgramError:
+            return _estimate_advantages
+    else:
+        return _estimate_advantages
+
+    def estimate(
+        advantages: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, last: torch.Tensor, gamma: float,
+        gae_lambda: float, returns: torch.Tensor,
+    ) -> None:  # fmt: skip
+        steps, lanes = advantages.shape
+        addresses = (tensor.data_ptr() for tensor in (advantages, values, ends, last, returns))
+        task = _Rollout(*addresses, steps, lanes, gamma, np.float32(gamma * gae_lambda))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        launch((-(-lanes // _WARP), 1), (_WARP, 1), stream, task)
+
+    return estimate
+
+
+def _estimate_advantages(
+    advantages: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, last: torch.Tensor, gamma: float,
+    gae_lambda: float, returns: torch.Tensor,
+) -> None:  # fmt: skip
+    """Do the same in operations of torch, step by step, in the order of the loop in C."""
+    steps = len(advantages)
+    discount, decay = (advantages.new_tensor(number) for number in (gamma, gamma * gae_lambda))
+    for t in range(steps - 1, -1, -1):
+        going = 1.0 - ends[t]
+        ahead = discount * (last if t == steps - 1 else values[t + 1]) * going
+        delta = advantages[t] + ahead - values[t]
+        carried = decay * going * (advantages[t + 1] if t < steps - 1 else 0.0)
+        advantages[t] = delta + carried
+        returns[t] = advantages[t] + values[t]

@@ -22,6 +22,7 @@ from holdall.batch import Batch, Draw, Goals, RewardFunction
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.delivery.device import stream_to
 from holdall.delivery.device_batch import DeviceBatches
+from holdall.delivery.device_mirror import MirroredBatches
 from holdall.errors import ClosedError, DamageError, TransitionIdError
 from holdall.sampling import Held
 from holdall.schema import Schema
@@ -41,7 +42,7 @@ class Loader:
         self._start = start
         self._finish = finish
         self._prefetch = prefetch
-        self._under_way: deque[tuple[BatchJob, Future[None]]] = deque()
+        self._under_way: deque[tuple[BatchJob, Future[None] | _Done]] = deque()
         self._worker: ThreadPoolExecutor | None = None
         if prefetch:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdall-loader")
@@ -63,7 +64,7 @@ class Loader:
             return job.receive()
         while len(self._under_way) <= self._prefetch:
             job = self._start()
-            self._under_way.append((job, _done(job) if job.is_quick else self._worker.submit(job.work)))
+            self._under_way.append((job, _Done(job) if job.is_quick else self._worker.submit(job.work)))
         job, done = self._under_way[0]  # it stays until it is there: an interrupt only costs the time
         error = done.exception()
         self._under_way.popleft()
@@ -99,15 +100,22 @@ class Loader:
         self.close()
 
 
-def _done(job: BatchJob) -> Future[None]:
-    """Do a job at once; an error is raised when its batch is asked for."""
-    future: Future[None] = Future()
-    try:
-        job.work()
-        future.set_result(None)
-    except Exception as error:
-        future.set_exception(error)
-    return future
+class _Done:
+    """A job that is done at once; an error is raised when its batch is asked for."""
+
+    def __init__(self, job: BatchJob) -> None:
+        self._error: Exception | None = None
+        try:
+            job.work()
+        except Exception as error:
+            self._error = error
+
+    def exception(self) -> Exception | None:
+        """Return what the job raised."""
+        return self._error
+
+    def cancel(self) -> None:
+        """Do nothing: it is done."""
 
 
 _ARRAYS = {"ids": "i8", "weights": "f4", "last_ids": "i8", "reward": None, "discount": "f4", "mask": "b1"}
@@ -229,7 +237,8 @@ def batches_for(
     batches: Batches = plain
     if device is not None and (store_on_device or delivery.is_remote):
         torch = delivery.torch
-        batches = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
+        sent = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
+        batches = MirroredBatches(schema, sent, assembler) if store_on_device else sent
     return JaxBatches(batches) if delivery.is_jax else batches
 
 

@@ -7,24 +7,24 @@ uniformly wait for nothing that the device does.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
+from holdall.delivery.batch_layout import nesting
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
 from holdall.delivery.device_draws import DeviceSampler, draws_on_device
-from holdall.delivery.device_fields import byte_rows, rings_bytes
+from holdall.delivery.device_fields import byte_rows, windows_of
 from holdall.delivery.device_loops import RowsOnDevice
 from holdall.delivery.device_rings import DeviceRings
 from holdall.errors import ArgumentError
 from holdall.sampling import Uniform
-from holdall.schema import Leaf, Schema, Tree
+from holdall.schema import Leaf, Schema, Tree, require_in_range
 from holdall.storage import Store, Tick
-from holdall.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -49,15 +49,15 @@ class TensorFit:
     """Checks the arguments of an `add` for a memory on one device."""
 
     def __init__(self, delivery: Delivery, schema: Schema) -> None:
-        self._torch, self._schema = delivery.torch, schema
-        device = self._torch.device(delivery.torch_device)
+        self.torch, self._schema = delivery.torch, schema
+        device = self.torch.device(delivery.torch_device)
         if device.type == "cuda" and device.index is None:
-            device = self._torch.device("cuda", self._torch.cuda.current_device())
+            device = self.torch.device("cuda", self.torch.cuda.current_device())
         self.device: torch.device = device
         self._kinds = {leaf.dtype: self._kind(leaf.dtype) for leaf in schema.leaves}
 
     def _kind(self, dtype: np.dtype[Any]) -> torch.dtype:
-        kind: torch.dtype = self._torch.from_numpy(np.empty(0, dtype)).dtype
+        kind: torch.dtype = self.torch.from_numpy(np.empty(0, dtype)).dtype
         return kind
 
     def tick(
@@ -82,7 +82,7 @@ class TensorFit:
     def rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> torch.Tensor:
         """Return the bytes of rows of a leaf, one per id."""
         tensor: torch.Tensor = self._fit(leaf, value, leading, argument, "one row per id")
-        return byte_rows(self._torch, tensor.detach().contiguous())
+        return byte_rows(self.torch, tensor.detach().contiguous())
 
     def leaves(self, tree: Tree, value: Any, argument: str) -> list[Any]:
         """Return the tensors of one nested argument, lanes first."""
@@ -96,20 +96,20 @@ class TensorFit:
     def rewards(self, value: Any, kind: torch.dtype | None) -> torch.Tensor:
         """Return rewards; those of the first step say of which dtype."""
         rewards = self.tensor(value, "reward")
-        dtype = self.numpy_dtype(rewards) if kind is None else self.numpy_dtype(self._torch.empty(0, dtype=kind))
+        dtype = self.numpy_dtype(rewards) if kind is None else self.numpy_dtype(self.torch.empty(0, dtype=kind))
         return self.leaf(Leaf("", (), dtype), rewards, "reward")
 
     def numpy_dtype(self, tensor: torch.Tensor) -> np.dtype[Any]:
         """Return NumPy's name of a tensor's dtype."""
         try:
-            dtype: np.dtype[Any] = self._torch.empty(0, dtype=tensor.dtype).numpy().dtype
+            dtype: np.dtype[Any] = self.torch.empty(0, dtype=tensor.dtype).numpy().dtype
         except TypeError as error:
             raise ArgumentError(f"reward has dtype {tensor.dtype}, which NumPy does not know; pass float32") from error
         return dtype
 
     def tensor(self, value: Any, called: str) -> torch.Tensor:
         """Return a value as a tensor on the device."""
-        module = self._torch
+        module = self.torch
         if not isinstance(value, module.Tensor):
             if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
                 value = module.from_dlpack(value)
@@ -142,37 +142,35 @@ class TensorFit:
         return tensor
 
 
-def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, first_tick: int = 0) -> DeviceRings:
-    """Allocate all that a memory takes on its device; say what would fit if that is too much."""
-    torch, device = fit._torch, fit.device
-    needed = rings_bytes(schema, ticks)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
-    room = free if limit is None else min(limit, free)
-    if needed <= room:
-        try:
-            return DeviceRings(torch, device, schema, ticks + 1, first_tick)
-        except torch.OutOfMemoryError:
-            room = torch.cuda.mem_get_info(device)[0]
-    fitting = bisect.bisect_right(range(1, ticks), room, key=lambda some: rings_bytes(schema, some)) * schema.num_envs
-    raise ArgumentError(
-        f"capacity ({ticks * schema.num_envs}) takes {format_bytes(needed)} on {device}, where {format_bytes(room)} "
-        f"{'are free' if limit is None or free < limit else 'are allowed by budget'}; capacity={fitting} fits"
-    )
+def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, steps: Tick | None) -> DeviceRings:
+    """Allocate all that a memory takes on its device; say what would fit if that is too much.
+
+    Args:
+        steps: The first ones, which show how observations are cut; None if rows that were saved will do so.
+    """
+    windows = None if steps is None else windows_of(schema, steps)
+    return DeviceRings(fit.torch, fit.device, schema, ticks + 1, windows, limit)
 
 
 class ResidentBatches(Batches):
     """Makes batches of rows that are on their device already."""
 
     def __init__(self, schema: Schema, rings: DeviceRings, capacity: int) -> None:
-        self._schema, self._rings, self._capacity = schema, rings, capacity
+        self._rings, self._capacity = rings, capacity
+        self._deliver(schema)
         self._sampler: tuple[Any, DeviceSampler] | None = None
+
+    def _deliver(self, schema: Schema) -> None:
+        """Make batches of a schema's fields."""
+        self._schema = schema
+        self._nested = [nesting(tree) for tree in (schema.observation, schema.action, schema.extras)]
 
     def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """Draw a batch on the device, if the sampler's draws can be made there; under the memory's lock."""
         seed = int(generator.integers(2**63))
         if type(sampler) is Uniform:
             found = self._rings.draw(count, seed)
-            return self._batch(found, found.ids, self._rings.torch.ones(count, device=self._rings.device))
+            return self._batch(found, found.ids, found.ones)
         there = self._on_device(sampler)
         if there is None:
             return None
@@ -207,11 +205,17 @@ class ResidentBatches(Batches):
 
     def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`; the rows are copied here, in the order of the stream."""
+        goals = draw.goals
+        for ids in (draw.ids, draw.last_ids, None if goals is None else goals.ids):
+            if ids is not None:
+                require_in_range(ids.reshape(-1), *store.held)
+        found = self._gathered(draw.ids, draw.last_ids)
+        outcomes = None if goals is None else self._gathered(goals.ids, None)
+        return DrawnRows(found, None, outcomes)  # type: ignore[arg-type]  # rows on the device in place of rows
+
+    def _gathered(self, ids: NDArray[np.int64], last_ids: NDArray[np.int64] | None) -> RowsOnDevice:
         rings = self._rings
-        last = None if draw.last_ids is None else rings.to_device(draw.last_ids)
-        found = rings.gather(rings.to_device(draw.ids), last)
-        goals = None if draw.goals is None else rings.gather(rings.to_device(draw.goals.ids))
-        return DrawnRows(found, None, goals)  # type: ignore[arg-type]  # rows on the device in place of rows
+        return rings.gather(rings.to_device(ids), None if last_ids is None else rings.to_device(last_ids))
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""
@@ -232,15 +236,15 @@ class ResidentBatches(Batches):
         schema, shape = self._schema, tuple(ids.shape)
         observed = len(schema.observation.leaves)
         actions = observed + len(schema.action.leaves)
-        rows = found.rows
+        rows, (of_obs, of_action, of_extras) = found.rows, self._nested
         if len(shape) > 1:
-            found = RowsOnDevice(found.ids, *_in_sequences(shape, found))
+            found = _in_sequences(shape, found)
             rows = found.rows
         return Batch(
-            obs=schema.observation.build(rows[:observed]),
-            action=schema.action.build(rows[observed:actions]),
-            next_obs=schema.observation.build(found.next_obs),
-            extras=schema.extras.build(rows[actions:-1]),
+            obs=of_obs(rows[:observed]),
+            action=of_action(rows[observed:actions]),
+            next_obs=of_obs(found.next_obs),
+            extras=of_extras(rows[actions:-1]),
             reward=rows[-1],
             terminated=found.terminated,
             truncated=found.truncated,
@@ -281,7 +285,8 @@ class ResidentBatches(Batches):
         return found
 
     def keep(self, batches: int) -> None:
-        """See `Batches`; torch keeps what it allocated."""
+        """See `Batches`."""
+        self._rings.keep_batches(batches)
 
     @property
     def pinned_bytes(self) -> int:
@@ -292,14 +297,15 @@ class ResidentBatches(Batches):
         """See `Batches`."""
 
 
-def _in_sequences(shape: tuple[int, ...], found: RowsOnDevice) -> tuple[Any, ...]:
+def _in_sequences(shape: tuple[int, ...], found: RowsOnDevice) -> RowsOnDevice:
     """Give rows that were read one after another their two axes."""
 
     def seen(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.view(*shape, *tensor.shape[1:])
 
     rows, following = [seen(t) for t in found.rows], [seen(t) for t in found.next_obs]
-    return rows, following, seen(found.terminated), seen(found.truncated)
+    flags = {"terminated": seen(found.terminated), "truncated": seen(found.truncated)}
+    return found._replace(rows=rows, next_obs=following, **flags)
 
 
 class _ResidentJob:

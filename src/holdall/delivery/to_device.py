@@ -8,6 +8,8 @@ slots, however large a minibatch is.
 from __future__ import annotations
 
 import ctypes
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from holdall.delivery.batches import Delivery, host_pool
 from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot, stream_to
+from holdall.native import SlotSender
 from holdall.schema import Array, Leaf
 from holdall.storage import ALIGNMENT_BYTES
 
@@ -30,6 +33,8 @@ _KEPT_BYTES = 64 * 2**20
 """Host memory of minibatches that is kept between updates; allocating more is quick beside its use."""
 _ALONE_BYTES = 2**20
 """Up to this much is copied by the calling thread: waking others takes longer."""
+_PIECE_BYTES = 2**18
+"""What one thread copies at once."""
 
 Gather = Callable[[NDArray[np.int64], Array], object]
 """Fills an array with the rows of a field at given places."""
@@ -135,8 +140,17 @@ class SlotLoad(NamedTuple):
     """What one slot takes, and where it is sent."""
 
     pieces: list[tuple[int, int, int, int]]  # number of the source, first byte of it, bytes, first byte of the slot
+    first: int  # byte of the target
     nbytes: int
-    target: torch.Tensor
+
+
+class CopyLoads(NamedTuple):
+    """What all slots take, one after another."""
+
+    target: torch.Tensor  # bytes on the device
+    loads: list[SlotLoad]
+    pieces: NDArray[np.int64]  # the same, cut short, for C; see `SlotSender.send`
+    ends: NDArray[np.int64]
 
 
 class DeviceCopier:
@@ -146,12 +160,17 @@ class DeviceCopier:
         self._stream = stream
         self._slot_bytes = slot_bytes
         self._ring = StagingRing(stream, _SLOTS, slot_bytes)
+        self._sender: SlotSender | None = None
+        self._slots: torch.Tensor | None = None  # those of the sender
+        self._events: list[Any] = []
 
-    def plan(self, target: torch.Tensor, spans: Sequence[CopySpan]) -> list[SlotLoad]:
+    def plan(self, target: torch.Tensor, spans: Sequence[CopySpan]) -> CopyLoads:
         """Prepare copies of sources of these sizes to these places of `target`, bytes on the device."""
         first = min(span.start for span in spans)
         end = max(span.start + span.nbytes for span in spans)
-        loads = []
+        loads: list[SlotLoad] = []
+        cut: list[tuple[int, ...]] = []
+        ends: list[tuple[int, ...]] = []
         for begin in range(first, end, self._slot_bytes):
             size = min(self._slot_bytes, end - begin)
             pieces = []
@@ -159,12 +178,26 @@ class DeviceCopier:
                 low, high = max(span.start, begin), min(span.start + span.nbytes, begin + size)
                 if low < high:
                     pieces.append((source, low - span.start, high - low, low - begin))
-            loads.append(SlotLoad(pieces, size, target[begin : begin + size]))
-        return loads
+            slot = len(loads) % _SLOTS * self._slot_bytes
+            for source, low, nbytes, at in pieces:
+                cut += [
+                    (source, low + k, min(_PIECE_BYTES, nbytes - k), slot + at + k, len(loads))
+                    for k in range(0, nbytes, _PIECE_BYTES)
+                ]
+            loads.append(SlotLoad(pieces, begin, size))
+            ends.append((len(cut), begin, size))
+        shaped = [np.array(rows, np.int64).reshape(-1, width) for rows, width in ((cut, 5), (ends, 3))]
+        return CopyLoads(target, loads, *shaped)
 
-    def send(self, loads: Sequence[SlotLoad], sources: Sequence[torch.Tensor]) -> None:
+    def send(self, copies: CopyLoads, sources: Sequence[torch.Tensor]) -> None:
         """Send contiguous sources; they have been read when this returns, and may be changed."""
-        for pieces, size, target in loads:
+        sender = self._sender or self._new_sender()
+        if sender is not None:
+            begins, there = [source.data_ptr() for source in sources], copies.target.data_ptr()
+            if not sender.send(copies.pieces, copies.ends, begins, there, self._stream.consumer()):
+                return
+            self._wait()  # the driver refuses: torch does all of it
+        for pieces, begin, size in copies.loads:
             slot = self._ring.next_slot()
             start = slot.host.data_ptr()
             for source, first, nbytes, at in pieces:
@@ -173,5 +206,31 @@ class DeviceCopier:
                 else:
                     piece = sources[source].flatten().view(slot.host.dtype)[first : first + nbytes]
                     slot.host[at : at + nbytes].copy_(piece)
-            target.copy_(slot.host[:size], non_blocking=True)
+            copies.target[begin : begin + size].copy_(slot.host[:size], non_blocking=True)
             slot.read = self._stream.record_consumer()
+
+    def _new_sender(self) -> SlotSender | None:
+        """Return what copies in C, if the device and the compiled loops have all that it takes."""
+        stream, here = self._stream, SlotSender.send_here()
+        if here is None or not (stream.query_function or stream.launches_here):
+            return None
+        send, _ = stream.copy_function(here)
+        if not send:
+            return None
+        events = [stream.new_event() for _ in range(_SLOTS)]
+        self._slots, self._events = stream.host_bytes(_SLOTS * self._slot_bytes), [event for event, _ in events]
+        slots = (self._slots.data_ptr(), self._slot_bytes, _SLOTS)
+        functions = (send, stream.record_function, stream.query_function)
+        self._sender = SlotSender(slots, functions, [number for _, number in events])
+        # Pinned memory must not be used for something else while a device may read it.
+        weakref.finalize(self, _wait_for, stream, self._events, os.getpid())
+        return self._sender
+
+    def _wait(self) -> None:
+        _wait_for(self._stream, self._events, os.getpid())
+
+
+def _wait_for(stream: DeviceStream, events: list[Any], process: int) -> None:
+    """Wait for events; a forked child has no part in the device."""
+    for event in events if process == os.getpid() else ():
+        stream.synchronize(event)

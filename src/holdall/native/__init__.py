@@ -14,7 +14,7 @@ from holdall.native.library import (
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.native.reading import CopyPlan, Cut, Names, Refusal, SliceNamer, ThreadPool
-from holdall.native.rollout import copy_in_order, estimate_advantages
+from holdall.native.rollout import SlotSender, copy_in_order, estimate_advantages
 from holdall.native.writing import NativeCoder
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "Refusal",
     "RowPlaceStruct",
     "SliceNamer",
+    "SlotSender",
     "ThreadPool",
     "chosen_kernels",
     "chosen_library",

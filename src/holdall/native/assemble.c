@@ -9,6 +9,10 @@
 
 enum { DONE = 0, NOT_HELD = 1, DAMAGED = 2, NOT_THERE = 3, REFUSED = 4 };
 enum { LARGE_SLICE_BYTES = 1024, WARP = 32, BLOCK = 256, HEAD_BLOCKS = 64, ROWS_AHEAD = 16 };
+/* Up to so many rows are named in two pieces; more of them in pieces that grow so, since to fetch takes longer. */
+enum { FEW_ROWS = 512, PIECE_GROWTH = 2 };
+/* Of so many times more rows, two drawn ones seldom show the same slice, and one launch less is worth more. */
+enum { SELDOM = 64 };
 
 void holdall_draw(uint32_t (*next_uint32)(void *), void *state, int64_t filled, int64_t slots, int64_t newest,
                   int64_t lanes, int64_t rows, int64_t *ids, int64_t *lane);
@@ -44,7 +48,7 @@ static int64_t find_rows(batch_request *r, const sliced_source *s, const int64_t
 static void bring(batch_request *r, const sliced_source *s, device_field *f, int64_t place, int32_t position) {
     int64_t *const places = (int64_t *)(r->head + s->places);
     int32_t *const positions = (int32_t *)(r->head + s->positions), *const repeats = (int32_t *)(r->head + s->repeats);
-    if (s->are_named) {
+    if (s->are_named && (f->window > 1 || r->rows * SELDOM >= r->next_id - r->first_id)) {
         uint32_t *const slots = r->slots + (s - r->source) * r->slot_count;
         const uint64_t mask = (uint64_t)r->slot_count - 1;
         uint64_t slot = ((uint64_t)place * UINT64_C(0x9E3779B97F4A7C15) >> 32) & mask;
@@ -134,22 +138,22 @@ static int launch(batch_request *r, void *kernel, int64_t items, int64_t fields)
     return r->wrong ? REFUSED : DONE;
 }
 
-/* Have the device fetch the slices that were named since the last time. */
-static int bring_named(batch_request *r) {
+/* Have the device fetch the slices that were named since the last time, and the short fields if they are there. */
+static int bring_named(batch_request *r, int with_head) {
     int64_t brought = 0;
     for (int64_t k = 0; k < r->task.fields; k++) {
         const device_field *const f = &r->task.field[k];
         if (f->end - f->first > brought) brought = f->end - f->first;
     }
-    return brought ? launch(r, r->bring, brought, r->task.fields) : DONE;
+    return brought || with_head ? launch(r, r->bring, brought, r->task.fields + with_head) : DONE;
 }
 
-/* Have the device repeat slices that are there, and fetch the short fields. */
-static int finish(batch_request *r) {
+/* Count the slices of the field with most that several observations show. */
+static int64_t most_repeated(const batch_request *r) {
     int64_t repeated = 0;
     for (int64_t k = 0; k < r->task.fields; k++)
         if (r->task.field[k].end_repeat > repeated) repeated = r->task.field[k].end_repeat;
-    return launch(r, r->finish, repeated, r->task.fields + 1);
+    return repeated;
 }
 
 static int ids_are_held(batch_request *r, const int64_t *ids) {
@@ -177,18 +181,23 @@ static void begin(batch_request *r) {
     r->task.head_from = r->head, r->task.head_to = r->block;
 }
 
-/* Name and send for everything. Slices come first, so that the device fetches them while the short fields are copied. */
+/* Name and send for everything. Slices come first, so that the device fetches them while the short fields are copied.
+ * Where no slice is repeated, the last launch brings these, too. */
 static int put_together(batch_request *r) {
     const int64_t fields = r->task.fields;
-    int failed = DONE;
+    int failed = DONE, with_head = 0;
     begin(r);
-    for (int64_t from = 0, to = r->first_rows; from < r->rows && fields && !failed; from = to, to = r->rows) {
-        if (to > r->rows) to = r->rows;
+    for (int64_t from = 0, to, piece = r->first_rows; from < r->rows && fields && !failed; from = to) {
+        to = piece < r->rows - from ? from + piece : r->rows;
         for (int64_t k = 0; k < fields && !failed; k++) failed = look_up(r, k, from, to);
-        if (!failed) failed = bring_named(r);
+        with_head = !failed && to == r->rows && most_repeated(r) == 0;
+        if (with_head) failed = pack(r);
+        if (!failed) failed = bring_named(r, with_head);
+        piece = r->rows <= FEW_ROWS ? r->rows : PIECE_GROWTH * piece;
     }
-    if (!failed) failed = pack(r);
-    return failed ? failed : finish(r);
+    if (failed || with_head) return failed;
+    failed = pack(r);
+    return failed ? failed : launch(r, r->finish, most_repeated(r), fields + 1);
 }
 
 /* Record the event behind whatever was launched. */

@@ -333,6 +333,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_assemble": (NUMBER, [POINTER]),
     "holdall_launch_here": (ctypes.c_int, [POINTER, *[ctypes.c_uint] * 7, *[POINTER] * 3]),
     "holdall_send_here": (ctypes.c_int, [_NATURAL, POINTER, ctypes.c_size_t, POINTER]),
+    "holdall_send_slots": (
+        ctypes.c_int,
+        [POINTER, NUMBER, POINTER, NUMBER, *[POINTER] * 2, NUMBER, NUMBER, *[POINTER] * 2, NUMBER, POINTER, _NATURAL,
+         *[POINTER] * 4],
+    ),
     "holdall_advantages": (
         None,
         [*[POINTER] * 4, ctypes.c_float, ctypes.c_float, NUMBER, NUMBER, POINTER, POINTER],

@@ -43,7 +43,7 @@ _BYTES_PER_COLLECTING_THREAD = 1 << 19
 """The same for slices on their way to a device, which does nothing until they are there."""
 _WAVE_BYTES = 6 << 20
 """Long enough that starting its copy to a device costs nothing beside it, short enough that the next one overlaps."""
-_MOST_COLLECTING_THREADS = 12
+_MOST_COLLECTING_THREADS = 16
 """The bus to a device takes more than a few threads can copy."""
 
 _pointer: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer

@@ -359,6 +359,17 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(device: str, argument:
     world.check_all(memory)
 
 
+def test_ids_that_are_not_held_are_refused(device: str) -> None:
+    world = World(device, 3)
+    memory = world.memory(4)
+    for _ in range(6):
+        world.add(memory)
+    for ids in ([memory.next_id], [memory.first_id - 1], [-1]):
+        with pytest.raises(holdall.TransitionIdError, match=str(ids[0])):
+            memory.gather(ids)
+    world.check_all(memory)
+
+
 def test_a_memory_begun_on_the_host_stays_there(device: str) -> None:
     world = World(device, 4)
     memory = world.memory(5)
@@ -533,7 +544,7 @@ def test_a_capacity_beyond_the_device_names_the_one_that_fits() -> None:
 
 def test_an_interrupt_leaves_a_tick_written_or_not() -> None:
     """At every line of the loop in torch, in turn: the interrupted tick is there whole when the next one is added."""
-    file, line = "device_loops.py", 0
+    file, line = "torch_loops.py", 0
     while True:
         world, passed = World("cpu", 3, ends=0.4), [0]
         memory = world.memory(4)

@@ -106,10 +106,21 @@ def test_minibatches_go_through_pinned_slots_in_pieces(
     assert len(events) >= 4
 
 
+class Launching(DeviceStream):
+    """A device that is the host, and to which loops of C send."""
+
+    launches_here = True
+
+
 @pytest.mark.parametrize("slot_bytes", [7, 1_000, 1 << 16])
-def test_a_copier_puts_sources_where_they_belong(events: list[int], slot_bytes: int) -> None:
+@pytest.mark.parametrize("stream", [DeviceStream, Launching])
+def test_a_copier_puts_sources_where_they_belong(
+    events: list[int], stream: type[DeviceStream], slot_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sources that share a slot and sources that take many, with a gap between them that stays as it was."""
-    copier = DeviceCopier(DeviceStream(torch), slot_bytes)
+    monkeypatch.setattr(to_device, "_PIECE_BYTES", 300)
+    monkeypatch.setattr("holdall.native.rollout._BYTES_PER_THREAD", 500)
+    copier = DeviceCopier(stream(torch), slot_bytes)
     target = torch.zeros(5_000, dtype=torch.uint8)
     spans = [CopySpan(10, 40), CopySpan(50, 3_000), CopySpan(3_050, 0), CopySpan(3_050, 800)]
     loads = copier.plan(target, spans)
