@@ -152,10 +152,15 @@ def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
 
 def with_short_rollouts(spec: Spec) -> Spec:
     """Return the same run with rollouts of a few batches: an update sees one batch at a time."""
-    if not spec.on_policy or spec.algorithm.batch_size is None:
+    if not spec.on_policy or spec.algorithm.batch_size is None or spec.algo == "trpo":
         return spec
     steps = -(-_BATCHES * spec.batch // spec.num_envs)
     return spec.but(n_steps=min(spec.rollout_steps, steps))
+
+
+def _rows_of_an_update(spec: Spec) -> int:
+    """Return how many rows an update sees at once: TRPO's policy sees the whole rollout, whatever the batch."""
+    return spec.rollout_steps * spec.num_envs if spec.algo == "trpo" else spec.batch
 
 
 def _on_policy(model: Any, spec: Spec, steps: int) -> int:
@@ -179,7 +184,8 @@ def measure_growth(spec: Spec) -> int:
     The heap keeps more than lives in it: blocks are aligned, what is cut off around them is used for small objects, and
     a freed block then does not fit the next one of its size. How much more only real updates show.
     """
-    small = spec.but(num_envs=1, vec_env="dummy", n_steps=spec.batch if spec.on_policy else spec.n_steps)
+    rows = _rows_of_an_update(spec)
+    small = spec.but(num_envs=1, vec_env="dummy", n_steps=rows if spec.on_policy else spec.n_steps)
     give_back_free_memory()
     before, end = held_bytes().resident, time.thread_time() + _GROWTH_S
     begin_peak()
@@ -187,7 +193,7 @@ def measure_growth(spec: Spec) -> int:
     fill_without_writing(model)
     model.learning_starts = 0
     for update in range(_GROWTH_UPDATES):  # with the steps in between, whose small blocks lie among the large ones
-        model.learn(spec.batch if spec.on_policy else 1, reset_num_timesteps=False)
+        model.learn(rows if spec.on_policy else 1, reset_num_timesteps=False)
         if update >= _LEAST_GROWTH_UPDATES and time.thread_time() > end:
             break
     return peak_bytes() - before
@@ -212,7 +218,7 @@ def trace_update(spec: Spec) -> UpdateBytes:
     live = LiveTensorBytes()
     # One environment and one batch: what an update holds does not depend on how the batch was collected. Tensors
     # without memory are of the same size on every device.
-    steps = spec.batch if spec.on_policy else spec.n_steps
+    steps = _rows_of_an_update(spec) if spec.on_policy else spec.n_steps
     small = spec.but(num_envs=1, vec_env="dummy", n_steps=steps, device="cpu")
     with _modules_not_moved(), FakeTensorMode(allow_non_fake_inputs=True), live, PlaceholderValues():
         model = build_model(small, capacity=spec.batch)

@@ -93,7 +93,8 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
     found["traced"] = {"batch": spec.batch, "once": list(once), "twice": list(twice_)}
     batch = _real_batch(spec.batch, once)
     if batch and spec.device == "cpu":
-        real = spec.but(batch_size=batch, **({"n_steps": batch, "num_envs": 1} if spec.on_policy else {}))
+        smaller = {"batch_size": batch} | ({"n_steps": batch, "num_envs": 1} if spec.on_policy else {})
+        real = spec if batch == spec.batch else spec.but(**smaller)
         traced = once if batch == spec.batch else sb3_model.trace_update(real)
         found["growth"] = [batch, sb3_model.measure_growth(real), list(traced)]
     return found
