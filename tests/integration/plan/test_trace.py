@@ -12,8 +12,10 @@ from gymnasium import spaces
 pytest.importorskip("stable_baselines3")
 
 from holdall.errors import ArgumentError
+from holdall.tools.plan.phases import UpdateBytes
 from holdall.tools.plan.sb3_model import build_model, fill_without_writing, trace_update
 from holdall.tools.plan.spec import ALGORITHMS, Spec
+from holdall.tools.plan.subprocess_probe import run_probe
 
 _VECTOR = spaces.Box(-1, 1, (7,), np.float32)
 _IMAGE = spaces.Box(0, 255, (3, 36, 40), np.uint8)
@@ -76,3 +78,11 @@ def test_a_class_that_torch_does_not_have_is_refused() -> None:
     spec = Spec("sac", _VECTOR, _NUMBERS, policy_kwargs={"activation_fn": "os.system"})
     with pytest.raises(ArgumentError, match="activation_fn"):
         build_model(spec, capacity=10)
+
+
+def test_real_updates_stretch_the_process_by_more_than_lives_in_it() -> None:
+    answer = run_probe("baseline", spec=Spec("dqn", _IMAGE, _CHOICE, batch_size=128), networks=True)
+    traced = UpdateBytes(*answer["traced"]["once"])
+    batch, grown, _ = answer["growth"]
+    assert batch == 128  # its activations are small: nothing has to be scaled
+    assert 0.9 * traced.live < grown < 6 * traced.live + 32 * 2**20

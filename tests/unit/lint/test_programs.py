@@ -48,6 +48,20 @@ class ReplayBuffer:
     def __init__(self, capacity):
         self.obs = np.zeros((capacity, 4, 84, 84), dtype=np.uint8)
 """
+BESIDE = (
+    ARRAYS
+    + """
+from multiprocessing import Process
+
+class Learner(Process):
+    def __init__(self, capacity):
+        super().__init__()
+        self.capacity = capacity
+
+    def run(self):
+        memory = ReplayBuffer(self.capacity)
+"""
+)
 FRAME = 84 * 84
 PROGRAMS = {
     "an array of objects": (
@@ -105,6 +119,184 @@ PROGRAMS = {
         100_000 * 2 * 16 * FRAME,
         {"M19", "P15"},
     ),
+    "a process of the program's own class": (
+        "from beside import Learner\nprocesses = [Learner(100_000)]\n[one.start() for one in processes]\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "a function that a process or thread runs": (
+        ARRAYS + "import torch.multiprocessing as mp\ndef learn(rank, capacity):\n"
+        "    memory = ReplayBuffer(capacity)\nctx = mp.get_context('spawn')\n"
+        "learner = ctx.Process(target=learn, args=(0,), kwargs={'capacity': 100_000})\nlearner.start()\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "an array of one dtype or another, as a conditional expression": (
+        ("import numpy as np\nclass ReplayBuffer:\n    def __init__(self, size, discrete=False):\n"
+        "        self.frames = np.zeros((size, 4, 84, 84), np.uint8)\n"
+        "        self.actions = np.zeros((size, 2), np.float32) if not discrete else np.zeros(size, np.int64)\n"
+        "memory = ReplayBuffer(100_000)\n"),
+        100_000 * (4 * FRAME + 8),
+        {"M19"},
+    ),
+    "an array of one dtype or another, in two branches": (
+        ("import sys\nimport numpy as np\nclass ReplayBuffer:\n    def __init__(self, size):\n"
+        "        if sys.platform == 'linux':\n            self.frames = np.zeros((size, 84, 84), np.uint8)\n"
+        "        else:\n            self.frames = np.zeros((size, 4, 84, 84), np.uint8)\n"
+        "memory = ReplayBuffer(100_000)\n"),
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "lists under the keys of a class that extends dict": (
+        FRAMES + "class Lazy:\n    def __init__(self, frames):\n        self.frames = frames\n"
+        "class LazyStack(Stack):\n    def reset(self):\n        super().reset()\n"
+        "        return Lazy(list(self.frames))\n    def step(self, action):\n"
+        "        _, reward, done, info = super().step(action)\n"
+        "        return Lazy(list(self.frames)), reward, done, info\n"
+        "class Memory(dict):\n    def __init__(self, capacity):\n        super().__init__()\n"
+        "        self.capacity = int(capacity)\n        self['obs'], self['next_obs'] = [], []\n"
+        "    def add(self, obs, action, reward, next_obs, done):\n        self['obs'].append(obs)\n"
+        "        self['next_obs'].append(next_obs)\n        while len(self['obs']) > self.capacity:\n"
+        "            del self['obs'][0]\n            del self['next_obs'][0]\n"
+        "env = LazyStack(AtariPreprocessing(gym.make('PongNoFrameskip-v4')))\nmemory = Memory(1e6)\n" + LOOP,
+        1_000_000 * (FRAME + 112),
+        {"M19"},
+    ),
+    "one deque for each field": (
+        FRAMES + "class Memory:\n    def __init__(self, size):\n        self.obs = deque(maxlen=size)\n"
+        "        self.next_obs = deque(maxlen=size)\n        self.rewards = deque(maxlen=size)\n"
+        "    def add(self, obs, action, reward, next_obs, done):\n        self.obs.append(obs)\n"
+        "        self.next_obs.append(np.array(next_obs))\n        self.rewards.append(reward)\n"
+        "memory = Memory(100_000)\n" + LOOP,
+        100_000 * 2 * (4 * FRAME + 112),
+        {"M19"},
+    ),
+    "a wrapper around a wrapper whose frames are shared": (
+        FRAMES + "class Lazy:\n    def __init__(self, frames):\n        self.frames = frames\n"
+        "class LazyStack(gym.Wrapper):\n    def __init__(self, env):\n        gym.Wrapper.__init__(self, env)\n"
+        "        self.frames = deque(maxlen=4)\n"
+        "        self.observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)\n"
+        "    def reset(self):\n        ob = self.env.reset()\n        for _ in range(4):\n"
+        "            self.frames.append(ob)\n        return Lazy(list(self.frames))\n"
+        "    def step(self, action):\n        ob, reward, done, info = self.env.step(action)\n"
+        "        self.frames.append(ob)\n        return Lazy(list(self.frames)), reward, done, info\n"
+        "class Counter(gym.Wrapper):\n    def __init__(self, env):\n        gym.Wrapper.__init__(self, env)\n"
+        "        self.steps = 0\n    def reset(self):\n        return self.env.reset()\n"
+        "    def step(self, action):\n        self.steps += 1\n        return self.env.step(action)\n"
+        "class Memory:\n    def __init__(self, capacity):\n        self.capacity, self.rows = capacity, []\n"
+        "    def add(self, obs, action, reward, next_obs, done):\n        self.rows.append((obs, next_obs))\n"
+        "env = Counter(LazyStack(AtariPreprocessing(gym.make('PongNoFrameskip-v4'))))\n"
+        "memory = Memory(1_000_000)\n" + LOOP,
+        1_000_000 * (FRAME + 112),
+        {"M19"},
+    ),
+    "a function whose command line is made of its annotations": (
+        ARRAYS + "import dataclasses\nimport tyro\nclass Trainer:\n    @dataclasses.dataclass\n    class Config:\n"
+        "        capacity: int = 100_000\n    def __init__(self, config: Config = Config()):\n"
+        "        self.config = dataclasses.asdict(config)\n"
+        "        self.memory = ReplayBuffer(self.config['capacity'])\n"
+        "def main(trainer: Trainer.Config) -> None:\n    Trainer(trainer)\nif __name__ == '__main__':\n"
+        "    tyro.cli(main)\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "frames that are pushed along with numpy.roll": (
+        FRAMES + "class Agent:\n    def __init__(self):\n        self.frames = np.zeros((4, 80, 80))\n"
+        "        self.memory = deque(maxlen=20_000)\n    def seen(self, frame):\n"
+        "        self.frames = np.roll(self.frames, 1, axis=0)\n        self.frames[0, :, :] = frame\n"
+        "        return np.expand_dims(self.frames, axis=0)\n    def run(self):\n"
+        "        state = self.seen(env.reset())\n        while True:\n"
+        "            frame, reward, done, info = env.step(0)\n            after = self.seen(frame)\n"
+        "            self.memory.append((state, 0, reward, after, done))\n            state = after\n"
+        "Agent().run()\n",
+        20_000 * (4 * 80 * 80 * 8 + 112),
+        {"M19", "P04", "P15"},
+    ),
+    "a list whose oldest items are deleted": (
+        FRAMES + "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--size', type=int, default=50_000)\nopt = parser.parse_args()\nmemory = []\n"
+        "obs = env.reset()\nwhile True:\n    next_obs, reward, done, info = env.step(0)\n"
+        "    memory.append([obs, 0, reward, next_obs, done])\n    if len(memory) > opt.size:\n"
+        "        del memory[0]\n    obs = next_obs\n",
+        50_000 * (4 * FRAME + 112),
+        {"M19", "P04"},
+    ),
+    "a list that grows up to a number, and is then written over": (
+        FRAMES + "LIMIT = 50_000\nrows = []\nobs = env.reset()\nwhile True:\n"
+        "    next_obs, reward, done, info = env.step(0)\n    if len(rows) < LIMIT:\n        rows.append(None)\n"
+        "    rows[0] = (obs, next_obs)\n    obs = next_obs\n",
+        50_000 * (4 * FRAME + 112),
+        {"M19"},
+    ),
+    "pictures of unknown size that are made small and grey": (
+        ("import cv2\nimport numpy as np\nimport torch\nfrom game import Game\n"
+        "def small(image, side):\n    image = cv2.cvtColor(cv2.resize(image, (side, side)), cv2.COLOR_BGR2GRAY)\n"
+        "    _, image = cv2.threshold(image, 1, 255, cv2.THRESH_BINARY)\n"
+        "    return image[None, :, :].astype(np.float32)\n"
+        "game = Game()\nimage = torch.from_numpy(small(game.frame(), 84))\n"
+        "state = torch.cat(tuple(image for _ in range(4)))[None, :, :, :]\nmemory = []\nwhile True:\n"
+        "    image = torch.from_numpy(small(game.frame(), 84))\n"
+        "    after = torch.cat((state[0, 1:, :, :], image))[None, :, :, :]\n"
+        "    memory.append([state, 0, 1.0, after, False])\n    if len(memory) > 50_000:\n"
+        "        del memory[0]\n    state = after\n"),
+        50_000 * (16 * FRAME + 112),
+        {"M19", "P04", "P15"},
+    ),
+    "a memory that a manager shares between processes": (
+        ARRAYS + "from multiprocessing.managers import BaseManager\nclass Manager(BaseManager):\n    pass\n"
+        "Manager.register('memory', ReplayBuffer)\nmanager = Manager()\nmanager.start()\n"
+        "memory = manager.memory(100_000)\n",
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "pictures that Pillow makes small and grey": (
+        ("import gymnasium as gym\nimport numpy as np\nfrom collections import deque\nfrom PIL import Image\n"
+        "env = gym.make('BreakoutNoFrameskip-v4')\n"
+        "def small(frame):\n    picture = Image.fromarray(frame).resize((84, 84)).convert('L')\n"
+        "    return np.array(picture).astype('uint8')\nmemory = deque(maxlen=1_000_000)\nwhile True:\n"
+        "    frame, reward, done, info = env.step(0)\n    memory.append(small(frame))\n"),
+        1_000_000 * (FRAME + 112),
+        {"M19"},
+    ),
+    "observations that a function transforms": (
+        FRAMES + "from gym.wrappers import FrameStack, TransformObservation\nimport torch\n"
+        "env = AtariPreprocessing(gym.make('PongNoFrameskip-v4'))\n"
+        "env = FrameStack(TransformObservation(env, f=lambda x: x / 255.), num_stack=4)\n"
+        "memory = deque(maxlen=20_000)\ndef cache(obs, action, reward, next_obs, done):\n"
+        "    memory.append((torch.FloatTensor(obs), action, reward, torch.FloatTensor(next_obs), done))\n"
+        + LOOP.replace("memory.add", "cache"),
+        20_000 * 2 * (4 * 4 * FRAME + 112),
+        {"M19", "P04", "P15"},
+    ),
+    "a module that is imported from one place or another": (
+        ("try:\n    from nowhere.else_ import ReplayBuffer\nexcept ImportError:\n    from beside import ReplayBuffer\n"
+        "memory = ReplayBuffer(100_000)\n"),
+        100_000 * 4 * FRAME,
+        {"M19"},
+    ),
+    "environments of two kinds, one of them without a known space": (
+        ("import envpool\nimport gymnasium as gym\nimport numpy as np\n"
+        "from tianshou.data import Collector, VectorReplayBuffer\nfrom tianshou.env import ShmemVectorEnv\n"
+        "class Doom(gym.Env):\n    def __init__(self):\n"
+        "        self.observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.float32)\n"
+        "if envpool is not None:\n    envs = envpool.make_gymnasium('Doom-v1', num_envs=8)\n"
+        "else:\n    envs = ShmemVectorEnv([lambda: Doom() for _ in range(8)])\n"
+        "buffer = VectorReplayBuffer(400_000, buffer_num=8, ignore_obs_next=True, save_only_last_obs=True)\n"
+        "Collector(policy, envs, buffer)\n"),
+        400_000 * 4 * FRAME,
+        {"M19", "P15"},
+    ),
+    "Tianshou's own Atari environments": (
+        ("from tianshou.data import Collector, CollectStats, VectorReplayBuffer\n"
+        "from tianshou.env.atari.atari_wrapper import make_atari_env\n"
+        "def main(task='PongNoFrameskip-v4', buffer_size=1_000_000, scale=0):\n"
+        "    env, envs, tests = make_atari_env(task, 0, 10, 10, scale=scale, frame_stack=4)\n"
+        "    buffer = VectorReplayBuffer(buffer_size, buffer_num=len(envs), ignore_obs_next=True,\n"
+        "                                save_only_last_obs=True, stack_num=4)\n"
+        "    Collector[CollectStats](algorithm, envs, buffer)\nif __name__ == '__main__':\n    main()\n"),
+        1_000_000 * FRAME,
+        {"M19"},
+    ),
 }  # fmt: skip
 
 
@@ -117,7 +309,7 @@ def checked(folder: Path, **files: str) -> list[Finding]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_buffer_of_a_program_is_sized(name: str, tmp_path: Path) -> None:
     source, nbytes, rules = PROGRAMS[name]
-    found = checked(tmp_path, train=source)
+    found = checked(tmp_path, train=source, beside=BESIDE)
     assert {one.rule for one in found} == rules
     (large,) = (one for one in found if one.rule == "M19")
     assert large.numbers["needed_bytes"] == pytest.approx(nbytes, rel=0.01)

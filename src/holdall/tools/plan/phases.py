@@ -24,11 +24,10 @@ MAPPED_FROM = 32 * MIB  # the C library's largest threshold: it always maps bloc
 
 _MOST_RAW_SEGMENTS = 3  # while the worker keeps up: the open one, one that waits, and one that is compressed
 _RATIO_SPREAD = 0.1  # how much the ratio of the first thousands of steps may be wrong
-_HEAP_SPREAD = 1.6  # of a heap over what lives in it at most: freed blocks leave holes; measured 1.1 to 2.2
-_MOST_HEAP_SPREAD = 2.5
-_COMPACT_HEAP = 64 * MIB  # of what stays between updates: up to here the C library's holes are too small to see
-_HOLES = 0.5  # beyond it, of what stays
-_MOST_HOLES = 0.8
+_HEAP_SPREAD = 1.6  # of a heap over what lives in it, where no real update was made: 1.1 to 2.9 in those that were
+_MOST_HEAP_SPREAD = 3.0
+_MOST_HOLES = 0.8  # of what stays between updates, for the same reason
+_GROWTH_SPREAD = 0.25  # of what real updates took: later ones take more, and larger batches another share
 _LIBRARIES_SPREAD = 0.05
 _PROCESSES_SPREAD = 0.15
 _PROBED_SPREAD = 0.05
@@ -136,6 +135,14 @@ class UpdateBytes(NamedTuple):
     live: int  # the most tensors that were alive at once, without what a CPU's convolutions copy: a GPU's need
 
 
+class HeapGrowth(NamedTuple):
+    """What real updates with a batch took."""
+
+    batch: int
+    nbytes: int  # by which they stretched the process
+    traced: UpdateBytes  # with the same batch
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
     """What was found out about this machine, this environment and these networks."""
@@ -145,6 +152,7 @@ class MeasuredCosts:
     traced_batch: int = 0
     traced: UpdateBytes | None = None
     traced_twice: UpdateBytes | None = None
+    growth: HeapGrowth | None = None
     env_first: int | None = None  # None: no environment was made
     env_first_anonymous: int = 0
     env_each: int = 0
@@ -290,17 +298,32 @@ def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, c
     gathered = spec.batch * spec.observation_bytes * (1 if spec.on_policy else 2)
     if networks is None:
         return [PhasePart("batch", 2 * gathered, "estimate", 4 * gathered)]
-    churn = max(networks.heap - networks.settled_heap, 0)
-    mapped = max(networks.mapped - (networks.settled - networks.settled_heap), 0)
-    if gathered < MAPPED_FROM:
-        churn += gathered
-    if copies < MAPPED_FROM:  # freed after the flattening, but the heap stays as large
-        churn += copies
-    # Gradients and optimizer state of large networks lie between temporaries, and leave holes when those are freed.
-    kept = max(networks.settled_heap - _COMPACT_HEAP, 0)
-    size = max(mapped + int(_HEAP_SPREAD * churn), 2 * gathered) + int(_HOLES * kept)
-    most = max(int(1.15 * mapped + _MOST_HEAP_SPREAD * churn), 2 * gathered) + 16 * MIB + int(_MOST_HOLES * kept)
-    return [PhasePart("batch and activations", size, "traced", most)]
+    mapped, churn = _beside_settled(networks)
+    flat = copies if copies < MAPPED_FROM else 0  # freed after the flattening, but the heap stays as large
+    if measured.growth is None:
+        least = max(mapped + int(_HEAP_SPREAD * (churn + gathered)), 2 * gathered)
+        most = int(1.15 * mapped + _MOST_HEAP_SPREAD * (churn + gathered) + _MOST_HOLES * networks.settled_heap)
+        return [PhasePart("batch and activations", least + flat, "traced", most + 2 * flat + 16 * MIB)]
+    is_same = measured.growth.batch == spec.batch
+    size = _scaled_growth(networks, measured.growth, is_same=is_same) + flat
+    how = "measured" if is_same else "traced"
+    return [PhasePart("batch and activations", size, how, int((1 + _GROWTH_SPREAD) * size) + 16 * MIB)]
+
+
+def _beside_settled(networks: UpdateBytes) -> tuple[int, int]:
+    """Return what an update has beside what stays, in blocks of their own and in smaller ones."""
+    mapped = networks.mapped - (networks.settled - networks.settled_heap)
+    return max(mapped, 0), max(networks.heap - networks.settled_heap, 0)
+
+
+def _scaled_growth(networks: UpdateBytes, growth: HeapGrowth, *, is_same: bool) -> int:
+    """Return what an update holds beside what stays, from what real updates with the same or another batch took."""
+    mapped, churn = _beside_settled(networks)
+    mapped_then, churn_then = _beside_settled(growth.traced)
+    held = max(growth.nbytes - growth.traced.settled, 0)
+    if is_same or churn_then < MIB:
+        return max(held, mapped + churn)
+    return mapped + int(max(held - mapped_then, churn_then) / churn_then * churn)
 
 
 class FitVerdict(IntEnum):

@@ -16,6 +16,7 @@ from holdall.machine import Limit, disk, largest_mapping, memory_limits, shared_
 from holdall.tools.plan import recommend
 from holdall.tools.plan.phases import (
     FitVerdict,
+    HeapGrowth,
     HoldallNeed,
     LimitCheck,
     MachineLimits,
@@ -216,6 +217,7 @@ def _measure(
         libraries=base.get("updated", base["imported"]),
         libraries_anonymous=base["imported_anonymous"],
         **traces,
+        growth=_growth(*base["growth"]) if "growth" in base else None,
         env_first=env.get("first_bytes"),
         env_first_anonymous=env.get("first_anonymous_bytes", 0),
         env_each=env.get("each_bytes", 0),
@@ -223,6 +225,10 @@ def _measure(
         vram_context=vram["context"] if vram else None,
     )
     return measured, Limit("free GPU memory", vram["free"], vram["total"]) if vram else None
+
+
+def _growth(batch: int, nbytes: int, traced: Sequence[int]) -> HeapGrowth:
+    return HeapGrowth(batch, nbytes, UpdateBytes(*traced))
 
 
 def both_units(count: int) -> str:

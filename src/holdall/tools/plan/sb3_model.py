@@ -8,7 +8,11 @@ Importing this module imports torch and Stable-Baselines3.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib
+import sys
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +41,9 @@ EPISODE_STEPS = 200
 _UPDATES = 40
 _BATCHES = 3  # batches in a shortened rollout
 _ROLLOUTS = 3
+_GROWTH_S = 1.5  # of this thread's own time: a busy machine makes as many updates
+_GROWTH_UPDATES = 60  # the heap is stretched a little further by every update
+_LEAST_GROWTH_UPDATES = 3
 _TORCH_CLASSES = {"activation_fn": (torch.nn, torch.nn.Module), "optimizer_class": (torch.optim, torch.optim.Optimizer)}
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
@@ -145,10 +152,15 @@ def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
 
 def with_short_rollouts(spec: Spec) -> Spec:
     """Return the same run with rollouts of a few batches: an update sees one batch at a time."""
-    if not spec.on_policy or spec.algorithm.batch_size is None:
+    if not spec.on_policy or spec.algorithm.batch_size is None or spec.algo == "trpo":
         return spec
     steps = -(-_BATCHES * spec.batch // spec.num_envs)
     return spec.but(n_steps=min(spec.rollout_steps, steps))
+
+
+def _rows_of_an_update(spec: Spec) -> int:
+    """Return how many rows an update sees at once: TRPO's policy sees the whole rollout, whatever the batch."""
+    return spec.rollout_steps * spec.num_envs if spec.algo == "trpo" else spec.batch
 
 
 def _on_policy(model: Any, spec: Spec, steps: int) -> int:
@@ -166,6 +178,35 @@ def _off_policy(model: Any, spec: Spec, steps: int) -> int:
     return warm + _UPDATES * spec.num_envs
 
 
+def measure_growth(spec: Spec) -> int:
+    """Make real updates, and return by how much they stretch this process at most.
+
+    The heap keeps more than lives in it: blocks are aligned, what is cut off around them is used for small objects, and
+    a freed block then does not fit the next one of its size. How much more only real updates show.
+    """
+    rows = _rows_of_an_update(spec)
+    small = spec.but(num_envs=1, vec_env="dummy", n_steps=rows if spec.on_policy else spec.n_steps)
+    give_back_free_memory()
+    before, end = held_bytes().resident, time.thread_time() + _GROWTH_S
+    begin_peak()
+    model = build_model(small, capacity=spec.batch)
+    fill_without_writing(model)
+    model.learning_starts = 0
+    for update in range(_GROWTH_UPDATES):  # with the steps in between, whose small blocks lie among the large ones
+        model.learn(rows if spec.on_policy else 1, reset_num_timesteps=False)
+        if update >= _LEAST_GROWTH_UPDATES and time.thread_time() > end:
+            break
+    return peak_bytes() - before
+
+
+def give_back_free_memory() -> None:
+    """Let the C library return the pages of its free blocks, so that using them again counts; only glibc can."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
 def _child_processes() -> list[dict[str, int]]:
     """Read what the processes of the vector environment hold, the fork server among them."""
     all_held = [held_bytes(child.pid) for child in psutil.Process().children(recursive=True)]
@@ -177,7 +218,7 @@ def trace_update(spec: Spec) -> UpdateBytes:
     live = LiveTensorBytes()
     # One environment and one batch: what an update holds does not depend on how the batch was collected. Tensors
     # without memory are of the same size on every device.
-    steps = spec.batch if spec.on_policy else spec.n_steps
+    steps = _rows_of_an_update(spec) if spec.on_policy else spec.n_steps
     small = spec.but(num_envs=1, vec_env="dummy", n_steps=steps, device="cpu")
     with _modules_not_moved(), FakeTensorMode(allow_non_fake_inputs=True), live, PlaceholderValues():
         model = build_model(small, capacity=spec.batch)

@@ -18,12 +18,15 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError, HoldallError
-from holdall.machine import begin_peak, held_bytes
+from holdall.machine import begin_peak, held_bytes, memory_limits
 from holdall.tools.plan.environments import measure_environment
+from holdall.tools.plan.phases import UpdateBytes
 from holdall.tools.plan.spec import Spec
 
 _TINY_IMAGE = (36, 36, 1)
 _TINY_BATCH = 4
+_REAL_BYTES = 48 * 2**20  # of activations in real updates; more take too long
+_MOST_REAL_BYTES = 2**29  # of weights, gradients and optimizer
 
 
 class ProbeError(HoldallError, RuntimeError):
@@ -79,14 +82,30 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
     sb3_model.fill_without_writing(tiny)
     for _ in range(2):
         tiny.train(**({} if spec.on_policy else {"gradient_steps": 1, "batch_size": _TINY_BATCH}))
+    del tiny  # a network of many quantiles is not so tiny
+    sb3_model.give_back_free_memory()
     found["updated"] = held_bytes().resident
     if free_before is not None:
         found["vram"] = _context_bytes(free_before)
     # Everything that an update holds grows with the batch in a straight line, so two batches give the line.
     twice = spec.but(batch_size=2 * spec.batch, n_steps=2 * spec.rollout_steps if spec.on_policy else spec.n_steps)
-    traces = {"once": list(sb3_model.trace_update(spec)), "twice": list(sb3_model.trace_update(twice))}
-    found["traced"] = {"batch": spec.batch} | traces
+    once, twice_ = sb3_model.trace_update(spec), sb3_model.trace_update(twice)
+    found["traced"] = {"batch": spec.batch, "once": list(once), "twice": list(twice_)}
+    batch = _real_batch(spec.batch, once)
+    if batch and spec.device == "cpu":
+        smaller = {"batch_size": batch} | ({"n_steps": batch, "num_envs": 1} if spec.on_policy else {})
+        real = spec if batch == spec.batch else spec.but(**smaller)
+        traced = once if batch == spec.batch else sb3_model.trace_update(real)
+        found["growth"] = [batch, sb3_model.measure_growth(real), list(traced)]
     return found
+
+
+def _real_batch(batch: int, traced: UpdateBytes) -> int:
+    """Return how large a batch real updates are made with: no larger than needed, quick, and small; 0: none."""
+    if traced.settled > min(_MOST_REAL_BYTES, memory_limits()[0].free_bytes // 4):
+        return 0
+    share = _REAL_BYTES / max(traced.live - traced.settled, 1)
+    return max(int(batch * min(share, 1)), _TINY_BATCH)
 
 
 def _tiny_spec(spec: Spec) -> Spec:

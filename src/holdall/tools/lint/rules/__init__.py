@@ -8,15 +8,13 @@ from holdall.tools.lint.rules import (
     allocator,
     buffers,
     callbacks,
-    memory,
     observations,
     processes,
     saving,
-    tensors,
     transitions,
 )
 from holdall.tools.lint.rules import training_loop as loop
 
-_FAMILIES = (rule, allocator, buffers, callbacks, memory, observations, processes, saving, tensors, loop, transitions)
+_FAMILIES = (rule, allocator, buffers, callbacks, observations, processes, saving, loop, transitions)
 _FOUND = [found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Rule)]
 RULES = {found.id: found for found in sorted(_FOUND, key=lambda found: found.id)}

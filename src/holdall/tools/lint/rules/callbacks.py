@@ -13,6 +13,7 @@ from holdall.tools.lint.source.script import Script
 
 _FREQUENCIES = {"CheckpointCallback": "save_freq", "EvalCallback": "eval_freq", "MaskableEvalCallback": "eval_freq"}
 _LOOKS_NAMES_UP = {"eval", "exec", "globals", "locals", "vars"}
+_WORKED_OUT = 3  # digits, without the zeros behind them
 _VERBS = {"save_freq": "saves", "eval_freq": "evaluates"}
 
 
@@ -111,6 +112,12 @@ def _frequencies(run: ConfiguredRun) -> Iterator[tuple[Callback, str, int]]:
             yield callback, name, every
 
 
+def _is_divided(every: int, count: int) -> bool:
+    """Whether a number was divided by hand: 31,250 calls with 16 environments are 500,000 steps."""
+    own, steps = (len(str(number).rstrip("0")) for number in (every, every * count))
+    return own >= _WORKED_OUT and steps == 1
+
+
 @run_rule("L02", "frequency-ignores-environments", Severity.WARNING)
 def frequency_ignores_environments(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds `save_freq` and `eval_freq` that are not divided by the number of environments.
@@ -143,6 +150,8 @@ def frequency_ignores_environments(run: ConfiguredRun, machine: Machine) -> Iter
     for callback, name, every in _frequencies(run):
         setting = callback.settings[name]
         if count is None or count < 2 or setting.divisors is None or {count, 0} & set(setting.divisors):
+            continue
+        if _is_divided(every, count):
             continue
         text = f"{name}={every:,} with {count} environments {_VERBS[name]} every {every * count:,} steps"
         steps = run.count("n_steps") if run.algorithm.on_policy else None

@@ -10,7 +10,7 @@ from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.rule import Match, script_rule
 from holdall.tools.lint.run import Machine
 from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Script, argument_of
+from holdall.tools.lint.source.script import Script, argument_of, subtree
 
 _MAKERS = frozenset(
     {"gymnasium.make_vec", "gymnasium.vector.SyncVectorEnv", "gymnasium.vector.AsyncVectorEnv"}
@@ -142,11 +142,11 @@ def _mentions_final(script: Script) -> bool:
 
 def _carries_flags(script: Script, step: _Step) -> bool:
     """Whether a loop reads, before it is set, something that is made of the flags: it is of the step before."""
-    inside = [node for node in ast.walk(step.loop) if isinstance(node, ast.Name)]
+    inside = [node for node in subtree(step.loop) if isinstance(node, ast.Name)]
     derived, known = set(step.flags), 0
     while known != len(derived):  # done = terminated | truncated; resetting = done
         known = len(derived)
-        for node in ast.walk(step.loop):
+        for node in subtree(step.loop):
             if isinstance(node, ast.Assign) and _names(node.value) & derived:
                 derived |= {name for target in node.targets for name in _names(target)}
     for name in derived - {step.obs, step.reward}:
@@ -163,7 +163,7 @@ def _carries_flags(script: Script, step: _Step) -> bool:
 
 
 def _names(node: ast.AST) -> set[str]:
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return {part.id for part in subtree(node) if isinstance(part, ast.Name)}
 
 
 def _additions(script: Script, step: _Step) -> Iterator[ast.Call]:

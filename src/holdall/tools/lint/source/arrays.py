@@ -192,8 +192,10 @@ def _function(package: str, last: str, first: Any, arguments: Any, node: ast.AST
         case "append" if isinstance(first, ArrayValue):
             both = ListValue([first, unwrapped(arguments.get(1, "values"))], 2)
             return _stacked("concatenate", both, type(arguments)([], {"axis": arguments.get(2, "axis", 0)}), node)
-        case "clip" | "abs" | "round" | "nan_to_num" | "copy" | "pad" | "mean" | "dot" if isinstance(first, ArrayValue):
-            return first.made_by(node) if last not in {"mean", "dot", "pad"} else ArrayValue()
+        case "clip" | "abs" | "round" | "nan_to_num" | "copy" | "roll" | "sign" | "maximum" | "minimum" if isinstance(
+            first, ArrayValue
+        ):
+            return first.made_by(node)
         case "arange" | "linspace":
             count = whole(first) if last == "arange" else whole(arguments.get(2, "num", 50))
             return ArrayValue((count if count is not None else UNKNOWN,), np.dtype("int64"), frozenset({node}))
@@ -216,7 +218,8 @@ def _rest(arguments: Any) -> Any:
 def _stacked(last: str, first: Any, arguments: Any, node: ast.AST) -> Any:
     first = filled_deque(first)
     items = known_items(first)
-    sample = unwrapped((items or getattr(first, "items", None) or getattr(first, "added", None) or [UNKNOWN])[0])
+    samples = items or getattr(first, "items", None) or getattr(first, "added", None) or [UNKNOWN]
+    sample = unwrapped(likely(samples[0]))
     count = length_of(first)
     if isinstance(first, ListValue) and first.is_deque:
         count = whole(first.maxlen)
@@ -231,7 +234,7 @@ def _stacked(last: str, first: Any, arguments: Any, node: ast.AST) -> Any:
     elif shape:
         at = {"vstack": 0, "hstack": min(1, len(shape) - 1), "dstack": -1}.get(last, axis if axis is not None else 0)
         if -len(shape) <= at < len(shape):
-            numbers = [_size_along(unwrapped(one), at) for one in items or ()]
+            numbers = [_size_along(unwrapped(likely(one)), at) for one in items or ()]
             size = whole(shape[at])
             whole_size = None if size is None or count is None else size * count
             shape[at] = sum(n or 0 for n in numbers) if numbers and None not in numbers else (whole_size or UNKNOWN)
@@ -253,11 +256,11 @@ def _image(last: str, arguments: Any, node: ast.AST) -> Any:
         if size is None or len(size) != 2:
             return ArrayValue(None, np.dtype("uint8"), frozenset({node}))
         dtype = first.dtype if isinstance(first, ArrayValue) else np.dtype("uint8")
-        channels = tuple(first.shape[2:]) if is_image else ()
+        channels = tuple(first.shape[2:]) if is_image else (UNKNOWN,)
         channels = () if channels == (1,) else channels
-        return (
-            ArrayValue((size[1], size[0], *channels), dtype, frozenset({node})) if is_image else ArrayValue(None, dtype)
-        )
+        return ArrayValue((size[1], size[0], *channels), dtype, frozenset({node}))
+    if last == "threshold" and is_image:
+        return (UNKNOWN, first.made_by(node))
     if last == "cvtColor" and is_image:
         code = arguments.get(1, "code")
         is_gray = isinstance(code, Reference) and code.last.endswith("GRAY")
@@ -381,8 +384,10 @@ def item(array: ArrayValue, index: Any) -> ArrayValue:
                 return replace(array, shape=None)
             elif rest:
                 axis = rest.pop(0)
-                if whole(one) is None:
-                    kept.append(axis if one is UNKNOWN else UNKNOWN)
+                if isinstance(one, slice):
+                    kept.append(_length_of_slice(axis, [one.start, one.stop, one.step]))
+                elif whole(one) is None:
+                    kept.append(UNKNOWN)
         return replace(array, shape=(*kept, *rest))
     if index is None:
         return replace(array, shape=(1, *array.shape))
@@ -393,11 +398,13 @@ def sliced(array: ArrayValue, bounds: list[Any]) -> ArrayValue:
     """Return `array[a:b]`."""
     if not array.shape:
         return array
-    numbers = [None if one is None else whole(one) for one in bounds]
-    size = whole(array.shape[0])
-    is_known = size is not None and all(n is not None or b is None for n, b in zip(numbers, bounds, strict=True))
-    length: Any = len(range(*slice(*numbers).indices(size))) if is_known and size is not None else UNKNOWN
-    return replace(array, shape=(length, *array.shape[1:]))
+    return replace(array, shape=(_length_of_slice(array.shape[0], bounds), *array.shape[1:]))
+
+
+def _length_of_slice(axis: object, bounds: list[Any]) -> object:
+    size, numbers = whole(axis), [None if one is None else whole(one) for one in bounds]
+    is_known = all(n is not None or b is None for n, b in zip(numbers, bounds, strict=True)) and numbers[2] != 0
+    return len(range(*slice(*numbers).indices(size))) if is_known and size is not None else UNKNOWN
 
 
 def calculated(op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:

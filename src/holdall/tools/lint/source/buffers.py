@@ -49,7 +49,8 @@ def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
             (id(one.value.origins), one.value.shape, id(one.node), next(iter(one.value.origins), 0)): one
             for one in group
         }
-        unique = list({next(iter(one.value.origins), id(one)): one for one in by_node.values()}.values())
+        origins = {next(iter(one.value.origins), id(one)): one for one in by_node.values()}
+        unique = _alternatives(interpreter, origins)
         rows = _leading(unique)
         owner = unique[0].owner
         kept = [one for one in unique if rows is None or whole((one.value.shape or (None,))[0]) == rows]
@@ -63,6 +64,15 @@ def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
             is_on_gpu=any(one.value.device.startswith("cuda") for one in kept),
             is_buffer=bool(_NAMED_BUFFER.search(title)) or _stores_next(fields),
         )  # fmt: skip
+
+
+def _alternatives(interpreter: Any, made: dict[Any, Any]) -> list[Any]:
+    """Of arrays that one name is given in turn, or in branches, return one: the default, otherwise the largest."""
+    ordered = sorted(made.items(), key=lambda one: (len(one[1].path), -one[1].value.nbytes))
+    kept: dict[Any, Any] = {}
+    for origin, one in ordered:
+        kept.setdefault(interpreter.name_of(origin) or origin, one)
+    return [one for one in made.values() if one in kept.values()]
 
 
 def _leading(group: list[Any]) -> int | None:
@@ -90,18 +100,19 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
     for made in interpreter.made:
         if made.what == "appended":
             appended.setdefault(id(made.value), []).append(made)
+    beside: dict[tuple[int, int], list[list[Any]]] = {}  # containers of one object and length: a field each
     for group in appended.values():
         container: ListValue = group[0].value
+        owner = interpreter.owner_of(container)
         limit = whole(likely(container.maxlen))
-        title = container.name
         if limit is None and not container.is_deque:
-            limit = container.length if container.is_fixed else interpreter.capacity_of(container)
-        if limit is None or limit < MANY:
-            continue
-        item = _fullest(group)
-        arrays = _distinct(list(leaf_arrays(item)))
-        sizes = [(one, one.nbytes) for one in arrays]
-        known = [(one, size) for one, size in sizes if size]
+            limit = container.length if container.is_fixed else interpreter.capacity_of(owner)
+        if limit is not None and limit >= MANY:
+            beside.setdefault((id(owner or container), limit), []).append(group)
+    for (_, limit), groups in beside.items():
+        items = sorted(map(_fullest, groups), key=lambda one: -_size(one.detail["item"]))
+        arrays = _distinct([array for one in items for array in leaf_arrays(one.detail["item"])])
+        known = [(one, one.nbytes) for one in arrays if one.nbytes]
         if not known:
             continue
         per_item = sum(size // one.shared_frames + _OBJECT_BYTES for one, size in known)
@@ -109,17 +120,21 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
             StoredField("", tuple(whole(a) or 0 for a in one.shape or ()), one.dtype or np.dtype("f4"))
             for one, _ in known
         )
+        group = next(group for group in groups if items[0] in group)
         yield PlainBuffer(
-            title=title or "deque", rows=limit, nbytes=limit * per_item, fields=fields,
+            title=group[0].value.name or "deque", rows=limit, nbytes=limit * per_item, fields=fields,
             place=interpreter.place(group[0].node), condition=" and ".join(group[0].path), is_container=True,
-            is_buffer=True, is_exact=len(known) == len(sizes),
+            is_buffer=True, is_exact=len(known) == len(arrays),
         )  # fmt: skip
 
 
 def _fullest(group: list[Any]) -> Any:
-    """Return the item that holds most; of several alike the last: by then a loop hands arrays from step to step."""
-    items = [one.detail["item"] for one in reversed(group)]
-    return max(items, key=lambda item: sum(array.nbytes or 0 for array in leaf_arrays(item)))
+    """Return what appended most; of several alike the last: by then a loop hands arrays from step to step."""
+    return max(reversed(group), key=lambda one: _size(one.detail["item"]))
+
+
+def _size(item: Any) -> int:
+    return sum(array.nbytes or 0 for array in leaf_arrays(item))
 
 
 def _distinct(arrays: list[ArrayValue]) -> list[ArrayValue]:
@@ -215,7 +230,9 @@ def _tianshou(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     leaves = [Leaf(one.name, one.shape[1:] if last_only and one.shape else one.shape, one.dtype) for one in seen.leaves]
     prefixes = ("",) if no_next else ("", "next.")
     fields = tuple(
-        StoredField(prefix + (leaf.name or "obs"), leaf.shape, leaf.dtype) for prefix in prefixes for leaf in leaves
+        StoredField(prefix + (leaf.name or ("frame" if last_only else "obs")), leaf.shape, leaf.dtype)
+        for prefix in prefixes
+        for leaf in leaves
     )
     return PlainBuffer(
         title=last, rows=size, nbytes=size * sum(one.nbytes for one in fields), fields=fields,

@@ -95,7 +95,7 @@ def list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, n
             owner.items = owner.items or [value]
             is_known = owner.length is not None and interpreter.repeats is not None
             owner.length = owner.length + interpreter.repeats if is_known else None
-        if owner.is_deque or isinstance(value, tuple | TableValue | InstanceValue | ListValue):
+        if owner.is_deque or isinstance(value, tuple | TableValue | InstanceValue | ListValue | ArrayValue):
             interpreter.record("appended", owner, arguments, node, item=value)
         return None
     if name == "extend":
@@ -188,6 +188,9 @@ def joined_sequences(left: Any, right: Any) -> Any:
     if None not in both and isinstance(left, tuple):
         return tuple(items)
     return ListValue(items, sum(lengths))  # type: ignore[arg-type]
+
+
+CHANGEABLE = {ListValue, TableValue}
 
 
 def snapshot(value: Any) -> Any:

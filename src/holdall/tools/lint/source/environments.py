@@ -19,6 +19,7 @@ from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, Spac
 from holdall.tools.lint.source.arrays import ReturnedValues, space_sample
 from holdall.tools.lint.source.spaces import SPACES, by_id, make_space
 from holdall.tools.lint.source.values import (
+    ArrayValue,
     BoundMethod,
     ClassValue,
     FunctionValue,
@@ -45,7 +46,7 @@ _MAKERS = {"make", "make_vec", "make_gym", "make_gymnasium"}
 # ------------------------------------------------------------ calls
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each kind of function
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case a kind
     """Return a space or environments; NotImplemented for any other function."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if last in SPACES and (package in _GYMS or ".spaces" in dotted):
@@ -67,6 +68,8 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         "rl_zoo3",
     }:
         return _sb3_vector(interpreter, last, arguments, node)
+    if package == "tianshou" and last == "make_atari_env":
+        return _tianshou_atari(interpreter, arguments, node)
     if package == "envpool" and last in {"make", "make_gym", "make_gymnasium"}:
         return _envpool(interpreter, arguments, node)
     if dotted == "stable_baselines3.common.monitor.load_results":
@@ -81,7 +84,20 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         package in {"torchrl", "tianshou"} and "Collector" in last
     ):
         return NotImplemented
-    return wrapped(inner, dotted, arguments, interpreter.place_here(node))
+    found = wrapped(inner, dotted, arguments, interpreter.place_here(node))
+    is_changed = last.startswith("TransformObs") and found.observation is None and inner.observation is not None
+    return _transformed(interpreter, inner, inner.observation, arguments, node) if is_changed else found
+
+
+def _transformed(interpreter: Any, env: Environments, space: Any, arguments: Any, node: ast.AST) -> Environments:
+    """Return environments whose observations a function changes: it is followed with one of them."""
+    function = likely(arguments.get(1, "func" if "func" in arguments.named else "f"))
+    made = interpreter.call(function, type(arguments)([space_sample(space, node)]), node)
+    axes = [whole(axis) for axis in made.shape or ()] if isinstance(made, ArrayValue) else [None]
+    if None in axes or made.dtype is None:
+        return replace(env, observation=None)
+    leaf = Leaf("", tuple(axis or 0 for axis in axes), made.dtype)
+    return replace(env, observation=SpaceInfo((leaf,), False, interpreter.place_here(node)))
 
 
 def _made(interpreter: Any, arguments: Any, node: ast.AST, maker: str) -> Any:
@@ -220,6 +236,20 @@ def _apply_wrapper(interpreter: Any, wrapper: Any, one: Environments, more: Any,
     return environment_of(interpreter, made) or replace(one, observation=None)
 
 
+def _tianshou_atari(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
+    """Make what Tianshou's function returns: one environment, those to train on and those to test on."""
+    stack, scaled = whole(likely(arguments.get(5, "frame_stack", 4))), likely(arguments.get(4, "scale", False))
+    place = interpreter.place_here(node)
+    _, acted, _ = by_id(name) if isinstance(name := likely(arguments.get(0, "task")), str) else (None, None, None)
+    seen = None
+    if stack and isinstance(scaled, int):
+        dtype = np.dtype(np.float32 if scaled else np.uint8)
+        seen = SpaceInfo((Leaf("", (stack, 84, 84), dtype),), False, place, {"": (0, 1 if scaled else 255)})
+    one = Environments(1, "single", None, seen, acted, stack=stack or 1, place=place, origin=object())
+    counts = (arguments.get(2, "num_training_envs"), arguments.get(3, "num_test_envs"))
+    return (one, *(replace(one, count=count, vector="subproc", origin=object()) for count in counts))
+
+
 def _envpool(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
     name, place = arguments.get(0, "task_id"), interpreter.place_here(node)
     seen, acted, _ = by_id(name) if isinstance(name, str) else (None, None, UNKNOWN)
@@ -251,7 +281,9 @@ def is_environment(value: Any) -> bool:
 
 def environment_of(interpreter: Any, value: Any) -> Environments | None:
     """Return what is known of an environment, or a vector of them; None if the value is none."""
-    value = likely(value)
+    if isinstance(value, OneOf):  # the first whose observations are known
+        several = [one for one in (environment_of(interpreter, one) for one in value.values) if one is not None]
+        return next((one for one in several if one.observation is not None), several[0] if several else None)
     if isinstance(value, Environments):
         return value
     if not is_environment(value):
@@ -302,7 +334,7 @@ def start(interpreter: Any, instance: InstanceValue, arguments: Any) -> None:
     ]
     if known and (inner := environment_of(interpreter, first)) is not None:
         result = wrapped(inner, known[0], arguments, interpreter.place_here(instance.node))
-        instance.attributes.setdefault("env", result)
+        instance.attributes.setdefault("env", likely(first) if result is inner else result)
     elif known:
         instance.attributes.setdefault("env", first)
 

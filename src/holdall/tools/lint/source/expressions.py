@@ -162,22 +162,25 @@ class Expressions(Names):
         tested = self.value(node.test)
         truth = self.truth(tested)
         is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer or self.is_soft
-        body, other = self.value(node.body), self.value(node.orelse)
         if truth is not None and not is_soft:
-            return body if truth else other
-        text = ast.unparse(node.test)
-        pairs = [(body, "" if truth else text), (other, "" if truth is False else f"not ({text})")]
+            return self.value(node.body if truth else node.orelse)
+        text, path, pairs = ast.unparse(node.test), self.path, []
+        conditions = ("" if truth else text, "" if truth is False else f"not ({text})")
+        for branch, condition in zip((node.body, node.orelse), conditions, strict=True):
+            self.path = (*path, condition) if condition else path
+            pairs.append((self.value(branch), condition))
+        self.path = path
         return one_of(sorted(pairs, key=lambda one: one[1] != "") if truth is not None else pairs)
 
     def _on_subscript(self, node: ast.Subscript) -> Any:
         base = self.value(node.value)
         if isinstance(node.slice, ast.Slice):
-            bounds = [
-                None if one is None else self.value(one)
-                for one in (node.slice.lower, node.slice.upper, node.slice.step)
-            ]
-            return spread(lambda one: containers.sliced(one, bounds), base)
+            part = self._on_slice(node.slice)
+            return spread(lambda one: containers.sliced(one, [part.start, part.stop, part.step]), base)
         return spread(lambda one, key: containers.item(self, one, key), base, self.value(node.slice))
+
+    def _on_slice(self, node: ast.Slice) -> slice:
+        return slice(*(None if one is None else likely(self.value(one)) for one in (node.lower, node.upper, node.step)))
 
     def _on_joinedstr(self, node: ast.JoinedStr) -> Any:
         parts = []
@@ -271,7 +274,7 @@ class Expressions(Names):
 
     def _on_call(self, node: ast.Call) -> Any:
         called = self.value(node.func)
-        if called == Reference("builtins.super"):
+        if called is library.SUPER:
             return self._super()
         arguments = self._arguments(node)
         is_own = self.scope.module is self.main
@@ -362,7 +365,9 @@ class Expressions(Names):
         return value
 
     def converted_to_array(self, value: InstanceValue) -> Any:
-        """Return what numpy makes of an object of the program: what its `__array__` returns."""
+        """Return what numpy makes of an object: what its `__array__` returns, or the pixels of a picture."""
+        if "array" in value.attributes and isinstance(value.made_of, Reference):
+            return value.attributes["array"]
         method = value.made_of.find("__array__") if isinstance(value.made_of, ClassValue) else UNKNOWN
         return self.call_function(method, CallArguments(), value) if isinstance(method, FunctionValue) else value
 

@@ -123,6 +123,7 @@ class Functions(Expressions):
                 values[name] = default
                 scope.soft.add(name)
         if not given.is_complete:
+            self._default_settings(function, values)
             scope.soft |= set(with_default) - set(names[: len(positional)]) - set(given.named)
         values |= {name: value for name, value in given.named.items() if name in values}
         if spec.vararg:
@@ -133,6 +134,17 @@ class Functions(Expressions):
             table = TableValue(extra.items(), path=self.path)
             table.is_complete = given.is_complete
             values[spec.kwarg.arg] = table
+
+    def _default_settings(self, function: FunctionValue, values: dict[str, Any]) -> None:
+        """Give parameters that are annotated with a data class of the program an object with its defaults."""
+        outer, self.scope = self.scope, function.scope
+        for one in (*function.node.args.args, *function.node.args.kwonlyargs):
+            if one.annotation is not None and values.get(one.arg) is UNKNOWN:
+                made_of = self.value(one.annotation)
+                if isinstance(made_of, ClassValue) and made_of.decorators & _DATA_CLASSES:
+                    values[one.arg] = self.instantiate(made_of, CallArguments(is_complete=False), one)
+                    values[one.arg].is_default = True
+        self.scope = outer
 
     def instantiate(self, made_of: ClassValue, arguments: CallArguments, node: ast.AST | None) -> Any:
         """Make an object of a class of the program."""

@@ -39,11 +39,13 @@ from holdall.tools.lint.source.values import (
 
 _LIBRARIES = {
     "stable_baselines3", "sb3_contrib", "torchrl", "tensordict", "tianshou", "gymnasium", "gym", "torch", "numpy",
+    "dmc2gym",
 }  # fmt: skip
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
 _LONGEST_CONDITION = 70
 _CAPACITIES = ("capacity", "max_size", "maxlen", "buffer_size", "memory_size", "max_len", "limit", "size", "_maxsize")
 _ENDS = {"sys.exit", "os._exit"}
+_FOLLOWED = InstanceValue | ClassValue | FunctionValue | ModuleValue
 
 
 @dataclass(eq=False, slots=True)
@@ -72,6 +74,8 @@ class Interpreter(Functions):
         self.torchrl_env: Any = None  # the last one that was made
         self.made: list[ProgramEvent] = []
         self.registered: dict[str, Any] = {}  # environments that the program registers
+        self.managed: dict[str, Any] = {}  # what managers make for other processes, by name
+        self.started: set[object] = set()  # classes of processes whose `run` was followed
         self._conditions: dict[ast.If, tuple[str, str]] = {}
 
     def run(self) -> None:
@@ -100,13 +104,15 @@ class Interpreter(Functions):
         """Return the name that an array was given first."""
         return self.names.get(origin, "")
 
-    def capacity_of(self, container: ListValue) -> int | None:
-        """Return the size that the object which holds a list limits it to, by the name of its attribute."""
-        for owner in self.instances:
-            if any(value is container for value in owner.attributes.values()):
-                sizes = (likely(owner.attributes.get(name, UNKNOWN)) for name in _CAPACITIES)
-                return next((number for number in map(whole, sizes) if number), None)
-        return None
+    def owner_of(self, container: ListValue) -> InstanceValue | None:
+        """Return the object that has a container as an attribute."""
+        holds = (one for one in self.instances if any(value is container for value in one.attributes.values()))
+        return next(holds, None)
+
+    def capacity_of(self, owner: InstanceValue | None) -> int | None:
+        """Return the size that an object limits its lists to, by the name of its attribute."""
+        sizes = (likely(owner.attributes.get(name, UNKNOWN)) for name in _CAPACITIES) if owner is not None else ()
+        return next((number for number in map(whole, sizes) if number), None)
 
     def record(self, what: str, value: Any, arguments: CallArguments | None, node: ast.AST, **detail: Any) -> None:
         """Keep what the program makes, at the line of the script that leads to it."""
@@ -183,7 +189,10 @@ class Interpreter(Functions):
 
     def block(self, statements: Iterable[ast.stmt]) -> bool:
         """Follow statements; True if what stands behind them is not reached."""
-        return any(self.statement(one) for one in statements)
+        for one in statements:  # noqa: SIM110  a generator would cost as much as a statement
+            if self.statement(one):
+                return True
+        return False
 
     def statement(self, node: ast.stmt) -> bool:  # noqa: C901, PLR0912  one case for each kind of statement
         """Follow one statement; True if it leaves the block."""
@@ -251,7 +260,18 @@ class Interpreter(Functions):
         """Return the conditions that hold here and did not yet hold where the function began."""
         return " and ".join(self.path[len(self.scope.path) :])
 
+    def _limit_list(self, node: ast.If | ast.While) -> None:
+        """Learn how long a list gets from `if len(rows) > limit: del rows[0]` and the like."""
+        match node.test:
+            case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[op], comparators=[limit]):
+                changed = _shortened_by if isinstance(op, ast.Gt | ast.GtE) else _lengthened_by
+                if any(one is not None and ast.dump(one) == ast.dump(held) for one in map(changed, node.body)):
+                    container = self.value(held)
+                    if isinstance(container, ListValue) and container.maxlen is None:
+                        container.maxlen = likely(self.value(limit))
+
     def _if(self, node: ast.If) -> bool:
+        self._limit_list(node)
         outer_soft, self.is_soft = self.is_soft, False
         tested = self.value(node.test)
         truth = self.truth(tested)
@@ -259,7 +279,7 @@ class Interpreter(Functions):
         if truth is not None and not is_soft:
             return self.block(node.body if truth else node.orelse)
         if node not in self._conditions:
-            self._conditions[node] = _condition(node.test), _condition(node.test, negate=True)
+            self._conditions[node] = _conditions(node.test)
         holds, fails = self._conditions[node]
         return self._branches([(holds, node.body), (fails, node.orelse)], truth)
 
@@ -296,8 +316,8 @@ class Interpreter(Functions):
         for handler in node.handlers:
             self.scope.names = before | after
             self.block(handler.body)
-            made = {n: v for n, v in self.scope.names.items() if v is not after.get(n) and isinstance(v, InstanceValue)}
-            again = {name: one_of([(after[name], ""), (value, "")]) for name, value in made.items() if name in after}
+            made = {n: v for n, v in self.scope.names.items() if v is not after.get(n) and isinstance(v, _FOLLOWED)}
+            again = {name: _either(after[name], value) for name, value in made.items() if name in after}
             after = self.scope.names | after | again
         self.scope.names = after
         return self.block(node.finalbody) or (left and not node.handlers)
@@ -312,6 +332,7 @@ class Interpreter(Functions):
         before = dict(self.scope.names)
         times = None
         if isinstance(node, ast.While):
+            self._limit_list(node)
             self.value(node.test)
         else:
             over = self.value(node.iter)
@@ -344,13 +365,12 @@ class Interpreter(Functions):
     def _uncalled(self) -> Iterator[tuple[Any, Scope]]:
         """Yield the functions of the script, those first whose names nothing else mentions."""
         scope = Scope(self.main, self.main.names)
-        used = Counter(n.id for n in self.script.nodes if isinstance(n, ast.Name))
-        used.update(n.attr for n in self.script.nodes if isinstance(n, ast.Attribute))
+        used = {one.id for one in self.script.of_kind(ast.Name)} | self.script.attributes
         outside = [one for one in self.main.tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
         classes = [one for one in self.main.tree.body if isinstance(one, ast.ClassDef)]
-        for node in sorted(outside, key=lambda one: used[one.name] > 0):
+        for node in sorted(outside, key=lambda one: one.name in used):
             yield node, scope
-        for made in sorted(classes, key=lambda one: used[one.name] > 0):
+        for made in sorted(classes, key=lambda one: one.name in used):
             yield made, scope
 
     def _enter_alone(self, node: Any, scope: Scope) -> None:
@@ -379,13 +399,43 @@ class Interpreter(Functions):
         self.call_function(function, CallArguments(is_complete=False), owner)
 
 
-def _condition(test: ast.expr, negate: bool = False) -> str:
-    """Write a condition in a few words."""
-    text = ast.unparse(test)
-    if negate:
-        inner = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else None
-        text = ast.unparse(inner) if inner is not None else f"not ({text})" if " " in text else f"not {text}"
-    text = " ".join(text.split())
+def _shortened_by(statement: ast.stmt) -> ast.expr | None:
+    """Return the list that a statement takes items from."""
+    match statement:
+        case ast.Delete(targets=[ast.Subscript(value=held)]):
+            return held
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="pop" | "popleft" | "remove"))):
+            return held
+        case ast.Assign(targets=[ast.Name()], value=ast.Subscript(value=held, slice=ast.Slice())):
+            return held
+    return None
+
+
+def _lengthened_by(statement: ast.stmt) -> ast.expr | None:
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="append"))):
+            return held
+    return None
+
+
+def _either(first: Any, second: Any) -> Any:
+    """Return what a name is after a `try` that gave it one value and a handler that gave it another."""
+    if isinstance(second, InstanceValue):
+        return one_of([(first, ""), (second, "")])
+    return second if first is UNKNOWN or isinstance(first, Reference) else first  # what can be read
+
+
+def _conditions(test: ast.expr) -> tuple[str, str]:
+    """Write a condition, and its opposite, in a few words."""
+    holds = " ".join(ast.unparse(test).split())
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        fails = " ".join(ast.unparse(test.operand).split())
+    else:
+        fails = f"not ({holds})" if " " in holds else f"not {holds}"
+    return _shortened(holds), _shortened(fails)
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= _LONGEST_CONDITION else text[: _LONGEST_CONDITION - 3] + "..."
 
 

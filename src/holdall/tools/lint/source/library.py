@@ -10,6 +10,8 @@ import ast
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
 from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks
 from holdall.tools.lint.source.values import (
@@ -31,25 +33,14 @@ from holdall.tools.lint.source.values import (
 )
 
 array_member, calculated = arrays.array_member, arrays.calculated
-BUILTINS = frozenset(
-    {
-        *command_line.NUMBERS,
-        "dict",
-        "list",
-        "tuple",
-        "set",
-        "len",
-        "range",
-        "open",
-        "vars",
-        "zip",
-        "enumerate",
-        "super",
-        "getattr",
-    }
-    | {"setattr", "isinstance", "print", "sorted", "reversed", "map", "filter", "type", "object", "exit", "quit", "any"}
-    | {"all", "hasattr", "input", "iter", "next", "repr", "eval", "callable", "property", "staticmethod", "classmethod"}
+_NAMES = (
+    "dict list tuple set len range open vars zip enumerate super getattr setattr isinstance print sorted reversed map "
+    "filter type object exit quit any all hasattr input iter next repr eval callable property staticmethod classmethod"
 )
+BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
+SUPER = BUILTINS["super"]
+_STARTED = ("Process", "Thread")  # what runs a function, or its own `run`, beside the program
+_PICTURE = "PIL.Image.Image"
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
@@ -62,6 +53,10 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
         rest = type(arguments)(arguments.values[1:], arguments.named, arguments.is_complete)
         interpreter.library_start(arguments.values[0], rest)
         return None
+    if last in _STARTED and "target" in arguments.named:
+        return InstanceValue(Reference(dotted), {}, dict(arguments.named), node, interpreter.path)
+    if dotted.endswith("multiprocessing.get_context"):
+        return Reference("multiprocessing")
     for follow in (frameworks.call, environments.call, arrays.call):
         found = follow(interpreter, dotted, arguments, node)
         if found is not NotImplemented:
@@ -98,8 +93,6 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return str(PurePath(first).parent) if last == "dirname" else first
         case "pathlib.Path" | "pathlib.PurePath":
             return first if isinstance(first, str) else UNKNOWN
-        case "multiprocessing.cpu_count" | "os.cpu_count":
-            return UNKNOWN
         case "dataclasses.field":
             return InstanceValue(Reference(dotted), {}, dict(arguments.named), node)
         case "dataclasses.asdict" | "dataclasses.replace":
@@ -108,6 +101,11 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return spread(_product, first)
         case "itertools.count":
             return UNKNOWN
+        case "PIL.Image.fromarray":
+            return InstanceValue(Reference(_PICTURE), {"array": arrays.unwrapped(first)}, node=node)
+        case _ if dotted.endswith("Manager.register"):
+            interpreter.managed[str(arguments.get(0, "typeid"))] = arguments.get(1, "callable")
+            return None
     return command_line.command_line(interpreter, dotted, last, arguments, node)
 
 
@@ -247,7 +245,7 @@ def _vars(interpreter: Any, value: Any) -> Any:
 # ------------------------------------------------------------ methods
 
 
-def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one line for each kind of value
+def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one line for each kind of value
     """Return what a method of a library's object, or of a container, returns."""
     match owner:
         case TableValue():
@@ -269,6 +267,12 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
         case InstanceValue():
             if owner.kind == "argparse.ArgumentParser":
                 return command_line.parser_method(interpreter, owner, name, arguments)
+            if name == "start":
+                _started(interpreter, owner, node)
+            if name in interpreter.managed:
+                return spread(lambda one: interpreter.call(one, arguments, node), interpreter.managed[name])
+            if owner.kind == _PICTURE:
+                return _picture(owner, name, arguments, node)
             found = environments.instance_method(interpreter, owner, name, arguments, node)
             return (
                 frameworks.call_method(interpreter, owner, name, arguments, node) if found is NotImplemented else found
@@ -276,10 +280,34 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
     return UNKNOWN
 
 
-# ------------------------------------------------------------ argparse
+def _picture(owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
+    """Return what a method of Pillow's images returns."""
+    array, first = owner.attributes["array"], arguments.get(0, "", UNKNOWN)
+    rows, columns, *channels = (*array.shape, ()) if isinstance(array, ArrayValue) and array.shape else (UNKNOWN,) * 3
+    if name == "resize" and (size := arrays.shape_of(arguments.get(0, "size"))) is not None and len(size) == 2:
+        columns, rows = size
+    elif name == "convert":
+        channels = [] if first in {"L", "1"} else [3] if first == "RGB" else [UNKNOWN]
+    elif name != "copy":
+        return UNKNOWN
+    shape = (rows, columns, *(one for one in channels if one != ()))
+    return InstanceValue(owner.made_of, {"array": ArrayValue(shape, np.dtype("uint8"), frozenset({node}))}, node=node)
 
 
-# ------------------------------------------------------------ items
+def _started(interpreter: Any, owner: InstanceValue, node: ast.AST) -> None:
+    """Follow what a process or thread runs."""
+    if isinstance(owner.made_of, ClassValue):
+        run = owner.made_of.find("run")
+        again = (owner.made_of, interpreter.anchor)  # workers beside each other are alike
+        is_new = again not in interpreter.started and owner.made_of.extends(*_STARTED)
+        interpreter.started.add(again)
+        if is_new and isinstance(run, FunctionValue):
+            interpreter.call_function(run, interpreter.no_arguments, owner)
+    elif "target" in owner.arguments:
+        values, named = (likely(owner.arguments.get(name)) for name in ("args", "kwargs"))
+        table = {str(key): value for key, value in named.items()} if isinstance(named, TableValue) else {}
+        given = type(interpreter.no_arguments)(list(known_items(values) or ()), table)
+        interpreter.call(owner.arguments["target"], given, node)
 
 
 def suggested(name: str, arguments: Any) -> Any:

@@ -33,7 +33,7 @@ from holdall.tools.lint.source.buffers import plain_buffers
 from holdall.tools.lint.source.environments import environment_of
 from holdall.tools.lint.source.interpreter import Interpreter, ProgramEvent
 from holdall.tools.lint.source.repository import Repository
-from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.script import Script, subtree
 from holdall.tools.lint.source.spaces import by_id, space_of
 from holdall.tools.lint.source.values import (
     ClassValue,
@@ -194,7 +194,7 @@ class TrainingReader:
 
     def _divisors(self, node: ast.AST, depth: int = 0) -> Iterator[int]:
         """Yield what an expression, or one that it names, divides by; 0 for what is not known."""
-        for part in ast.walk(node):
+        for part in subtree(node):
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.FloorDiv | ast.Div):
                 yield whole(self.evaluator.value(part.right)) or 0
             elif isinstance(part, ast.Name | ast.Attribute) and depth < _DEEPEST:

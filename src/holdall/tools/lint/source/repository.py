@@ -46,6 +46,7 @@ class Repository:
         self._trees: dict[Path, ast.Module | None] = {}
         self._found: dict[tuple[Path, str, int], Path | None] = {}
         self._exists: dict[Path, bool] = {}
+        self._directories: dict[str, Path] = {}  # of importers
         self._data: dict[Path, Any] = {}
         self._texts: dict[Path, str] = {}
 
@@ -75,7 +76,9 @@ class Repository:
         """Return the file that an import means, if it is one of this repository."""
         if self.root is None:
             return None
-        key = (Path(importer).resolve().parent, dotted, level)
+        if importer not in self._directories:
+            self._directories[importer] = Path(importer).resolve().parent
+        key = (self._directories[importer], dotted, level)
         if key not in self._found:
             self._found[key] = next(self._candidates(*key), None)
         return self._found[key]

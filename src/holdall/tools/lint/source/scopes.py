@@ -7,6 +7,7 @@ Invariant: a change that happens only under a condition keeps the value from bef
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -15,6 +16,7 @@ from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, Spac
 from holdall.tools.lint.source import containers, environments, frameworks, library, spaces
 from holdall.tools.lint.source.arrays import ReturnedValues
 from holdall.tools.lint.source.repository import Module
+from holdall.tools.lint.source.script import subtree
 from holdall.tools.lint.source.values import (
     ArrayValue,
     BoundMethod,
@@ -34,8 +36,8 @@ from holdall.tools.lint.source.values import (
 )
 
 _PLAIN = int | float | str | bool | bytes | None
-_MOST_STEPS = 30_000
-_METHODS: dict[type[ast.AST], str] = {}  # that evaluate an expression, by its kind
+_MOST_STEPS = 60_000
+_METHODS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {}  # that evaluate an expression, by its kind
 
 
 class OutOfStepsError(Exception):
@@ -146,15 +148,21 @@ class Names:
         elif kind is ast.Constant:
             value = node.value  # type: ignore[attr-defined]
         else:
-            name = _METHODS.get(kind) or _METHODS.setdefault(kind, f"_on_{kind.__name__.lower()}")
-            value = getattr(self, name, self._other)(node)
+            method = _METHODS.get(kind) or self._method(kind)
+            value = method(self, node)
         if self.scope.module is self.main:
             before = self._seen.get(node)
-            if before is None:
-                self._seen[node] = [containers.snapshot(value)]
-            elif before[-1] is not value:
-                before.append(containers.snapshot(value))
+            if before is None or before[-1] is not value:
+                kept = containers.snapshot(value) if type(value) in containers.CHANGEABLE else value
+                if before is None:
+                    self._seen[node] = [kept]
+                else:
+                    before.append(kept)
         return value
+
+    @classmethod
+    def _method(cls, kind: type[ast.AST]) -> Callable[[Any, Any], Any]:
+        return _METHODS.setdefault(kind, getattr(cls, f"_on_{kind.__name__.lower()}", cls._other))
 
     def was_reached(self, node: ast.AST | None) -> bool:
         """Whether an expression of the script was followed."""
@@ -183,7 +191,7 @@ class Names:
             if names is not None and name in names:
                 return names[name]
             scope, is_own = scope.parent, False
-        return Reference(f"builtins.{name}") if name in library.BUILTINS else UNKNOWN
+        return library.BUILTINS.get(name, UNKNOWN)
 
     def bind(self, name: str, value: Any) -> None:
         """Give a name a value."""
@@ -198,6 +206,9 @@ class Names:
         if isinstance(value, ArrayValue):
             for origin in value.origins:
                 self.names.setdefault(origin, name)
+        elif isinstance(value, OneOf):
+            for one in value.values:
+                self._remember(name, one)
         elif isinstance(value, ListValue):
             value.name = value.name or name
 
@@ -256,6 +267,8 @@ class Names:
                 owner.added.append(value)
             if isinstance(value, tuple | TableValue | InstanceValue | ListValue):
                 self.record("appended", owner, None, node, item=value)
+        elif isinstance(owner, InstanceValue) and isinstance(key, str):  # of a class that extends dict
+            self._set_attribute(owner, key, value)
 
     def augmented(self, target: ast.expr, op: ast.operator, value: Any) -> Any:
         """Return what `target op= value` leaves in the target."""
@@ -289,7 +302,8 @@ class Names:
             case Reference(dotted=dotted):
                 return Reference(f"{dotted}.{name}")
             case ClassValue():
-                found = base.find(name)
+                if (found := base.find(name)) is UNKNOWN:
+                    return next((Reference(f"{one}.{name}") for one in base.libraries()), UNKNOWN)
                 return environments.enum_member(found, base) if name in base.attributes else found
             case SuperValue(owner=owner, above=above):
                 return self._super_member(owner, above, name)
@@ -361,7 +375,7 @@ class Names:
         if node not in self._loops:
             counted: set[str] = set()
             first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-            for part in ast.walk(node):
+            for part in subtree(node):
                 if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
                     counted.add(part.target.id)
                 if isinstance(part, ast.Name):

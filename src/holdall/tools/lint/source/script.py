@@ -8,18 +8,49 @@ from __future__ import annotations
 
 import ast
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 from holdall.tools.lint.finding import SourceRange
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Node = TypeVar("Node", bound=ast.AST)
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_MARKERS = (ast.expr_context, ast.operator, ast.boolop, ast.unaryop, ast.cmpop)  # one object stands for all of a kind
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+# Fields without a node of their own: texts, and contexts and operators, of which one object stands for all of a kind.
+_NO_NODES = {
+    "arg", "asname", "attr", "conversion", "ctx", "id", "kind", "level", "module", "name", "op", "ops", "simple",
+    "type_comment", "type_ignores",
+}  # fmt: skip
+
+
+class _ChildFields(dict[type[ast.AST], tuple[str, ...]]):
+    """Which fields of a kind of node can hold nodes."""
+
+    def __missing__(self, kind: type[ast.AST]) -> tuple[str, ...]:
+        names = () if kind is ast.Constant else tuple(name for name in kind._fields if name not in _NO_NODES)
+        return self.setdefault(kind, names)
+
+
+_CHILD_FIELDS = _ChildFields()
+
+
+def subtree(root: ast.AST) -> list[ast.AST]:
+    """Return a node and all below it but contexts and operators, those above before those below."""
+    nodes = [root]
+    for node in nodes:  # grows as children are found
+        for name in _CHILD_FIELDS[type(node)]:
+            value = getattr(node, name, None)
+            if type(value) is list:
+                nodes += [child for child in value if isinstance(child, ast.AST)]
+            elif isinstance(value, ast.AST):
+                nodes.append(value)
+    return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +80,16 @@ class Script:
         parents: dict[ast.AST, ast.AST] = {}
         nodes: list[ast.AST] = [self.tree]
         for node in nodes:  # grows as children are found
-            for value in vars(node).values():
-                children = value if type(value) is list else (value,)
-                for child in children:
-                    if isinstance(child, ast.AST) and not isinstance(child, _MARKERS):
-                        parents[child] = node
-                        nodes.append(child)
+            for name in _CHILD_FIELDS[type(node)]:
+                value = getattr(node, name, None)
+                if type(value) is list:
+                    for child in value:
+                        if isinstance(child, ast.AST):
+                            parents[child] = node
+                            nodes.append(child)
+                elif isinstance(value, ast.AST):
+                    parents[value] = node
+                    nodes.append(value)
         return parents
 
     @cached_property
@@ -62,11 +97,24 @@ class Script:
         """Every node but contexts and operators, those above before those below."""
         return [self.tree, *self._parents]
 
+    @cached_property
+    def _by_kind(self) -> dict[type[ast.AST], list[Any]]:
+        found: dict[type[ast.AST], list[Any]] = defaultdict(list)
+        for node in self.nodes:
+            found[type(node)].append(node)
+        return found
+
+    def of_kind(self, kind: type[Node]) -> list[Node]:
+        """Every node of exactly this class, those above before those below."""
+        return self._by_kind.get(kind, [])
+
     @property
     def is_run(self) -> bool:
         """Whether the file does something of its own, and does not only define things for others."""
-        calls = (one.value for one in self.tree.body if isinstance(one, ast.Expr | ast.Assign))
-        return "__main__" in self.text or any(isinstance(one, ast.Call) for one in calls)
+        if "__main__" in self.text or any(isinstance(one, (*LOOPS, ast.With)) for one in self.tree.body):
+            return True
+        values = [one.value for one in self.tree.body if isinstance(one, ast.Expr | ast.Assign)]
+        return any(isinstance(one, ast.Call | ast.ListComp | ast.Await) for one in values)
 
     @cached_property
     def lines(self) -> list[str]:
@@ -136,8 +184,7 @@ class Script:
     @cached_property
     def calls(self) -> list[ast.Call]:
         """Every call, in the order of the text."""
-        found = [node for node in self.nodes if isinstance(node, ast.Call)]
-        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+        return sorted(self.of_kind(ast.Call), key=lambda call: (call.lineno, call.col_offset))
 
     def calls_of(self, *names: str) -> Iterator[ast.Call]:
         """Yield the calls of functions by their full names."""
@@ -152,17 +199,17 @@ class Script:
     @cached_property
     def attributes(self) -> frozenset[str]:
         """The names of all attributes that the file reads or sets."""
-        return frozenset(node.attr for node in self.nodes if isinstance(node, ast.Attribute))
+        return frozenset(node.attr for node in self.of_kind(ast.Attribute))
 
     @cached_property
     def keywords(self) -> frozenset[str]:
         """The names of all arguments that the file passes by name."""
-        return frozenset(node.arg for node in self.nodes if isinstance(node, ast.keyword) and node.arg)
+        return frozenset(node.arg for node in self.of_kind(ast.keyword) if node.arg)
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
         """The classes of the file by name."""
-        return {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
+        return {node.name: node for node in self.of_kind(ast.ClassDef)}
 
     @cached_property
     def functions(self) -> dict[str, Function]:
@@ -173,14 +220,14 @@ class Script:
     def imports(self) -> dict[str, str]:
         """Full names by the names that imports give them, wherever in the file they stand."""
         full: dict[str, str] = {}
-        for node in self.nodes:
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    first = alias.name.partition(".")[0]
-                    full[alias.asname or first] = alias.name if alias.asname else first
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                for alias in node.names:
-                    full[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        for node in self.of_kind(ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                full[alias.asname or first] = alias.name if alias.asname else first
+        for origin in self.of_kind(ast.ImportFrom):
+            if origin.module and not origin.level:
+                for alias in origin.names:
+                    full[alias.asname or alias.name] = f"{origin.module}.{alias.name}"
         return full
 
     def dotted(self, node: ast.AST) -> str:
@@ -237,7 +284,7 @@ class Script:
         owner = self.enclosing_class(node) if node.value.id == "self" else self._class_of(node.value)
         if owner is None:
             return None
-        same = [one for one in self.nodes if isinstance(one, ast.Attribute) and one.attr == node.attr]
+        same = [one for one in self.of_kind(ast.Attribute) if one.attr == node.attr]
         stored = [one for one in same if isinstance(one.ctx, ast.Store | ast.Del)]
         in_class = self.bindings(owner, node.attr)
         if len(stored) == 1 and not in_class and self.enclosing_class(stored[0]) is owner:
@@ -322,7 +369,7 @@ def _targets(node: ast.AST, name: str) -> bool:
     return any(
         isinstance(target, ast.Name) and target.id == name
         for generator in getattr(node, "generators", ())
-        for target in ast.walk(generator.target)
+        for target in subtree(generator.target)
     )
 
 
@@ -374,6 +421,6 @@ def _assigned(target: ast.expr, value: ast.expr, node: ast.AST) -> Iterator[tupl
 
 
 def _opaque(target: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
-    for part in ast.walk(target):
+    for part in subtree(target):
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store | ast.Del):
             yield part.id, Binding(node)

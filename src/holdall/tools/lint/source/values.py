@@ -194,6 +194,8 @@ def likely(value: Any) -> Any:
 
 def one_of(pairs: Iterable[tuple[Any, str]]) -> Any:
     """Join candidates: one value if they are all the same."""
+    if type(pairs) is list and len(pairs) == 1 and type(pairs[0][0]) is not OneOf:
+        return pairs[0][0]
     kept: list[tuple[Any, str]] = []
     can_join = False
     for value, condition in _each(pairs):
