@@ -1,4 +1,7 @@
 /* The thread pool: Python starts, names and joins its threads; they wait here, without the GIL. */
+#ifdef __linux__
+#define _GNU_SOURCE /* for the cores that a thread may use */
+#endif
 #include "threads.h"
 
 #include "holdall.h"
@@ -32,6 +35,8 @@ typedef pthread_cond_t condition;
 #define YIELD() sched_yield()
 #endif
 
+#define MOST_PLACED 64
+
 struct thread_pool {
     mutex lock;
     condition has_work;
@@ -41,7 +46,37 @@ struct thread_pool {
     int64_t wanted; /* helpers that may still begin the job */
     int64_t busy;   /* helpers that work on it */
     int dismissed;
+#ifdef __linux__
+    pthread_t helpers[MOST_PLACED];
+    int helper_count;
+    int caller_core; /* that the helpers keep off, and 1; 0 at first */
+#endif
 };
+
+#ifdef __linux__
+/* Note a helper, so that it can be kept off the caller's core. */
+static void join_pool(thread_pool *pool) {
+    if (pool->helper_count < MOST_PLACED) pool->helpers[pool->helper_count++] = pthread_self();
+    pool->caller_core = 0;
+}
+
+/* Keep all helpers off the core that the caller runs on, and on those that it may use. Otherwise the kernel wakes a
+ * helper on that very core if all others are busy, if only with threads that spin after a step of the trainer: then
+ * they take turns on one core, and sharing gains nothing. */
+static void place_helpers(thread_pool *pool) {
+    const int core = sched_getcpu();
+    cpu_set_t cores;
+    if (core < 0 || core >= CPU_SETSIZE || core + 1 == pool->caller_core) return;
+    if (sched_getaffinity(0, sizeof cores, &cores) != 0) return; /* more cores than the set has room for */
+    CPU_CLR(core, &cores);
+    if (CPU_COUNT(&cores) == 0) return;
+    for (int i = 0; i < pool->helper_count; i++) pthread_setaffinity_np(pool->helpers[i], sizeof cores, &cores);
+    pool->caller_core = core + 1;
+}
+#else
+static void join_pool(thread_pool *pool) { (void)pool; }
+static void place_helpers(thread_pool *pool) { (void)pool; }
+#endif
 
 EXPORT thread_pool *holdall_threads_new(void) {
     thread_pool *const pool = calloc(1, sizeof *pool);
@@ -56,6 +91,7 @@ EXPORT thread_pool *holdall_threads_new(void) {
 /* What a helper's thread runs until the pool is dismissed; `thread` is its number, from 1 on. */
 EXPORT void holdall_threads_help(thread_pool *pool, int64_t thread) {
     LOCK(&pool->lock);
+    join_pool(pool);
     for (;;) {
         while (!pool->dismissed && pool->wanted == 0) WAIT(&pool->has_work, &pool->lock);
         if (pool->dismissed) break;
@@ -85,6 +121,7 @@ EXPORT void holdall_threads_free(thread_pool *pool) { free(pool); }
 void threads_begin(thread_pool *pool, work_on work, void *job, int64_t helpers) {
     if (!pool || helpers < 1) return;
     LOCK(&pool->lock);
+    place_helpers(pool);
     pool->work = work;
     pool->job = job;
     pool->wanted = helpers;

@@ -201,6 +201,25 @@ def test_reading_from_several_threads_and_dismissing_at_once_loses_no_rows(pool:
     assert not any(thread.is_alive() for thread in (dismissing, *readers))
 
 
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores, and Linux"
+)
+def test_helpers_keep_off_the_core_of_their_caller() -> None:
+    """Woken there, they would take turns with it, and sharing would gain nothing."""
+    pool, rows, others = ThreadPool(3), Rows.written(6_000), set(threading.enumerate())
+    assert rows.are_read_by(pool)  # the threads are there
+    helpers = set(threading.enumerate()) - others
+    assert len(helpers) == 2
+    allowed = os.sched_getaffinity(0)
+
+    def off_one_core() -> bool:
+        assert rows.are_read_by(pool)
+        cores = [os.sched_getaffinity(thread.native_id or 0) for thread in helpers]
+        return all(mask < allowed and len(mask) == len(allowed) - 1 for mask in cores)
+
+    assert any(off_one_core() for _ in range(1_000))  # a thread may just have been started
+
+
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # forking beside threads is the very thing tested
 def test_a_forked_child_has_threads_of_its_own(pool: ThreadPool) -> None:
