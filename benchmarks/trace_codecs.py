@@ -7,7 +7,8 @@
 
 FOLDER holds traces as `holdall.tools.bench.trace` describes them. A trace is played again and again, each time
 mirrored, inverted or with its colours in another order, so that no pass repeats an older one. Bytes are the slope of
-the process's own memory. Batches of 256 are drawn by each side alone in a process, and by both in turns in a third.
+the process's own memory and of what the memory counts, from one compressed block to the next. Batches
+of 256 are drawn by each side alone in a process, and by both in turns in a third.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ SB3_BYTES = 1_200_000_000
 MOST_HELD = 20_000
 READINGS = 40
 BATCHES, IN_A_ROW = 40, 5
+Reading = tuple[int, int]
 
 
 # ---------------------------------------------------------------- frames
@@ -110,16 +112,7 @@ def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, held: in
     observation = sum(part.nbytes for part in _parts(next(stream.steps).obs)) // lanes
     held = min(held, SB3_BYTES // (2 * observation)) // lanes * lanes
     opened = [Side(name, stream, held, prefer) for name in sides]
-    readings, sealed = [], [(0, 0)]
-    for tick, step in enumerate(itertools.islice(stream.steps, held // lanes), start=1):
-        for side in opened:
-            side.add(*side.arguments(step))
-        if tick % max(1, held // lanes // READINGS) == 0 and tick * lanes >= held * 0.3:
-            readings.append((tick * lanes, held_bytes().anonymous))
-        if sides == ["core"] and tick % max(1, 128 // lanes) == 0:
-            opened[0].memory.drain()
-            total = sum(field.sealed_bytes for field in opened[0].memory.report().fields)
-            sealed += [(tick * lanes, total)] if total > sealed[-1][1] else []
+    readings, counted, sealed = filled(opened, stream, held // lanes, lanes)
     found = {}
     for side in opened:
         if side.name != "sb3":
@@ -131,10 +124,32 @@ def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, held: in
     result: dict[str, Any] = {"transitions": held, "found": found, "sample_us": times}
     if len(sides) == 1:
         result["bytes_per_transition"] = line_through(readings)[0]
+    if counted:
+        result["counted_bytes_per_transition"] = line_through(counted)[0]
     if sides == ["core"]:
         # From one sealed block to the last: what lies raw between them is another in every lane.
         result["bytes_per_transition"] = (sealed[-1][1] - sealed[1][1]) / (sealed[-1][0] - sealed[1][0])
     return result
+
+
+def filled(opened: list[Side], stream: Stream, ticks: int, lanes: int) -> tuple[list[Reading], ...]:
+    """Fill the sides; return transitions and bytes: of the process, as a memory counts all, and what is compressed."""
+    readings, counted, sealed = list[Reading](), list[Reading](), [(0, 0)]
+    memory = opened[0].memory if len(opened) == 1 and opened[0].name != "sb3" else None
+    for tick, step in enumerate(itertools.islice(stream.steps, ticks), start=1):
+        for side in opened:
+            side.add(*side.arguments(step))
+        if memory is None and tick % max(1, ticks // READINGS) == 0 and tick >= ticks * 0.3:
+            readings.append((tick * lanes, held_bytes().anonymous))
+        if memory is not None and tick % max(1, 128 // lanes) == 0:
+            memory.drain()
+            fields = memory.report().fields
+            total = sum(field.sealed_bytes for field in fields)
+            if total > sealed[-1][1]:  # another block: what is open and raw is as large as it was at the last one
+                sealed.append((tick * lanes, total))
+                readings.append((tick * lanes, held_bytes().anonymous))
+                counted.append((tick * lanes, sum(field.total_bytes for field in fields)))
+    return readings, counted, sealed
 
 
 def drawn(sides: list[Side]) -> dict[str, dict[str, float]]:
@@ -170,6 +185,7 @@ def beside_sb3(wanted: argparse.Namespace) -> dict[str, Any]:
         own = {side: alone[side]["sample_us"][side] for side in alone}
         row = {
             "bytes_per_transition": alone["holdall"]["bytes_per_transition"],
+            "counted_bytes_per_transition": alone["holdall"]["counted_bytes_per_transition"],
             "sb3_bytes_per_transition": alone["sb3"]["bytes_per_transition"],
             "sample_of_sb3": {
                 "alone": {kind: own["holdall"][kind] / own["sb3"][kind] for kind in ("median", "min")},
@@ -186,7 +202,8 @@ def beside_sb3(wanted: argparse.Namespace) -> dict[str, Any]:
 
 def _say(name: str, prefer: str, row: dict[str, Any]) -> None:
     ratios = row["sample_of_sb3"]
-    text = f"{name:10} {prefer:9} {row['bytes_per_transition']:8,.0f} B ({row['found']['bytes']:,.0f})  sample of SB3's"
+    text = f"{name:10} {prefer:9} {row['bytes_per_transition']:8,.0f} B"
+    text += f" (its own count {row['counted_bytes_per_transition']:,.0f})  sample of SB3's"
     for how in ratios:
         text += f"  {how} {ratios[how]['median']:.2f} (min {ratios[how]['min']:.2f})"
     print(text, flush=True)

@@ -452,3 +452,24 @@ def test_a_library_that_lacks_a_function_counts_as_missing(monkeypatch: pytest.M
     monkeypatch.setattr(libraries, "_load", lambda _name: Library())
     lacking = ""
     assert libraries.system_libraries.__wrapped__() is not None
+
+
+@pytest.mark.parametrize("coder", BOTH)
+def test_behind_differences_zstandard_refers_to_long_runs_only(coder: Coder) -> None:
+    """Five differences that come again are left as they are: camera noise repeats that often by chance."""
+    generator = np.random.default_rng(0)
+    whole = Transform(64 * 96)
+    image = replace(whole, predictor=Predictor.LEFT, planes=1, rows=64, columns=96)
+    words = generator.integers(0, 256, (12, 5), np.uint8)[generator.integers(0, 12, (4, 64 * 12))]
+    between = generator.integers(0, 256, (4, 64 * 12, 3), np.uint8)
+    differences = np.concatenate([words, between], axis=2).reshape(4, -1)
+    rows = np.cumsum(differences.reshape(4, 64, 96)[:, :, 1:], axis=2, dtype=np.uint8)
+    slices = np.concatenate([np.zeros((4, 64, 1), np.uint8), rows], axis=2).reshape(4, -1)
+    behind, plain = (
+        coder.seal(slices, Codec(Method.ZSTD, 9, image)),
+        coder.seal(differences, Codec(Method.ZSTD, 9, whole)),
+    )
+    assert behind is not None
+    assert plain is not None
+    assert behind.nbytes > 1.3 * plain.nbytes
+    assert (decoded(coder, behind, np.arange(4)) == slices).all()

@@ -9,7 +9,11 @@
 #include "codec.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <string.h>
+#ifdef HAVE_X86
+#include <cpuid.h>
+#endif
 #ifndef _WIN32
 #include <fcntl.h>
 #include <sys/types.h>
@@ -47,10 +51,11 @@ __attribute__((target("ssse3"))) static inline void sum_four_on(uint8_t *at, __m
 
 /* Sum up four neighbouring rows as far as 4 divides them; side by side, since each addition waits for the one before in
  * its own row only. */
-__attribute__((target("ssse3"))) static int64_t undo_left_fast(uint8_t *first, int64_t columns) {
+__attribute__((target("ssse3"))) static int64_t undo_left_from(uint8_t *first, int64_t columns, int64_t x) {
     uint8_t *const a = first, *const b = a + columns, *const c = b + columns, *const d = c + columns;
-    __m128i sa = _mm_setzero_si128(), sb = sa, sc = sa, sd = sa;
-    int64_t x = 0;
+    const __m128i zero = _mm_setzero_si128();
+    __m128i sa = x ? _mm_set1_epi8((char)a[x - 1]) : zero, sb = x ? _mm_set1_epi8((char)b[x - 1]) : zero;
+    __m128i sc = x ? _mm_set1_epi8((char)c[x - 1]) : zero, sd = x ? _mm_set1_epi8((char)d[x - 1]) : zero;
     for (; x + 16 <= columns; x += 16) {
         sum_on(a + x, &sa);
         sum_on(b + x, &sb);
@@ -65,13 +70,50 @@ __attribute__((target("ssse3"))) static int64_t undo_left_fast(uint8_t *first, i
     }
     return x;
 }
+
+/* Whether the processor has AVX2, and the system keeps its registers; asked once. */
+static int has_avx2(void) {
+    static _Atomic int known; /* 0: not asked yet, 1: no, 2: yes */
+    int answer = atomic_load_explicit(&known, memory_order_relaxed);
+    if (answer == 0) {
+        unsigned a, b, c = 0, d, kept = 0;
+        if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE)) __asm__("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
+        answer = (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) ? 2 : 1;
+        atomic_store_explicit(&known, answer, memory_order_relaxed);
+    }
+    return answer == 2;
+}
+
+/* As `sum_on`, for 16 bytes each of two rows. */
+__attribute__((target("avx2"))) static inline void sum_two_on(uint8_t *at, uint8_t *other, __m256i *before) {
+    __m256i v = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)at)),
+                                        _mm_loadu_si128((const __m128i *)other), 1);
+    v = _mm256_add_epi8(v, _mm256_slli_si256(v, 1));
+    v = _mm256_add_epi8(v, _mm256_slli_si256(v, 2));
+    v = _mm256_add_epi8(v, _mm256_slli_si256(v, 4));
+    v = _mm256_add_epi8(_mm256_add_epi8(v, *before), _mm256_slli_si256(v, 8));
+    _mm_storeu_si128((__m128i *)at, _mm256_castsi256_si128(v));
+    _mm_storeu_si128((__m128i *)other, _mm256_extracti128_si256(v, 1));
+    *before = _mm256_shuffle_epi8(v, _mm256_set1_epi8(15));
+}
+
+/* Sum up four neighbouring rows as far as 16 divides them. */
+__attribute__((target("avx2"))) static int64_t undo_left_wide(uint8_t *first, int64_t columns) {
+    __m256i ab = _mm256_setzero_si256(), cd = ab;
+    int64_t x = 0;
+    for (; x + 16 <= columns; x += 16) {
+        sum_two_on(first + x, first + columns + x, &ab);
+        sum_two_on(first + 2 * columns + x, first + 3 * columns + x, &cd);
+    }
+    return x;
+}
 #endif
 
 /* Sum up `rows` neighbouring rows from their first bytes on. */
 static void undo_left_rows(uint8_t *first, int64_t columns, int64_t rows) {
     int64_t x = 0;
 #ifdef HAVE_X86
-    if (rows == 4 && has_ssse3()) x = undo_left_fast(first, columns);
+    if (rows == 4 && has_ssse3()) x = undo_left_from(first, columns, has_avx2() ? undo_left_wide(first, columns) : 0);
 #endif
     for (int64_t y = 0; y < rows; y++) {
         uint8_t *const row = first + y * columns;
@@ -89,8 +131,8 @@ static void undo_differences(const transform *form, uint8_t *planes) {
     for (int64_t p = 0; p < form->planes; p++) {
         uint8_t *const first = planes + p * plane;
         if (form->predictor == PREDICT_LEFT) {
-            for (int64_t y = 1; y < form->rows; y++)
-                first[y * columns] = (uint8_t)(first[y * columns] + first[(y - 1) * columns]);
+            uint8_t sum = 0; /* what stands in memory would be waited for in every row */
+            for (int64_t y = 0; y < form->rows; y++) first[y * columns] = sum = (uint8_t)(sum + first[y * columns]);
             int64_t y = 0;
             for (; y + 4 <= form->rows; y += 4) undo_left_rows(first + y * columns, columns, 4);
             for (; y < form->rows; y++) undo_left_rows(first + y * columns, columns, 1);

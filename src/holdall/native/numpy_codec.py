@@ -160,9 +160,10 @@ def _zstd_compressor(codec: Codec, key: bytes) -> zstandard.ZstdCompressor:
         data = zstandard.ZstdCompressionDict(key, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
     elif content is not None:
         data = zstandard.ZstdCompressionDict(content.content)
-    return zstandard.ZstdCompressor(
-        level=codec.level, dict_data=data, write_content_size=False, write_checksum=False, write_dict_id=False
-    )
+    settings = {"compression_level": codec.level, "write_content_size": 0, "write_checksum": 0, "write_dict_id": 0}
+    if codec.shortest_match:
+        settings["min_match"] = codec.shortest_match
+    return zstandard.ZstdCompressor(dict_data=data, compression_params=zstandard.ZstdCompressionParameters(**settings))
 
 
 def _decompressor(codec: Codec) -> Decompress:

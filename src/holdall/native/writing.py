@@ -58,7 +58,7 @@ _MOST_LAYOUTS = 8
 """Layouts that a part remembers; a caller has one or two."""
 _PALETTE_SLOTS = 1024
 _MOST_COMPRESSORS = 8
-_ZSTD_LEVEL, _ZSTD_HASH_LOG, _ZSTD_CHAIN_LOG = 100, 102, 103
+_ZSTD_LEVEL, _ZSTD_HASH_LOG, _ZSTD_CHAIN_LOG, _ZSTD_MIN_MATCH = 100, 102, 103, 105
 _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 200, 201, 202
 """Numbers of ZSTD_cParameter, part of the library's stable interface."""
 _LONG_UNIT, _LONG_UNIT_TABLES = 2**18, 17
@@ -465,6 +465,8 @@ class _Compressor:
         settings = {_ZSTD_LEVEL: codec.level, _ZSTD_CONTENT_SIZE: 0, _ZSTD_CHECKSUM: 0, _ZSTD_DICT_ID: 0}
         if codec.group * codec.transform.coded_bytes > _LONG_UNIT:
             settings |= {_ZSTD_HASH_LOG: _LONG_UNIT_TABLES, _ZSTD_CHAIN_LOG: _LONG_UNIT_TABLES}
+        if codec.shortest_match:
+            settings[_ZSTD_MIN_MATCH] = codec.shortest_match
         for parameter, value in settings.items():
             self._functions["ZSTD_CCtx_setParameter"](context, parameter, value)
         if codec.dictionary is not None:

@@ -20,6 +20,9 @@ _SMALLEST_IMAGE = 8
 _DICTIONARY_UP_TO = 32 * 1024
 """Slices beyond this fill a compressor's window by themselves: a dictionary adds nothing."""
 
+_REPEATED_DIFFERENCES = 6
+"""Shorter runs of differences repeat by chance: referring to them takes longer to decode and no less room."""
+
 _MOST_IN_A_UNIT = 64
 _MOST_OF_A_KEY = 2**32 - 1
 
@@ -120,6 +123,11 @@ class Codec:
         plain = plain and not transform.word_bytes
         alone = self.method is not Method.STORED and self.level > 0 and self.group == 1 and not self.key
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
+
+    @property
+    def shortest_match(self) -> int:
+        """How many bytes must repeat for Zstandard to refer to them; 0: as many as it says itself."""
+        return _REPEATED_DIFFERENCES if self.transform.predictor in {Predictor.LEFT, Predictor.UP} else 0
 
     def grouped(self, group: int, key: int = 0, *, raw_keys: bool = False) -> Codec:
         """Return the same code for units of so many slices, behind keys if so."""
