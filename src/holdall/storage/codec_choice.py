@@ -348,7 +348,7 @@ _FAR_SEQUENCE_US = 0.0048
 """The same for a sequence of LZ4's, on top, where it may point into a key or a dictionary."""
 _NEAR_BYTES, _FAR_US = 2**17, 0.03
 """The same for a kilobyte, on top, of units that fill the caches with their keys."""
-_TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.04, "green": 0.03, "pixels": 0.05,
+_TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.05, "green": 0.03, "pixels": 0.05,
                  "shuffle": 0.26, "words": 0.21}  # fmt: skip
 """The same for a kilobyte of a slice: to copy it out of its group, and to undo each transform."""
 _COPY_US = (0.03, 0.088)
