@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 17
+_VERSION = 18
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -323,10 +323,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_expect": (None, [POINTER, NUMBER, POINTER, POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_gather": (
         NUMBER,
-        [
-            POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 2, POINTER, *[NUMBER] * 2, *[POINTER] * 3, NUMBER, POINTER,
-            NUMBER, POINTER,
-        ],
+        [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER, NUMBER, POINTER], *[NUMBER] * 2, *[POINTER] * 3, NUMBER, POINTER,
+         NUMBER, POINTER],
     ),
     "holdall_name": (NUMBER, [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 4, *[POINTER] * 4]),
     "holdall_locate": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER]),
@@ -342,10 +340,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         [POINTER, NUMBER, POINTER, NUMBER, *[POINTER] * 2, NUMBER, NUMBER, *[POINTER] * 2, NUMBER, POINTER, _NATURAL,
          *[POINTER] * 4],
     ),
-    "holdall_advantages": (
-        None,
-        [*[POINTER] * 4, ctypes.c_float, ctypes.c_float, NUMBER, NUMBER, POINTER, POINTER],
-    ),
+    "holdall_advantages": (None, [*[POINTER] * 4, *[ctypes.c_float] * 2, NUMBER, NUMBER, POINTER, POINTER]),
     "holdall_part_channels": (None, [POINTER, POINTER, NUMBER, NUMBER, NUMBER]),
     "holdall_tree_put": (None, [POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_tree_update": (NUMBER, [POINTER, NUMBER, POINTER, POINTER, *[NUMBER] * 4, ctypes.c_double, POINTER]),

@@ -282,4 +282,4 @@ def test_a_containers_quota_counts_for_the_pools(
     namer = kernels.namer()
     assert namer is not None
     assert ThreadPool().threads == number
-    assert namer.pool.threads == (12 if number == 4 else number)
+    assert namer.pool.threads == (16 if number == 4 else number)
