@@ -36,6 +36,8 @@ from holdall.schema import as_ids
 
 GROUPS = {"insert": 32, "sample": 4, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind."""
+_ORDERED = frozenset({"sample", "update_priorities", "begin_save"})
+"""What a client may call by name, see `Shard.ordered`."""
 _MOST_LEARNERS = 1024
 _MOST_CREDITS = 4
 _CROWDED_BYTES = 32 * 2**20
@@ -181,7 +183,9 @@ class Shard:
     @ray.method(concurrency_group="sample")
     def ordered(self, packed: bytes) -> Any:
         """Run a call that keeps its client's order, see `Cluster.call`."""
-        method, order, *arguments = pickle.loads(packed)
+        method, order, *arguments = pickle.loads(packed)  # as Ray does with what processes of a cluster send
+        if method not in _ORDERED:
+            raise ArgumentError(f"method ({method!r}) must be one of {', '.join(sorted(_ORDERED))}; call it by itself")
         return getattr(self, method)(order, *arguments)
 
     def sample(

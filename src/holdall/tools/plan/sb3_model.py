@@ -8,10 +8,8 @@ Importing this module imports torch and Stable-Baselines3.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
-import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -36,6 +34,7 @@ from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.tools.plan.environments import make_single_env
 from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
 from holdall.tools.plan.spec import Spec
+from holdall.tools.watch.allocators import return_free_heap
 
 EPISODE_STEPS = 200
 _UPDATES = 40
@@ -200,11 +199,9 @@ def measure_growth(spec: Spec) -> int:
 
 
 def give_back_free_memory() -> None:
-    """Let the C library return the pages of its free blocks, so that using them again counts; only glibc can."""
+    """Return the pages of free blocks to the system, so that using them again counts, where the C library can."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
+    return_free_heap()
 
 
 def _child_processes() -> list[dict[str, int]]:
