@@ -6,7 +6,7 @@ The rules hold on the CPU, where torch does the loops, and on a CUDA device, whe
 from __future__ import annotations
 
 import itertools
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -542,32 +542,15 @@ def test_a_capacity_beyond_the_device_names_the_one_that_fits() -> None:
         world.add(memory)
 
 
-def test_an_interrupt_leaves_a_tick_written_or_not() -> None:
+def test_an_interrupt_leaves_a_tick_written_or_not(interrupted: Any) -> None:
     """At every line of the loop in torch, in turn: the interrupted tick is there whole when the next one is added."""
-    file, line = "torch_loops.py", 0
-    while True:
-        world, passed = World("cpu", 3, ends=0.4), [0]
+    for line in itertools.count():
+        world = World("cpu", 3, ends=0.4)
         memory = world.memory(4)
         for _ in range(7):
             world.add(memory)
         row = world.there(world.step())
-
-        def trace(frame: Any, event: str, _: Any, passed: list[int] = passed, at: int = line) -> Any:
-            if event == "line" and frame.f_code.co_filename.endswith(file):
-                passed[0] += 1
-                if passed[0] == at + 1:
-                    raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
-        try:
-            memory.add(**row)
-        except KeyboardInterrupt:
-            is_interrupted = True
-        else:
-            is_interrupted = False
-        finally:
-            sys.settrace(None)
+        is_interrupted = interrupted(line, partial(memory.add, **row))
         if len(memory) < 12 or memory.next_id == 21:  # as before the call
             world.rows.pop()
             world._obs = {name: here(value) for name, value in row["next_obs"].items()}
@@ -577,4 +560,3 @@ def test_an_interrupt_leaves_a_tick_written_or_not() -> None:
             world.check_all(memory)
         if not is_interrupted:
             return
-        line += 1

@@ -6,7 +6,7 @@ The oracle is a plain list. Episodes end in several lanes at once, steps are ski
 from __future__ import annotations
 
 import itertools
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,29 +223,13 @@ def test_a_first_step_in_which_nothing_moves_shows_no_window() -> None:
 
 
 @pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.nightly)])
-def test_an_interrupt_leaves_a_tick_written_or_not(step: int) -> None:
+def test_an_interrupt_leaves_a_tick_written_or_not(step: int, interrupted: Any) -> None:
     """At every line of the loop in torch, in turn; or at some of them."""
     for line in itertools.count(0, step):
-        fed, passed = Fed("cpu", "frames first", 3, 3, ends=0.4), [0]
+        fed = Fed("cpu", "frames first", 3, 3, ends=0.4)
         fed.add(4)
         tick = fed.stream.tick().arguments()
-
-        def trace(frame: Any, event: str, _: Any, passed: list[int] = passed, at: int = line) -> Any:
-            if event == "line" and frame.f_code.co_filename.endswith("torch_loops.py"):
-                passed[0] += 1
-                if passed[0] == at + 1:
-                    raise KeyboardInterrupt
-            return trace
-
-        sys.settrace(trace)
-        try:
-            fed.memory.add(**fed.there(tick))
-        except KeyboardInterrupt:
-            is_interrupted = True
-        else:
-            is_interrupted = False
-        finally:
-            sys.settrace(None)
+        is_interrupted = interrupted(line, partial(fed.memory.add, **fed.there(tick)))
         len(fed.memory)  # the next call finishes what was begun
         if fed.memory.next_id == 15:
             fed.oracle.add(**tick)
