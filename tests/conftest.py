@@ -1,8 +1,9 @@
-"""How the suite is run: Hypothesis profiles, and GPU tests that say why they are skipped."""
+"""How the suite is run: Hypothesis profiles, GPU tests that say why they are skipped, and an interrupt at a line."""
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -35,6 +36,33 @@ def _one_thread_of_torch() -> Iterator[None]:
     yield
     if torch is not None:
         torch.set_num_threads(before)
+
+
+@pytest.fixture
+def interrupted() -> Callable[[int, Callable[[], Any]], bool]:
+    """Return a function that makes a call, interrupts it at one line of torch_loops.py, and says whether it did."""
+
+    def call(line: int, act: Callable[[], Any]) -> bool:
+        passed = 0
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal passed
+            if event == "line" and frame.f_code.co_filename.endswith("torch_loops.py"):
+                passed += 1
+                if passed == line + 1:
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            act()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    return call
 
 
 SERVERS = ("cluster", "weed")
