@@ -9,7 +9,7 @@ import ast
 from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
-from holdall.tools.lint.source import arrays, spaces
+from holdall.tools.lint.source import arrays, shapes, spaces
 from holdall.tools.lint.source.values import (
     ArrayValue,
     ClassValue,
@@ -152,7 +152,7 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
     if isinstance(base, SpaceInfo | Environments):
         return spaces.item(base, index)
     if isinstance(base, ArrayValue):
-        return arrays.item(base, index)
+        return shapes.item(base, index)
     if isinstance(base, str) and number is not None and -len(base) <= number < len(base):
         return base[number]
     if isinstance(base, InstanceValue) and isinstance(index, str) and index in base.attributes:
@@ -165,7 +165,7 @@ def sliced(base: Any, bounds: list[Any]) -> Any:
     numbers = [None if one is None else whole(one) for one in bounds]
     base = arrays.unwrapped(base)
     if isinstance(base, ArrayValue):
-        return arrays.sliced(base, bounds)
+        return shapes.item(base, slice(*bounds))
     if any(number is None and bound is not None for number, bound in zip(numbers, bounds, strict=True)):
         return ListValue([], None) if isinstance(base, ListValue) else UNKNOWN
     if isinstance(base, str | tuple):

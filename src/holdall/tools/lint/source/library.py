@@ -10,10 +10,8 @@ import ast
 from pathlib import PurePath
 from typing import Any
 
-import numpy as np
-
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
-from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks
+from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, pictures, shapes
 from holdall.tools.lint.source.values import (
     ArrayValue,
     BoundMethod,
@@ -32,7 +30,7 @@ from holdall.tools.lint.source.values import (
     spread,
 )
 
-array_member, calculated = arrays.array_member, arrays.calculated
+array_member, calculated = arrays.array_member, shapes.calculated
 _NAMES = (
     "dict list tuple set len range open vars zip enumerate super getattr setattr isinstance print sorted reversed map "
     "filter type object exit quit any all hasattr input iter next repr eval callable property staticmethod classmethod"
@@ -40,7 +38,6 @@ _NAMES = (
 BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
 SUPER = BUILTINS["super"]
 _STARTED = ("Process", "Thread")  # what runs a function, or its own `run`, beside the program
-_PICTURE = "PIL.Image.Image"
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
@@ -57,7 +54,7 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
         return InstanceValue(Reference(dotted), {}, dict(arguments.named), node, interpreter.path)
     if dotted.endswith("multiprocessing.get_context"):
         return Reference("multiprocessing")
-    for follow in (frameworks.call, environments.call, arrays.call):
+    for follow in (frameworks.call, environments.call, arrays.call, pictures.call):
         found = follow(interpreter, dotted, arguments, node)
         if found is not NotImplemented:
             return found
@@ -101,8 +98,6 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return spread(_product, first)
         case "itertools.count":
             return UNKNOWN
-        case "PIL.Image.fromarray":
-            return InstanceValue(Reference(_PICTURE), {"array": arrays.unwrapped(first)}, node=node)
         case _ if dotted.endswith("Manager.register"):
             interpreter.managed[str(arguments.get(0, "typeid"))] = arguments.get(1, "callable")
             return None
@@ -177,7 +172,7 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
             if items is not None:
                 return ListValue([(i, one) for i, one in enumerate(items)], len(items))
             sample = interpreter.item_of_loop(first)
-            return ListValue([(UNKNOWN, sample)], length_of(first))
+            return ListValue([(arrays.INDEX, sample)], length_of(first))
         case "map" | "filter" | "iter":
             return ListValue([], length_of(values[-1]) if values and name == "map" else None)
         case "next":
@@ -216,12 +211,12 @@ def _is_instance(value: Any, kinds: Any) -> Any:
 def _range(*bounds: Any) -> Any:
     numbers = [whole(one) for one in bounds]
     if None in numbers:
-        return ListValue([], None)
+        return ListValue([arrays.INDEX], None)
     try:
         found = range(*numbers)  # type: ignore[arg-type]  # whole numbers, checked above
     except (ValueError, TypeError):
         return ListValue([], None)
-    return ListValue(list(found), len(found)) if len(found) <= 8 else ListValue([], min(len(found), 2**62))
+    return ListValue(list(found), len(found)) if len(found) <= 8 else ListValue([arrays.INDEX], min(len(found), 2**62))
 
 
 def _sequence(name: str, first: Any, is_given: bool) -> Any:
@@ -271,27 +266,15 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
                 _started(interpreter, owner, node)
             if name in interpreter.managed:
                 return spread(lambda one: interpreter.call(one, arguments, node), interpreter.managed[name])
-            if owner.kind == _PICTURE:
-                return _picture(owner, name, arguments, node)
+            if owner.kind == pictures.PICTURE.dotted:
+                return pictures.picture_method(owner, name, arguments, node)
+            if name == "__call__" and owner.kind.startswith("torchvision."):
+                return pictures.transformed(interpreter, owner, arguments.get(0, "img"), node)
             found = environments.instance_method(interpreter, owner, name, arguments, node)
             return (
                 frameworks.call_method(interpreter, owner, name, arguments, node) if found is NotImplemented else found
             )
     return UNKNOWN
-
-
-def _picture(owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
-    """Return what a method of Pillow's images returns."""
-    array, first = owner.attributes["array"], arguments.get(0, "", UNKNOWN)
-    rows, columns, *channels = (*array.shape, ()) if isinstance(array, ArrayValue) and array.shape else (UNKNOWN,) * 3
-    if name == "resize" and (size := arrays.shape_of(arguments.get(0, "size"))) is not None and len(size) == 2:
-        columns, rows = size
-    elif name == "convert":
-        channels = [] if first in {"L", "1"} else [3] if first == "RGB" else [UNKNOWN]
-    elif name != "copy":
-        return UNKNOWN
-    shape = (rows, columns, *(one for one in channels if one != ()))
-    return InstanceValue(owner.made_of, {"array": ArrayValue(shape, np.dtype("uint8"), frozenset({node}))}, node=node)
 
 
 def _started(interpreter: Any, owner: InstanceValue, node: ast.AST) -> None:

@@ -33,6 +33,7 @@ class ArrayValue:
     origins: frozenset[object] = frozenset()  # what made its memory: two arrays with a common one share it
     device: str = ""
     shared_frames: int = 1  # of a stack whose frames are objects of their own, shared with the stacks around it
+    is_tensor: bool = False  # of torch
 
     @property
     def nbytes(self) -> int | None:
