@@ -393,7 +393,7 @@ class BufferNeed:
 def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     """Return what the buffer of a run takes, or None if that is not known."""
     observation, count = run.environments.observation, run.environments.number
-    if observation is None or count is None or not run.algorithm.has_plain_buffer:
+    if observation is None or count is None:
         return None
     try:
         layout = _layout(run, observation, count, machine.sb3)
@@ -404,7 +404,7 @@ def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     # A rollout is always collected to its end; a replay buffer holds what there was to add.
     steps = None if run.algorithm.on_policy else run.total_timesteps
     resident, is_certain = layout.resident_bytes(steps), run.algorithm.on_policy or steps is not None
-    is_exact = run.environments.action is not None
+    is_exact = run.environments.action is not None and run.algorithm.has_plain_buffer  # others keep masks, or states
     return BufferNeed(layout, resident, resident + layout.flatten_bytes, is_exact, is_certain)
 
 

@@ -151,7 +151,7 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
         for step in range(100):
             memory.add(obs, action, reward, next_obs, terminated, truncated)
     """
-    sizes = {buffer.place: buffer.nbytes for buffer in training.buffers if buffer.is_container}
+    sizes = {buffer.place: buffer.nbytes for buffer in training.buffers if buffer.is_container and buffer.is_exact}
     seen = set()
     for made in training.recorded("appended"):
         container, call = made.value, made.node
@@ -183,7 +183,7 @@ def _is_replay(container: ListValue, limit: int | None) -> bool:
     if container.is_fixed:
         return (container.length or 0) >= MANY
     if not container.is_deque:
-        return bool(_BUFFER.search(container.name))
+        return bool(_BUFFER.search(container.name)) and not _SHORT.search(container.name)
     if limit is not None:
         return limit >= MANY
     given = argument_of(node, "maxlen", 1) if isinstance(node, ast.Call) else None

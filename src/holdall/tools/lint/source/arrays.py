@@ -98,7 +98,7 @@ def _filled(interpreter: Any, package: str, last: str, arguments: Any, node: ast
     shape = arguments.get(0, "size" if "size" in arguments.named else "shape", UNKNOWN)
     if last == "memmap":
         shape = arguments.get(4, "shape", UNKNOWN)
-    if package == "torch" and len(arguments.values) > 1 and last != "full" and whole(arguments.values[1]) is not None:
+    if package == "torch" and len(arguments.values) > 1 and last not in {"full", "uniform", "normal"}:
         shape = tuple(arguments.values)
     if last in {"uniform", "normal"}:
         shape = arguments.get(2, "size", UNKNOWN)
@@ -279,6 +279,8 @@ def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:
             inner = value.items if value.is_known else ()
         elif isinstance(value, TableValue):
             inner = value.values()
+        elif isinstance(value, InstanceValue) and value.kind.endswith("TensorDict"):
+            inner = value.arguments.values()
         elif isinstance(value, InstanceValue):  # what an attribute was given last
             inner = [one.values[-1] if isinstance(one, OneOf) else one for one in value.attributes.values()]
         for one in inner:

@@ -53,6 +53,10 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         return make_space(interpreter, last, arguments, node)
     if (package in _GYMS and last in _MAKERS) or dotted == "gym_super_mario_bros.make" or dotted.endswith("retro.make"):
         return _made(interpreter, arguments, node, last)
+    if last == "make_atari" and isinstance(likely(arguments.get(0, "env_id")), str):
+        return _made(interpreter, arguments, node, last)
+    if package in {"pfrl", "chainerrl"} and last == "wrap_deepmind":
+        arguments.named.setdefault("frame_stack", True)
     if dotted == "dmc2gym.make":
         return _control_suite(interpreter, arguments, node)
     if last == "register" and (package in _GYMS or ".registration" in dotted):
@@ -102,7 +106,7 @@ def _transformed(interpreter: Any, env: Environments, space: Any, arguments: Any
 
 def _made(interpreter: Any, arguments: Any, node: ast.AST, maker: str) -> Any:
     """Make an environment by its id."""
-    name = arguments.get(0, "id" if "id" in arguments.named else "env_id")
+    name = arguments.get(0, next((one for one in ("id", "game", "env_name") if one in arguments.named), "env_id"))
     if isinstance(name, OneOf):
         return one_of((_one_made(interpreter, one, arguments, node, maker), text) for one, text in candidates_of(name))
     return _one_made(interpreter, name, arguments, node, maker)
@@ -358,7 +362,31 @@ def instance_member(interpreter: Any, base: InstanceValue, name: str, node: ast.
 def instance_method(interpreter: Any, owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
     """Return what a method that is inherited from a library's environment returns."""
     found = environment_of(interpreter, owner) if is_environment(owner) else None
+    inner = owner.attributes.get("env", owner.attributes.get("venv"))
+    if name in {"reset", "step"} and isinstance(owner.made_of, ClassValue) and inner is not None:
+        return _passed_on(interpreter, owner, inner, found, name, arguments, node)
     return NotImplemented if found is None else call_method(interpreter, found, name, arguments, node)
+
+
+def _passed_on(
+    interpreter: Any, owner: InstanceValue, inner: Any, found: Environments | None, name: str, arguments: Any, node: Any
+) -> Any:
+    """Return what a wrapper passes on from what it wraps, through its own `observation` if it has one."""
+    made_of = owner.made_of
+    result = likely(interpreter.call(interpreter.member(likely(inner), name), arguments, node))
+    items = known_items(result)
+    rest = (UNKNOWN,) if name == "reset" else (UNKNOWN,) * 4
+    if isinstance(result, ReturnedValues):
+        rest = result[1:]
+    is_several = name == "step" or isinstance(result, ReturnedValues)
+    seen = items[0] if items and is_several else result
+    observe = made_of.find("observation") if isinstance(made_of, ClassValue) else UNKNOWN
+    if isinstance(observe, FunctionValue):
+        seen = interpreter.call_function(observe, type(arguments)([seen]), owner)
+    is_known = getattr(likely(seen), "shape", True) is not None and seen is not UNKNOWN and seen is not None
+    if not is_known and found is not None:
+        seen = call_method(interpreter, found, name, arguments, node)[0]
+    return ReturnedValues((seen, *rest))
 
 
 # ------------------------------------------------------------ members and methods of environments and spaces

@@ -31,20 +31,37 @@ _TIANSHOU_BUFFERS = {
     "CachedReplayBuffer",
 }  # fmt: skip
 _FLOAT32 = np.dtype(np.float32)
+# Buffers that keep what an environment returns: the argument with their size, by position and name, and how often each
+# observation is kept.
+KEEPING = {
+    "pfrl": (0, "capacity", 1), "chainerrl": (0, "capacity", 1), "rl": (None, "limit", 1),
+    "agilerl": (None, "max_size", 2), "skrl": (0, "memory_size", 2), "d3rlpy": (None, "limit", 1),
+}  # fmt: skip
 
 
 def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
     """Return what a library's class or function makes; NotImplemented if it is none of those here."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
+    if is_buffer(dotted):
+        return _made(interpreter, "buffer", dotted, arguments, node)
     if package in _SB3:
         return _sb3(interpreter, dotted, last, arguments, node)
-    if last == "ReplayBuffer" and dotted.startswith("cleanrl_utils."):
-        return _made(interpreter, "buffer", dotted, arguments, node)
     if package in {"torchrl", "tensordict"}:
         return _torchrl(interpreter, dotted, last, arguments, node)
     if package == "tianshou":
         return _tianshou(interpreter, dotted, last, arguments, node)
+    if package in KEEPING or package in {"cpprb", "dopamine"}:
+        if last.endswith(("Buffer", "Memory")) or last == "create_fifo_buffer":
+            return _made(interpreter, "buffer", dotted, arguments, node)
+        if last == "DQNAgent" and isinstance(memory := likely(arguments.get(None, "memory")), InstanceValue):
+            memory.attributes["processor"] = arguments.get(None, "processor", None)
     return NotImplemented
+
+
+def is_buffer(dotted: str) -> bool:
+    """Whether a class is a buffer of Stable-Baselines3, or of CleanRL, which a program may extend."""
+    package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
+    return (package in _SB3 and last in _SB3_BUFFERS) or (last == "ReplayBuffer" and package == "cleanrl_utils")
 
 
 def _made(interpreter: Any, what: str, dotted: str, arguments: Any, node: ast.AST, **detail: Any) -> InstanceValue:
@@ -61,8 +78,6 @@ def _sb3(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST
         made = InstanceValue(Reference(owner), {"env": arguments.get(1, "env", None)}, {"call": arguments}, node)
         interpreter.record("loaded", made, arguments, node)
         return made
-    if last in _SB3_BUFFERS:
-        return _made(interpreter, "buffer", dotted, arguments, node)
     if ".callbacks" in dotted and last[:1].isupper():
         return InstanceValue(Reference(dotted), {}, {"call": arguments}, node, interpreter.path)
     return NotImplemented
@@ -92,6 +107,7 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
         return None
     if name in {"add", "extend"} and "call" in owner.arguments and "buffer" in owner.kind.lower():
         owner.attributes["added"] = arguments.get(0, "data")
+        owner.attributes["is_batch"] = name == "extend"
         return UNKNOWN
     if name == "get_env":
         return owner.attributes.get("env", UNKNOWN)

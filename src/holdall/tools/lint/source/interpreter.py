@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdall.tools.lint.finding import SourceRange
-from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source import library
+from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, whole
+from holdall.tools.lint.source import environments, library
 from holdall.tools.lint.source.functions import Functions
 from holdall.tools.lint.source.repository import Module, Repository
 from holdall.tools.lint.source.scopes import CallArguments, OutOfStepsError, Scope
@@ -39,7 +39,7 @@ from holdall.tools.lint.source.values import (
 
 _LIBRARIES = {
     "stable_baselines3", "sb3_contrib", "torchrl", "tensordict", "tianshou", "gymnasium", "gym", "torch", "numpy",
-    "dmc2gym",
+    "dmc2gym", "pfrl", "cpprb",
 }  # fmt: skip
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
 _LONGEST_CONDITION = 70
@@ -103,6 +103,12 @@ class Interpreter(Functions):
     def name_of(self, origin: object) -> str:
         """Return the name that an array was given first."""
         return self.names.get(origin, "")
+
+    @property
+    def last_environment(self) -> Environments | None:
+        """The environment that the program made and named last, of those whose observations are known."""
+        found = (environments.environment_of(self, one) for one in reversed(self.environments.values()))
+        return next((one for one in found if one is not None and one.observation is not None), None)
 
     def owner_of(self, container: ListValue) -> InstanceValue | None:
         """Return the object that has a container as an attribute."""
@@ -347,7 +353,16 @@ class Interpreter(Functions):
             self.block(node.body)
         self.repeats = outer
         self.scope.names = _joined([("", self.scope.names), ("", before)])
+        self._filled_by(node)
         self.block(node.orelse)
+
+    def _filled_by(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        """Learn how long a list is behind `while len(rows) < limit: rows.append(...)`."""
+        match getattr(node, "test", None):
+            case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[ast.Lt()], comparators=[limit]):
+                container, count = self.value(held), whole(likely(self.value(limit)))
+                if isinstance(container, ListValue) and count is not None and container.maxlen is None:
+                    container.length = count
 
     def item_of_loop(self, over: Any) -> Any:
         """Return what a loop's variable is: one of the items."""

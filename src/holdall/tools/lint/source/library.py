@@ -38,6 +38,7 @@ _NAMES = (
 BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
 SUPER = BUILTINS["super"]
 _STARTED = ("Process", "Thread")  # what runs a function, or its own `run`, beside the program
+_HARDWARE = {"torch.cuda.is_available": True, "torch.backends.mps.is_available": False}  # where most people train
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
@@ -52,6 +53,9 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
         return None
     if last in _STARTED and "target" in arguments.named:
         return InstanceValue(Reference(dotted), {}, dict(arguments.named), node, interpreter.path)
+    if dotted in _HARDWARE:
+        interpreter.is_soft = True
+        return _HARDWARE[dotted]
     if dotted.endswith("multiprocessing.get_context"):
         return Reference("multiprocessing")
     for follow in (frameworks.call, environments.call, arrays.call, pictures.call):
@@ -258,7 +262,9 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
         case SuperValue(owner=instance):
             if name == "__init__":
                 interpreter.library_start(instance, arguments)
-            return None if name == "__init__" else UNKNOWN
+                return None
+            found = environments.instance_method(interpreter, instance, name, arguments, node)
+            return UNKNOWN if found is NotImplemented else found
         case InstanceValue():
             if owner.kind == "argparse.ArgumentParser":
                 return command_line.parser_method(interpreter, owner, name, arguments)

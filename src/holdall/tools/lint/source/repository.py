@@ -20,6 +20,10 @@ from holdall.tools.lint.source.script import parse_quietly
 _ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 _MOST_BYTES = 2 * 2**20
 _MOST_MODULES = 400
+_MOST_SETTINGS = 4  # files that may be meant where a program does not say which
+_DEEPEST_FOLDER = 3
+_SETTINGS_FOLDERS = ("config", "configs", "conf", "cfg", "cfgs", "hyperparameters", "hyperparams", "params", "settings")
+_SETTING = re.compile(r"buffer|memory|replay|batch_?size|gamma|n_steps", re.IGNORECASE)
 _MOST_LOOKED_AT = 40  # of those that a script imports, and that they import
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+\(?([\w ,]*)|import[ \t]+([\w. ,]+))", re.MULTILINE
@@ -49,6 +53,7 @@ class Repository:
         self._directories: dict[str, Path] = {}  # of importers
         self._data: dict[Path, Any] = {}
         self._texts: dict[Path, str] = {}
+        self._named: dict[str, list[Path]] | None = None
 
     @classmethod
     def around(cls, path: Path) -> Repository:
@@ -134,24 +139,69 @@ class Repository:
             for file in (target.with_suffix(".py") if parts else target, target / "__init__.py"):
                 if self._is_file(file):
                     yield file
+        if parts and not level and (found := self._by_name(parts[0])) is not None:
+            base = found.parent if found.name == "__init__.py" else found
+            target = base.joinpath(*parts[1:])
+            yield from (file for file in (target.with_suffix(".py"), target / "__init__.py") if self._is_file(file))
 
     def _is_file(self, path: Path) -> bool:
         if path not in self._exists:
             self._exists[path] = path.is_file()
         return self._exists[path]
 
+    def settings_files(self, importer: str, suffixes: tuple[str, ...]) -> list[tuple[str, Any]]:
+        """Return the data files near a script that hold settings of a training, each with its name."""
+        if self.root is None:
+            return []
+        here = Path(importer).resolve().parent
+        places = dict.fromkeys(base / folder for base in (here, self.root) for folder in ("", *_SETTINGS_FOLDERS))
+        files = [file for place in places if place.is_dir() for file in sorted(place.iterdir())[:_MOST_LOOKED_AT]]
+        named = [file for file in files if file.suffix in suffixes and _SETTING.search(self._text(file))]
+        found = [(file.name, read_data(file)) for file in named[: _MOST_SETTINGS + 1]]
+        return found if len(found) <= _MOST_SETTINGS and all(isinstance(data, dict) for _, data in found) else []
+
+    def _by_name(self, name: str) -> Path | None:
+        """Return the one file or package of the repository with a name, wherever it is: people add to sys.path."""
+        if self._named is None:
+            self._named = {}
+            waiting = [(self.root, 0)] if self.root is not None else []
+            for folder, depth in waiting:  # grows as folders are found
+                for entry in _entries(folder):
+                    if entry.is_dir() and depth < _DEEPEST_FOLDER and len(waiting) < _MOST_MODULES:
+                        waiting.append((entry, depth + 1))
+                    file = entry / "__init__.py" if entry.is_dir() else entry
+                    if file.suffix == ".py" and file.is_file() and entry.stem != "__init__":
+                        self._named.setdefault(entry.stem, []).append(file)
+        found = self._named.get(name, [])
+        return found[0] if len(found) == 1 else None
+
     def data(self, name: str, importer: str) -> Any:
         """Return what a YAML, JSON or TOML file beside a script holds; None if there is none."""
+        file = self._located(name, importer)
+        if file is None:
+            return None
+        if file not in self._data:
+            self._data[file] = read_data(file)
+        return self._data[file]
+
+    def says(self, words: str, name: str, importer: str) -> bool:
+        """Whether a file beside a script has these words."""
+        file = self._located(name, importer)
+        return file is not None and words in self._text(file)
+
+    def _located(self, name: str, importer: str) -> Path | None:
         if self.root is None or not name or "\0" in name:
             return None
         here = Path(importer).resolve().parent
-        for base in (here, self.root, Path.cwd()):
-            file = (base / name).resolve()
-            if file.is_relative_to(self.root) and self._is_file(file):
-                if file not in self._data:
-                    self._data[file] = read_data(file)
-                return self._data[file]
-        return None
+        files = ((base / name).resolve() for base in (here, self.root, Path.cwd()))
+        return next((file for file in files if file.is_relative_to(self.root) and self._is_file(file)), None)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return [one for one in sorted(folder.iterdir()) if not one.name.startswith(".") and not one.is_symlink()]
+    except OSError:
+        return []
 
 
 def read_data(file: Path) -> Any:

@@ -110,6 +110,7 @@ class Names:
         self.anchor: ast.AST | None = None  # the call of the script that led here
         self.seen_function: Any = UNKNOWN  # what the last call called
         self.names: dict[object, str] = {}  # of arrays by what made them
+        self.environments: dict[int, Any] = {}  # those that have names
         self.steps = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
 
@@ -211,6 +212,8 @@ class Names:
                 self._remember(name, one)
         elif isinstance(value, ListValue):
             value.name = value.name or name
+        elif isinstance(value, Environments | InstanceValue) and "env" in name and "eval" not in name:
+            self.environments[id(value)] = value
 
     def assign(self, target: ast.expr, value: Any) -> None:
         """Assign to a name, an attribute, an item, or several of them."""
@@ -307,9 +310,9 @@ class Names:
                 return environments.enum_member(found, base) if name in base.attributes else found
             case SuperValue(owner=owner, above=above):
                 return self._super_member(owner, above, name)
-            case TableValue() if base.has_attributes and name in base:
+            case TableValue() if base.has_attributes and not hasattr(dict, name):
                 self.is_soft = True
-                return base[name]
+                return base.get(name, UNKNOWN)
             case Environments():
                 return environments.member(self, base, name, node)
             case SpaceInfo():
@@ -349,8 +352,12 @@ class Names:
         """Do what the constructor of the library class does that an instance's class extends."""
         known = list(instance.made_of.libraries()) if isinstance(instance.made_of, ClassValue) else []
         model = next((one for one in known if algorithm_by_import(one)), None)
+        buffer = next((one for one in known if frameworks.is_buffer(one)), None)
         if model is not None:
             frameworks.start_model(self, instance, model, arguments)
+        elif buffer is not None:
+            instance.arguments["call"] = arguments
+            self.record("buffer", instance, arguments, instance.node or self.main.tree, dotted=buffer)
         else:
             environments.start(self, instance, arguments)
 

@@ -40,6 +40,13 @@ _NOWHERE = SourceRange("", 0, 0, 0, 0)
 _ALE = re.compile(r"^(?:ALE/)?(?P<game>[A-Za-z]+?)(?:-ram)?(?P<kind>NoFrameskip|Deterministic)?-v\d+$")
 
 
+_CONSOLES = {
+    "Genesis": "224x320", "Snes": "224x256", "Nes": "224x240", "Atari2600": "210x160", "GameBoy": "144x160",
+    "GbAdvance": "160x240", "Sms": "192x256",
+}  # fmt: skip
+"""The screens of the games of retro, whose names end with the console's."""
+
+
 def space_of(space: Any, argument: str, place: SourceRange) -> SpaceInfo | None:
     """Return a gymnasium space as leaves and bounds; None if Stable-Baselines3 cannot store it."""
     try:
@@ -78,6 +85,9 @@ def by_id(name: str) -> tuple[SpaceInfo | None, SpaceInfo | None, object]:
         if alike and "-ram" in plain:
             alike = ("128:uint8 " + alike[0].rpartition(" ")[2], alike[1])
         found = alike
+    console = _CONSOLES.get(plain.rpartition("-")[2].partition("@")[0].removesuffix("-v0"))
+    if found is None and console is not None:
+        found = (f"{console}x3:uint8 multibinary(12)", None)
     if found is None:
         return None, None, UNKNOWN
     observation, _, action = found[0].rpartition(" ")

@@ -31,6 +31,7 @@ _SAME = frozenset({
     "NumpyToTorch", "MaxAndSkipObservation", "EpisodicLifeWrapper", "ActionMasker", "RewardWrapper", "StickyAction",
     "Wrapper", "ObservationWrapper", "VecEnvWrapper", "ActionWrapper", "RepeatAction", "GymToGymnasium",
     "GymV21CompatibilityV0", "VectorEnvWrapper", "VectorEnvNormObs",
+    "RandomizeAction", "Render", "ScaleReward", "NormalizeActionSpace",
 })  # fmt: skip
 _NEW_ACTIONS = frozenset({"JoypadSpace", "DiscretizedAction", "MultiBinaryToDiscrete"})
 _VERSION = re.compile(r"V\d$")  # of the wrappers that Gymnasium once called experimental
@@ -221,5 +222,6 @@ _CHANGES: dict[str, Change] = {
     "GrayscaleObservation": _grey, "GrayScaleObservation": _grey, "ResizeObservation": _resized,
     "FrameStack": _lazily_stacked, "FrameStackObservation": _stacked_first, "VecFrameStack": _vec_stacked,
     "VecNormalize": _normalized, "FlattenObservation": _flat, "FilterObservation": _filtered,
-    "NormalizeObservation": _floats, "TransformObservation": _given_space, "ImgObsWrapper": _pictured,
+    "NormalizeObservation": _floats,
+    "CastObservationToFloat32": _floats, "TransformObservation": _given_space, "ImgObsWrapper": _pictured,
 }  # fmt: skip

@@ -1,0 +1,154 @@
+"""How values travel to a buffer: through wrappers, files of settings, packages of the repository, other libraries."""
+
+from pathlib import Path
+
+import pytest
+
+from holdall.tools.lint.engine import FileChecker
+from holdall.tools.lint.finding import Finding
+from holdall.tools.lint.rule import REFERENCE_MACHINE
+from holdall.tools.lint.rules import RULES
+
+FRAME = 84 * 84
+ARRAYS = (
+    "import numpy as np\nclass ReplayBuffer:\n    def __init__(self, capacity, shape=(4, 84, 84)):\n"
+    "        self.obs = np.zeros((capacity, *shape), dtype=np.uint8)\n"
+)
+SCREEN = (
+    "import gymnasium as gym\nimport numpy as np\nclass Screen(gym.Env):\n    def __init__(self):\n"
+    "        self.observation_space = gym.spaces.Box(0, 255, (84, 84, 3), np.uint8)\n"
+    "        self.action_space = gym.spaces.Discrete(4)\n"
+)
+LOOP = (
+    "obs, _ = env.reset()\nwhile True:\n    next_obs, reward, done, truncated, info = env.step(0)\n"
+    "    memory.append((obs, 0, reward, next_obs, done))\n    obs = next_obs\n"
+)
+# Files by their paths, and the bytes of the buffers that train.py makes.
+FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
+    "an observation wrapper that does not declare what it returns": (
+        {"train.py": "import gymnasium as gym\nimport cv2\nfrom collections import deque\n"
+         "class Small(gym.ObservationWrapper):\n    def observation(self, obs):\n"
+         "        grey = cv2.cvtColor(obs, cv2.COLOR_RGB2GRAY)\n"
+         "        return cv2.resize(grey, (84, 84)) / 255.0\n"
+         "env = Small(gym.make('PongNoFrameskip-v4'))\nmemory = deque(maxlen=100_000)\n" + LOOP},
+        [100_000 * (FRAME * 8 + 112)],
+    ),
+    "a wrapper that calls reset and step of what it extends": (
+        {"train.py": "import gymnasium as gym\nfrom collections import deque\n"
+         "class Half(gym.Wrapper):\n    def reset(self, **kwargs):\n        obs, info = super().reset(**kwargs)\n"
+         "        return obs[::2, ::2, 0], info\n    def step(self, action):\n"
+         "        obs, reward, done, truncated, info = super().step(action)\n"
+         "        return obs[::2, ::2, 0], reward, done, truncated, info\n"
+         "env = Half(gym.make('PongNoFrameskip-v4'))\nmemory = deque(maxlen=200_000)\n" + LOOP},
+        [200_000 * (105 * 80 + 112)],
+    ),
+    "one of many environments, by the number of a loop": (
+        {"train.py": "import gymnasium as gym\nfrom collections import deque\nmemory = deque(maxlen=100_000)\n"
+         "envs = gym.make_vec('PongNoFrameskip-v4', num_envs=16)\nobs, _ = envs.reset()\nwhile True:\n"
+         "    for i in range(16):\n        memory.append((obs[i].copy(), 0))\n"},
+        [100_000 * (210 * 160 * 3 + 112)],
+    ),
+    "a file of settings that is required and not named": (
+        {"train.py": ARRAYS + "import argparse\nimport yaml\nparser = argparse.ArgumentParser()\n"
+         "parser.add_argument('--config', required=True)\ndef load(path):\n    with open(path) as file:\n"
+         "        return yaml.safe_load(file)\nsettings = load(parser.parse_args().config)\n"
+         "ReplayBuffer(settings['buffer_size'])\n",
+         "configs/pong.yaml": "buffer_size: 100_000\n", "configs/site.yaml": "title: no settings\n"},
+        [100_000 * 4 * FRAME],
+    ),
+    "one of two files of settings": (
+        {"train.py": ARRAYS + "import json\nimport sys\nsettings = json.load(open(sys.argv[1]))\n"
+         "memory = ReplayBuffer(settings['buffer_size'])\n",
+         "conf/one.json": '{"buffer_size": 100000}', "conf/two.json": '{"buffer_size": 200000}'},
+        [100_000 * 4 * FRAME],
+    ),
+    "files of hydra that name others of their group": (
+        {"train.py": ARRAYS + "import hydra\n@hydra.main(config_path='conf', config_name='config')\n"
+         "def main(cfg):\n    ReplayBuffer(cfg.agent.capacity)\nmain()\n",
+         "conf/config.yaml": "defaults:\n  - agent: large\n", "conf/agent/large.yaml": "defaults:\n  - base\n",
+         "conf/agent/base.yaml": "capacity: 100_000\n"},
+        [100_000 * 4 * FRAME],
+    ),
+    "a package that is somewhere else in the repository": (
+        {"scripts/train.py": "import sys\nsys.path.append('../libraries')\nfrom memories.arrays import ReplayBuffer\n"
+         "ReplayBuffer(100_000)\n", "libraries/memories/__init__.py": "", "libraries/memories/arrays.py": ARRAYS},
+        [100_000 * 4 * FRAME],
+    ),
+    "environments that are numbered until there are enough": (
+        {"train.py": SCREEN + "from stable_baselines3 import PPO\n"
+         "from stable_baselines3.common.vec_env import SubprocVecEnv\nimport random\nseeds = set()\n"
+         "while len(seeds) < 32:\n    seeds.add(random.randint(0, 10**9))\n"
+         "PPO('CnnPolicy', SubprocVecEnv([lambda: Screen() for _ in seeds]), n_steps=4096)\n"},
+        [4096 * 32 * 84 * 84 * 3],
+    ),
+    "a rollout with masks of actions": (
+        {"train.py": SCREEN + "from sb3_contrib import MaskablePPO\n"
+         "from stable_baselines3.common.env_util import make_vec_env\n"
+         "MaskablePPO('CnnPolicy', make_vec_env(Screen, n_envs=32), n_steps=4096)\n"},
+        [4096 * 32 * 84 * 84 * 3],
+    ),
+    "a class of the program that extends a library's buffer": (
+        {"train.py": SCREEN + "from stable_baselines3.common.buffers import ReplayBuffer\n"
+         "class Own(ReplayBuffer):\n    def __init__(self, size, env):\n"
+         "        super().__init__(size, env.observation_space, env.action_space)\nOwn(100_000, Screen())\n"},
+        [100_000 * 2 * 84 * 84 * 3],
+    ),
+    "a buffer of pfrl": (
+        {"train.py": "from pfrl import replay_buffers\nfrom pfrl.wrappers import atari_wrappers\n"
+         "env = atari_wrappers.wrap_deepmind(atari_wrappers.make_atari('PongNoFrameskip-v4'))\n"
+         "buffer = replay_buffers.ReplayBuffer(10**6)\n"},
+        [10**6 * FRAME],
+    ),
+    "a buffer of cpprb": (
+        {"train.py": "import numpy as np\nfrom cpprb import ReplayBuffer\n"
+         "ReplayBuffer(10**6, {'obs': {'shape': (84, 84, 4), 'dtype': np.uint8}, 'next_obs': {'shape': (84, 84, 4)},\n"
+         "                     'act': {}}, next_of='obs', stack_compress='obs')\n"},
+        [10**6 * (FRAME + 4)],
+    ),
+    "a memory of keras-rl with a processor": (
+        {"train.py": "import cv2\nimport gymnasium as gym\nfrom rl.agents.dqn import DQNAgent\n"
+         "from rl.core import Processor\nfrom rl.memory import SequentialMemory\nclass Small(Processor):\n"
+         "    def process_observation(self, obs):\n"
+         "        return cv2.resize(cv2.cvtColor(obs, cv2.COLOR_RGB2GRAY), (84, 84))\n"
+         "env = gym.make('PongNoFrameskip-v4')\nmemory = SequentialMemory(limit=1_000_000, window_length=4)\n"
+         "DQNAgent(model=None, memory=memory, processor=Small())\n"},
+        [10**6 * FRAME],
+    ),
+    "a game of retro": (
+        {"train.py": "import retro\nfrom stable_baselines3 import DQN\n"
+         "DQN('CnnPolicy', retro.make(game='SonicTheHedgehog-Genesis'), buffer_size=10_000)\n"},
+        [10_000 * 2 * 224 * 320 * 3],
+    ),
+}  # fmt: skip
+
+
+def checked(folder: Path, files: dict[str, str]) -> list[Finding]:
+    (folder / ".git").mkdir()
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    train = next(name for name in files if name.endswith("train.py"))
+    return FileChecker(RULES, REFERENCE_MACHINE).check(folder / train)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_buffer_is_sized_wherever_its_values_come_from(name: str, tmp_path: Path) -> None:
+    files, expected = FLOWS[name]
+    found = [one.numbers["needed_bytes"] for one in checked(tmp_path, files) if one.rule == "M19"]
+    assert found == [pytest.approx(nbytes, rel=0.01) for nbytes in expected]
+
+
+def test_a_list_for_returns_over_several_steps_is_no_replay_buffer(tmp_path: Path) -> None:
+    text = "multi_step_transitions = []\nwhile True:\n    multi_step_transitions.append((state, 0, 1.0, next_state))\n"
+    assert checked(tmp_path, {"train.py": text}) == []
+
+
+def test_a_size_of_which_a_part_is_not_known_is_not_told(tmp_path: Path) -> None:
+    text = (
+        "import numpy as np\nfrom collections import deque\nfrom game import play\nmemory = deque(maxlen=10_000)\n"
+        "while True:\n    state, next_state = play()\n"
+        "    memory.append((np.array(state), np.zeros(1), 1.0, np.array(next_state)))\n"
+    )
+    (found,) = checked(tmp_path, {"train.py": text})
+    assert found.rule == "P04"
+    assert "once it is full" not in found.message
