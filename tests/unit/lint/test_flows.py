@@ -152,3 +152,17 @@ def test_a_size_of_which_a_part_is_not_known_is_not_told(tmp_path: Path) -> None
     (found,) = checked(tmp_path, {"train.py": text})
     assert found.rule == "P04"
     assert "once it is full" not in found.message
+
+
+@pytest.mark.parametrize("older", [
+    "print 'a', capacity", "print >>log, 'a %d' % (\n    1)", "try:\n    pass\nexcept ValueError, error:\n    pass",
+    "start(async=True)", "if True: print 'a'", "mode = 0755", "for i in xrange(2):\n\tprint i\n        print i",
+])  # fmt: skip
+def test_what_only_older_versions_of_python_accept_is_read(older: str, tmp_path: Path) -> None:
+    found = checked(tmp_path, {"train.py": f"{ARRAYS}{older}\nReplayBuffer(100_000)\n"})
+    assert [one.rule for one in found] == ["M19"]
+
+
+def test_what_no_version_of_python_accepts_costs_one_line(tmp_path: Path) -> None:
+    (found,) = checked(tmp_path, {"train.py": "print 'a'\nclass class:\n    pass\n"})
+    assert (found.rule, found.place.line) == ("F01", 1)

@@ -36,6 +36,7 @@ _NAMES = (
     "filter type object exit quit any all hasattr input iter next repr eval callable property staticmethod classmethod"
 )
 BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
+BUILTINS["xrange"] = BUILTINS["range"]
 SUPER = BUILTINS["super"]
 _STARTED = ("Process", "Thread")  # what runs a function, or its own `run`, beside the program
 _HARDWARE = {"torch.cuda.is_available": True, "torch.backends.mps.is_available": False}  # where most people train

@@ -7,6 +7,7 @@ Invariant: `definition` returns an assignment only if the use of a name certainl
 from __future__ import annotations
 
 import ast
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,6 +28,14 @@ _NO_NODES = {
     "arg", "asname", "attr", "conversion", "ctx", "id", "kind", "level", "module", "name", "op", "ops", "simple",
     "type_comment", "type_ignores",
 }  # fmt: skip
+
+_OLDER_WORDS = [(re.compile(pattern, re.MULTILINE), newer) for pattern, newer in (
+    (r"^([ \t]*(?:[^#'\"\n]*:[ \t]+)?)print[ \t]+(?:>>)?(?=[^\s(=.,)\]])", r"\1_ = "),
+    (r"^([ \t]*except[ \t]+[\w.]+|[ \t]*except[ \t]*\([\w., ]+\)),[ \t]*(\w+)[ \t]*:", r"\1 as \2:"),
+    (r"^([ \t]*)raise[ \t]+(\w+)[ \t]*,[ \t]*(.*)$", r"\1raise \2(\3)"),
+    (r"\basync(?=[ \t]*=)|(?<=\.)async\b", "async_"),
+    (r"(?<![\w.])(\d+)L\b", r"\1"), (r"(?<![\w.])0(?=[0-7]+\b(?!\.))", "0o"), (r"<>", "!="), (r"\t", "        "),
+)]  # fmt: skip
 
 
 class _ChildFields(dict[type[ast.AST], tuple[str, ...]]):
@@ -345,7 +354,24 @@ def parse_quietly(source: str | bytes) -> ast.Module:
     """Parse source text; what Python would only warn about, such as unknown escapes, is not for lint to report."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ast.parse(source)
+        try:
+            return ast.parse(source)
+        except SyntaxError:
+            older = _of_python_3(source if isinstance(source, str) else source.decode(errors="replace"))
+            if older == source:
+                raise
+            try:
+                return ast.parse(older)
+            except (SyntaxError, ValueError):
+                pass
+            raise
+
+
+def _of_python_3(text: str) -> str:
+    """Write what only Python 2, or 3.6, accepts in words of today, line by line."""
+    for pattern, newer in _OLDER_WORDS:
+        text = pattern.sub(newer, text)
+    return text
 
 
 def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
