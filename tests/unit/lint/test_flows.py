@@ -119,6 +119,38 @@ FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
          "DQN('CnnPolicy', retro.make(game='SonicTheHedgehog-Genesis'), buffer_size=10_000)\n"},
         [10_000 * 2 * 224 * 320 * 3],
     ),
+    "a wrapper of another library that is about something else": (
+        {"train.py": "import gymnasium as gym\nfrom rl_zoo3.wrappers import FrameSkip\nfrom stable_baselines3 import DQN\n"
+         "DQN('CnnPolicy', FrameSkip(gym.make('CarRacing-v3', continuous=False)), buffer_size=100_000)\n"},
+        [100_000 * 2 * 96 * 96 * 3],
+    ),
+    "environments of PettingZoo that SuperSuit wraps": (
+        {"train.py": "import supersuit as ss\nfrom pettingzoo.atari import pong_v3\nfrom stable_baselines3 import DQN\n"
+         "env = ss.frame_stack_v1(ss.resize_v1(ss.color_reduction_v0(pong_v3.parallel_env(), mode='B'), 84, 84), 4)\n"
+         "env = ss.concat_vec_envs_v1(ss.pettingzoo_env_to_vec_env_v1(env), 2, base_class='stable_baselines3')\n"
+         "DQN('CnnPolicy', env, buffer_size=100_000)\n"},
+        [100_000 * 2 * 4 * FRAME],
+    ),
+    "a package that is only a folder, imported with its module": (
+        {"train.py": "import memories.arrays\nmemories.arrays.ReplayBuffer(100_000)\n", "memories/arrays.py": ARRAYS},
+        [100_000 * 4 * FRAME],
+    ),
+    "a library's stack of frames that are not what is declared": (
+        {"train.py": "import gymnasium as gym\nimport numpy as np\nfrom collections import deque\n"
+         "from gymnasium.wrappers import FrameStackObservation\nclass Scaled(gym.ObservationWrapper):\n"
+         "    def observation(self, obs):\n        return obs[:84, :84, 0].astype(np.float32) / 255\n"
+         "env = FrameStackObservation(Scaled(gym.make('PongNoFrameskip-v4')), 4)\nmemory = deque(maxlen=20_000)\n"
+         + LOOP},
+        [20_000 * (4 * FRAME * 4 + 112)],
+    ),
+    "states that are made anew for both ends of a step": (
+        {"train.py": "import gymnasium as gym\nimport numpy as np\nfrom collections import deque\n"
+         "env = gym.make('CarRacing-v3')\nframe, _ = env.reset()\nframes = deque([frame[..., 0]] * 4, maxlen=4)\n"
+         "def stacked(frames):\n    return np.stack(frames, axis=0)\nmemory = deque(maxlen=50_000)\nwhile True:\n"
+         "    now = stacked(frames)\n    frame, reward, done, truncated, info = env.step(0)\n"
+         "    frames.append(frame[..., 0])\n    memory.append((now, 0, reward, stacked(frames), done))\n"},
+        [50_000 * 2 * (4 * 96 * 96 + 112)],
+    ),
 }  # fmt: skip
 
 
@@ -136,6 +168,27 @@ def test_a_buffer_is_sized_wherever_its_values_come_from(name: str, tmp_path: Pa
     files, expected = FLOWS[name]
     found = [one.numbers["needed_bytes"] for one in checked(tmp_path, files) if one.rule == "M19"]
     assert found == [pytest.approx(nbytes, rel=0.01) for nbytes in expected]
+
+
+def test_a_callback_of_the_program_is_the_callback_that_it_extends(tmp_path: Path) -> None:
+    text = (
+        f"{SCREEN}from stable_baselines3 import PPO\nfrom stable_baselines3.common.callbacks import EvalCallback\n"
+        "class Own(EvalCallback):\n    def __init__(self, env, folder):\n"
+        "        super().__init__(env, log_path=folder)\n"
+        "env = Screen()\nPPO('CnnPolicy', env, n_steps=10_000).learn(100_000, callback=Own(env, 'logs'))\n"
+    )
+    assert "L18" in {one.rule for one in checked(tmp_path, {"train.py": text})}
+
+
+def test_a_loss_that_a_function_returns_is_kept_with_its_graph(tmp_path: Path) -> None:
+    text = (
+        "def train():\n    loss = criterion(model(batch()))\n    loss.backward()\n    return loss{}\n"
+        "total = 0.0\nfor step in range(100):\n    total += train()\n"
+    )
+    (found,) = checked(tmp_path, {"train.py": text.format("")})
+    assert (found.rule, found.place.line) == ("P01", 7)
+    (tmp_path / "train.py").write_text(text.format(".item()"))
+    assert FileChecker(RULES, REFERENCE_MACHINE).check(tmp_path / "train.py") == []
 
 
 def test_a_list_for_returns_over_several_steps_is_no_replay_buffer(tmp_path: Path) -> None:

@@ -66,7 +66,9 @@ def test_an_expression_has_the_bytes_that_it_has(expression: str, tmp_path: Path
     assert findings(tmp_path, text) == [ROWS * (EXPRESSIONS[expression] + 112)]
 
 
-OF_NUMPY = [name for name in EXPRESSIONS if not any(word in name for word in ("torch", "cv2", "T.", "Image", "unknown"))]
+OF_NUMPY = [
+    name for name in EXPRESSIONS if not any(word in name for word in ("torch", "cv2", "T.", "Image", "unknown"))
+]
 
 
 @pytest.mark.parametrize("expression", OF_NUMPY)

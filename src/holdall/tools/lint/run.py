@@ -158,6 +158,7 @@ class Environments:
     origin: object = field(default=None, repr=False)  # the same for the same object; None where that is not known
     is_lazy: bool = False  # a stack's frames are objects that it shares with the stacks around it
     env_id: str = ""
+    returned: SpaceInfo | None = None  # what reset and step return, where that is not what is declared
 
     @property
     def number(self) -> int | None:

@@ -10,7 +10,7 @@ from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.rule import Match, script_rule
 from holdall.tools.lint.run import Machine, sized
 from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.script import Script, subtree
 
 # Methods that a training calls once a step or once an update.
 _REPEATED = ("update", "step", "_on_step", "_on_rollout", "train_step", "training_step", "optimize", "optimise")
@@ -48,16 +48,36 @@ def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Ma
     differentiated = {
         (script.scope(call), loss.id) for call, loss in script.method_calls("backward") if isinstance(loss, ast.Name)
     }
+    returning = {
+        scope.name
+        for scope, name in differentiated
+        if isinstance(scope, ast.FunctionDef)
+        and any(isinstance(one, ast.Return) and _is_name(one.value, name) for one in subtree(scope))
+    }
     for node in script.nodes:
         match node:
-            case ast.Call(func=ast.Attribute(attr="append", value=kept), args=[ast.Name(id=name)]):
+            case ast.Call(func=ast.Attribute(attr="append", value=kept), args=[value]):
                 keeper = ast.unparse(kept)
-            case ast.AugAssign(op=ast.Add(), target=target, value=ast.Name(id=name)):
+            case ast.AugAssign(op=ast.Add(), target=target, value=value):
                 keeper = ast.unparse(target)
             case _:
                 continue
-        if (script.scope(node), name) in differentiated and script.loop(node) is not None:
+        if script.loop(node) is None or not isinstance(value, ast.Name | ast.Call):
+            continue
+        made = script.assigned(value) if isinstance(value, ast.Name) else value
+        is_returned = isinstance(made, ast.Call) and _called(made) in returning
+        if is_returned or (isinstance(value, ast.Name) and (script.scope(node), value.id) in differentiated):
+            name = value.id if isinstance(value, ast.Name) else f"what {ast.unparse(value.func)} returns"
             yield Match(f"{keeper} keeps {name} with its graph, step after step", script.place(node))
+
+
+def _is_name(node: ast.AST | None, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _called(call: ast.Call) -> str:
+    """Return the name of the function or method that a call calls."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 @script_rule("P05", "moved-then-joined", Severity.WARNING, words=("torch",))

@@ -231,7 +231,7 @@ def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> 
             return array.made_by(node, device="cuda")
         case "cpu":
             return array.made_by(node, device="") if array.device else array
-        case "copy" | "clone":
+        case "copy" | "clone" | "__array__" | "_force":
             return array.made_by(node)
         case "numpy" | "tolist" | "detach" | "contiguous" | "requires_grad_" | "pin_memory" | "share_memory_":
             return UNKNOWN if name == "tolist" else replace(array, is_tensor=array.is_tensor and name != "numpy")

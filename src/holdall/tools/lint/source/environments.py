@@ -32,7 +32,7 @@ from holdall.tools.lint.source.values import (
     likely,
     one_of,
 )
-from holdall.tools.lint.source.wrappers import ATARI_WRAPPERS, wrapped
+from holdall.tools.lint.source.wrappers import ATARI_WRAPPERS, suited, wrapped
 
 _GYMS = ("gymnasium", "gym", "gymnasium_robotics")
 _VECTORS = {
@@ -64,6 +64,8 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         if isinstance(name, str):
             interpreter.registered[name] = arguments
         return None
+    if package == "pettingzoo" and last in {"env", "parallel_env", "raw_env"}:
+        return _many_agents(interpreter, dotted, arguments, node)
     if last in _VECTORS and package not in {"builtins"}:
         return _vector(interpreter, _VECTORS[last], arguments, node)
     if last in {"make_vec_env", "make_atari_env", "make_dmc_env"} and package in {
@@ -84,24 +86,45 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
     inner = environment_of(interpreter, first) if isinstance(first, Environments | InstanceValue | OneOf) else None
     if inner is None or (isinstance(first, InstanceValue) and not is_environment(first)):
         return NotImplemented
+    if package == "supersuit":
+        return suited(inner, last, arguments)
     if not (last[:1].isupper() or last in ATARI_WRAPPERS) or (
         package in {"torchrl", "tianshou"} and "Collector" in last
     ):
         return NotImplemented
     found = wrapped(inner, dotted, arguments, interpreter.place_here(node))
+    found = _with_returned(interpreter, first, inner, found, dotted, arguments, node)
     is_changed = last.startswith("TransformObs") and found.observation is None and inner.observation is not None
     return _transformed(interpreter, inner, inner.observation, arguments, node) if is_changed else found
+
+
+def _with_returned(
+    interpreter: Any, first: Any, inner: Environments, found: Environments, dotted: str, arguments: Any, node: ast.AST
+) -> Environments:
+    """Keep what environments really return where a class of the program declares another space than it returns."""
+    returned = inner.returned
+    if isinstance(first, InstanceValue) and isinstance(first.made_of, ClassValue):
+        result = likely(interpreter.call(interpreter.member(first, "reset"), type(arguments)(), node))
+        seen = likely(result[0]) if isinstance(result, tuple) and result else result
+        returned = _space_like(seen, interpreter.place_here(node))
+    if returned is None or (inner.observation is not None and returned.leaves == inner.observation.leaves):
+        return replace(found, returned=None)
+    made = wrapped(replace(inner, observation=returned), dotted, arguments, interpreter.place_here(node))
+    return replace(found, returned=made.observation, is_lazy=made.is_lazy, stack=made.stack)
+
+
+def _space_like(seen: Any, place: Any) -> SpaceInfo | None:
+    """Return the space of an array, if its shape and dtype are known."""
+    if not isinstance(seen, ArrayValue) or seen.nbytes is None or seen.dtype is None:
+        return None
+    return SpaceInfo((Leaf("", tuple(whole(axis) or 0 for axis in seen.shape or ()), seen.dtype),), False, place)
 
 
 def _transformed(interpreter: Any, env: Environments, space: Any, arguments: Any, node: ast.AST) -> Environments:
     """Return environments whose observations a function changes: it is followed with one of them."""
     function = likely(arguments.get(1, "func" if "func" in arguments.named else "f"))
     made = interpreter.call(function, type(arguments)([space_sample(space, node)]), node)
-    axes = [whole(axis) for axis in made.shape or ()] if isinstance(made, ArrayValue) else [None]
-    if None in axes or made.dtype is None:
-        return replace(env, observation=None)
-    leaf = Leaf("", tuple(axis or 0 for axis in axes), made.dtype)
-    return replace(env, observation=SpaceInfo((leaf,), False, interpreter.place_here(node)))
+    return replace(env, observation=_space_like(made, interpreter.place_here(node)))
 
 
 def _made(interpreter: Any, arguments: Any, node: ast.AST, maker: str) -> Any:
@@ -252,6 +275,23 @@ def _tianshou_atari(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
     one = Environments(1, "single", None, seen, acted, stack=stack or 1, place=place, origin=object())
     counts = (arguments.get(2, "num_training_envs"), arguments.get(3, "num_test_envs"))
     return (one, *(replace(one, count=count, vector="subproc", origin=object()) for count in counts))
+
+
+_PLAYED = {
+    "pistonball": ((457, 120, 3), 20), "cooperative_pong": ((280, 240, 3), 2), "prison": ((100, 300, 3), 8),
+}  # fmt: skip
+"""What the agents of PettingZoo's other games see, and how many there are."""
+
+
+def _many_agents(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Environments:
+    """Make one of PettingZoo's environments: each of its agents counts as an environment."""
+    place, game = interpreter.place_here(node), dotted.split(".")[-2]
+    kind = likely(arguments.get(None, "obs_type", "rgb_image"))
+    shape, count = _PLAYED.get(game.rpartition("_v")[0], ((), 2))
+    if ".atari" in dotted:
+        shape = {"rgb_image": (210, 160, 3), "grayscale_image": (210, 160), "ram": (128,)}.get(kind, ())
+    seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)}) if shape else None
+    return Environments(count, "dummy", None, seen, None, place=place, origin=object())
 
 
 def _envpool(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
@@ -436,9 +476,9 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
 
 def _returned(env: Environments, name: str, node: ast.AST) -> Any:
     rest = (UNKNOWN,) if name == "reset" else (UNKNOWN,) * 4
-    if env.observation is None:
+    space = env.returned or env.observation
+    if space is None:
         return ReturnedValues((UNKNOWN, *rest))
-    space = env.observation
     if env.vector not in {"", "single"}:
         axis: Any = env.number if env.number is not None else None
         if axis is None:

@@ -172,10 +172,23 @@ class Interpreter(Functions):
             first = alias.name.partition(".")[0]
             value = self.import_module(alias.name)
             if not alias.asname and "." in alias.name and isinstance(value, ModuleValue):
-                value = self.import_module(first)
+                value = self._package_of(alias.name)
             self.bind(
                 alias.asname or first, value if alias.asname or isinstance(value, ModuleValue) else Reference(first)
             )
+
+    def _package_of(self, dotted: str) -> ModuleValue:
+        """Return the package that `import a.b.c` gives a name to, with the modules that it then has."""
+        parts = dotted.split(".")
+        packages = []
+        for end in range(1, len(parts) + 1):
+            found = self.import_module(".".join(parts[:end]))
+            if not isinstance(found, ModuleValue):  # a folder without a file of its own
+                found = ModuleValue(Module(parts[end - 1], ast.Module([], []), is_run=True))
+            packages.append(found)
+        for package, inner, name in zip(packages, packages[1:], parts[1:], strict=False):
+            package.module.names.setdefault(name, inner)
+        return packages[0]
 
     def _import_from(self, node: ast.ImportFrom) -> None:
         package = node.module or ""

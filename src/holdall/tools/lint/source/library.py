@@ -72,10 +72,9 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
     first = arguments.get(0, "", UNKNOWN)
     match dotted:
         case "collections.deque":
-            limit = arguments.get(1, "maxlen", None)
-            return ListValue(
-                [], None if limit is UNKNOWN else 0, limit, is_deque=True, node=node, path=interpreter.path
-            )
+            limit, items = arguments.get(1, "maxlen", None), known_items(arguments.get(0, "iterable", ()))
+            length = None if limit is UNKNOWN or items is None else len(items)
+            return ListValue(items or [], length, limit, is_deque=True, node=node, path=interpreter.path)
         case "collections.namedtuple":
             return _named_tuple(interpreter, arguments, node)
         case "collections.OrderedDict" | "easydict.EasyDict" | "ml_collections.ConfigDict" | "munch.Munch":

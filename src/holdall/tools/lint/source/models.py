@@ -244,7 +244,7 @@ class TrainingReader:
                 yield from self._callback(one, depth)
 
     def _callback(self, made: InstanceValue, depth: int) -> Iterator[Callback]:
-        kind, call = made.kind.rpartition(".")[2], made.arguments["call"]
+        kind, call = made.arguments.get("kind", made.kind).rpartition(".")[2], made.arguments["call"]
         given, _ = self.settings(call, _CALLBACK_ARGUMENTS.get(kind, ()))
         evaluated = call.get(0, "eval_env", None) if "Eval" in kind else None
         environments = self._described(evaluated) if evaluated is not None else None

@@ -353,11 +353,14 @@ class Names:
         known = list(instance.made_of.libraries()) if isinstance(instance.made_of, ClassValue) else []
         model = next((one for one in known if algorithm_by_import(one)), None)
         buffer = next((one for one in known if frameworks.is_buffer(one)), None)
+        callback = next((one for one in known if ".callbacks" in one), None)
         if model is not None:
             frameworks.start_model(self, instance, model, arguments)
         elif buffer is not None:
             instance.arguments["call"] = arguments
             self.record("buffer", instance, arguments, instance.node or self.main.tree, dotted=buffer)
+        elif callback is not None:
+            instance.arguments |= {"call": arguments, "kind": callback}
         else:
             environments.start(self, instance, arguments)
 
