@@ -120,7 +120,8 @@ FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
         [10_000 * 2 * 224 * 320 * 3],
     ),
     "a wrapper of another library that is about something else": (
-        {"train.py": "import gymnasium as gym\nfrom rl_zoo3.wrappers import FrameSkip\nfrom stable_baselines3 import DQN\n"
+        {"train.py": "import gymnasium as gym\nfrom rl_zoo3.wrappers import FrameSkip\n"
+         "from stable_baselines3 import DQN\n"
          "DQN('CnnPolicy', FrameSkip(gym.make('CarRacing-v3', continuous=False)), buffer_size=100_000)\n"},
         [100_000 * 2 * 96 * 96 * 3],
     ),
@@ -150,6 +151,26 @@ FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
          "    now = stacked(frames)\n    frame, reward, done, truncated, info = env.step(0)\n"
          "    frames.append(frame[..., 0])\n    memory.append((now, 0, reward, stacked(frames), done))\n"},
         [50_000 * 2 * (4 * 96 * 96 + 112)],
+    ),
+    "a class method that makes what a table names": (
+        {"train.py": ARRAYS + "class Memories:\n    known = {'arrays': ReplayBuffer}\n    @classmethod\n"
+         "    def create(cls, name, size):\n        return cls.known[name.lower()](size)\n"
+         "Memories.create('Arrays', 100_000)\n"},
+        [100_000 * 4 * FRAME],
+    ),
+    "wrappers that are applied one after the other by reduce": (
+        {"train.py": "import gymnasium as gym\nfrom functools import reduce\nfrom stable_baselines3 import DQN\n"
+         "from gymnasium.wrappers import FrameStackObservation, GrayscaleObservation, ResizeObservation\n"
+         "steps = [GrayscaleObservation, lambda env: ResizeObservation(env, (84, 84))]\n"
+         "env = reduce(lambda env, wrap: wrap(env), steps, gym.make('CarRacing-v3', continuous=False))\n"
+         "DQN('CnnPolicy', FrameStackObservation(env, 4), buffer_size=100_000)\n"},
+        [100_000 * 2 * 4 * FRAME],
+    ),
+    "arrays that map makes": (
+        {"train.py": "import numpy as np\nfrom collections import deque\nmemory = deque(maxlen=100_000)\n"
+         "frames = [np.zeros((210, 160, 3), np.uint8)] * 4\n"
+         "memory.append((np.stack(list(map(lambda one: one[::2, ::2, 0], frames))), 0))\n"},
+        [100_000 * (4 * 105 * 80 + 112)],
     ),
 }  # fmt: skip
 
@@ -189,6 +210,12 @@ def test_a_loss_that_a_function_returns_is_kept_with_its_graph(tmp_path: Path) -
     assert (found.rule, found.place.line) == ("P01", 7)
     (tmp_path / "train.py").write_text(text.format(".item()"))
     assert FileChecker(RULES, REFERENCE_MACHINE).check(tmp_path / "train.py") == []
+
+
+@pytest.mark.parametrize(("shape", "rules"), [("84, 84", {"M19", "P15"}), ("40, 200", {"M19"})])
+def test_a_square_of_floats_is_taken_for_a_picture(shape: str, rules: set[str], tmp_path: Path) -> None:
+    text = f"import numpy as np\nclass ReplayBuffer:\n    rows = np.zeros((100_000, {shape}), np.float32)\nReplayBuffer()\n"
+    assert {one.rule for one in checked(tmp_path, {"train.py": text})} == rules
 
 
 def test_a_list_for_returns_over_several_steps_is_no_replay_buffer(tmp_path: Path) -> None:

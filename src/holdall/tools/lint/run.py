@@ -33,6 +33,7 @@ _MOST_VARIANTS = 4
 _ZOO_NAMES = {name.lower(): name for name in ALGORITHM_CLASSES} | {"ppo_lstm": "RecurrentPPO"}
 
 
+_SQUARE = 64  # pixels of a side, from which on a square is taken for a picture
 _PICTURE = re.compile(r"frame|image|img|screen|pixel", re.IGNORECASE)
 
 
@@ -280,8 +281,8 @@ class StoredField:
     def is_image(self) -> bool:
         """Whether it looks like a picture, or a stack of them."""
         sides = sorted(self.shape)
-        if len(sides) == 2 and _PICTURE.search(self.name):
-            return sides[0] >= 32
+        if len(sides) == 2:
+            return sides[0] >= 32 and (sides[0] == sides[1] >= _SQUARE or bool(_PICTURE.search(self.name)))
         return len(sides) >= 3 and sides[-2] >= 32 and sides[0] <= 16
 
 

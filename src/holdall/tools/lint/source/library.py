@@ -40,6 +40,7 @@ BUILTINS["xrange"] = BUILTINS["range"]
 SUPER = BUILTINS["super"]
 _STARTED = ("Process", "Thread")  # what runs a function, or its own `run`, beside the program
 _HARDWARE = {"torch.cuda.is_available": True, "torch.backends.mps.is_available": False}  # where most people train
+_MOST_FOLLOWED = 16  # items of a sequence that a function is called with one by one
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
@@ -83,6 +84,8 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return InstanceValue(Reference(dotted), dict(arguments.named), node=node, path=interpreter.path)
         case "functools.partial":
             return InstanceValue(Reference(dotted), {}, {"call": first, "arguments": arguments}, node)
+        case "functools.reduce":
+            return _reduced(interpreter, arguments, node)
         case "copy.deepcopy" | "copy.copy":
             return first
         case "os.path.join":
@@ -177,6 +180,8 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
                 return ListValue([(i, one) for i, one in enumerate(items)], len(items))
             sample = interpreter.item_of_loop(first)
             return ListValue([(arrays.INDEX, sample)], length_of(first))
+        case "map" if len(values) == 2:
+            return _mapped(interpreter, first, values[1], node)
         case "map" | "filter" | "iter":
             return ListValue([], length_of(values[-1]) if values and name == "map" else None)
         case "next":
@@ -189,6 +194,27 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
     if name in command_line.NUMBERS and not arguments.named and values:
         return spread(lambda *each: command_line.as_number(name, each), *values)
     return UNKNOWN
+
+
+def _mapped(interpreter: Any, function: Any, over: Any, node: ast.AST) -> ListValue:
+    """Return what `map` makes of one sequence: of each item if there are few, otherwise of one for all."""
+    items, length = known_items(over), length_of(over)
+    if items is None or len(items) > _MOST_FOLLOWED:
+        items = [interpreter.item_of_loop(over)]
+    made = [interpreter.call(function, type(interpreter.no_arguments)([one]), node) for one in items]
+    return ListValue(made, length)
+
+
+def _reduced(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
+    """Return what functools.reduce makes: a chain of calls."""
+    items = known_items(arguments.get(1, "iterable"))
+    if not items or len(items) > _MOST_FOLLOWED:
+        return UNKNOWN
+    made = arguments.get(2, "initial", None)
+    for one in items if len(arguments.values) > 2 else items[1:]:
+        made = items[0] if made is None else made
+        made = interpreter.call(arguments.get(0, "function"), type(interpreter.no_arguments)([made, one]), node)
+    return made
 
 
 _KINDS = {"str": str, "int": int, "float": float, "bool": bool, "tuple": tuple, "list": ListValue, "dict": TableValue}

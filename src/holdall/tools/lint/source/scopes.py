@@ -307,6 +307,8 @@ class Names:
             case ClassValue():
                 if (found := base.find(name)) is UNKNOWN:
                     return next((Reference(f"{one}.{name}") for one in base.libraries()), UNKNOWN)
+                if isinstance(found, FunctionValue) and "classmethod" in found.decorators:
+                    return BoundMethod(base, name, found)
                 return environments.enum_member(found, base) if name in base.attributes else found
             case SuperValue(owner=owner, above=above):
                 return self._super_member(owner, above, name)
