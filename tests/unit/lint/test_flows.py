@@ -172,6 +172,38 @@ FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
          "memory.append((np.stack(list(map(lambda one: one[::2, ::2, 0], frames))), 0))\n"},
         [100_000 * (4 * 105 * 80 + 112)],
     ),
+    "the largest of the settings that a loop tries": (
+        {"train.py": SCREEN + "from stable_baselines3 import DQN\ntried = [{'lr': 0.1, 'batch': 32, 'size': 60_000},\n"
+         "    {'lr': 0.2, 'batch': 64, 'size': 90_000}, {'lr': 0.3, 'batch': 128, 'size': 30_000}]\n"
+         "for i, one in enumerate(tried):\n    DQN('CnnPolicy', Screen(), one['lr'], batch_size=one['batch'],\n"
+         "        buffer_size=one['size'])\n"},
+        [90_000 * 2 * 84 * 84 * 3],
+    ),
+    "a function that takes what older and newer environments return": (
+        {"train.py": "import gymnasium as gym\nfrom collections import deque\nmemory = deque(maxlen=100_000)\n"
+         "def first(seen):\n    if isinstance(seen, tuple):\n        return seen[0]\n    return seen\n"
+         "env = gym.make('PongNoFrameskip-v4')\nobs = first(env.reset())\n"
+         "while True:\n    memory.append((first(env.step(0)[0]), 0))\n"},
+        [100_000 * (210 * 160 * 3 + 112)],
+    ),
+    "a file of settings by its path, and variables of the system": (
+        {"src/train.py": ARRAYS + "import os\nfrom pathlib import Path\nimport yaml\n"
+         "root = Path(__file__).resolve().parents[1]\nsettings = yaml.safe_load(open(root / 'conf' / 'a.yaml'))\n"
+         "ReplayBuffer(int(os.getenv('SIZE', settings['size'])))\n", "conf/a.yaml": "size: 100_000\n"},
+        [100_000 * 4 * FRAME],
+    ),
+    "an observation that is an empty array until there is one": (
+        {"train.py": "import cv2\nimport gymnasium as gym\nimport numpy as np\nfrom collections import deque\n"
+         "class Noop(gym.Wrapper):\n    def reset(self):\n        obs = np.zeros(0)\n"
+         "        for _ in range(self.count()):\n"
+         "            obs, *rest = self.env.step(0)\n            obs, _ = self.env.reset()\n        return obs, {}\n"
+         "class Grey(gym.ObservationWrapper):\n    def observation(self, obs):\n"
+         "        return cv2.resize(cv2.cvtColor(obs, cv2.COLOR_RGB2GRAY), (84, 84))\n"
+         "class Signs(gym.RewardWrapper):\n    def reward(self, reward):\n        return np.sign(reward)\n"
+         "env = Signs(Grey(Noop(gym.make('PongNoFrameskip-v4'))))\nmemory = deque(maxlen=400_000)\n"
+         "obs, _ = env.reset()\nmemory.append((obs, 0))\n"},
+        [400_000 * (FRAME + 112)],
+    ),
 }  # fmt: skip
 
 
@@ -214,8 +246,22 @@ def test_a_loss_that_a_function_returns_is_kept_with_its_graph(tmp_path: Path) -
 
 @pytest.mark.parametrize(("shape", "rules"), [("84, 84", {"M19", "P15"}), ("40, 200", {"M19"})])
 def test_a_square_of_floats_is_taken_for_a_picture(shape: str, rules: set[str], tmp_path: Path) -> None:
-    text = f"import numpy as np\nclass ReplayBuffer:\n    rows = np.zeros((100_000, {shape}), np.float32)\nReplayBuffer()\n"
+    rows = f"np.zeros((100_000, {shape}), np.float32)"
+    text = f"import numpy as np\nclass ReplayBuffer:\n    rows = {rows}\nReplayBuffer()\n"
     assert {one.rule for one in checked(tmp_path, {"train.py": text})} == rules
+
+
+def test_models_that_a_loop_trains_one_after_the_other_do_not_start_over(tmp_path: Path) -> None:
+    text = (
+        "from stable_baselines3 import SAC, TD3\nname = 'Pendulum-v1'\n"
+        "models = [SAC('MlpPolicy', name), TD3('MlpPolicy', name)]\nfor model, name in zip(models, ['sac', 'td3']):\n    model.learn(200_000)\n"
+    )
+    assert {one.rule for one in checked(tmp_path, {"train.py": text})} == {"M09"}
+
+
+def test_names_that_a_star_brings_are_known(tmp_path: Path) -> None:
+    text = "from parts import *\nfor episode in range(10):\n    play(episode)\n    torch.cuda.empty_cache()\n"
+    assert [one.rule for one in checked(tmp_path, {"train.py": text})] == ["P02"]
 
 
 def test_a_list_for_returns_over_several_steps_is_no_replay_buffer(tmp_path: Path) -> None:

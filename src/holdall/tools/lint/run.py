@@ -30,6 +30,7 @@ from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
 
 # The names that rl-baselines3-zoo gives to files and folders.
 _MOST_VARIANTS = 4
+_SIZES = {"buffer_size", "n_steps", "replay_buffer_class", "optimize_memory_usage", "replay_buffer_kwargs"}
 _ZOO_NAMES = {name.lower(): name for name in ALGORITHM_CLASSES} | {"ppo_lstm": "RecurrentPPO"}
 
 
@@ -248,7 +249,7 @@ class ConfiguredRun:
     def variants(self) -> tuple[ConfiguredRun, ...]:
         """The run once for every value of its arguments: those of a search, or of the branches that set them."""
         found = [self]
-        for name, setting in self.given.items():
+        for name, setting in sorted(self.given.items(), key=lambda one: one[0] not in _SIZES):  # what memory depends on
             if isinstance(setting.value, OneOf) and len(found) <= _MOST_VARIANTS:
                 found = [run.chosen(name, at) for run in found for at in range(len(setting.value.values))]
         return tuple(found)

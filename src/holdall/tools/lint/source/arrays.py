@@ -21,6 +21,7 @@ from holdall.tools.lint.source.values import (
     InstanceValue,
     ListValue,
     TableValue,
+    best_array,
     filled_deque,
     known_items,
     likely,
@@ -132,7 +133,7 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
         if whole(first) is not None:
             return _recorded(interpreter, ArrayValue(tuple(arguments.values), wanted, frozenset({node})), node)
     if isinstance(first, OneOf):
-        first = next((one for one in first.values if isinstance(one, ArrayValue)), likely(first))
+        first = best_array(first)
     if isinstance(first, InstanceValue):
         first = unwrapped(interpreter.converted_to_array(first))
     if isinstance(first, ArrayValue):
@@ -268,7 +269,9 @@ class ReturnedValues(tuple[Any, ...]):
 
 def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:
     """Yield the arrays that a record, tuple or dict holds."""
-    value = unwrapped(_largest(value) if isinstance(value, OneOf) else value)
+    if isinstance(value, OneOf):
+        value = best_array(OneOf(tuple(map(unwrapped, value.values))))
+    value = unwrapped(value)
     if isinstance(value, ArrayValue):
         yield value
     elif depth < 4:
@@ -285,11 +288,6 @@ def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:
             inner = [one.values[-1] if isinstance(one, OneOf) else one for one in value.attributes.values()]
         for one in inner:
             yield from leaf_arrays(one, depth + 1)
-
-
-def _largest(value: OneOf) -> Any:
-    arrays_ = [one for one in value.values if isinstance(unwrapped(one), ArrayValue)]
-    return max(arrays_, key=lambda one: unwrapped(one).nbytes or 0) if arrays_ else value.values[0]
 
 
 def space_sample(space: SpaceInfo, node: Any, shared_frames: int = 1) -> Any:

@@ -6,6 +6,7 @@ In:  a container, and what the program does with it.  Out: a value; the containe
 from __future__ import annotations
 
 import ast
+from pathlib import PurePath
 from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
@@ -113,6 +114,10 @@ def list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, n
 def text_method(text: str, name: str, arguments: Any) -> Any:
     """Return what a method of a text returns."""
     plain = [one for one in arguments.values if isinstance(one, str | int)]
+    if name in {"resolve", "absolute", "expanduser", "as_posix"}:
+        return text  # a path
+    if name == "joinpath" and len(plain) == len(arguments.values):
+        return str(PurePath(text, *map(str, plain)))
     if name not in {"lower", "upper", "strip", "replace", "startswith", "endswith", "removesuffix", "removeprefix"}:
         return _split(text, plain) if name == "split" else UNKNOWN
     if len(plain) != len(arguments.values):

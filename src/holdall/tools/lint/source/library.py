@@ -96,7 +96,11 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
                 return UNKNOWN
             return str(PurePath(first).parent) if last == "dirname" else first
         case "pathlib.Path" | "pathlib.PurePath":
-            return first if isinstance(first, str) else UNKNOWN
+            parts = arguments.values
+            return str(PurePath(*parts)) if parts and all(isinstance(one, str) for one in parts) else UNKNOWN
+        case "os.getenv" | "os.environ.get":
+            interpreter.is_soft = True
+            return arguments.get(1, "default", None)
         case "dataclasses.field":
             return InstanceValue(Reference(dotted), {}, dict(arguments.named), node)
         case "dataclasses.asdict" | "dataclasses.replace":
@@ -222,7 +226,17 @@ _KINDS = {"str": str, "int": int, "float": float, "bool": bool, "tuple": tuple, 
 
 def _is_instance(value: Any, kinds: Any) -> Any:
     """Return whether a value is of a class, where both are known: constants, containers, spaces."""
-    names = [one.last for one in known_items(kinds) or [kinds] if isinstance(one, Reference)]
+    given = known_items(kinds) or [kinds]
+    names = [one.last for one in given if isinstance(one, Reference)]
+    if isinstance(value, ArrayValue) and len(names) == len(given):
+        return bool({"ndarray", "generic"} & set(names) and not value.is_tensor) or bool(
+            {"Tensor", "FloatTensor"} & set(names) and value.is_tensor
+        )
+    if isinstance(value, InstanceValue) and isinstance(value.made_of, ClassValue):
+        own = [one.node.name for one in value.made_of.lineage()]
+        if any(isinstance(one, ClassValue) and one.node.name in own for one in given):
+            return True
+        return False if names and all(name in _KINDS for name in names) else UNKNOWN
     if isinstance(value, SpaceInfo):
         leaf = value.leaves[0]
         own = "Dict" if value.is_dict else "Discrete" if leaf.dtype.kind == "i" and not leaf.shape else "Box"

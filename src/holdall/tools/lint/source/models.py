@@ -230,7 +230,7 @@ class TrainingReader:
             given.get("total_timesteps", Setting(UNKNOWN, place)),
             tuple(self._callbacks(made.arguments.get(1, "callback", None) if made.arguments else None)),
             place,
-            loop is not None and loop not in self.script.ancestors(model.node),
+            loop is not None and loop not in self.script.ancestors(model.node) and not _is_item(made.node, loop),
             given["reset_num_timesteps"].value if "reset_num_timesteps" in given else UNKNOWN if has_more else True,
         )
 
@@ -251,6 +251,14 @@ class TrainingReader:
         yield Callback(kind, given, self.interpreter.place(made.node), environments)
         if kind in {"CallbackList", "EveryNTimesteps"} and depth < _DEEPEST:
             yield from self._callbacks(call.get(0 if kind == "CallbackList" else 1, "callbacks", None), depth + 1)
+
+
+def _is_item(call: ast.AST, loop: ast.AST) -> bool:
+    """Whether a method is called on what a loop runs over: another model in every round."""
+    owner = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
+    targets = subtree(loop.target) if isinstance(loop, ast.For) else []
+    names = {one.id for one in targets if isinstance(one, ast.Name)}
+    return owner is not None and any(isinstance(one, ast.Name) and one.id in names for one in subtree(owner))
 
 
 def read_model(model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = ()) -> ConfiguredRun:

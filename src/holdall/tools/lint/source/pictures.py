@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source.values import ArrayValue, InstanceValue, known_items, likely
+from holdall.tools.lint.source.values import ArrayValue, InstanceValue, best_array, known_items, likely
 
 PICTURE = Reference("PIL.Image.Image")
 _UINT8, _FLOAT32, _FLOAT64 = np.dtype("uint8"), np.dtype("float32"), np.dtype("float64")
@@ -65,7 +65,7 @@ def _all_grey(package: str, image: Any, node: ast.AST) -> Any:
 def _array(interpreter: Any, value: Any) -> Any:
     """Return the pixels of a picture, or what was observed."""
     if isinstance(value, OneOf):
-        value = next((one for one in value.values if isinstance(one, ArrayValue | InstanceValue)), likely(value))
+        value = best_array(value)
     value = getattr(value, "observation", value) if isinstance(value, tuple) else value
     if isinstance(value, InstanceValue):
         value = interpreter.converted_to_array(value)

@@ -36,6 +36,7 @@ from holdall.tools.lint.source.values import (
 )
 
 _PLAIN = int | float | str | bool | bytes | None
+_MOST_PARENTS = 8
 _MOST_STEPS = 60_000
 _METHODS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {}  # that evaluate an expression, by its kind
 
@@ -323,8 +324,9 @@ class Names:
                 return library.array_member(base, name)
             case ReturnedValues():  # older environments return the observation alone
                 return self.member(base.observation, name, node)
-            case str() if name == "parent":
-                return str(PurePath(base).parent)
+            case str() if name in {"parent", "parents"}:
+                above = tuple(map(str, PurePath(base).parents))[:_MOST_PARENTS]
+                return above if name == "parents" else str(PurePath(base).parent)
             case ListValue() | TableValue() | str() | tuple():
                 return BoundMethod(base, name)
         return UNKNOWN

@@ -29,6 +29,7 @@ _NO_NODES = {
     "type_comment", "type_ignores",
 }  # fmt: skip
 
+_USUAL_NAMES = {"torch": "torch", "np": "numpy", "gc": "gc", "os": "os"}  # that `from x import *` may bring
 _OLDER_WORDS = [(re.compile(pattern, re.MULTILINE), newer) for pattern, newer in (
     (r"^([ \t]*(?:[^#'\"\n]*:[ \t]+)?)print[ \t]+(?:>>)?(?=[^\s(=.,)\]])", r"\1_ = "),
     (r"^([ \t]*except[ \t]+[\w.]+|[ \t]*except[ \t]*\([\w., ]+\)),[ \t]*(\w+)[ \t]*:", r"\1 as \2:"),
@@ -234,6 +235,8 @@ class Script:
                 first = alias.name.partition(".")[0]
                 full[alias.asname or first] = alias.name if alias.asname else first
         for origin in self.of_kind(ast.ImportFrom):
+            if any(alias.name == "*" for alias in origin.names):
+                full = _USUAL_NAMES | full
             if origin.module and not origin.level:
                 for alias in origin.names:
                     full[alias.asname or alias.name] = f"{origin.module}.{alias.name}"

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source.values import ArrayValue, ListValue, filled_deque, known_items, likely
+from holdall.tools.lint.source.values import ArrayValue, ListValue, best_array, filled_deque, known_items, likely
 
 _LENGTHS = (11, 13)  # that an axis is tried with if it is not known
 _MOST_ELEMENTS = 2**21
@@ -83,7 +83,7 @@ class _Trial:
         """Return what stands for a value of the program."""
         value = getattr(value, "observation", value) if isinstance(value, tuple) else value
         if isinstance(value, OneOf):
-            value = _best(value)
+            value = best_array(value)
         if isinstance(value, ArrayValue):
             return self.array(value)
         if isinstance(value, slice):
@@ -114,12 +114,6 @@ class _Trial:
         if sources and dtype == sources[0].dtype:
             return replace(sources[0], shape=result.shape)
         return ArrayValue(result.shape, dtype, frozenset({node}), devices[0])
-
-
-def _best(value: OneOf) -> Any:
-    """Return the candidate that is an array, where one is."""
-    arrays = [one for one in value.values if isinstance(one, ArrayValue) and one.shape is not None]
-    return arrays[0] if arrays else likely(value)
 
 
 def _tried(attempt: Callable[[_Trial], Any], node: object, keeps: bool = False) -> Any:

@@ -193,6 +193,12 @@ def likely(value: Any) -> Any:
     return next((one for one in value.values if one is not UNKNOWN and one is not None), value.values[0])
 
 
+def best_array(value: OneOf) -> Any:
+    """Return the candidate that is the largest array, where one is known to be an array; otherwise a likely one."""
+    arrays = [one for one in value.values if isinstance(one, ArrayValue)]
+    return max(arrays, key=lambda one: one.nbytes or 0) if arrays else likely(value)
+
+
 def one_of(pairs: Iterable[tuple[Any, str]]) -> Any:
     """Join candidates: one value if they are all the same."""
     if type(pairs) is list and len(pairs) == 1 and type(pairs[0][0]) is not OneOf:

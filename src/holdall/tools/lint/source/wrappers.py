@@ -58,9 +58,9 @@ def wrapped(env: Environments, dotted: str, arguments: Any, place: SourceRange) 
         return replace(env, episode_steps=arguments.get(1, "max_episode_steps"))
     change = _CHANGES.get(last)
     if change is None:
-        is_other = _ABOUT_OTHERS.search(last) and not _ABOUT_OBSERVATIONS.search(last)
-        acts = env.action if "Action" not in last or last in _SAME_ACTIONS else None
-        return replace(env, action=acts) if is_other else replace(env, observation=None, action=None)
+        if not _ABOUT_OTHERS.search(last) or _ABOUT_OBSERVATIONS.search(last):
+            return replace(env, observation=None, action=None)
+        return replace(env, action=None) if "Action" in last and last not in _SAME_ACTIONS else env
     made = change(env, arguments, place)
     return replace(made, place=env.place)
 
