@@ -204,6 +204,31 @@ FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
          "obs, _ = env.reset()\nmemory.append((obs, 0))\n"},
         [400_000 * (FRAME + 112)],
     ),
+    "a list of the latest frames, of which each state is a part": (
+        {"train.py": "import gymnasium as gym\nenv = gym.make('PongNoFrameskip-v4')\nmemory = []\n"
+         "def start():\n    frames = []\n    first, _ = env.reset()\n    for i in range(5):\n"
+         "        frames.append(first)\n    return frames\nframes = start()\nstate = frames[1:5]\nwhile True:\n"
+         "    frame, reward, done, truncated, info = env.step(0)\n    frames.pop(0)\n    frames.append(frame)\n"
+         "    after = frames[1:5]\n    if len(memory) >= 50_000:\n        memory.pop(0)\n"
+         "    memory.append([state, 0, reward, after, done])\n    state = after\n"},
+        [50_000 * (210 * 160 * 3 + 112)],
+    ),
+    "options of tensorflow's flags": (
+        {"train.py": ARRAYS + "import tensorflow as tf\nflags = tf.app.flags\nflags.DEFINE_integer('size', 100_000, '')\n"
+         "def main(config):\n    ReplayBuffer(config.size)\nmain(flags.FLAGS)\n"},
+        [100_000 * 4 * FRAME],
+    ),
+    "a file of sections": (
+        {"train.py": ARRAYS + "import configparser\nconfig = configparser.ConfigParser()\nconfig.read('a.ini')\n"
+         "assert config.getint('MEMORY', 'size') == int(config['MEMORY']['size'])\n"
+         "ReplayBuffer(config['MEMORY'].getint('size'))\n", "a.ini": "[MEMORY]\nsize = 100000\n"},
+        [100_000 * 4 * FRAME],
+    ),
+    "a class by its name": (
+        {"train.py": ARRAYS + "settings = {'memory': 'ReplayBuffer'}\nmade = globals()[settings['memory']](100_000)\n"
+         "assert type(made) is eval(settings['memory'])\n"},
+        [100_000 * 4 * FRAME],
+    ),
 }  # fmt: skip
 
 
@@ -254,7 +279,8 @@ def test_a_square_of_floats_is_taken_for_a_picture(shape: str, rules: set[str], 
 def test_models_that_a_loop_trains_one_after_the_other_do_not_start_over(tmp_path: Path) -> None:
     text = (
         "from stable_baselines3 import SAC, TD3\nname = 'Pendulum-v1'\n"
-        "models = [SAC('MlpPolicy', name), TD3('MlpPolicy', name)]\nfor model, name in zip(models, ['sac', 'td3']):\n    model.learn(200_000)\n"
+        "models = [SAC('MlpPolicy', name), TD3('MlpPolicy', name)]\n"
+        "for model, title in zip(models, ['sac', 'td3']):\n    model.learn(200_000)\n"
     )
     assert {one.rule for one in checked(tmp_path, {"train.py": text})} == {"M09"}
 
@@ -266,6 +292,14 @@ def test_names_that_a_star_brings_are_known(tmp_path: Path) -> None:
 
 def test_a_list_for_returns_over_several_steps_is_no_replay_buffer(tmp_path: Path) -> None:
     text = "multi_step_transitions = []\nwhile True:\n    multi_step_transitions.append((state, 0, 1.0, next_state))\n"
+    assert checked(tmp_path, {"train.py": text}) == []
+
+
+def test_a_list_that_a_function_makes_anew_is_no_replay_buffer(tmp_path: Path) -> None:
+    text = (
+        "def rollout():\n    transitions = []\n    for i in range(5):\n"
+        "        transitions.append((state, 0, 1.0, next_state))\n    return transitions\nwhile True:\n    rollout()\n"
+    )
     assert checked(tmp_path, {"train.py": text}) == []
 
 

@@ -24,6 +24,7 @@ from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValu
 from holdall.tools.plan import buffer_layout
 
 _NAMED_BUFFER = re.compile(r"buffer|memory|replay|experience|rollout|transition|storage|dataset", re.IGNORECASE)
+_LEAST_STATE = 512  # bytes, from which on an array is taken for the observation
 _OBJECT_BYTES = 112  # of the object of an array, beside its elements
 
 
@@ -112,9 +113,10 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
     for (_, limit), groups in beside.items():
         items = sorted(map(_fullest, groups), key=lambda one: -_size(one.detail["item"]))
         arrays = _distinct([array for one in items for array in leaf_arrays(one.detail["item"])])
-        known = [(one, one.nbytes) for one in arrays if one.nbytes]
+        known = [(one, one.nbytes) for one in arrays if one.nbytes and one.shape]  # a number is no array of its own
         if not known:
             continue
+        is_whole = known[0][1] >= _LEAST_STATE or not any(_has_unknown(one.detail["item"]) for one in items)
         per_item = sum(size // one.shared_frames + _OBJECT_BYTES for one, size in known)
         fields = tuple(
             StoredField("", tuple(whole(a) or 0 for a in one.shape or ()), one.dtype or np.dtype("f4"))
@@ -124,8 +126,14 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
         yield PlainBuffer(
             title=group[0].value.name or "deque", rows=limit, nbytes=limit * per_item, fields=fields,
             place=interpreter.place(group[0].node), condition=" and ".join(group[0].path), is_container=True,
-            is_buffer=True, is_exact=len(known) == len(arrays),
+            is_buffer=True, is_exact=is_whole and all(one.shape is not None for one in arrays),
         )  # fmt: skip
+
+
+def _has_unknown(item: Any) -> bool:
+    """Whether a part of what is appended is not known: it may be the observation."""
+    parts = known_items(item) or (item.values() if isinstance(item, TableValue) else ())
+    return item is UNKNOWN or any(part is UNKNOWN for part in parts)
 
 
 def _fullest(group: list[Any]) -> Any:

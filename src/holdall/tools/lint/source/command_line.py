@@ -7,6 +7,7 @@ In:  the calls that describe options, or that open a file.  Out: objects that ho
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
@@ -29,6 +30,7 @@ _LOADERS = {"safe_load", "load", "full_load", "unsafe_load", "loads", "FullLoade
 NUMBERS: dict[str, Callable[..., Any]] = {
     one.__name__: one for one in (int, float, bool, max, min, round, abs, sum, str)
 }
+_SETTINGS_PATH = re.compile(r"conf|param|setting|cfg|^None$|^$", re.IGNORECASE)  # of a file that a run must name
 _DEEPEST_DEFAULTS = 3  # files of hydra that name files that ...
 _PARSERS = {"ArgumentParser", "ArgParser", "HfArgumentParser"}
 
@@ -54,7 +56,7 @@ def command_line(interpreter: Any, dotted: str, last: str, arguments: Any, node:
         "tyro.extras.overridable_config_cli",
     }:
         return _from_defaults(interpreter, arguments.get(0, "config_class"), node)
-    if dotted.startswith(("absl.flags.DEFINE", "flags.DEFINE")):
+    if "flags.DEFINE" in dotted:
         if isinstance(first, str):
             interpreter.flags[first] = arguments.get(1, "default", None)
         return UNKNOWN
@@ -171,13 +173,35 @@ def loaded(interpreter: Any, last: str, arguments: Any, package: str) -> Any:
         source = source.arguments.get("0", source.arguments.get("file", UNKNOWN))
         source = likely(source)
     here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
-    if isinstance(source, str):
-        data = interpreter.repository.data(source, here)
+    data = interpreter.repository.data(source, here) if isinstance(source, str) else None
+    if data is not None or (isinstance(source, str) and not _SETTINGS_PATH.search(source)):
         return UNKNOWN if data is None else from_data(data, data, attributes=package == "omegaconf")
     kinds = (".json",) if package == "json" else (".toml",) if package.startswith("tom") else (".yaml", ".yml")
     found = interpreter.repository.settings_files(interpreter.main.path, kinds)
     several = [(from_data(data, data, attributes=package == "omegaconf"), f"with {name}") for name, data in found]
     return several[0][0] if len(several) == 1 else one_of(several)
+
+
+def ini_method(interpreter: Any, parser: InstanceValue, name: str, arguments: Any) -> Any:
+    """Return what a method of a ConfigParser returns: `read` fills it with the sections of a file."""
+    first = likely(arguments.get(0, "section"))
+    if name == "read" and isinstance(first, str):
+        here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
+        data = interpreter.repository.data(first, here)
+        parser.attributes |= {str(key): from_data(value) for key, value in (data or {}).items()}
+        return UNKNOWN
+    section = parser.attributes.get(str(first))
+    if not name.startswith("get") or not isinstance(section, TableValue):
+        return UNKNOWN
+    return ini_value(section, name, arguments.get(1, "option"), arguments.get(None, "fallback", UNKNOWN))
+
+
+def ini_value(section: TableValue, name: str, option: Any, default: Any) -> Any:
+    """Return an option of a section as `get`, `getint`, `getfloat` or `getboolean` reads it."""
+    value = section.get(str(option).lower(), section.get(option, default))
+    if name == "getboolean" and isinstance(value, str):
+        return value.lower() in {"1", "yes", "true", "on"}
+    return as_number(name.removeprefix("get"), (value,)) if name in {"getint", "getfloat"} else value
 
 
 def as_number(name: str, values: tuple[Any, ...]) -> Any:

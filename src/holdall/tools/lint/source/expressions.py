@@ -67,7 +67,8 @@ class Expressions(Names):
 
     def _on_list(self, node: ast.List) -> Any:
         items, is_known = self._items(node.elts)
-        return ListValue(items, len(items) if is_known else None, node=node, path=self.path)
+        length = len(items) if is_known else None
+        return ListValue(items, length, node=node, path=self.path, rounds=len(self.rounds))
 
     _on_set = _on_list
 

@@ -90,7 +90,7 @@ class Functions(Expressions):
             return UNKNOWN
         self.entered.add(function.node)
         scope = Scope(function.scope.module, {}, function.scope, instance=owner, owner=function.owner, path=self.path)
-        scope.repeats = self.repeats
+        scope.rounds = len(self.rounds)
         self._bind(function, arguments, owner, scope)
         outer, self.scope = self.scope, scope
         soft, self.is_soft = self.is_soft, False

@@ -158,14 +158,14 @@ class Interpreter(Functions):
 
     def _run_imported(self, module: Module) -> None:
         """Follow a module that the script imports: within bounds of its own, and once for all scripts."""
-        outer = self.steps, self._depth, self.anchor, self.repeats, self._active
-        self.steps, self._depth, self.anchor, self.repeats, self._active = 0, _IMPORTED_DEPTH, None, 1, Counter()
+        outer = self.steps, self._depth, self.anchor, self.rounds, self._active
+        self.steps, self._depth, self.anchor, self.rounds, self._active = 0, _IMPORTED_DEPTH, None, (), Counter()
         try:
             self.run_module(module)
         except OutOfStepsError:
             pass
         finally:
-            self.steps, self._depth, self.anchor, self.repeats, self._active = outer
+            self.steps, self._depth, self.anchor, self.rounds, self._active = outer
 
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -357,14 +357,14 @@ class Interpreter(Functions):
             over = self.value(node.iter)
             times = length_of(over)
             self.assign(node.target, self.item_of_loop(over))
-        outer, self.repeats = self.repeats, None if times is None or self.repeats is None else self.repeats * times
+        self.rounds = (*self.rounds, times)
         self.block(node.body)
         changed = [n for n in facts.carried if n in before and before[n] is not self.scope.names.get(n, before[n])]
         if changed:
             for name in changed:
                 self.scope.names[name] = one_of([(before[name], ""), (self.scope.names[name], "")])
             self.block(node.body)
-        self.repeats = outer
+        self.rounds = self.rounds[:-1]
         self.scope.names = _joined([("", self.scope.names), ("", before)])
         self._filled_by(node)
         self.block(node.orelse)
@@ -402,7 +402,7 @@ class Interpreter(Functions):
             yield made, scope
 
     def _enter_alone(self, node: Any, scope: Scope) -> None:
-        self.scope, self.path, self.repeats = scope, (), None
+        self.scope, self.path, self.rounds = scope, (), ()
         value = scope.names.get(node.name, UNKNOWN)
         value = likely(value)
         if isinstance(value, FunctionValue) and value.node is node:
@@ -424,7 +424,9 @@ class Interpreter(Functions):
         return self.instantiate(value, CallArguments(is_complete=False), value.node)
 
     def _call_alone(self, function: FunctionValue, owner: Any) -> None:
+        self.rounds = (None,)  # nobody knows how often
         self.call_function(function, CallArguments(is_complete=False), owner)
+        self.rounds = ()
 
 
 def _shortened_by(statement: ast.stmt) -> ast.expr | None:

@@ -33,7 +33,8 @@ from holdall.tools.lint.source.values import (
 array_member, calculated = arrays.array_member, shapes.calculated
 _NAMES = (
     "dict list tuple set len range open vars zip enumerate super getattr setattr isinstance print sorted reversed map "
-    "filter type object exit quit any all hasattr input iter next repr eval callable property staticmethod classmethod"
+    "filter type object exit quit any all hasattr globals "
+    "input iter next repr eval callable property staticmethod classmethod"
 )
 BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
 BUILTINS["xrange"] = BUILTINS["range"]
@@ -75,7 +76,9 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
         case "collections.deque":
             limit, items = arguments.get(1, "maxlen", None), known_items(arguments.get(0, "iterable", ()))
             length = None if limit is UNKNOWN or items is None else len(items)
-            return ListValue(items or [], length, limit, is_deque=True, node=node, path=interpreter.path)
+            made = ListValue(items or [], length, limit, is_deque=True, node=node, path=interpreter.path)
+            made.rounds = len(interpreter.rounds)
+            return made
         case "collections.namedtuple":
             return _named_tuple(interpreter, arguments, node)
         case "collections.OrderedDict" | "easydict.EasyDict" | "ml_collections.ConfigDict" | "munch.Munch":
@@ -84,6 +87,12 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return InstanceValue(Reference(dotted), dict(arguments.named), node=node, path=interpreter.path)
         case "functools.partial":
             return InstanceValue(Reference(dotted), {}, {"call": first, "arguments": arguments}, node)
+        case "tqdm.trange" | "tqdm.auto.trange" | "tqdm.notebook.trange":
+            return spread(_range, *arguments.values)
+        case "rich.progress.track" | "alive_progress.alive_it":
+            return first
+        case _ if dotted.startswith("tqdm.") and last == "tqdm" and arguments.values:
+            return first
         case "functools.reduce":
             return _reduced(interpreter, arguments, node)
         case "copy.deepcopy" | "copy.copy":
@@ -190,6 +199,10 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
             return ListValue([], length_of(values[-1]) if values and name == "map" else None)
         case "next":
             return interpreter.item_of_loop(first)
+        case "globals" if interpreter.scope.module is not None:
+            return TableValue(interpreter.scope.module.names.items())
+        case "eval" if isinstance(likely(first), str) and likely(first).isidentifier():
+            return interpreter.lookup(likely(first))
         case "isinstance" if len(values) == 2:
             return _is_instance(first, values[1])
         case "exit" | "quit":
@@ -308,6 +321,8 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
         case InstanceValue():
             if owner.kind == "argparse.ArgumentParser":
                 return command_line.parser_method(interpreter, owner, name, arguments)
+            if owner.kind.startswith("configparser."):
+                return command_line.ini_method(interpreter, owner, name, arguments)
             if name == "start":
                 _started(interpreter, owner, node)
             if name in interpreter.managed:

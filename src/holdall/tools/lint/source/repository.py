@@ -7,6 +7,7 @@ Invariant: only files below the repository's root are read, each once; nothing i
 from __future__ import annotations
 
 import ast
+import configparser
 import json
 import re
 import tomllib
@@ -212,6 +213,10 @@ def read_data(file: Path) -> Any:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
             return json.loads(text)
+        if file.suffix in {".ini", ".cfg"}:
+            parser = configparser.ConfigParser()
+            parser.read_string(text)
+            return {name: dict(parser[name]) for name in parser.sections()}
         if file.suffix == ".toml":
             return tomllib.loads(text)
         import yaml  # noqa: PLC0415  an extra: scripts are read without it

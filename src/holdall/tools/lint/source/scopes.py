@@ -60,7 +60,7 @@ class Scope:
     soft: set[str] = field(default_factory=set)  # parameters that have only their default
     returned: list[tuple[Any, str]] = field(default_factory=list)
     yielded: list[Any] = field(default_factory=list)
-    repeats: int | None = 1  # how often the loops around the call run it
+    rounds: int = 0  # how many loops were running when it was called
 
 
 @dataclass(eq=False, slots=True)
@@ -107,7 +107,7 @@ class Names:
         self._seen: dict[ast.AST, list[Any]] = {}  # by expression of the script, each time that it was reached
         self.instances: list[InstanceValue] = []
         self.is_soft = False  # whether a default that a user can override was read
-        self.repeats: int | None = 1  # how often the loops around this line run it
+        self.rounds: tuple[int | None, ...] = ()  # of the loops that are running, from the outside in
         self.anchor: ast.AST | None = None  # the call of the script that led here
         self.seen_function: Any = UNKNOWN  # what the last call called
         self.names: dict[object, str] = {}  # of arrays by what made them
@@ -115,11 +115,12 @@ class Names:
         self.steps = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
 
-    @property
-    def repeats_here(self) -> int | None:
-        """How often the loops of this function run this line; what a caller's loop makes again replaces the last."""
-        both = self.repeats, self.scope.repeats
-        return None if None in both else both[0] // max(both[1] or 1, 1)  # type: ignore[operator]
+    def times_since(self, rounds: int) -> int | None:
+        """Return how often the loops run this line that began after so many others."""
+        count: int | None = 1
+        for times in self.rounds[rounds:]:
+            count = None if times is None or count is None else count * times
+        return count
 
     # ------------------------------------------------------------ to be followed by the interpreter
 
@@ -300,7 +301,7 @@ class Names:
                 return self._instance_member(base, name, node)
             case ModuleValue(module=module):
                 return module.names.get(name, UNKNOWN)
-            case Reference(dotted="absl.flags.FLAGS"):
+            case Reference(dotted=dotted) if dotted.endswith("flags.FLAGS"):
                 self.is_soft = True
                 return getattr(self, "flags", {}).get(name, UNKNOWN)
             case Reference(dotted=dotted):

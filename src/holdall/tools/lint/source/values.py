@@ -62,6 +62,8 @@ class ListValue:
     added: list[Any] = field(default_factory=list)  # samples of what was appended
     name: str = ""  # the first that it was given
     is_fixed: bool = False  # it has its length from the start, and its items are replaced
+    rounds: int = 0  # how many loops were running when it was made
+    is_popped: bool = False  # an item was taken from it, and nothing appended since
 
     @property
     def is_known(self) -> bool:
