@@ -106,7 +106,7 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
         container: ListValue = group[0].value
         owner = interpreter.owner_of(container)
         limit = whole(likely(container.maxlen))
-        if limit is None and not container.is_deque:
+        if limit is None and container.maxlen is None:
             limit = container.length if container.is_fixed else interpreter.capacity_of(owner)
         if limit is not None and limit >= MANY:
             beside.setdefault((id(owner or container), limit), []).append(group)

@@ -404,6 +404,9 @@ def instance_method(interpreter: Any, owner: InstanceValue, name: str, arguments
     found = environment_of(interpreter, owner) if is_environment(owner) else None
     inner = owner.attributes.get("env", owner.attributes.get("venv"))
     if name in {"reset", "step"} and isinstance(owner.made_of, ClassValue) and inner is not None:
+        older = owner.made_of.find(f"_{name}")  # what the first versions of gym called
+        if isinstance(older, FunctionValue):
+            return interpreter.call_function(older, arguments, owner)
         return _passed_on(interpreter, owner, inner, found, name, arguments, node)
     return NotImplemented if found is None else call_method(interpreter, found, name, arguments, node)
 
@@ -421,6 +424,8 @@ def _passed_on(
     is_several = name == "step" or isinstance(result, ReturnedValues)
     seen = items[0] if items and is_several else result
     observe = made_of.find("observation") if isinstance(made_of, ClassValue) else UNKNOWN
+    if observe is UNKNOWN and isinstance(made_of, ClassValue):
+        observe = made_of.find("_observation")
     if isinstance(observe, FunctionValue):
         seen = interpreter.call_function(observe, type(arguments)([seen]), owner)
     is_known = getattr(likely(seen), "shape", True) is not None and seen is not UNKNOWN and seen is not None

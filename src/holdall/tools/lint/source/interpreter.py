@@ -10,6 +10,7 @@ Invariant: the work is bounded, whatever the program says. Nothing of the progra
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -43,7 +44,9 @@ _LIBRARIES = {
 }  # fmt: skip
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
 _LONGEST_CONDITION = 70
-_CAPACITIES = ("capacity", "max_size", "maxlen", "buffer_size", "memory_size", "max_len", "limit", "size", "_maxsize")
+_CAPACITY = re.compile(
+    r"_*(?:max(?:imum)?_*)?(?:replay|buffer|buf|mem|memory|experiences?)?_*(?:capacity|max|size|len|length|limit|maxlen|maxsize)"
+)
 _ENDS = {"sys.exit", "os._exit"}
 _FOLLOWED = InstanceValue | ClassValue | FunctionValue | ModuleValue
 
@@ -117,8 +120,10 @@ class Interpreter(Functions):
 
     def capacity_of(self, owner: InstanceValue | None) -> int | None:
         """Return the size that an object limits its lists to, by the name of its attribute."""
-        sizes = (likely(owner.attributes.get(name, UNKNOWN)) for name in _CAPACITIES) if owner is not None else ()
-        return next((number for number in map(whole, sizes) if number), None)
+        if owner is None:
+            return None
+        sizes = (whole(likely(value)) for name, value in owner.attributes.items() if _CAPACITY.fullmatch(name))
+        return next((number for number in sizes if number), None)
 
     def record(self, what: str, value: Any, arguments: CallArguments | None, node: ast.AST, **detail: Any) -> None:
         """Keep what the program makes, at the line of the script that leads to it."""
@@ -199,9 +204,9 @@ class Interpreter(Functions):
                     self.scope.names |= {n: v for n, v in source.module.names.items() if not n.startswith("_")}
                 continue
             value = self.member(source, alias.name)
-            if value is UNKNOWN and not isinstance(source, Reference):
+            if value is UNKNOWN or isinstance(source, Reference):  # a module of a package, or of a plain folder
                 inner = self.import_module(f"{package}.{alias.name}" if package else alias.name, node.level)
-                value = inner if isinstance(inner, ModuleValue) else UNKNOWN
+                value = inner if isinstance(inner, ModuleValue) else value
             self.bind(alias.asname or alias.name, value)
 
     # ------------------------------------------------------------ statements
