@@ -214,7 +214,8 @@ FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
         [50_000 * (210 * 160 * 3 + 112)],
     ),
     "options of tensorflow's flags": (
-        {"train.py": ARRAYS + "import tensorflow as tf\nflags = tf.app.flags\nflags.DEFINE_integer('size', 100_000, '')\n"
+        {"train.py": ARRAYS + "import tensorflow as tf\nflags = tf.app.flags\n"
+         "flags.DEFINE_integer('size', 100_000, '')\n"
          "def main(config):\n    ReplayBuffer(config.size)\nmain(flags.FLAGS)\n"},
         [100_000 * 4 * FRAME],
     ),

@@ -24,6 +24,7 @@ from holdall.tools.lint.source.values import (
     best_array,
     filled_deque,
     known_items,
+    length_of,
     likely,
 )
 
@@ -51,6 +52,8 @@ def dtype_of(value: Any, package: str = "numpy") -> np.dtype[Any] | None:
     """Return the dtype that an argument names."""
     if isinstance(value, np.dtype):
         return value
+    if isinstance(value, ListValue):
+        return _record_dtype(value)
     name = value.last if isinstance(value, Reference) else value
     if not isinstance(name, str):
         return None
@@ -66,6 +69,18 @@ def dtype_of(value: Any, package: str = "numpy") -> np.dtype[Any] | None:
     except TypeError:
         return None
     return found if found.kind in "biuf" else None
+
+
+def _record_dtype(fields: ListValue) -> np.dtype[Any] | None:
+    """Return a dtype of several fields: `[("state", np.uint8, (84, 84)), ("action", np.int32)]`."""
+    made: list[tuple[str, np.dtype[Any], tuple[int, ...]]] = []
+    for entry in known_items(fields) or ():
+        name, kind, *shape = known_items(entry) or (None, None)
+        dtype, axes = dtype_of(kind), [whole(one) for one in (shape_of(shape[0]) or (None,) if shape else ())]
+        if not isinstance(name, str) or dtype is None or None in axes:
+            return None
+        made.append((name, dtype, tuple(axis or 0 for axis in axes)))
+    return np.dtype(made) if made else None
 
 
 def shape_of(value: Any) -> tuple[Any, ...] | None:
@@ -141,6 +156,8 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
         return first if last in _VIEWS and is_same else first.made_by(node, dtype=wanted or first.dtype)
     if isinstance(first, int | float):
         return ArrayValue((), wanted or np.dtype("float32"), frozenset({node}))
+    if wanted is not None and wanted.names and length_of(first) is not None:  # a record for each item
+        return _recorded(interpreter, ArrayValue((length_of(first),), wanted, frozenset({node})), node)
     made = shapes.call("array", [_of_arrays(interpreter, first)], {}, node, package == "torch")
     if not isinstance(made, ArrayValue):
         return ArrayValue(None, wanted, frozenset({node}))
@@ -171,7 +188,7 @@ def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, 
             return first if isinstance(first, str) else UNKNOWN
         case "dtype":
             found = dtype_of(first)
-            return UNKNOWN if found is None else Reference(f"numpy.{found.name}")
+            return UNKNOWN if found is None else found if found.names else Reference(f"numpy.{found.name}")
         case "copy" if isinstance(first, ArrayValue):
             return first.made_by(node)
         case "arange" | "linspace":
@@ -267,7 +284,7 @@ class ReturnedValues(tuple[Any, ...]):
         return self[0]
 
 
-def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:
+def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:  # noqa: C901  one case for each kind of value
     """Yield the arrays that a record, tuple or dict holds."""
     if isinstance(value, OneOf):
         value = best_array(OneOf(tuple(map(unwrapped, value.values))))
@@ -284,6 +301,8 @@ def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:
             inner = value.values()
         elif isinstance(value, InstanceValue) and value.kind.endswith("TensorDict"):
             inner = value.arguments.values()
+        elif isinstance(value, InstanceValue) and getattr(value.made_of, "fields", ()):  # a record
+            inner = value.attributes.values()
         elif isinstance(value, InstanceValue):  # what an attribute was given last
             inner = [one.values[-1] if isinstance(one, OneOf) else one for one in value.attributes.values()]
         for one in inner:

@@ -20,7 +20,15 @@ from holdall.tools.lint.run import UNKNOWN, PlainBuffer, SpaceInfo, StoredField,
 from holdall.tools.lint.source.arrays import dtype_of, leaf_arrays, shape_of, space_sample
 from holdall.tools.lint.source.containers import MANY
 from holdall.tools.lint.source.frameworks import KEEPING, held_env
-from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValue, TableValue, known_items, likely
+from holdall.tools.lint.source.values import (
+    ArrayValue,
+    InstanceValue,
+    ListValue,
+    TableValue,
+    candidates_of,
+    known_items,
+    likely,
+)
 from holdall.tools.plan import buffer_layout
 
 _NAMED_BUFFER = re.compile(r"buffer|memory|replay|experience|rollout|transition|storage|dataset", re.IGNORECASE)
@@ -112,7 +120,8 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
             beside.setdefault((id(owner or container), limit), []).append(group)
     for (_, limit), groups in beside.items():
         items = sorted(map(_fullest, groups), key=lambda one: -_size(one.detail["item"]))
-        arrays = _distinct([array for one in items for array in leaf_arrays(one.detail["item"])])
+        parts = [part for one in items for part in _parts_once(one.detail["item"])]
+        arrays = _distinct([array for part in parts for array in leaf_arrays(part)])
         known = [(one, one.nbytes) for one in arrays if one.nbytes and one.shape]  # a number is no array of its own
         if not known:
             continue
@@ -128,6 +137,17 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
             place=interpreter.place(group[0].node), condition=" and ".join(group[0].path), is_container=True,
             is_buffer=True, is_exact=is_whole and all(one.shape is not None for one in arrays),
         )  # fmt: skip
+
+
+def _parts_once(item: Any) -> Iterator[Any]:
+    """Yield the parts of a transition; of objects that a loop hands from step to step, the one that holds most."""
+    parts = known_items(item) or [item]
+    seen: set[int] = set()
+    for part in sorted(parts, key=lambda one: -_size(one)):
+        made_at = {id(one.node) for one, _ in candidates_of(part) if isinstance(one, InstanceValue)}
+        if not made_at & seen:
+            yield part
+        seen |= made_at
 
 
 def _has_unknown(item: Any) -> bool:

@@ -169,9 +169,10 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
     if isinstance(base, tuple) and number is not None and -len(base) <= number < len(base):
         return base[number]
     if isinstance(base, ListValue):
-        if number is not None and base.is_known and -len(base.items) <= number < len(base.items):
+        is_kept = not base.is_deque or not base.added  # what passes through a deque is one of all that were appended
+        if number is not None and is_kept and base.is_known and -len(base.items) <= number < len(base.items):
             return base.items[number]
-        samples = base.items or base.added
+        samples = (base.items or base.added) if is_kept else [*base.items, *base.added]
         return one_of((one, "") for one in samples) if samples else UNKNOWN
     if isinstance(base, SpaceInfo | Environments):
         return spaces.item(base, index)

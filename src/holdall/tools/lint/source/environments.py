@@ -57,15 +57,11 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         return _made(interpreter, arguments, node, last)
     if package in {"pfrl", "chainerrl"} and last == "wrap_deepmind":
         arguments.named.setdefault("frame_stack", True)
-    if dotted == "dmc2gym.make":
-        return _control_suite(interpreter, arguments, node)
     if last == "register" and (package in _GYMS or ".registration" in dotted):
         name = arguments.get(0, "id")
         if isinstance(name, str):
             interpreter.registered[name] = arguments
         return None
-    if package == "pettingzoo" and last in {"env", "parallel_env", "raw_env"}:
-        return _many_agents(interpreter, dotted, arguments, node)
     if last in _VECTORS and package not in {"builtins"}:
         return _vector(interpreter, _VECTORS[last], arguments, node)
     if last in {"make_vec_env", "make_atari_env", "make_dmc_env"} and package in {
@@ -74,10 +70,6 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         "rl_zoo3",
     }:
         return _sb3_vector(interpreter, last, arguments, node)
-    if package == "tianshou" and last == "make_atari_env":
-        return _tianshou_atari(interpreter, arguments, node)
-    if package == "envpool" and last in {"make", "make_gym", "make_gymnasium"}:
-        return _envpool(interpreter, arguments, node)
     if dotted == "stable_baselines3.common.monitor.load_results":
         return UNKNOWN
     first = arguments.get(0, "env", None)
@@ -161,17 +153,6 @@ def _one_made(interpreter: Any, name: Any, arguments: Any, node: ast.AST, maker:
         count=count, vector="single" if maker != "make_vec" else "sync", observation=seen, action=acted,
         episode_steps=limit if steps is UNKNOWN else steps, place=place, origin=object(), env_id=plain,
     )  # fmt: skip
-
-
-def _control_suite(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
-    """Make an environment of the DeepMind Control Suite as dmc2gym does: pixels with the channels first."""
-    sides = [whole(likely(arguments.get(None, name, 84))) for name in ("height", "width")]
-    place, seen = interpreter.place_here(node), None
-    pixels = likely(arguments.get(None, "from_pixels", False))
-    if pixels is True and None not in sides:
-        shape = (3, sides[0] or 0, sides[1] or 0)
-        seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)})
-    return Environments(1, "single", None, seen, None, place=place, origin=object())
 
 
 def _continuous(name: str, arguments: Any, action: SpaceInfo) -> SpaceInfo:
@@ -261,46 +242,6 @@ def _apply_wrapper(interpreter: Any, wrapper: Any, one: Environments, more: Any,
     given = type(interpreter.no_arguments)([one], named, more is None or isinstance(more, TableValue))
     made = interpreter.call(likely(wrapper), given, node)
     return environment_of(interpreter, made) or replace(one, observation=None)
-
-
-def _tianshou_atari(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
-    """Make what Tianshou's function returns: one environment, those to train on and those to test on."""
-    stack, scaled = whole(likely(arguments.get(5, "frame_stack", 4))), likely(arguments.get(4, "scale", False))
-    place = interpreter.place_here(node)
-    _, acted, _ = by_id(name) if isinstance(name := likely(arguments.get(0, "task")), str) else (None, None, None)
-    seen = None
-    if stack and isinstance(scaled, int):
-        dtype = np.dtype(np.float32 if scaled else np.uint8)
-        seen = SpaceInfo((Leaf("", (stack, 84, 84), dtype),), False, place, {"": (0, 1 if scaled else 255)})
-    one = Environments(1, "single", None, seen, acted, stack=stack or 1, place=place, origin=object())
-    counts = (arguments.get(2, "num_training_envs"), arguments.get(3, "num_test_envs"))
-    return (one, *(replace(one, count=count, vector="subproc", origin=object()) for count in counts))
-
-
-_PLAYED = {
-    "pistonball": ((457, 120, 3), 20), "cooperative_pong": ((280, 240, 3), 2), "prison": ((100, 300, 3), 8),
-}  # fmt: skip
-"""What the agents of PettingZoo's other games see, and how many there are."""
-
-
-def _many_agents(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Environments:
-    """Make one of PettingZoo's environments: each of its agents counts as an environment."""
-    place, game = interpreter.place_here(node), dotted.split(".")[-2]
-    kind = likely(arguments.get(None, "obs_type", "rgb_image"))
-    shape, count = _PLAYED.get(game.rpartition("_v")[0], ((), 2))
-    if ".atari" in dotted:
-        shape = {"rgb_image": (210, 160, 3), "grayscale_image": (210, 160), "ram": (128,)}.get(kind, ())
-    seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)}) if shape else None
-    return Environments(count, "dummy", None, seen, None, place=place, origin=object())
-
-
-def _envpool(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
-    name, place = arguments.get(0, "task_id"), interpreter.place_here(node)
-    seen, acted, _ = by_id(name) if isinstance(name, str) else (None, None, UNKNOWN)
-    if seen is not None and seen.images and len(seen.images[0].shape) == 3 and seen.images[0].shape[0] in {210, 250}:
-        stack = whole(arguments.get(None, "stack_num", 4)) or 4
-        seen = replace(seen, leaves=(Leaf("", (stack, 84, 84), np.dtype(np.uint8)),))
-    return Environments(arguments.get(None, "num_envs", 1), "sync", None, seen, acted, place=place, origin=object())
 
 
 # ------------------------------------------------------------ the program's own classes

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from holdall.schema import Leaf
-from holdall.tools.lint.run import UNKNOWN, Environments, Reference, algorithm_by_import, whole
+from holdall.tools.lint.run import UNKNOWN, Environments, Reference, SpaceInfo, algorithm_by_import, whole
 from holdall.tools.lint.source import environments
+from holdall.tools.lint.source.spaces import by_id
 from holdall.tools.lint.source.values import InstanceValue, likely
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
@@ -39,13 +40,19 @@ KEEPING = {
 }  # fmt: skip
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each library
     """Return what a library's class or function makes; NotImplemented if it is none of those here."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if is_buffer(dotted):
         return _made(interpreter, "buffer", dotted, arguments, node)
     if package in _SB3:
         return _sb3(interpreter, dotted, last, arguments, node)
+    if package == "pettingzoo" and last in {"env", "parallel_env", "raw_env"}:
+        return _many_agents(interpreter, dotted, arguments, node)
+    if package == "envpool" and last in {"make", "make_gym", "make_gymnasium"}:
+        return _envpool(interpreter, arguments, node)
+    if dotted == "dmc2gym.make":
+        return _control_suite(interpreter, arguments, node)
     if package in {"torchrl", "tensordict"}:
         return _torchrl(interpreter, dotted, last, arguments, node)
     if package == "tianshou":
@@ -205,6 +212,8 @@ def transformed(env: Environments, transform: Any) -> Environments:  # noqa: C90
 
 
 def _tianshou(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:
+    if last == "make_atari_env":
+        return _tianshou_atari(interpreter, arguments, node)
     if last in _TIANSHOU_BUFFERS:
         return _made(interpreter, "buffer", dotted, arguments, node)
     if last in {"Collector", "AsyncCollector"}:
@@ -214,3 +223,57 @@ def _tianshou(interpreter: Any, dotted: str, last: str, arguments: Any, node: as
             buffer.attributes["env"] = env
         return InstanceValue(Reference(dotted), {}, {"call": arguments}, node)
     return NotImplemented
+
+
+def _tianshou_atari(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
+    """Make what Tianshou's function returns: one environment, those to train on and those to test on."""
+    stack, scaled = whole(likely(arguments.get(5, "frame_stack", 4))), likely(arguments.get(4, "scale", False))
+    place = interpreter.place_here(node)
+    _, acted, _ = by_id(name) if isinstance(name := likely(arguments.get(0, "task")), str) else (None, None, None)
+    seen = None
+    if stack and isinstance(scaled, int):
+        dtype = np.dtype(np.float32 if scaled else np.uint8)
+        seen = SpaceInfo((Leaf("", (stack, 84, 84), dtype),), False, place, {"": (0, 1 if scaled else 255)})
+    one = Environments(1, "single", None, seen, acted, stack=stack or 1, place=place, origin=object())
+    counts = (arguments.get(2, "num_training_envs"), arguments.get(3, "num_test_envs"))
+    return (one, *(replace(one, count=count, vector="subproc", origin=object()) for count in counts))
+
+
+# ------------------------------------------------------------ environments of other libraries
+
+
+_PLAYED = {
+    "pistonball": ((457, 120, 3), 20), "cooperative_pong": ((280, 240, 3), 2), "prison": ((100, 300, 3), 8),
+}  # fmt: skip
+"""What the agents of PettingZoo's other games see, and how many there are."""
+
+
+def _many_agents(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Environments:
+    """Make one of PettingZoo's environments: each of its agents counts as an environment."""
+    place, game = interpreter.place_here(node), dotted.split(".")[-2]
+    kind = likely(arguments.get(None, "obs_type", "rgb_image"))
+    shape, count = _PLAYED.get(game.rpartition("_v")[0], ((), 2))
+    if ".atari" in dotted:
+        shape = {"rgb_image": (210, 160, 3), "grayscale_image": (210, 160), "ram": (128,)}.get(kind, ())
+    seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)}) if shape else None
+    return Environments(count, "dummy", None, seen, None, place=place, origin=object())
+
+
+def _envpool(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
+    name, place = arguments.get(0, "task_id"), interpreter.place_here(node)
+    seen, acted, _ = by_id(name) if isinstance(name, str) else (None, None, UNKNOWN)
+    if seen is not None and seen.images and len(seen.images[0].shape) == 3 and seen.images[0].shape[0] in {210, 250}:
+        stack = whole(arguments.get(None, "stack_num", 4)) or 4
+        seen = replace(seen, leaves=(Leaf("", (stack, 84, 84), np.dtype(np.uint8)),))
+    return Environments(arguments.get(None, "num_envs", 1), "sync", None, seen, acted, place=place, origin=object())
+
+
+def _control_suite(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
+    """Make an environment of the DeepMind Control Suite as dmc2gym does: pixels with the channels first."""
+    sides = [whole(likely(arguments.get(None, name, 84))) for name in ("height", "width")]
+    place, seen = interpreter.place_here(node), None
+    pixels = likely(arguments.get(None, "from_pixels", False))
+    if pixels is True and None not in sides:
+        shape = (3, sides[0] or 0, sides[1] or 0)
+        seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)})
+    return Environments(1, "single", None, seen, None, place=place, origin=object())

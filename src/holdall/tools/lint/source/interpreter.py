@@ -22,7 +22,7 @@ from holdall.tools.lint.source import environments, library
 from holdall.tools.lint.source.functions import Functions
 from holdall.tools.lint.source.repository import Module, Repository
 from holdall.tools.lint.source.scopes import CallArguments, OutOfStepsError, Scope
-from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.script import LONGEST_CONDITION, Script, conditions_of, lengthened_by, shortened_by
 from holdall.tools.lint.source.values import (
     ClassValue,
     FunctionValue,
@@ -32,6 +32,8 @@ from holdall.tools.lint.source.values import (
     Path,
     TableValue,
     candidates_of,
+    either,
+    joined_names,
     known_items,
     length_of,
     likely,
@@ -43,7 +45,6 @@ _LIBRARIES = {
     "dmc2gym", "pfrl", "cpprb",
 }  # fmt: skip
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
-_LONGEST_CONDITION = 70
 _CAPACITY = re.compile(
     r"_*(?:max(?:imum)?_*)?(?:replay|buffer|buf|mem|memory|experiences?)?_*(?:capacity|max|size|len|length|limit|maxlen|maxsize)"
 )
@@ -288,7 +289,7 @@ class Interpreter(Functions):
         """Learn how long a list gets from `if len(rows) > limit: del rows[0]` and the like."""
         match node.test:
             case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[op], comparators=[limit]):
-                changed = _shortened_by if isinstance(op, ast.Gt | ast.GtE) else _lengthened_by
+                changed = shortened_by if isinstance(op, ast.Gt | ast.GtE) else lengthened_by
                 if any(one is not None and ast.dump(one) == ast.dump(held) for one in map(changed, node.body)):
                     container = self.value(held)
                     if isinstance(container, ListValue) and container.maxlen is None:
@@ -303,16 +304,40 @@ class Interpreter(Functions):
         if truth is not None and not is_soft:
             return self.block(node.body if truth else node.orelse)
         if node not in self._conditions:
-            self._conditions[node] = _conditions(node.test)
+            self._conditions[node] = conditions_of(node.test)
         holds, fails = self._conditions[node]
-        return self._branches([(holds, node.body), (fails, node.orelse)], truth)
+        return self._branches([(holds, node.body), (fails, node.orelse)], truth, self._narrowed(node.test))
 
-    def _branches(self, branches: list[tuple[str, list[ast.stmt]]], truth: bool | None = None) -> bool:
+    def _narrowed(self, test: ast.expr) -> tuple[dict[str, Any], ...]:
+        """Return what a name can be in the two branches of `if name is None`, `if name is not None` or `if name`."""
+        match test:
+            case ast.Name(id=name):
+                is_none_first = False
+            case ast.Compare(left=ast.Name(id=name), ops=[ast.Is() | ast.IsNot() as op], comparators=[right]):
+                if not isinstance(right, ast.Constant) or right.value is not None:
+                    return ({}, {})
+                is_none_first = isinstance(op, ast.Is)
+            case _:
+                return ({}, {})
+        value = self.scope.names.get(name)
+        pairs = candidates_of(value)
+        nones, others = ([one for one in pairs if (one[0] is None) is wanted] for wanted in (True, False))
+        if not isinstance(value, OneOf) or not nones or not others:
+            return ({}, {})
+        found = ({name: one_of(others)}, {name: None if not isinstance(test, ast.Name) else value})
+        return found[::-1] if is_none_first else found
+
+    def _branches(
+        self,
+        branches: list[tuple[str, list[ast.stmt]]],
+        truth: bool | None = None,
+        narrowed: tuple[dict[str, Any], ...] = (),
+    ) -> bool:
         """Follow alternatives, and join what they leave behind; the default one holds without its condition."""
         before, path, ends = self.scope.names, self.path, []
         default = None if truth is None else 0 if truth else 1
         for index, (condition, body) in enumerate(branches):
-            self.scope.names = dict(before)
+            self.scope.names = before | narrowed[index] if narrowed else dict(before)
             text = "" if index == default else condition
             self.path = (*path, text) if text else path
             left = self.block(body)
@@ -321,7 +346,7 @@ class Interpreter(Functions):
         going_on = [(text, names) for text, names, left in ends if not left]
         if default is not None:
             going_on.sort(key=lambda one: one[0] != "")
-        self.scope.names = _joined(going_on) if going_on else before
+        self.scope.names = joined_names(going_on) if going_on else before
         return not going_on
 
     def _match(self, subject: Any, text: str, cases: list[ast.match_case]) -> None:
@@ -329,7 +354,7 @@ class Interpreter(Functions):
         for case in cases:
             value = self.value(case.pattern.value) if isinstance(case.pattern, ast.MatchValue) else UNKNOWN
             if value is UNKNOWN or subject is UNKNOWN or value == subject:
-                branches.append((f"{text} is {ast.unparse(case.pattern)}"[:_LONGEST_CONDITION], case.body))
+                branches.append((f"{text} is {ast.unparse(case.pattern)}"[:LONGEST_CONDITION], case.body))
         if branches:
             self._branches(branches)
 
@@ -341,7 +366,7 @@ class Interpreter(Functions):
             self.scope.names = before | after
             self.block(handler.body)
             made = {n: v for n, v in self.scope.names.items() if v is not after.get(n) and isinstance(v, _FOLLOWED)}
-            again = {name: _either(after[name], value) for name, value in made.items() if name in after}
+            again = {name: either(after[name], value) for name, value in made.items() if name in after}
             after = self.scope.names | after | again
         self.scope.names = after
         return self.block(node.finalbody) or (left and not node.handlers)
@@ -370,7 +395,7 @@ class Interpreter(Functions):
                 self.scope.names[name] = one_of([(before[name], ""), (self.scope.names[name], "")])
             self.block(node.body)
         self.rounds = self.rounds[:-1]
-        self.scope.names = _joined([("", self.scope.names), ("", before)])
+        self.scope.names = joined_names([("", self.scope.names), ("", before)])
         self._filled_by(node)
         self.block(node.orelse)
 
@@ -432,57 +457,3 @@ class Interpreter(Functions):
         self.rounds = (None,)  # nobody knows how often
         self.call_function(function, CallArguments(is_complete=False), owner)
         self.rounds = ()
-
-
-def _shortened_by(statement: ast.stmt) -> ast.expr | None:
-    """Return the list that a statement takes items from."""
-    match statement:
-        case ast.Delete(targets=[ast.Subscript(value=held)]):
-            return held
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="pop" | "popleft" | "remove"))):
-            return held
-        case ast.Assign(targets=[ast.Name()], value=ast.Subscript(value=held, slice=ast.Slice())):
-            return held
-    return None
-
-
-def _lengthened_by(statement: ast.stmt) -> ast.expr | None:
-    match statement:
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="append"))):
-            return held
-    return None
-
-
-def _either(first: Any, second: Any) -> Any:
-    """Return what a name is after a `try` that gave it one value and a handler that gave it another."""
-    if isinstance(second, InstanceValue):
-        return one_of([(first, ""), (second, "")])
-    return second if first is UNKNOWN or isinstance(first, Reference) else first  # what can be read
-
-
-def _conditions(test: ast.expr) -> tuple[str, str]:
-    """Write a condition, and its opposite, in a few words."""
-    holds = " ".join(ast.unparse(test).split())
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        fails = " ".join(ast.unparse(test.operand).split())
-    else:
-        fails = f"not ({holds})" if " " in holds else f"not {holds}"
-    return _shortened(holds), _shortened(fails)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_CONDITION else text[: _LONGEST_CONDITION - 3] + "..."
-
-
-def _joined(ends: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Join the names that alternatives leave behind."""
-    if len(ends) == 1:
-        return ends[0][1]
-    names = dict(ends[0][1])
-    for _, other in ends[1:]:
-        for name, value in other.items():
-            if name not in names:
-                names[name] = value
-            elif names[name] is not value:
-                names[name] = one_of([(one[name], text) for text, one in ends if name in one])
-    return names

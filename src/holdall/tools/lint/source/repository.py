@@ -11,12 +11,11 @@ import configparser
 import json
 import re
 import tomllib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from holdall.tools.lint.source.script import parse_quietly
 
 _ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 _MOST_BYTES = 2 * 2**20
@@ -29,6 +28,14 @@ _MOST_LOOKED_AT = 40  # of those that a script imports, and that they import
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+\(?([\w ,]*)|import[ \t]+([\w. ,]+))", re.MULTILINE
 )
+
+_OLDER_WORDS = [(re.compile(pattern, re.MULTILINE), newer) for pattern, newer in (
+    (r"^([ \t]*(?:[^#'\"\n]*:[ \t]+)?)print[ \t]+(?:>>)?(?=[^\s(=.,)\]])", r"\1_ = "),
+    (r"^([ \t]*except[ \t]+[\w.]+|[ \t]*except[ \t]*\([\w., ]+\)),[ \t]*(\w+)[ \t]*:", r"\1 as \2:"),
+    (r"^([ \t]*)raise[ \t]+(\w+)[ \t]*,[ \t]*(.*)$", r"\1raise \2(\3)"),
+    (r"\basync(?=[ \t]*=)|(?<=\.)async\b", "async_"),
+    (r"(?<![\w.])(\d+)L\b", r"\1"), (r"(?<![\w.])0(?=[0-7]+\b(?!\.))", "0o"), (r"<>", "!="), (r"\t", "        "),
+)]  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
@@ -224,3 +231,27 @@ def read_data(file: Path) -> Any:
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except Exception:
         return None
+
+
+def parse_quietly(source: str | bytes) -> ast.Module:
+    """Parse source text; what Python would only warn about, such as unknown escapes, is not for lint to report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(source)
+        except SyntaxError:
+            older = _of_python_3(source if isinstance(source, str) else source.decode(errors="replace"))
+            if older == source:
+                raise
+            try:
+                return ast.parse(older)
+            except (SyntaxError, ValueError):
+                pass
+            raise
+
+
+def _of_python_3(text: str) -> str:
+    """Write what only Python 2, or 3.6, accepts in words of today, line by line."""
+    for pattern, newer in _OLDER_WORDS:
+        text = pattern.sub(newer, text)
+    return text

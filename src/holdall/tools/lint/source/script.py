@@ -7,8 +7,6 @@ Invariant: `definition` returns an assignment only if the use of a name certainl
 from __future__ import annotations
 
 import ast
-import re
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from holdall.tools.lint.finding import SourceRange
+from holdall.tools.lint.source.repository import parse_quietly
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Node = TypeVar("Node", bound=ast.AST)
@@ -29,14 +28,8 @@ _NO_NODES = {
     "type_comment", "type_ignores",
 }  # fmt: skip
 
+LONGEST_CONDITION = 70
 _USUAL_NAMES = {"torch": "torch", "np": "numpy", "gc": "gc", "os": "os"}  # that `from x import *` may bring
-_OLDER_WORDS = [(re.compile(pattern, re.MULTILINE), newer) for pattern, newer in (
-    (r"^([ \t]*(?:[^#'\"\n]*:[ \t]+)?)print[ \t]+(?:>>)?(?=[^\s(=.,)\]])", r"\1_ = "),
-    (r"^([ \t]*except[ \t]+[\w.]+|[ \t]*except[ \t]*\([\w., ]+\)),[ \t]*(\w+)[ \t]*:", r"\1 as \2:"),
-    (r"^([ \t]*)raise[ \t]+(\w+)[ \t]*,[ \t]*(.*)$", r"\1raise \2(\3)"),
-    (r"\basync(?=[ \t]*=)|(?<=\.)async\b", "async_"),
-    (r"(?<![\w.])(\d+)L\b", r"\1"), (r"(?<![\w.])0(?=[0-7]+\b(?!\.))", "0o"), (r"<>", "!="), (r"\t", "        "),
-)]  # fmt: skip
 
 
 class _ChildFields(dict[type[ast.AST], tuple[str, ...]]):
@@ -353,30 +346,6 @@ class Script:
         return False
 
 
-def parse_quietly(source: str | bytes) -> ast.Module:
-    """Parse source text; what Python would only warn about, such as unknown escapes, is not for lint to report."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return ast.parse(source)
-        except SyntaxError:
-            older = _of_python_3(source if isinstance(source, str) else source.decode(errors="replace"))
-            if older == source:
-                raise
-            try:
-                return ast.parse(older)
-            except (SyntaxError, ValueError):
-                pass
-            raise
-
-
-def _of_python_3(text: str) -> str:
-    """Write what only Python 2, or 3.6, accepts in words of today, line by line."""
-    for pattern, newer in _OLDER_WORDS:
-        text = pattern.sub(newer, text)
-    return text
-
-
 def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
     """Return what a call passes for an argument, by name or at an index; None if it passes nothing."""
     given = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
@@ -453,3 +422,37 @@ def _opaque(target: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
     for part in subtree(target):
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store | ast.Del):
             yield part.id, Binding(node)
+
+
+def shortened_by(statement: ast.stmt) -> ast.expr | None:
+    """Return the list that a statement takes items from."""
+    match statement:
+        case ast.Delete(targets=[ast.Subscript(value=held)]):
+            return held
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="pop" | "popleft" | "remove"))):
+            return held
+        case ast.Assign(targets=[ast.Name()], value=ast.Subscript(value=held, slice=ast.Slice())):
+            return held
+    return None
+
+
+def lengthened_by(statement: ast.stmt) -> ast.expr | None:
+    """Return the list that a statement appends to."""
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="append"))):
+            return held
+    return None
+
+
+def conditions_of(test: ast.expr) -> tuple[str, str]:
+    """Write a condition, and its opposite, in a few words."""
+    holds = " ".join(ast.unparse(test).split())
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        fails = " ".join(ast.unparse(test.operand).split())
+    else:
+        fails = f"not ({holds})" if " " in holds else f"not {holds}"
+    return _shortened(holds), _shortened(fails)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_CONDITION else text[: LONGEST_CONDITION - 3] + "..."

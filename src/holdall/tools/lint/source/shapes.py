@@ -86,6 +86,8 @@ class _Trial:
             value = best_array(value)
         if isinstance(value, ArrayValue):
             return self.array(value)
+        if isinstance(value, Reference) and value.last == "newaxis":
+            return None
         if isinstance(value, slice):
             return slice(*(None if one is None else self._number(one) for one in (value.start, value.stop, value.step)))
         if isinstance(value, int | float | str | bool | None) or value is Ellipsis:
@@ -247,7 +249,7 @@ def item(array: ArrayValue, index: Any, node: object = None) -> Any:
     """Return `array[index]`: a part of the same memory, unless numbers choose the parts."""
     if array.shape is None:
         return array
-    if isinstance(index, Reference) or index is UNKNOWN:  # one of them, or several
+    if index is UNKNOWN:  # one of them, or several
         return replace(array, shape=None)
 
     def attempt(trial: _Trial) -> Any:

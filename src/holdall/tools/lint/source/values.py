@@ -296,3 +296,24 @@ def put(table: dict[Any, Any], key: object, value: Any, made: Path, here: Path) 
     if further and key in table and not _is_same(table[key], value):
         value = one_of([(table[key], ""), (value, " and ".join(further))])
     table[key] = value
+
+
+def either(first: Any, second: Any) -> Any:
+    """Return what a name is after a `try` that gave it one value and a handler that gave it another."""
+    if isinstance(second, InstanceValue):
+        return one_of([(first, ""), (second, "")])
+    return second if first is UNKNOWN or isinstance(first, Reference) else first  # what can be read
+
+
+def joined_names(ends: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Join the names that alternatives leave behind."""
+    if len(ends) == 1:
+        return ends[0][1]
+    names = dict(ends[0][1])
+    for _, other in ends[1:]:
+        for name, value in other.items():
+            if name not in names:
+                names[name] = value
+            elif names[name] is not value:
+                names[name] = one_of([(one[name], text) for text, one in ends if name in one])
+    return names
