@@ -230,6 +230,20 @@ FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
          "assert type(made) is eval(settings['memory'])\n"},
         [100_000 * 4 * FRAME],
     ),
+    "one of several numbers of environments, with the settings of each": (
+        {"train.py": SCREEN + "from stable_baselines3 import DQN\n"
+         "from stable_baselines3.common.env_util import make_vec_env\n"
+         "for one in [{'envs': 4, 'size': 60_000}, {'envs': 1, 'size': 90_000}]:\n"
+         "    DQN('CnnPolicy', make_vec_env(Screen, n_envs=one['envs']), buffer_size=one['size'])\n"},
+        [90_000 * 2 * 84 * 84 * 3],
+    ),
+    "a part of a picture, by torchvision's functions": (
+        {"train.py": "import torch\nimport torchvision.transforms.functional as F\nfrom collections import deque\n"
+         "from game import screen\nframes, memory = deque(maxlen=4), deque(maxlen=20_000)\nwhile True:\n"
+         "    frames.append(F.resized_crop(F.rgb_to_grayscale(F.to_tensor(screen())), 0, 0, 84, 96, [84, 84]))\n"
+         "    memory.append((torch.vstack(list(frames)).squeeze(1), 0))\n"},
+        [20_000 * (4 * FRAME * 4 + 112)],
+    ),
 }  # fmt: skip
 
 
@@ -289,6 +303,34 @@ def test_models_that_a_loop_trains_one_after_the_other_do_not_start_over(tmp_pat
 def test_names_that_a_star_brings_are_known(tmp_path: Path) -> None:
     text = "from parts import *\nfor episode in range(10):\n    play(episode)\n    torch.cuda.empty_cache()\n"
     assert [one.rule for one in checked(tmp_path, {"train.py": text})] == ["P02"]
+
+
+def test_a_loss_that_a_function_of_another_module_returns_is_kept_with_its_graph(tmp_path: Path) -> None:
+    step = "def train():\n    loss = criterion(model(batch()))\n    loss.backward()\n    return loss\n"
+    text = (
+        "from step import train\nreplay_losses = []\nwhile True:\n    loss = train()\n    replay_losses.append(loss)\n"
+    )
+    assert [one.rule for one in checked(tmp_path, {"train.py": text, "step.py": step})] == ["P01"]
+
+
+@pytest.mark.parametrize(("handles", "rules"), [("", ["M16"]), (", handle_timeout_termination=False", [])])
+def test_a_buffer_that_is_refused_is_found_without_a_model(handles: str, rules: list[str], tmp_path: Path) -> None:
+    text = (
+        f"{SCREEN}from stable_baselines3.common.buffers import ReplayBuffer\nenv = Screen()\n"
+        f"ReplayBuffer(100, env.observation_space, env.action_space, 'cpu', 1, optimize_memory_usage=True{handles})\n"
+    )
+    found = checked(tmp_path, {"train.py": text})
+    assert [one.rule for one in found] == rules
+    assert all("the buffer is not even constructed" in one.message for one in found)
+
+
+def test_the_number_of_environments_that_a_condition_sets_is_not_taken_for_granted(tmp_path: Path) -> None:
+    text = (
+        f"{SCREEN}from gpus import name\nfrom stable_baselines3 import SAC\n"
+        "from stable_baselines3.common.vec_env import SubprocVecEnv\ncount = 24 if 'large' in name() else 4\n"
+        "SAC('MlpPolicy', SubprocVecEnv([Screen for _ in range(count)]), buffer_size=1_000).learn(100_000)\n"
+    )
+    assert "L19" not in {one.rule for one in checked(tmp_path, {"train.py": text})}
 
 
 def test_a_list_for_returns_over_several_steps_is_no_replay_buffer(tmp_path: Path) -> None:

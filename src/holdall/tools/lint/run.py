@@ -248,7 +248,10 @@ class ConfiguredRun:
     @property
     def variants(self) -> tuple[ConfiguredRun, ...]:
         """The run once for every value of its arguments: those of a search, or of the branches that set them."""
+        counts = self.environments.count
         found = [self]
+        if isinstance(counts, OneOf) and not any(counts.conditions):  # all of them happen, one after the other
+            found = [replace(self, environments=replace(self.environments, count=one)) for one in counts.values]
         for name, setting in sorted(self.given.items(), key=lambda one: one[0] not in _SIZES):  # what memory depends on
             if isinstance(setting.value, OneOf) and len(found) <= _MOST_VARIANTS:
                 found = [run.chosen(name, at) for run in found for at in range(len(setting.value.values))]
@@ -396,6 +399,9 @@ class BufferNeed:
 def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     """Return what the buffer of a run takes, or None if that is not known."""
     observation, count = run.environments.observation, run.environments.number
+    counts = run.environments.count
+    if count is None and isinstance(counts, OneOf) and not run.algorithm.on_policy:
+        count = next(filter(None, map(whole, counts.values)), None)  # a replay buffer has the same size with any number
     if observation is None or count is None:
         return None
     try:

@@ -23,7 +23,7 @@ _JOINS = {"torch.cat", "torch.stack", "torch.concat", "torch.concatenate"}
 _WRONG_UNITS = {1024: (re.compile(r"[GMT]B\b"), "iB"), 1000: (re.compile(r"[GMT]iB\b"), "B")}
 
 
-@script_rule("P01", "tensor-kept-with-graph", Severity.WARNING, words=("backward",))
+@script_rule("P01", "tensor-kept-with-graph", Severity.WARNING, words=("backward", "loss"))
 def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds losses that are collected together with the graph that made them.
 
@@ -48,12 +48,6 @@ def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Ma
     differentiated = {
         (script.scope(call), loss.id) for call, loss in script.method_calls("backward") if isinstance(loss, ast.Name)
     }
-    returning = {
-        scope.name
-        for scope, name in differentiated
-        if isinstance(scope, ast.FunctionDef)
-        and any(isinstance(one, ast.Return) and _is_name(one.value, name) for one in subtree(scope))
-    }
     for node in script.nodes:
         match node:
             case ast.Call(func=ast.Attribute(attr="append", value=kept), args=[value]):
@@ -65,19 +59,24 @@ def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Ma
         if script.loop(node) is None or not isinstance(value, ast.Name | ast.Call):
             continue
         made = script.assigned(value) if isinstance(value, ast.Name) else value
-        is_returned = isinstance(made, ast.Call) and _called(made) in returning
-        if is_returned or (isinstance(value, ast.Name) and (script.scope(node), value.id) in differentiated):
+        is_own = isinstance(value, ast.Name) and (script.scope(node), value.id) in differentiated
+        if is_own or (isinstance(made, ast.Call) and _returns_loss(training.called(made))):
             name = value.id if isinstance(value, ast.Name) else f"what {ast.unparse(value.func)} returns"
             yield Match(f"{keeper} keeps {name} with its graph, step after step", script.place(node))
 
 
-def _is_name(node: ast.AST | None, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def _called(call: ast.Call) -> str:
-    """Return the name of the function or method that a call calls."""
-    return getattr(call.func, "attr", getattr(call.func, "id", ""))
+def _returns_loss(function: ast.AST | None) -> bool:
+    """Whether a function returns what it called `backward` on."""
+    inside = subtree(function) if isinstance(function, ast.FunctionDef) else []
+    losses = {
+        one.func.value.id
+        for one in inside
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr == "backward"
+        and isinstance(one.func.value, ast.Name)
+    }  # fmt: skip
+    return any(
+        isinstance(one, ast.Return) and isinstance(one.value, ast.Name) and one.value.id in losses for one in inside
+    )
 
 
 @script_rule("P05", "moved-then-joined", Severity.WARNING, words=("torch",))

@@ -28,7 +28,7 @@ from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValu
 
 _GIB = 2**30
 _SAFE_SHARE = 0.8  # of the limit; the rest is for the interpreter, the libraries and the networks
-_WORTH_SAVING = 2**28
+_WORTH_SAVING = 2**27
 _MANY_PARTS = 4  # of a transition: observation, action, reward, and what follows
 _NEXT = re.compile(r"^(next|new|nxt)_|_(next|new|nx|nxt|prime|tp1|t1)$|_$|2$|^ns$", re.IGNORECASE)
 _BUFFER = re.compile(r"buffer|memory|replay|experience|transitions|storage", re.IGNORECASE)

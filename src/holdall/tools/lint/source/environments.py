@@ -196,9 +196,10 @@ def _vector(interpreter: Any, vector: str, arguments: Any, node: ast.AST) -> Any
         return replace(base, count=count, vector=vector, start_method=start, place=place, origin=object())
 
     if isinstance(functions, OneOf):
-        found = [one(made) for made, _ in candidates_of(functions)]
-        counts = tuple(made.count for made in found)
-        return replace(found[0], count=OneOf(counts) if len(set(map(str, counts))) > 1 else counts[0])
+        found = [(one(made), text) for made, text in candidates_of(functions)]
+        counts = {str(made.count): (made.count, text) for made, text in found}
+        values, conditions = zip(*counts.values(), strict=True)
+        return replace(found[0][0], count=OneOf(values, conditions) if len(values) > 1 else values[0])
     return one(functions)
 
 

@@ -208,18 +208,17 @@ class Expressions(Names):
 
     def _on_listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Any:
         lengths, items = self._comprehended(node)
-        made = [
-            ListValue(list(items), length, node=node, path=self.path, is_fixed=True)
-            for length in dict.fromkeys(lengths)
-        ]
+        made = [ListValue(list(items), length, node=node, path=self.path, is_fixed=True) for length in lengths]
         for one in made:
             if (one.length or 0) >= containers.MANY and isinstance(one.items[0], TableValue):
                 self.record("appended", one, None, node, item=one.items[0])  # a dict for every transition
-        return made[0] if len(made) == 1 else OneOf(tuple(made))
+        return made[0] if len(made) == 1 else OneOf(tuple(made), tuple(lengths.values()))
 
     _on_setcomp = _on_generatorexp = _on_listcomp
 
-    def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> tuple[list[int | None], list[Any]]:
+    def _comprehended(
+        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp
+    ) -> tuple[dict[int | None, str], list[Any]]:
         lengths, over = self._enter_comprehension(node.generators)
         items: list[Any] = []
         try:
@@ -250,11 +249,11 @@ class Expressions(Names):
             self.scope = self.scope.parent or self.scope
         return table
 
-    def _enter_comprehension(self, generators: list[ast.comprehension]) -> tuple[list[int | None], Any]:
-        """Open the scope of a comprehension, which the caller closes; return the lengths that it may have."""
+    def _enter_comprehension(self, generators: list[ast.comprehension]) -> tuple[dict[int | None, str], Any]:
+        """Open the scope of a comprehension, which the caller closes; return its lengths, each with its condition."""
         over = self.value(generators[0].iter)
         is_plain = len(generators) == 1 and not generators[0].ifs
-        lengths = [length_of(one) if is_plain else None for one, _ in candidates_of(over)]
+        lengths = {length_of(one) if is_plain else None: text for one, text in candidates_of(over)}
         scope = self.scope
         self.scope = Scope(scope.module, {}, scope, instance=scope.instance, owner=scope.owner, path=scope.path)
         for index, one in enumerate(generators):

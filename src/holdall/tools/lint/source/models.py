@@ -26,6 +26,7 @@ from holdall.tools.lint.run import (
     PlainBuffer,
     Reference,
     Setting,
+    SpaceInfo,
     algorithm_by_import,
     whole,
 )
@@ -36,6 +37,7 @@ from holdall.tools.lint.source.repository import Repository
 from holdall.tools.lint.source.script import Script, subtree
 from holdall.tools.lint.source.spaces import by_id, space_of
 from holdall.tools.lint.source.values import (
+    BoundMethod,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -60,6 +62,7 @@ _CALLBACK_ARGUMENTS = {
     "EveryNTimesteps": ("n_steps", "callback"),
     "CallbackList": ("callbacks",),
 }
+_BUFFER_ARGUMENTS = ("buffer_size", "observation_space", "action_space", "device", "n_envs", "optimize_memory_usage")
 _CALLBACK_SETTINGS = ("save_freq", "eval_freq", "save_replay_buffer")
 _POLICIES = {
     "MultiInputActorCriticPolicy": "MultiInputPolicy",
@@ -161,10 +164,34 @@ class TrainingReader:
         return tuple(found.values())[:_MOST_RUNS]
 
     @cached_property
+    def buffers_as_runs(self) -> tuple[ConfiguredRun, ...]:
+        """The replay buffers of Stable-Baselines3 that the script makes itself, as runs that have only a buffer."""
+        found = []
+        for made in self.recorded("buffer"):
+            if made.value.kind.startswith("stable_baselines3") and made.value.kind.endswith("ReplayBuffer"):
+                given, has_more = self.settings(made.arguments, _BUFFER_ARGUMENTS)
+                handles = plain(made.arguments.get(None, "handle_timeout_termination", True))
+                place = self.interpreter.place(made.node)
+                given["replay_buffer_kwargs"] = Setting({"handle_timeout_termination": handles}, place)
+                seen = made.arguments.get(1, "observation_space")
+                env = Environments(observation=seen if isinstance(seen, SpaceInfo) else None)
+                path = " and ".join(made.path)
+                found.append(ConfiguredRun("buffer", ALGORITHM_CLASSES["DQN"], given, env, (), place, has_more, path))
+        return tuple(found)
+
+    @cached_property
     def learn_calls(self) -> list[tuple[ast.Call, ast.AST | None]]:
         """The calls of `learn`, each with the construction of its model if that is certain."""
         taught = {made.node: made.value.node for made in self.recorded("learn")}
         return [(call, taught.get(call)) for call, _ in self.script.method_calls("learn")]
+
+    def called(self, call: ast.Call) -> ast.AST | None:
+        """Return the function of the repository that a call calls, if it is known."""
+        if isinstance(call.func, ast.Name) and call.func.id in self.script.functions:
+            return self.script.functions[call.func.id]
+        value = self.interpreter.seen(call.func) if self._makes else None
+        function = value.function if isinstance(value, BoundMethod) else value
+        return function.node if isinstance(function, FunctionValue) else None
 
     def constructed(self, node: ast.expr | None) -> ast.AST | None:
         """Return the call that constructed the model that an expression means."""

@@ -25,7 +25,7 @@ _SAME_SHAPE = {
 }  # fmt: skip
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a function
     """Return what a function of a library of pictures makes; NotImplemented if it is none of these."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if package not in _PACKAGES or (last[:1].isupper() and package != "cv2"):
@@ -45,6 +45,10 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
             dtype = _FLOAT64 if package == "skimage" else _FLOAT32 if package == "tensorflow" else None
             size = arguments.get(1, next((k for k in ("size", "output_shape") if k in arguments.named), "size"))
             return _resized(image, size, node, dtype, channels_first=is_torch)
+        case "resized_crop" | "center_crop" | "crop" if is_torch:
+            size = arguments.get(5 if last == "resized_crop" else 1, "size" if last != "crop" else "output_size")
+            sides = (arguments.get(3, "height"), arguments.get(4, "width")) if last == "crop" else size
+            return _resized(image, (sides, sides) if whole(sides) is not None else sides, node, channels_first=True)
         case "rgb2gray" | "rgb_to_grayscale" | "to_grayscale":
             return _all_grey(package, image, node)
         case "to_tensor" | "pil_to_tensor":

@@ -199,12 +199,19 @@ def call(name: str, values: list[Any], named: Mapping[str, Any], node: object, i
                  if key not in {"dtype", "out", "casting", "order", "interpolation", "device", "copy"}}  # fmt: skip
         if plain == "flatten":
             return given[0].reshape(_flattened(given, extra) if is_torch else -1)
+        if is_torch and plain == "squeeze" and not _is_one(given, extra):
+            return given[0]  # torch leaves an axis that is longer than 1
         _checked(plain, [*given, *extra.values()])
         result = getattr(np, plain)(*given, **extra)
         return (result, result) if is_torch and name in {"max", "min"} and (len(given) > 1 or extra) else result
 
     made = _tried(attempt, node, keeps=plain in _SAME_MEMORY)
     return as_tensor(made, values) if is_torch else made
+
+
+def _is_one(given: list[Any], extra: Mapping[str, Any]) -> bool:
+    axis = given[1] if len(given) > 1 else extra.get("axis")
+    return axis is None or given[0].shape[axis] == 1
 
 
 def _keyword(name: str) -> str:
