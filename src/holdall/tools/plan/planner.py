@@ -217,7 +217,7 @@ def _measure(
         libraries=base.get("updated", base["imported"]),
         libraries_anonymous=base["imported_anonymous"],
         **traces,
-        growth=_growth(*base["growth"]) if "growth" in base else None,
+        growth=_growth(*base["growth"], base["kept"]) if "growth" in base else None,
         env_first=env.get("first_bytes"),
         env_first_anonymous=env.get("first_anonymous_bytes", 0),
         env_each=env.get("each_bytes", 0),
@@ -227,8 +227,8 @@ def _measure(
     return measured, Limit("free GPU memory", vram["free"], vram["total"]) if vram else None
 
 
-def _growth(batch: int, nbytes: int, traced: Sequence[int]) -> HeapGrowth:
-    return HeapGrowth(batch, nbytes, UpdateBytes(*traced))
+def _growth(batch: int, nbytes: int, traced: Sequence[int], kept: int) -> HeapGrowth:
+    return HeapGrowth(batch, nbytes, UpdateBytes(*traced), kept)
 
 
 def both_units(count: int) -> str:

@@ -142,9 +142,8 @@ def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
     model = build_model(short, env=env)
     found: dict[str, Any] = {"constructed": peak_bytes()}
     rows = (_on_policy if spec.on_policy else _off_policy)(model, short, steps)
-    found["trained"] = peak_bytes()
-    found["buffer_bytes"] = short.layout().resident_bytes(rows)
-    found["processes"] = _child_processes()
+    found |= {"trained": peak_bytes(), "kept": held_bytes().resident, "processes": _child_processes()}
+    found |= {"buffer_bytes": short.layout().resident_bytes(rows), "copied_bytes": short.layout().flatten_bytes}
     env.close()
     return found
 
@@ -177,8 +176,8 @@ def _off_policy(model: Any, spec: Spec, steps: int) -> int:
     return warm + _UPDATES * spec.num_envs
 
 
-def measure_growth(spec: Spec) -> int:
-    """Make real updates, and return by how much they stretch this process at most.
+def measure_growth(spec: Spec) -> tuple[int, int]:
+    """Make real updates, and return by how much they stretch this process at most, and by how much in the end.
 
     The heap keeps more than lives in it: blocks are aligned, what is cut off around them is used for small objects, and
     a freed block then does not fit the next one of its size. How much more only real updates show.
@@ -195,7 +194,8 @@ def measure_growth(spec: Spec) -> int:
         model.learn(rows if spec.on_policy else 1, reset_num_timesteps=False)
         if update >= _LEAST_GROWTH_UPDATES and time.thread_time() > end:
             break
-    return peak_bytes() - before
+    before += small.layout().resident_bytes() if spec.on_policy else 0  # counted as the buffer that it is
+    return peak_bytes() - before, held_bytes().resident - before
 
 
 def give_back_free_memory() -> None:
@@ -210,9 +210,13 @@ def _child_processes() -> list[dict[str, int]]:
     return [{"unique": one.unique, "proportional": one.proportional, "resident": one.resident} for one in all_held]
 
 
-def trace_update(spec: Spec) -> UpdateBytes:
-    """Trace two updates: the second one has the optimizer's state beside it."""
-    live = LiveTensorBytes()
+def trace_update(spec: Spec, mapped_from: int = MAPPED_FROM) -> UpdateBytes:
+    """Trace two updates: the second one has the optimizer's state beside it.
+
+    Args:
+        mapped_from: Bytes from which on the C library maps a block on its own.
+    """
+    live = LiveTensorBytes(mapped_from)
     # One environment and one batch: what an update holds does not depend on how the batch was collected. Tensors
     # without memory are of the same size on every device.
     steps = _rows_of_an_update(spec) if spec.on_policy else spec.n_steps
@@ -237,8 +241,9 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     as it ever was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mapped_from: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._mapped_from = mapped_from
         self.mapped = 0
         self.heap = 0
         self.highest_heap = 0
@@ -260,8 +265,9 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
         copies = _convolution_copies(args, out) if func in _CONVOLUTIONS else []
-        self.highest_heap = max(self.highest_heap, self.heap + sum(size for size in copies if size < MAPPED_FROM))
-        mapped = self.mapped + sum(size for size in copies if size >= MAPPED_FROM)
+        large = sum(size for size in copies if size >= self._mapped_from)
+        self.highest_heap = max(self.highest_heap, self.heap + sum(copies) - large)
+        mapped = self.mapped + large
         self.peak = max(self.peak, mapped + self.highest_heap)
         self.highest = max(self.highest, self.now)
         return out
@@ -277,7 +283,7 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         self._change(self._known.pop(key, 0), -1)
 
     def _change(self, size: int, sign: int) -> None:
-        if size >= MAPPED_FROM:
+        if size >= self._mapped_from:
             self.mapped += sign * size
         else:
             self.heap += sign * size

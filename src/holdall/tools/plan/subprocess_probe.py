@@ -20,8 +20,9 @@ from gymnasium import spaces
 from holdall.errors import ArgumentError, HoldallError
 from holdall.machine import begin_peak, held_bytes, memory_limits
 from holdall.tools.plan.environments import measure_environment
-from holdall.tools.plan.phases import UpdateBytes
+from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
 from holdall.tools.plan.spec import Spec
+from holdall.tools.watch.allocators import map_blocks_from
 
 _TINY_IMAGE = (36, 36, 1)
 _TINY_BATCH = 4
@@ -95,9 +96,20 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
     if batch and spec.device == "cpu":
         smaller = {"batch_size": batch} | ({"n_steps": batch, "num_envs": 1} if spec.on_policy else {})
         real = spec if batch == spec.batch else spec.but(**smaller)
-        traced = once if batch == spec.batch else sb3_model.trace_update(real)
-        found["growth"] = [batch, sb3_model.measure_growth(real), list(traced)]
+        traced = once if batch == spec.batch else sb3_model.trace_update(real, _mapped_from(batch / spec.batch))
+        grown, found["kept"] = sb3_model.measure_growth(real)
+        found["growth"] = [batch, grown, list(traced)]
     return found
+
+
+def _mapped_from(share: float) -> int:
+    """Let the C library map blocks on their own that are larger than this share of its threshold, and return that.
+
+    The heap of a smaller batch is then made of the blocks that the heap of the real one is made of, each smaller by
+    the same share.
+    """
+    nbytes = int(share * MAPPED_FROM)
+    return nbytes if map_blocks_from(nbytes) else MAPPED_FROM
 
 
 def _real_batch(batch: int, traced: UpdateBytes) -> int:
