@@ -38,8 +38,7 @@ from holdall.tools.bench.run import (
     run_bench,
     runs_of,
 )
-from holdall.tools.bench.search import Search, SearchTrial
-from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
+from holdall.tools.bench.settings import BenchSettings, Calibration, Search, SearchTrial, calibrate, settings_of
 from holdall.tools.report.results import TrainingRun
 from holdall.units import format_bytes, format_seconds
 

@@ -186,7 +186,8 @@ def host_phases(spec: Spec, measured: MeasuredCosts, holdall: HoldallNeed | None
     copies = 0 if holdall else layout.flatten_bytes
     steady = (*around, *settled, buffer)
     update, kept = _update(spec, networks, measured, copies)
-    between = (*steady, kept) if kept.nbytes else steady
+    # A rollout is collected and copied while the heap is as large as the update before left it.
+    between = (*steady, kept) if spec.on_policy and kept.nbytes else steady
     phases = [RunPhase("construct", (*around, *weights, *objects)), RunPhase("collect", between)]
     if spec.on_policy:
         phases.append(RunPhase("flatten", (*between, PhasePart.exact("rollout, copied", copies))))
