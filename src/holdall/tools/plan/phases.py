@@ -144,7 +144,7 @@ class HeapGrowth(NamedTuple):
     batch: int
     nbytes: int  # by which they stretched the process
     traced: UpdateBytes  # with the same batch
-    kept: int = 0  # by which it was still larger after the last of them
+    kept: int = 0  # by which it was still larger after one of them, at most
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,8 +141,8 @@ def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
     begin_peak()
     model = build_model(short, env=env)
     found: dict[str, Any] = {"constructed": peak_bytes()}
-    rows = (_on_policy if spec.on_policy else _off_policy)(model, short, steps)
-    found |= {"trained": peak_bytes(), "kept": held_bytes().resident, "processes": _child_processes()}
+    rows, found["kept"] = (_on_policy if spec.on_policy else _off_policy)(model, short, steps)
+    found |= {"trained": peak_bytes(), "processes": _child_processes()}
     found |= {"buffer_bytes": short.layout().resident_bytes(rows), "copied_bytes": short.layout().flatten_bytes}
     env.close()
     return found
@@ -161,23 +161,27 @@ def _rows_of_an_update(spec: Spec) -> int:
     return spec.rollout_steps * spec.num_envs if spec.algo == "trpo" else spec.batch
 
 
-def _on_policy(model: Any, spec: Spec, steps: int) -> int:
+def _on_policy(model: Any, spec: Spec, steps: int) -> tuple[int, int]:
+    """Return the transitions in the buffer, and the most that was resident after an update."""
     rollout = spec.rollout_steps * spec.num_envs
-    model.learn(_ROLLOUTS * rollout)
-    return rollout
+    kept = []
+    for _ in range(_ROLLOUTS):
+        model.learn(rollout, reset_num_timesteps=False)
+        kept.append(held_bytes().resident)
+    return rollout, max(kept)
 
 
-def _off_policy(model: Any, spec: Spec, steps: int) -> int:
+def _off_policy(model: Any, spec: Spec, steps: int) -> tuple[int, int]:
     warm = max(steps, spec.num_envs)
     model.learning_starts = warm + 1
     model.learn(warm)
     model.learning_starts = 0
     model.learn(_UPDATES * spec.num_envs, reset_num_timesteps=False)
-    return warm + _UPDATES * spec.num_envs
+    return warm + _UPDATES * spec.num_envs, held_bytes().resident
 
 
 def measure_growth(spec: Spec) -> tuple[int, int]:
-    """Make real updates, and return by how much they stretch this process at most, and by how much in the end.
+    """Make real updates, and return by how much they stretch this process at most, while they run and after them.
 
     The heap keeps more than lives in it: blocks are aligned, what is cut off around them is used for small objects, and
     a freed block then does not fit the next one of its size. How much more only real updates show.
@@ -185,17 +189,18 @@ def measure_growth(spec: Spec) -> tuple[int, int]:
     rows = _rows_of_an_update(spec)
     small = spec.but(num_envs=1, vec_env="dummy", n_steps=rows if spec.on_policy else spec.n_steps)
     give_back_free_memory()
-    before, end = held_bytes().resident, time.thread_time() + _GROWTH_S
+    before, kept, end = held_bytes().resident, 0, time.thread_time() + _GROWTH_S
     begin_peak()
     model = build_model(small, capacity=spec.batch)
     fill_without_writing(model)
     model.learning_starts = 0
     for update in range(_GROWTH_UPDATES):  # with the steps in between, whose small blocks lie among the large ones
         model.learn(rows if spec.on_policy else 1, reset_num_timesteps=False)
+        kept = max(kept, held_bytes().resident)  # the heap shrinks after some updates, and after others not
         if update >= _LEAST_GROWTH_UPDATES and time.thread_time() > end:
             break
     before += small.layout().resident_bytes() if spec.on_policy else 0  # counted as the buffer that it is
-    return peak_bytes() - before, held_bytes().resident - before
+    return peak_bytes() - before, kept - before
 
 
 def give_back_free_memory() -> None:
