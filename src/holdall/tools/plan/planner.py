@@ -30,7 +30,7 @@ from holdall.tools.plan.phases import (
 )
 from holdall.tools.plan.spec import Spec
 from holdall.tools.plan.subprocess_probe import run_probe
-from holdall.units import format_bytes
+from holdall.units import counted, format_bytes
 
 _LARGEST_SIZE = 1 << 40
 _GB, _GIB, _MB, _MIB = 10**9, 2**30, 10**6, 2**20
@@ -308,7 +308,7 @@ class Plan:
         names = (f"{self.size_word} with SB3's buffer", f"{self.size_word} with holdall's", "batch", "environments")
         for name, found in zip(names, self.largest.values(), strict=True):
             if found is not None:
-                yield name, f"{found:,}" if found else "none"
+                yield name, count_or_dash(found) if found else "none"
 
     def _compresses(self, spec: Spec) -> bool:
         """Whether a run with holdall's buffer fits only if all closed segments are compressed."""
@@ -378,6 +378,8 @@ def make_plan(
     need = made_up or HoldallNeed(**run_probe("experience", spec=spec, steps=probe_steps, prefer=prefer))
     if made_up is not None and not spec.on_policy:
         said.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
+    if not spec.on_policy and spec.total_timesteps is not None and spec.total_timesteps < spec.capacity:
+        said.append(f"the run ends after {counted(spec.total_timesteps, 'step')}, so its buffer is never fuller")
     return plan_from_inputs(spec, PlanInputs(measured, replace(limits, vram=vram), need), said)
 
 
@@ -459,5 +461,5 @@ def both_units(count: int) -> str:
 
 
 def count_or_dash(size: int) -> str:
-    """Write a count; none is a dash."""
-    return f"{size:,}" if size else "-"
+    """Write a count; none is a dash, and one that nothing limits is any."""
+    return "any" if size > _LARGEST_SIZE // 2 else f"{size:,}" if size else "-"
