@@ -383,7 +383,9 @@ def _curves(plan: Plan) -> Markup:
     marked = {0, len(sizes) - 1, len(sizes) // 2}
     ticks = [(size / sizes[-1], f"{size:,.0f}") for at, size in enumerate(sizes) if at in marked]
     title, named = f"{plan.size_word.capitalize()} against memory", (float(limit), f"limit {format_bytes(limit)}")
-    return charts.Plot(title, sizes / sizes[-1], heads, layers, scale, ticks, False, named).markup()
+    across = "steps of a rollout" if plan.spec.on_policy else "capacity, transitions"
+    plot = charts.Plot(title, sizes / sizes[-1], heads, layers, scale, ticks, False, named, (), across, "buffer")
+    return plot.markup()
 
 
 def _page_profiles(plan: Plan) -> Markup:

@@ -42,7 +42,7 @@ _BATCHES = 3  # batches in a shortened rollout
 _ROLLOUTS = 3
 _GROWTH_S = 1.5  # of this thread's own time: a busy machine makes as many updates
 _GROWTH_UPDATES = 60  # the heap is stretched a little further by every update
-_LEAST_GROWTH_UPDATES = 3
+_LEAST_GROWTH_UPDATES, _MOST_GROWTH_S = 3, 4.0  # fewer where one takes seconds, as with TRPO's whole rollouts
 _TORCH_CLASSES = {"activation_fn": (torch.nn, torch.nn.Module), "optimizer_class": (torch.optim, torch.optim.Optimizer)}
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
@@ -189,7 +189,7 @@ def measure_growth(spec: Spec) -> tuple[int, int]:
     rows = _rows_of_an_update(spec)
     small = spec.but(num_envs=1, vec_env="dummy", n_steps=rows if spec.on_policy else spec.n_steps)
     give_back_free_memory()
-    before, kept, end = held_bytes().resident, 0, time.thread_time() + _GROWTH_S
+    before, kept, began = held_bytes().resident, 0, time.thread_time()
     begin_peak()
     model = build_model(small, capacity=spec.batch)
     fill_without_writing(model)
@@ -197,7 +197,8 @@ def measure_growth(spec: Spec) -> tuple[int, int]:
     for update in range(_GROWTH_UPDATES):  # with the steps in between, whose small blocks lie among the large ones
         model.learn(rows if spec.on_policy else 1, reset_num_timesteps=False)
         kept = max(kept, held_bytes().resident)  # the heap shrinks after some updates, and after others not
-        if update >= _LEAST_GROWTH_UPDATES and time.thread_time() > end:
+        spent = time.thread_time() - began
+        if spent > (_GROWTH_S if update >= _LEAST_GROWTH_UPDATES else _MOST_GROWTH_S):
             break
     before += small.layout().resident_bytes() if spec.on_policy else 0  # counted as the buffer that it is
     return peak_bytes() - before, kept - before
