@@ -40,7 +40,7 @@ from holdall.tools.bench.run import (
 )
 from holdall.tools.bench.settings import BenchSettings, Calibration, Search, SearchTrial, calibrate, settings_of
 from holdall.tools.report.results import TrainingRun
-from holdall.units import format_bytes, format_seconds
+from holdall.units import counted, format_bytes, format_seconds
 
 FAILED_EXIT_CODE, STOPPED_EXIT_CODE = 3, 130
 _LONG_S = 3_600
@@ -179,7 +179,7 @@ def search(
     console = Console(stderr=True, highlight=False)
     study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
     if before := len(study.trials()):
-        console.print(f"{before} trials are in {storage} already.")
+        console.print(f"{storage} has {counted(before, 'trial')} already.")
     added: list[SearchTrial] = []
     with _bar(console, trials, progress.MofNCompleteColumn(), *_times()) as on_progress:
         try:
@@ -273,7 +273,9 @@ def profiles(
                 lines.write(ranking.as_dict())
     _show_results(json, first, runs, found, out)
     if stopped:
-        console.print(f"Stopped; {len(runs)} runs are kept. Go on with `holdall bench --resume {out}`.", style="yellow")
+        console.print(
+            f"Stopped; {counted(len(runs), 'run')} kept. Go on with `holdall bench --resume {out}`.", style="yellow"
+        )
         raise typer.Exit(STOPPED_EXIT_CODE)
     if any(run.status == "failed" for run in runs):
         raise typer.Exit(FAILED_EXIT_CODE)
@@ -288,7 +290,7 @@ def _announce(settings: BenchSettings, calibration: Calibration, done: list[Trai
         console.print(f"  {name}: {size.share:.0%}, {format_bytes(size.limit_bytes)}: {held}", soft_wrap=True)
     count = len(planned_runs(settings)) - len(done)
     seconds = expected_seconds(settings, calibration, done)
-    console.print(f"{count} runs, which take about {format_seconds(round(seconds))}.", style="bold")
+    console.print(f"{counted(count, 'run')}, about {format_seconds(round(seconds))} in all.", style="bold")
     if seconds > _LONG_S:
         console.print("Filling the buffers takes long; a lower --limit, fewer --profiles or --seeds make it shorter.")
 

@@ -38,7 +38,7 @@ from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory
 from holdall.sampling import Uniform
 from holdall.schema import Tree, stored_space
-from holdall.units import format_bytes
+from holdall.units import counted, format_bytes
 
 _MINARI = "minari:"
 DAMAGED = 3  # exit code: the checkpoints were read, and something is damaged
@@ -164,7 +164,7 @@ def gc(
     finally:
         place.close()
     words = {"url": place.url, "freed_bytes": freed, "left": left}
-    typer.echo(json_.dumps(words) if json else f"{format_bytes(freed)} freed, {len(left)} checkpoints left")
+    typer.echo(json_.dumps(words) if json else f"{format_bytes(freed)} freed, {counted(len(left), 'checkpoint')} left")
 
 
 @checkpoint.command()
@@ -176,7 +176,9 @@ def export(
     """Write the newest checkpoint's transitions as a local Minari dataset, without loss."""
     with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as advance:
         episodes, transitions = export_minari(memory, dataset, advance), len(memory)
-    typer.echo(f"{transitions} transitions in {episodes} episodes: minari.load_dataset({dataset!r})")
+    typer.echo(
+        f"{counted(transitions, 'transition')} in {counted(episodes, 'episode')}: minari.load_dataset({dataset!r})"
+    )
 
 
 @checkpoint.command("import")
@@ -218,7 +220,9 @@ def _save(memory: ReplayMemory, url: str) -> None:
     with memory, _progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
         task = bar.add_task("saving", total=None)
         saved = memory.save(url, progress=lambda _, done, total: bar.update(task, completed=done, total=total)).result()
-    typer.echo(f"checkpoint {saved.number} of {saved.transitions} transitions, {format_bytes(saved.bytes_written)}")
+    typer.echo(
+        f"checkpoint {saved.number} of {counted(saved.transitions, 'transition')}, {format_bytes(saved.bytes_written)}"
+    )
 
 
 @contextlib.contextmanager

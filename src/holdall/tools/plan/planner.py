@@ -184,7 +184,7 @@ def _changes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
     yield from _smaller_sizes(spec, known)
     count = spec.num_envs
     while (count := count // 2) >= 1:
-        yield SuggestedChange(f"{count} environments", "each takes memory of its own", spec.but(num_envs=count))
+        yield SuggestedChange(counted(count, "environment"), "each takes memory of its own", spec.but(num_envs=count))
 
 
 def _budgets(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
@@ -293,8 +293,8 @@ class Plan:
     def title(self) -> str:
         """The run in one line."""
         spec = self.spec
-        size = f"{spec.rollout_steps:,} steps" if spec.on_policy else f"{spec.capacity:,} transitions"
-        envs = f"{spec.num_envs} environment{'s' if spec.num_envs > 1 else ''}"
+        size = counted(spec.rollout_steps, "step") if spec.on_policy else counted(spec.capacity, "transition")
+        envs = counted(spec.num_envs, "environment")
         called = f"{spec.name}: " if spec.name else ""
         return f"{called}{spec.algorithm.name}, {spec.policy_name}, {size}, {envs}, batches of {spec.batch:,}"
 
@@ -435,11 +435,13 @@ def _measure(
     if traced := base.get("traced"):
         once, twice = UpdateBytes(*traced["once"]), UpdateBytes(*traced["twice"])
         traces = {"traced_batch": traced["batch"], "traced": once, "traced_twice": twice}
+    if "growth" in base:
+        batch, nbytes, same = base["growth"]
+        traces["growth"] = HeapGrowth(batch, nbytes, UpdateBytes(*same), base["kept"])
     measured = MeasuredCosts(
         libraries=base.get("updated", base["imported"]),
         libraries_anonymous=base["imported_anonymous"],
         **traces,
-        growth=_growth(*base["growth"], base["kept"]) if "growth" in base else None,
         env_first=env.get("first_bytes"),
         env_first_anonymous=env.get("first_anonymous_bytes", 0),
         env_each=env.get("each_bytes", 0),
@@ -447,10 +449,6 @@ def _measure(
         vram_context=vram["context"] if vram else None,
     )
     return measured, Limit("free GPU memory", vram["free"], vram["total"]) if vram else None
-
-
-def _growth(batch: int, nbytes: int, traced: Sequence[int], kept: int) -> HeapGrowth:
-    return HeapGrowth(batch, nbytes, UpdateBytes(*traced), kept)
 
 
 def both_units(count: int) -> str:

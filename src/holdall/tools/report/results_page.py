@@ -26,7 +26,7 @@ from holdall.tools.report.document import (
 )
 from holdall.tools.report.json_lines import JsonLine
 from holdall.tools.report.results import BufferFigures, BufferResults, Interval, ProfileRanking, Results, SeedsSummary
-from holdall.units import format_bytes, format_seconds
+from holdall.units import counted, format_bytes, format_seconds
 
 _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")
 _BEST = {"memory": "least memory", "speed": "fastest", "reward": "highest reward"}
@@ -83,7 +83,10 @@ def _facts(results: Results) -> list[str]:
     seeds = {run.seed for one in results.summaries for run in one.runs}
     return [
         f"profiles of {format_bytes(limit)}" if limit else "",
-        f"{len(results.profiles)} profiles, {len(results.buffers)} buffers, {len(seeds)} seeds",
+        ", ".join(
+            counted(len(found), noun)
+            for found, noun in ((results.profiles, "profile"), (results.buffers, "buffer"), (seeds, "seed"))
+        ),
         shlex.join(results.header.texts("command")[:12]),
     ]
 
@@ -230,7 +233,7 @@ def _intervals(
             rows.append(charts.BarRow(name, [], _NOT_MEASURED if one.done else one.runs[0].status))
             continue
         text = _written(interval)
-        tip = f"{name}\n{text}\n{len(one.done)} seeds"
+        tip = f"{name}\n{text}\n{counted(len(one.done), 'seed')}"
         piece = charts.BarPiece(interval.mean - begin, _colour(results, one.buffer), tip)
         ends = None if interval.half is None else (interval.low - begin, interval.high - begin)
         rows.append(charts.BarRow(name, [piece], text, interval=ends))
@@ -361,7 +364,8 @@ def write_buffers_page(results: BufferResults) -> str:
         *(_buffer_case(results, case) for case in results.cases),
         _buffers_absent(results),
     ]
-    facts = [f"{len(results.cases)} cases", f"{len({one.library for one in results.measured})} libraries"]
+    libraries = {one.library for one in results.measured}
+    facts = [counted(len(results.cases), "case"), counted(len(libraries), "library", "libraries")]
     return document("Replay buffers alone", "bench buffers", facts, (
         part for part in [*sections, machine_section(results.header)] if part
     ))  # fmt: skip
