@@ -196,7 +196,8 @@ def measure_growth(spec: Spec) -> tuple[int, int]:
     model.learning_starts = 0
     for update in range(_GROWTH_UPDATES):  # with the steps in between, whose small blocks lie among the large ones
         model.learn(rows if spec.on_policy else 1, reset_num_timesteps=False)
-        kept = max(kept, held_bytes().resident)  # the heap shrinks after some updates, and after others not
+        if spec.on_policy:  # the heap shrinks after some updates, and after others not
+            kept = max(kept, held_bytes().resident)
         spent = time.thread_time() - began
         if spent > (_GROWTH_S if update >= _LEAST_GROWTH_UPDATES else _MOST_GROWTH_S):
             break
