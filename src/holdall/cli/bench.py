@@ -118,17 +118,14 @@ def buffers(
     stopped = False
     console = Console(stderr=True)
     with ExitStack() as stack:
-        lines = None
-        if out is not None:
-            with writing("out", out):
-                lines = stack.enter_context(out.open("w", encoding="utf-8"))
+        with writing("out", out or Path()):
+            lines = ResultWriter(None if out is None else stack.enter_context(out.open("w", encoding="utf-8")))
         share = progress.TextColumn("{task.percentage:3.0f}%")
         on_progress = stack.enter_context(_bar(console, 1.0, share, progress.TimeElapsedColumn()))
         try:
             for record in compare_buffers.measure_buffers(cases, ways, transitions, rounds, on_progress):
                 records.append(record)
-                if lines is not None:
-                    print(json_format.dumps(record), file=lines, flush=True)
+                lines.write(record)
                 if json:
                     typer.echo(json_format.dumps(record))
         except KeyboardInterrupt:

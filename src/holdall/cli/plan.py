@@ -136,7 +136,6 @@ def _plan_buffers(found: ScriptPlan, chosen: dict[str, Any], as_json: bool) -> i
         limits = [Limit("--memory", free, free)]
     total = sum(one.nbytes for one in found.buffers if not one.is_on_disk and not one.is_on_gpu)
     check = LimitCheck("all buffers", total, int(total * _BUFFERS_SPREAD), limits[0])
-    rows = [(one, format_bytes(one.nbytes)) for one in found.buffers]
     if as_json:
         data = [
             {"name": one.title, "rows": one.rows, "bytes": one.nbytes, "when": one.condition} for one in found.buffers
@@ -145,9 +144,10 @@ def _plan_buffers(found: ScriptPlan, chosen: dict[str, Any], as_json: bool) -> i
         return check.verdict.value
     console = Console()
     table = _table("Buffers, once they are full", ("buffer", "rows", "takes", "repeated"))
-    for one, size in rows:
+    for one in found.buffers:
         name = f"{one.title}, line {one.place.line}" + (f"\n  when {one.condition}" if one.condition else "")
-        table.add_row(name, f"{one.rows:,}" if one.rows else "", size, format_bytes(one.repeated_bytes))
+        sizes = map(format_bytes, (one.nbytes, one.repeated_bytes))
+        table.add_row(name, f"{one.rows:,}" if one.rows else "", *sizes)
     console.print(table)
     left = format_bytes(check.limit.free_bytes)
     console.print(
