@@ -27,10 +27,10 @@ from readme import MARKERS
 
 from holdall.machine import held_bytes
 from holdall.tools.plan.config import spec_from_settings
+from holdall.tools.plan.environments import run_probe
 from holdall.tools.plan.phases import HoldallNeed
 from holdall.tools.plan.planner import Plan, make_plan
 from holdall.tools.plan.spec import Spec
-from holdall.tools.plan.subprocess_probe import run_probe
 
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 RESULTS = Path(__file__).parent / "results" / "plan.jsonl"

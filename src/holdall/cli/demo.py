@@ -28,10 +28,10 @@ from holdall.errors import ArgumentError, HoldallError, MissingPackageError
 from holdall.machine import Limit, memory_limits
 from holdall.tools.bench.child_process import messages, module_command
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
+from holdall.tools.plan.environments import run_probe
 from holdall.tools.plan.measure_memory import need_from_spaces
 from holdall.tools.plan.phases import MachineLimits, MeasuredCosts, PlanInputs
 from holdall.tools.plan.spec import Spec
-from holdall.tools.plan.subprocess_probe import run_probe
 from holdall.tools.report import read_report
 from holdall.units import format_bytes, parse_bytes
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from holdall.machine import Limit, disk, largest_mapping, memory_limits, shared_memory
 from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES, installed_version
+from holdall.tools.plan.environments import run_probe
 from holdall.tools.plan.phases import (
     FitVerdict,
     HeapGrowth,
@@ -29,7 +30,6 @@ from holdall.tools.plan.phases import (
     vram_phases,
 )
 from holdall.tools.plan.spec import Spec
-from holdall.tools.plan.subprocess_probe import run_probe
 from holdall.units import counted, format_bytes
 
 _LARGEST_SIZE = 1 << 40

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -30,11 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.machine import begin_peak, held_bytes, peak_bytes
+from holdall.machine import begin_peak, held_bytes, memory_limits, peak_bytes
 from holdall.tools.plan.environments import make_single_env
 from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
 from holdall.tools.plan.spec import Spec
-from holdall.tools.watch.allocators import return_free_heap
+from holdall.tools.watch.allocators import map_blocks_from, return_free_heap
 
 EPISODE_STEPS = 200
 _UPDATES = 40
@@ -44,6 +45,10 @@ _GROWTH_S = 1.5  # of this thread's own time: a busy machine makes as many updat
 _GROWTH_UPDATES = 60  # the heap is stretched a little further by every update
 _LEAST_GROWTH_UPDATES, _MOST_GROWTH_S = 3, 4.0  # fewer where one takes seconds, as with TRPO's whole rollouts
 _TORCH_CLASSES = {"activation_fn": (torch.nn, torch.nn.Module), "optimizer_class": (torch.optim, torch.optim.Optimizer)}
+_TINY_IMAGE = (36, 36, 1)
+_TINY_BATCH = 4
+_REAL_BYTES = 48 * 2**20  # of activations in real updates; more take too long
+_MOST_REAL_BYTES = 2**29  # of weights, gradients and optimizer
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
@@ -132,6 +137,79 @@ def _torch_class_or_value(name: str, value: Any) -> Any:
     if not isinstance(found, type) or not issubclass(found, base):
         raise ArgumentError(f"policy_kwargs[{name!r}] ({value!r}) names no {base.__name__} of {module.__name__}")
     return found
+
+
+def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
+    """Read what is imported by now, make a tiny update, and trace the real one."""
+    imported = held_bytes()
+    found: dict[str, Any] = {"imported": imported.resident, "imported_anonymous": imported.anonymous}
+    if not networks:
+        return found
+    free_before = _free_vram() if spec.device.startswith("cuda") else None
+    tiny = build_model(_tiny_spec(spec), capacity=2 * _TINY_BATCH)
+    begin_peak()
+    fill_without_writing(tiny)
+    for _ in range(2):
+        tiny.train(**({} if spec.on_policy else {"gradient_steps": 1, "batch_size": _TINY_BATCH}))
+    del tiny  # a network of many quantiles is not so tiny
+    give_back_free_memory()
+    found["updated"] = held_bytes().resident
+    if free_before is not None:
+        found["vram"] = _context_bytes(free_before)
+    # Everything that an update holds grows with the batch in a straight line, so two batches give the line.
+    twice = spec.but(batch_size=2 * spec.batch, n_steps=2 * spec.rollout_steps if spec.on_policy else spec.n_steps)
+    once, twice_ = trace_update(spec), trace_update(twice)
+    found["traced"] = {"batch": spec.batch, "once": list(once), "twice": list(twice_)}
+    batch = _real_batch(spec.batch, once)
+    if batch and spec.device == "cpu":
+        smaller = {"batch_size": batch} | ({"n_steps": batch, "num_envs": 1} if spec.on_policy else {})
+        real = spec if batch == spec.batch else spec.but(**smaller)
+        traced = once if batch == spec.batch else trace_update(real, _mapped_from(batch / spec.batch))
+        grown, found["kept"] = measure_growth(real)
+        found["growth"] = [batch, grown, list(traced)]
+    return found
+
+
+def _mapped_from(share: float) -> int:
+    """Let the C library map blocks on their own that are larger than this share of its threshold, and return that.
+
+    The heap of a smaller batch is then made of the blocks that the heap of the real one is made of, each smaller by
+    the same share.
+    """
+    nbytes = int(share * MAPPED_FROM)
+    return nbytes if map_blocks_from(nbytes) else MAPPED_FROM
+
+
+def _real_batch(batch: int, traced: UpdateBytes) -> int:
+    """Return how large a batch real updates are made with: no larger than needed, quick, and small; 0: none."""
+    if traced.settled > min(_MOST_REAL_BYTES, memory_limits()[0].free_bytes // 4):
+        return 0
+    share = _REAL_BYTES / max(traced.live - traced.settled, 1)
+    return max(int(batch * min(share, 1)), _TINY_BATCH)
+
+
+def _tiny_spec(spec: Spec) -> Spec:
+    """Return a run of the same algorithm whose networks are next to nothing."""
+    image, vector = spaces.Box(0, 255, _TINY_IMAGE, np.uint8), spaces.Box(-1, 1, (3,), np.float32)
+    steps, seen = _TINY_BATCH if spec.on_policy else 0, vector if spec.policy_name == "MlpPolicy" else image
+    return Spec(spec.algo, seen, spec.action, batch_size=_TINY_BATCH, device=spec.device, n_steps=steps)
+
+
+def _free_vram() -> int | None:
+    """Read what is free on the first GPU before this process uses it."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return int(done.stdout.split()[0]) * 2**20
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
+        return None
+
+
+def _context_bytes(free_before: int) -> dict[str, int]:
+    """Read what the GPU has, and what this process takes of it beside torch's own pool."""
+    free, total = torch.cuda.mem_get_info()
+    context = free_before - free - torch.cuda.memory_reserved()
+    return {"free": free_before, "total": total, "context": max(context, 0)}
 
 
 def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
