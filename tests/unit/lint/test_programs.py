@@ -306,8 +306,8 @@ PROGRAMS = {
         {"M19", "P04", "P15"},
     ),
     "records of several fields in one array": (
-        "import numpy as np\nkind = np.dtype([('frame', np.uint8, (84, 84)), ('action', np.int32)])\nempty = (0, 0)\n"
-        "class ReplayMemory:\n    rows = np.array([empty] * 1_000_000, dtype=kind)\n",
+        ("import numpy as np\nkind = np.dtype([('frame', np.uint8, (84, 84)), ('action', np.int32)])\nempty = (0, 0)\n"
+        "class ReplayMemory:\n    rows = np.array([empty] * 1_000_000, dtype=kind)\n"),
         1_000_000 * (FRAME + 4),
         {"M19"},
     ),

@@ -250,7 +250,8 @@ class ConfiguredRun:
         """The run once for every value of its arguments: those of a search, or of the branches that set them."""
         counts = self.environments.count
         found = [self]
-        if isinstance(counts, OneOf) and not any(counts.conditions):  # all of them happen, one after the other
+        is_search = isinstance(counts, OneOf) and not any(counts.conditions)  # all of them happen, one after the other
+        if isinstance(counts, OneOf) and is_search and not self.algorithm.on_policy:  # M14 is about rollouts
             found = [replace(self, environments=replace(self.environments, count=one)) for one in counts.values]
         for name, setting in sorted(self.given.items(), key=lambda one: one[0] not in _SIZES):  # what memory depends on
             if isinstance(setting.value, OneOf) and len(found) <= _MOST_VARIANTS:

@@ -18,6 +18,7 @@ from holdall.tools.lint.source import shapes
 from holdall.tools.lint.source.values import (
     ArrayValue,
     BoundMethod,
+    ClassValue,
     InstanceValue,
     ListValue,
     TableValue,
@@ -301,7 +302,7 @@ def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:  # noqa: C9
             inner = value.values()
         elif isinstance(value, InstanceValue) and value.kind.endswith("TensorDict"):
             inner = value.arguments.values()
-        elif isinstance(value, InstanceValue) and getattr(value.made_of, "fields", ()):  # a record
+        elif isinstance(value, InstanceValue) and isinstance(value.made_of, ClassValue) and value.made_of.fields:
             inner = value.attributes.values()
         elif isinstance(value, InstanceValue):  # what an attribute was given last
             inner = [one.values[-1] if isinstance(one, OneOf) else one for one in value.attributes.values()]

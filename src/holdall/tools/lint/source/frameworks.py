@@ -252,6 +252,7 @@ def _many_agents(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -
     """Make one of PettingZoo's environments: each of its agents counts as an environment."""
     place, game = interpreter.place_here(node), dotted.split(".")[-2]
     kind = likely(arguments.get(None, "obs_type", "rgb_image"))
+    shape: tuple[int, ...]
     shape, count = _PLAYED.get(game.rpartition("_v")[0], ((), 2))
     if ".atari" in dotted:
         shape = {"rgb_image": (210, 160, 3), "grayscale_image": (210, 160), "ram": (128,)}.get(kind, ())

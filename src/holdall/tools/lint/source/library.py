@@ -246,8 +246,8 @@ def _is_instance(value: Any, kinds: Any) -> Any:
             {"Tensor", "FloatTensor"} & set(names) and value.is_tensor
         )
     if isinstance(value, InstanceValue) and isinstance(value.made_of, ClassValue):
-        own = [one.node.name for one in value.made_of.lineage()]
-        if any(isinstance(one, ClassValue) and one.node.name in own for one in given):
+        lineage = [one.node.name for one in value.made_of.lineage()]
+        if any(isinstance(one, ClassValue) and one.node.name in lineage for one in given):
             return True
         return False if names and all(name in _KINDS for name in names) else UNKNOWN
     if isinstance(value, SpaceInfo):

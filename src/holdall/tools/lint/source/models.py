@@ -168,7 +168,8 @@ class TrainingReader:
         """The replay buffers of Stable-Baselines3 that the script makes itself, as runs that have only a buffer."""
         found = []
         for made in self.recorded("buffer"):
-            if made.value.kind.startswith("stable_baselines3") and made.value.kind.endswith("ReplayBuffer"):
+            kind = made.value.kind
+            if made.arguments and kind.startswith("stable_baselines3") and kind.endswith("ReplayBuffer"):
                 given, has_more = self.settings(made.arguments, _BUFFER_ARGUMENTS)
                 handles = plain(made.arguments.get(None, "handle_timeout_termination", True))
                 place = self.interpreter.place(made.node)

@@ -326,8 +326,8 @@ class Names:
             case ReturnedValues():  # older environments return the observation alone
                 return self.member(base.observation, name, node)
             case str() if name in {"parent", "parents"}:
-                above = tuple(map(str, PurePath(base).parents))[:_MOST_PARENTS]
-                return above if name == "parents" else str(PurePath(base).parent)
+                folders = tuple(map(str, PurePath(base).parents))[:_MOST_PARENTS]
+                return folders if name == "parents" else str(PurePath(base).parent)
             case ListValue() | TableValue() | str() | tuple():
                 return BoundMethod(base, name)
         return UNKNOWN

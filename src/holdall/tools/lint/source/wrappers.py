@@ -85,8 +85,8 @@ def suited(env: Environments, name: str, arguments: Any) -> Environments:  # noq
         case "flatten":
             return _flat(env, arguments, SourceRange.whole(""))
         case "concat_vec_envs":
-            count, number = whole(likely(arguments.get(1, "num_vec_envs", 1))), env.number
-            both = UNKNOWN if count is None or number is None else count * number
+            times, number = whole(likely(arguments.get(1, "num_vec_envs", 1))), env.number
+            both = UNKNOWN if times is None or number is None else times * number
             return replace(env, count=both, vector="subproc")
         case "observation_lambda" | "delay_observations" | "reshape":
             return replace(env, observation=None)
