@@ -244,6 +244,38 @@ FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
          "    memory.append((torch.vstack(list(frames)).squeeze(1), 0))\n"},
         [20_000 * (4 * FRAME * 4 + 112)],
     ),
+    "environments that a package registers in a loop, by names that it joins": (
+        {"train.py": "import gymnasium as gym\nfrom cameras.envs import Near\nfrom stable_baselines3 import SAC\n"
+         "SAC('MultiInputPolicy', gym.make('NearDense-v3'), buffer_size=100_000)\n",
+         "cameras/__init__.py": "from gymnasium.envs.registration import register\nfor task in ['Near', 'Far']:\n"
+         "    for kind in ['sparse', 'dense']:\n        suffix = 'Dense' if kind == 'dense' else ''\n"
+         "        register(id=f'{task}{suffix}-v3', entry_point=f'cameras.envs:{task}', kwargs={'side': 40})\n",
+         "cameras/envs.py": "import gymnasium as gym\nimport numpy as np\nfrom gymnasium import spaces\n"
+         "from simulator import photo, position\nclass Near(gym.Env):\n    def __init__(self, side):\n"
+         "        seen = np.concatenate([np.array(photo()).reshape(side, side, 4)[:, :, :3]] * 2)\n"
+         "        self.observation_space = spaces.Dict({\n"
+         "            'image': spaces.Box(0, 255, seen.shape, np.uint8),\n"
+         "            'goal': spaces.Box(-1, 1, np.array(position()).shape)})\n"
+         "        self.action_space = spaces.Box(-1, 1, (3,))\nclass Far(Near):\n    pass\n"},
+        [100_000 * 2 * 80 * 40 * 3],
+    ),
+    "lists side by side that a loop cuts": (
+        {"train.py": "import gymnasium as gym\nimport numpy as np\nenv = gym.make('PongNoFrameskip-v4')\n"
+         "states, after_states, rewards = [], [], []\nmost_memory = 50_000\nobs, _ = env.reset()\n"
+         "state = np.array(obs)\nwhile True:\n    obs, reward, done, truncated, info = env.step(0)\n"
+         "    after = np.array(obs)\n    states.append(state)\n    after_states.append(after)\n"
+         "    rewards.append(reward)\n    state = after\n    if len(rewards) > most_memory:\n"
+         "        for history in [rewards, states, after_states]:\n            del history[:1]\n"
+         "replay = states\n"},
+        [50_000 * (210 * 160 * 3 + 112)],
+    ),
+    "an environment of highway-env that is told what it sees": (
+        {"train.py": "import gymnasium as gym\nimport numpy as np\nfrom collections import deque\n"
+         "env = gym.make('highway-v0').unwrapped\nmemory = deque(maxlen=20_000)\nenv.configure({'observation': {\n"
+         "    'type': 'GrayscaleObservation', 'observation_shape': (200, 100), 'stack_size': 4}})\nwhile True:\n"
+         "    obs, reward, done, truncated, info = env.step(0)\n    memory.append((obs.astype(np.float32), 0))\n"},
+        [20_000 * (4 * 200 * 100 * 4 + 112)],
+    ),
 }  # fmt: skip
 
 

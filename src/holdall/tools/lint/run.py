@@ -123,6 +123,7 @@ class SpaceInfo:
     place: SourceRange
     bounds: Mapping[str, tuple[object, object]] = field(default_factory=dict)
     counts: tuple[int, ...] = ()  # of a discrete space: how many values each of its numbers has
+    is_whole: bool = True  # False: there are further leaves, which are not known
 
     @property
     def nbytes(self) -> int:
@@ -414,7 +415,8 @@ def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     # A rollout is always collected to its end; a replay buffer holds what there was to add.
     steps = None if run.algorithm.on_policy else run.total_timesteps
     resident, is_certain = layout.resident_bytes(steps), run.algorithm.on_policy or steps is not None
-    is_exact = run.environments.action is not None and run.algorithm.has_plain_buffer  # others keep masks, or states
+    is_known = run.environments.action is not None and observation.is_whole
+    is_exact = is_known and run.algorithm.has_plain_buffer  # others keep masks, or states
     return BufferNeed(layout, resident, resident + layout.flatten_bytes, is_exact, is_certain)
 
 

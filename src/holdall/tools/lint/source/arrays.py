@@ -176,12 +176,20 @@ def _of_arrays(interpreter: Any, value: Any) -> Any:
     )
 
 
+def fixed_shape(given: list[Any]) -> tuple[Any, ...] | None:
+    """Return the shape that `reshape` names, if it names every axis: whatever the array was before."""
+    axes = tuple(given) if len(given) > 1 else shape_of(given[0]) if given else None
+    return None if axes is None or not all((whole(likely(one)) or 0) > 0 for one in axes) else axes
+
+
 def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each function
     if shapes.knows(last, package == "torch") and ".nn." not in dotted:
         made = shapes.call(last, arguments.values, arguments.named, node, package == "torch")
         wanted = dtype_of(arguments.named.get("dtype"), package)
         if isinstance(made, ArrayValue):
             return made if wanted is None else replace(made, dtype=wanted)
+    if last in {"reshape", "broadcast_to"} and (axes := fixed_shape(arguments.values[1:])) is not None:
+        return ArrayValue(axes, getattr(first, "dtype", None), frozenset({node}))
     match last:
         case "isscalar":
             return isinstance(first, int | float | str) if first is not UNKNOWN else UNKNOWN
@@ -265,6 +273,8 @@ def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> 
     if not shapes.knows_method(name, array.is_tensor):
         return ArrayValue()
     made = shapes.call(name, [array, *arguments.values], arguments.named, node, array.is_tensor)
+    if made is UNKNOWN and name in {"reshape", "view"} and (axes := fixed_shape(arguments.values)) is not None:
+        return replace(array, shape=axes)
     is_number = made is UNKNOWN and array.nbytes is not None
     return made if made is not UNKNOWN or is_number else ArrayValue(None, array.dtype, array.origins)
 

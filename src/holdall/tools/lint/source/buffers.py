@@ -117,7 +117,8 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
         if limit is None and container.maxlen is None:
             limit = container.length if container.is_fixed else interpreter.capacity_of(owner)
         if limit is not None and limit >= MANY:
-            beside.setdefault((id(owner or container), limit), []).append(group)
+            is_plain = owner is None and not container.is_deque  # lists of the program, side by side
+            beside.setdefault((0 if is_plain else id(owner or container), limit), []).append(group)
     for (_, limit), groups in beside.items():
         items = sorted(map(_fullest, groups), key=lambda one: -_size(one.detail["item"]))
         parts = [part for one in items for part in _parts_once(one.detail["item"])]

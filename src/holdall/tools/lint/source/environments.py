@@ -58,9 +58,9 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
     if package in {"pfrl", "chainerrl"} and last == "wrap_deepmind":
         arguments.named.setdefault("frame_stack", True)
     if last == "register" and (package in _GYMS or ".registration" in dotted):
-        name = arguments.get(0, "id")
-        if isinstance(name, str):
-            interpreter.registered[name] = arguments
+        for name, _ in candidates_of(arguments.get(0, "id")):
+            if isinstance(name, str):
+                interpreter.registered[name] = arguments
         return None
     if last in _VECTORS and package not in {"builtins"}:
         return _vector(interpreter, _VECTORS[last], arguments, node)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source import command_line, containers, environments, library
+from holdall.tools.lint.source import arrays, command_line, containers, environments, library
 from holdall.tools.lint.source.scopes import CallArguments, Names, Scope
 from holdall.tools.lint.source.values import (
     ArrayValue,
@@ -184,12 +184,12 @@ class Expressions(Names):
         return slice(*(None if one is None else likely(self.value(one)) for one in (node.lower, node.upper, node.step)))
 
     def _on_joinedstr(self, node: ast.JoinedStr) -> Any:
-        parts = []
+        parts: list[Any] = []
         for part in node.values:
             value = self.value(part.value) if isinstance(part, ast.FormattedValue) else getattr(part, "value", UNKNOWN)
             is_plain = isinstance(part, ast.Constant) or part.format_spec is None  # type: ignore[attr-defined]
-            parts.append(value if is_plain and isinstance(value, str | int | float) else UNKNOWN)
-        return UNKNOWN if UNKNOWN in parts else "".join(map(str, parts))
+            parts.append(value if is_plain else UNKNOWN)
+        return spread(_joined_text, *parts)
 
     def _on_namedexpr(self, node: ast.NamedExpr) -> Any:
         value = self.value(node.value)
@@ -320,7 +320,7 @@ class Expressions(Names):
             given.is_complete = given.is_complete and isinstance(value, TableValue) and value.is_complete
         return given
 
-    def call(self, called: Any, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a kind
+    def call(self, called: Any, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case a kind
         """Return what a call returns."""
         match called:
             case FunctionValue():
@@ -347,6 +347,10 @@ class Expressions(Names):
             return (
                 UNKNOWN if inner is None else replace(inner, observation=None, action=None)
             )  # a wrapper from elsewhere
+        if name == "reshape" and called is UNKNOWN and (axes := arrays.fixed_shape(arguments.values)) is not None:
+            return ArrayValue(axes, None, frozenset({node}))  # nothing but arrays has this method
+        if name == "astype" and called is UNKNOWN and (dtype := arrays.dtype_of(arguments.get(0, "dtype"))) is not None:
+            return ArrayValue(None, dtype, frozenset({node}))
         if name.startswith("suggest_"):
             return library.suggested(name, arguments)
         for value in (*arguments.values, *arguments.named.values()):
@@ -383,6 +387,10 @@ def bounded(function: Callable[..., Any], *values: Any) -> Any:
     except (ArithmeticError, ValueError, TypeError):
         return UNKNOWN
     return UNKNOWN if isinstance(result, int | float) and not abs(result) <= _LARGEST else result
+
+
+def _joined_text(*parts: Any) -> Any:
+    return "".join(map(str, parts)) if all(isinstance(one, str | int | float) for one in parts) else UNKNOWN
 
 
 def _repeated(left: Any, right: Any) -> Any:

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from holdall.schema import Leaf
+from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, Reference, SpaceInfo, algorithm_by_import, whole
 from holdall.tools.lint.source import environments
 from holdall.tools.lint.source.spaces import by_id
-from holdall.tools.lint.source.values import InstanceValue, likely
+from holdall.tools.lint.source.values import InstanceValue, TableValue, known_items, likely
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
 _SB3_BUFFERS = {
@@ -278,3 +279,21 @@ def _control_suite(interpreter: Any, arguments: Any, node: ast.AST) -> Environme
         shape = (3, sides[0] or 0, sides[1] or 0)
         seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)})
     return Environments(1, "single", None, seen, None, place=place, origin=object())
+
+
+_ROADS = ("highway", "merge", "roundabout", "intersection", "racetrack", "two-way", "exit", "lane-keeping", "u-turn")
+
+
+def configured(env: Environments, settings: Any) -> Environments:
+    """Return an environment of highway-env after its settings: what it observes is one of them."""
+    table = likely(settings)
+    wanted = likely(table.get("observation")) if isinstance(table, TableValue) else None
+    if not env.env_id.startswith(_ROADS) or not isinstance(wanted, TableValue):
+        return env
+    sides = [whole(one) for one in known_items(likely(wanted.get("observation_shape", ()))) or ()]
+    stack = whole(likely(wanted.get("stack_size", 1)))
+    if wanted.get("type") != "GrayscaleObservation" or None in sides or stack is None:
+        return replace(env, observation=None)
+    leaf = Leaf("", (stack, *(side or 0 for side in sides)), np.dtype(np.uint8))
+    place = env.place or SourceRange.whole("")
+    return replace(env, observation=SpaceInfo((leaf,), False, place, {"": (0, 255)}), stack=stack)

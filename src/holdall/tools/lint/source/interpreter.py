@@ -48,6 +48,7 @@ _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported
 _CAPACITY = re.compile(
     r"_*(?:max(?:imum)?_*)?(?:replay|buffer|buf|mem|memory|experiences?)?_*(?:capacity|max|size|len|length|limit|maxlen|maxsize)"
 )
+_MOST_REGISTERED = 32  # rounds of a loop that are followed one by one
 _ENDS = {"sys.exit", "os._exit"}
 _FOLLOWED = InstanceValue | ClassValue | FunctionValue | ModuleValue
 
@@ -157,6 +158,8 @@ class Interpreter(Functions):
             return Reference(dotted) if dotted and not level else UNKNOWN
         module = self.repository.modules.get(found)
         if module is None:
+            if "." in dotted and not level:
+                self.import_module(dotted.rpartition(".")[0])  # a package is run before its modules
             module = self.repository.modules[found] = Module(str(found), tree)
         if not module.is_run:
             self._run_imported(module)
@@ -290,10 +293,11 @@ class Interpreter(Functions):
         match node.test:
             case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[op], comparators=[limit]):
                 changed = shortened_by if isinstance(op, ast.Gt | ast.GtE) else lengthened_by
-                if any(one is not None and ast.dump(one) == ast.dump(held) for one in map(changed, node.body)):
-                    container = self.value(held)
-                    if isinstance(container, ListValue) and container.maxlen is None:
-                        container.maxlen = likely(self.value(limit))
+                several = [one for statement in node.body for one in changed(statement)]
+                if any(ast.dump(one) == ast.dump(held) for one in several):
+                    for container in map(self.value, several):  # lists side by side are cut together
+                        if isinstance(container, ListValue) and container.maxlen is None:
+                            container.maxlen = likely(self.value(limit))
 
     def _if(self, node: ast.If) -> bool:
         self._limit_list(node)
@@ -375,6 +379,11 @@ class Interpreter(Functions):
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         facts = self.loop_facts(node)
+        if facts.registers and isinstance(node, ast.For):  # environments by name: one after the other
+            for item in (known_items(self.value(node.iter)) or ())[:_MOST_REGISTERED]:
+                self.assign(node.target, item)
+                self.block(node.body)
+            return
         for name in facts.counted:
             if isinstance(self.scope.names.get(name), int | float):
                 self.scope.names[name] = UNKNOWN

@@ -45,7 +45,7 @@ _MOST_FOLLOWED = 16  # items of a sequence that a function is called with one by
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case for each kind
     """Return what a call of a library's function, or of its class, returns."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if package == "builtins":
@@ -63,6 +63,8 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
         return Reference("multiprocessing")
     for follow in (frameworks.call, environments.call, arrays.call, pictures.call):
         found = follow(interpreter, dotted, arguments, node)
+        if isinstance(found, Environments) and "config" in arguments.named:
+            return frameworks.configured(found, arguments.named["config"])
         if found is not NotImplemented:
             return found
     if package in _DATA_PACKAGES:
@@ -310,6 +312,9 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
             return UNKNOWN
         case ArrayValue():
             return arrays.call_method(owner, name, arguments, node)
+        case Environments() if name == "configure":
+            interpreter.exchange(owner, frameworks.configured(owner, arguments.get(0, "config")))
+            return None
         case Environments() | SpaceInfo():
             return environments.call_method(interpreter, owner, name, arguments, node)
         case SuperValue(owner=instance):

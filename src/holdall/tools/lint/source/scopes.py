@@ -96,6 +96,7 @@ class LoopFacts:
 
     counted: frozenset[str]  # changed by += and the like
     carried: frozenset[str]  # assigned in one round and read in the next
+    registers: bool = False  # environments
 
 
 class Names:
@@ -216,6 +217,11 @@ class Names:
             value.name = value.name or name
         elif isinstance(value, Environments | InstanceValue) and "env" in name and "eval" not in name:
             self.environments[id(value)] = value
+
+    def exchange(self, old: Any, new: Any) -> None:
+        """Put a value in the place of another one, wherever names and attributes hold it."""
+        for names in (self.scope.names, *(one.attributes for one in self.instances)):
+            names |= {name: new for name, value in names.items() if value is old}
 
     def assign(self, target: ast.expr, value: Any) -> None:
         """Assign to a name, an attribute, an item, or several of them."""
@@ -390,7 +396,10 @@ class Names:
         if node not in self._loops:
             counted: set[str] = set()
             first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+            registers = False
             for part in subtree(node):
+                if isinstance(part, ast.Call):
+                    registers = registers or getattr(part.func, "id", getattr(part.func, "attr", "")) == "register"
                 if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
                     counted.add(part.target.id)
                 if isinstance(part, ast.Name):
@@ -401,5 +410,5 @@ class Names:
             carried = {
                 name for name, (loads, stores) in first.items() if loads and stores and min(loads) <= max(stores)
             }
-            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted))
+            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), registers)
         return self._loops[node]

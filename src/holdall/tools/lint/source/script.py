@@ -424,24 +424,25 @@ def _opaque(target: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
             yield part.id, Binding(node)
 
 
-def shortened_by(statement: ast.stmt) -> ast.expr | None:
-    """Return the list that a statement takes items from."""
+def shortened_by(statement: ast.stmt) -> Iterator[ast.expr]:
+    """Yield the lists that a statement takes items from."""
     match statement:
         case ast.Delete(targets=[ast.Subscript(value=held)]):
-            return held
+            yield held
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="pop" | "popleft" | "remove"))):
-            return held
+            yield held
         case ast.Assign(targets=[ast.Name()], value=ast.Subscript(value=held, slice=ast.Slice())):
-            return held
-    return None
+            yield held
+        case ast.For(target=ast.Name(id=name), iter=ast.List(elts=lists) | ast.Tuple(elts=lists), body=[inner]):
+            if any(isinstance(one, ast.Name) and one.id == name for one in shortened_by(inner)):
+                yield from lists
 
 
-def lengthened_by(statement: ast.stmt) -> ast.expr | None:
-    """Return the list that a statement appends to."""
+def lengthened_by(statement: ast.stmt) -> Iterator[ast.expr]:
+    """Yield the list that a statement appends to."""
     match statement:
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="append"))):
-            return held
-    return None
+            yield held
 
 
 def conditions_of(test: ast.expr) -> tuple[str, str]:

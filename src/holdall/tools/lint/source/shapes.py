@@ -67,15 +67,18 @@ class _Trial:
     length: int
     made: list[tuple[Any, ArrayValue]] = field(default_factory=list)  # the arrays that stand for those of the program
     has_unknown: bool = False
+    has_dtypes: bool = True  # False: that of an array is not known
 
     def array(self, value: ArrayValue) -> Any:
-        if value.shape is None or value.dtype is None:
+        if value.shape is None:
             raise _NotKnownError
-        if value.shape == () and value.dtype.kind in "iu":
+        dtype = value.dtype or np.dtype(np.uint8)
+        self.has_dtypes = self.has_dtypes and value.dtype is not None
+        if value.shape == () and dtype.kind in "iu":
             return 0  # a number that counts, or chooses
         axes = [whole(likely(axis)) for axis in value.shape]
         self.has_unknown = self.has_unknown or None in axes
-        array = np.broadcast_to(np.zeros((), value.dtype), [self.length if axis is None else axis for axis in axes])
+        array = np.broadcast_to(np.zeros((), dtype), [self.length if axis is None else axis for axis in axes])
         self.made.append((array, value))
         return array
 
@@ -112,7 +115,7 @@ class _Trial:
         """Return what a result is, in memory of its own or in that of the array that it is a part of."""
         sources = [value for array, value in self.made if keeps or np.may_share_memory(array, result)]
         devices = [value.device for _, value in self.made] or [""]
-        dtype = result.dtype if result.dtype.kind in "biuf" else None
+        dtype = result.dtype if result.dtype.kind in "biuf" and self.has_dtypes else None
         if sources and dtype == sources[0].dtype:
             return replace(sources[0], shape=result.shape)
         return ArrayValue(result.shape, dtype, frozenset({node}), devices[0])

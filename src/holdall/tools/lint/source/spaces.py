@@ -34,6 +34,7 @@ from holdall.tools.plan.environments import parse_observation, parse_space
 SPACES = {"Box", "Discrete", "MultiDiscrete", "MultiBinary", "Dict", "Tuple"}
 
 
+_LEAST_PICTURE = 4096  # bytes: beside a picture, the numbers of which the shape is not known are few
 _NOWHERE = SourceRange("", 0, 0, 0, 0)
 
 
@@ -160,13 +161,23 @@ def _dict(arguments: Any, place: SourceRange) -> Any:
     entries |= {name: value for name, value in arguments.named.items() if name not in {"spaces", "seed"}}
     leaves: list[Leaf] = []
     bounds: dict[str, tuple[object, object]] = {}
+    is_whole = True
     for name, child in entries.items():
         inner = likely(child)
+        if inner is UNKNOWN and isinstance(name, str):
+            is_whole = False
+            continue
         if not isinstance(inner, SpaceInfo) or inner.is_dict or not isinstance(name, str):
             return UNKNOWN
         leaves.append(Leaf(name, inner.leaves[0].shape, inner.leaves[0].dtype))
         bounds |= {name: inner.bounds[""]} if inner.bounds else {}
-    return SpaceInfo(tuple(leaves), True, place, bounds) if leaves and arguments.is_complete else UNKNOWN
+    if (
+        not leaves
+        or not arguments.is_complete
+        or (not is_whole and max(leaf.nbytes for leaf in leaves) < _LEAST_PICTURE)
+    ):
+        return UNKNOWN
+    return SpaceInfo(tuple(leaves), True, place, bounds, is_whole=is_whole)
 
 
 def space_member(space: SpaceInfo, name: str) -> Any:
