@@ -48,7 +48,7 @@ def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Ma
     differentiated = {
         (script.scope(call), loss.id) for call, loss in script.method_calls("backward") if isinstance(loss, ast.Name)
     }
-    for node in script.nodes:
+    for node in (*script.of_kind(ast.Call), *script.of_kind(ast.AugAssign)):
         match node:
             case ast.Call(func=ast.Attribute(attr="append", value=kept), args=[value]):
                 keeper = ast.unparse(kept)

@@ -111,9 +111,9 @@ class Functions(Expressions):
 
     def _made_by_call(self, function: FunctionValue, value: Any, call: ast.AST | None) -> Any:
         """Return a value whose new arrays are those of one call: another call makes other arrays."""
+        if value is None or value is UNKNOWN or call is None:
+            return value
         if isinstance(value, ArrayValue):
-            if call is None:
-                return value
             if function.node not in self._inside:
                 self._inside[function.node] = frozenset(map(id, subtree(function.node)))
             inside = self._inside[function.node]

@@ -202,13 +202,15 @@ class Interpreter(Functions):
     def _import_from(self, node: ast.ImportFrom) -> None:
         package = node.module or ""
         source = self.import_module(package, node.level)
+        first, here = package.partition(".")[0], (self.scope.module or self.main).path
         for alias in node.names:
             if alias.name == "*":
                 if isinstance(source, ModuleValue):
                     self.scope.names |= {n: v for n, v in source.module.names.items() if not n.startswith("_")}
                 continue
             value = self.member(source, alias.name)
-            if value is UNKNOWN or isinstance(source, Reference):  # a module of a package, or of a plain folder
+            is_folder = isinstance(source, Reference) and self.repository.has_folder(first, here)
+            if (value is UNKNOWN and not isinstance(source, Reference)) or is_folder:  # a module of a package
                 inner = self.import_module(f"{package}.{alias.name}" if package else alias.name, node.level)
                 value = inner if isinstance(inner, ModuleValue) else value
             self.bind(alias.asname or alias.name, value)

@@ -45,7 +45,7 @@ _MOST_FOLLOWED = 16  # items of a sequence that a function is called with one by
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case for each kind
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
     """Return what a call of a library's function, or of its class, returns."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if package == "builtins":
@@ -63,10 +63,9 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         return Reference("multiprocessing")
     for follow in (frameworks.call, environments.call, arrays.call, pictures.call):
         found = follow(interpreter, dotted, arguments, node)
-        if isinstance(found, Environments) and "config" in arguments.named:
-            return frameworks.configured(found, arguments.named["config"])
         if found is not NotImplemented:
-            return found
+            is_told = "config" in arguments.named and isinstance(found, Environments)
+            return frameworks.configured(found, arguments.named["config"]) if is_told else found
     if package in _DATA_PACKAGES:
         return command_line.loaded(interpreter, last, arguments, package)
     return _other(interpreter, dotted, last, arguments, node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import configparser
 import json
+import os
 import re
 import tomllib
 import warnings
@@ -57,8 +58,10 @@ class Repository:
         self.modules: dict[Path, Module] = {}  # those that a script imported; the next script finds them as they are
         self._trees: dict[Path, ast.Module | None] = {}
         self._found: dict[tuple[Path, str, int], Path | None] = {}
-        self._exists: dict[Path, bool] = {}
+        self._exists: dict[str, bool] = {}
+        self._above: dict[Path, dict[str, None]] = {}
         self._directories: dict[str, Path] = {}  # of importers
+        self._folders: dict[tuple[Path, str], bool] = {}
         self._data: dict[Path, Any] = {}
         self._texts: dict[Path, str] = {}
         self._named: dict[str, list[Path]] | None = None
@@ -89,12 +92,24 @@ class Repository:
         """Return the file that an import means, if it is one of this repository."""
         if self.root is None:
             return None
-        if importer not in self._directories:
-            self._directories[importer] = Path(importer).resolve().parent
-        key = (self._directories[importer], dotted, level)
+        key = (self._directory(importer), dotted, level)
         if key not in self._found:
             self._found[key] = next(self._candidates(*key), None)
         return self._found[key]
+
+    def has_folder(self, name: str, importer: str) -> bool:
+        """Whether there is a folder of this name beside a file, or above it in the repository."""
+        if self.root is None:
+            return False
+        here = self._directory(importer)
+        if (here, name) not in self._folders:
+            self._folders[here, name] = any(Path(base, name).is_dir() for base in self._bases(here))
+        return self._folders[here, name]
+
+    def _directory(self, importer: str) -> Path:
+        if importer not in self._directories:
+            self._directories[importer] = Path(importer).resolve().parent
+        return self._directories[importer]
 
     def imports_match(self, pattern: re.Pattern[str], text: str, path: str) -> bool:
         """Whether one of the files that a script imports, directly or through others, matches a pattern."""
@@ -131,30 +146,36 @@ class Repository:
         return self._texts[path]
 
     def _candidates(self, here: Path, dotted: str, level: int) -> Iterator[Path]:
-        root = self.root
-        if root is None or not here.is_relative_to(root):
+        if self.root is None:
             return
-        parts = dotted.split(".") if dotted else []
+        bases = self._bases(here)
         if level:
-            bases = [here.parents[level - 2]] if level > 1 else [here]
-        else:
-            above = [one for one in here.parents if one.is_relative_to(root)]
-            bases = [here, *above, root / "src"]
+            above = [here, *here.parents][level - 1 : level]
+            bases = [one for one in above if str(one) in bases]
+        inner = dotted.replace(".", os.sep)
         for base in bases:
-            if not base.is_relative_to(root):
-                continue
-            target = base.joinpath(*parts)
-            for file in (target.with_suffix(".py") if parts else target, target / "__init__.py"):
+            target = f"{base}{os.sep}{inner}" if inner else str(base)
+            for file in (f"{target}.py", f"{target}{os.sep}__init__.py")[not inner :]:
                 if self._is_file(file):
-                    yield file
-        if parts and not level and (found := self._by_name(parts[0])) is not None:
-            base = found.parent if found.name == "__init__.py" else found
-            target = base.joinpath(*parts[1:])
-            yield from (file for file in (target.with_suffix(".py"), target / "__init__.py") if self._is_file(file))
+                    yield Path(file)
+        if inner and not level and (found := self._by_name(dotted.partition(".")[0])) is not None:
+            base = found.parent if found.name == "__init__.py" else found.with_suffix("")
+            rest = dotted.split(".")[1:]
+            files = (base.joinpath(*rest).with_suffix(".py"), base.joinpath(*rest, "__init__.py")) if rest else (found,)
+            yield from (file for file in files if self._is_file(str(file)))
 
-    def _is_file(self, path: Path) -> bool:
+    def _bases(self, here: Path) -> dict[str, None]:
+        """Return where a file of a folder finds its modules: there, above it in the repository, and in `src`."""
+        if here not in self._above:
+            root = self.root
+            inside = [] if root is None or not here.is_relative_to(root) else [here, *here.parents]
+            kept = [str(one) for one in inside if root is not None and one.is_relative_to(root)]
+            self._above[here] = dict.fromkeys([*kept, str(root / "src")] if kept and root is not None else [])
+        return self._above[here]
+
+    def _is_file(self, path: str) -> bool:
         if path not in self._exists:
-            self._exists[path] = path.is_file()
+            self._exists[path] = Path(path).is_file()
         return self._exists[path]
 
     def settings_files(self, importer: str, suffixes: tuple[str, ...]) -> list[tuple[str, Any]]:
@@ -172,14 +193,17 @@ class Repository:
         """Return the one file or package of the repository with a name, wherever it is: people add to sys.path."""
         if self._named is None:
             self._named = {}
-            waiting = [(self.root, 0)] if self.root is not None else []
+            waiting = [(str(self.root), 0)] if self.root is not None else []
             for folder, depth in waiting:  # grows as folders are found
                 for entry in _entries(folder):
-                    if entry.is_dir() and depth < _DEEPEST_FOLDER and len(waiting) < _MOST_MODULES:
-                        waiting.append((entry, depth + 1))
-                    file = entry / "__init__.py" if entry.is_dir() else entry
-                    if file.suffix == ".py" and file.is_file() and entry.stem != "__init__":
-                        self._named.setdefault(entry.stem, []).append(file)
+                    is_folder = entry.is_dir()
+                    if is_folder and depth < _DEEPEST_FOLDER and len(waiting) < _MOST_MODULES:
+                        waiting.append((entry.path, depth + 1))
+                    stem, _, ending = entry.name.rpartition(".")
+                    if is_folder and Path(entry.path, "__init__.py").is_file():
+                        self._named.setdefault(entry.name, []).append(Path(entry.path, "__init__.py"))
+                    elif ending == "py" and stem != "__init__" and not is_folder:
+                        self._named.setdefault(stem, []).append(Path(entry.path))
         found = self._named.get(name, [])
         return found[0] if len(found) == 1 else None
 
@@ -202,14 +226,16 @@ class Repository:
             return None
         here = Path(importer).resolve().parent
         files = ((base / name).resolve() for base in (here, self.root, Path.cwd()))
-        return next((file for file in files if file.is_relative_to(self.root) and self._is_file(file)), None)
+        return next((file for file in files if file.is_relative_to(self.root) and self._is_file(str(file))), None)
 
 
-def _entries(folder: Path) -> list[Path]:
+def _entries(folder: str) -> list[os.DirEntry[str]]:
     try:
-        return [one for one in sorted(folder.iterdir()) if not one.name.startswith(".") and not one.is_symlink()]
+        with os.scandir(folder) as found:
+            entries = [one for one in found if not one.name.startswith(".") and not one.is_symlink()]
     except OSError:
         return []
+    return sorted(entries, key=lambda one: one.name)
 
 
 def read_data(file: Path) -> Any:

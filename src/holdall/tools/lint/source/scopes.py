@@ -36,6 +36,7 @@ from holdall.tools.lint.source.values import (
 )
 
 _PLAIN = int | float | str | bool | bytes | None
+_NAMELESS = {int, float, str, bool, type(None), tuple, Reference, type(UNKNOWN), FunctionValue, ClassValue, BoundMethod}
 _MOST_PARENTS = 8
 _MOST_STEPS = 60_000
 _METHODS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {}  # that evaluate an expression, by its kind
@@ -207,6 +208,8 @@ class Names:
         self._remember(name, value)
 
     def _remember(self, name: str, value: Any) -> None:
+        if type(value) in _NAMELESS:  # most values
+            return
         if isinstance(value, ArrayValue):
             for origin in value.origins:
                 self.names.setdefault(origin, name)
@@ -307,10 +310,10 @@ class Names:
                 return self._instance_member(base, name, node)
             case ModuleValue(module=module):
                 return module.names.get(name, UNKNOWN)
-            case Reference(dotted=dotted) if dotted.endswith("flags.FLAGS"):
-                self.is_soft = True
-                return getattr(self, "flags", {}).get(name, UNKNOWN)
             case Reference(dotted=dotted):
+                if dotted.endswith("flags.FLAGS"):
+                    self.is_soft = True
+                    return getattr(self, "flags", {}).get(name, UNKNOWN)
                 return Reference(f"{dotted}.{name}")
             case ClassValue():
                 if (found := base.find(name)) is UNKNOWN:
@@ -398,9 +401,9 @@ class Names:
             first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
             registers = False
             for part in subtree(node):
-                if isinstance(part, ast.Call):
+                if type(part) is ast.Call:
                     registers = registers or getattr(part.func, "id", getattr(part.func, "attr", "")) == "register"
-                if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
+                elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
                     counted.add(part.target.id)
                 if isinstance(part, ast.Name):
                     at = (part.lineno, part.col_offset)
