@@ -24,6 +24,8 @@ from holdall.tools.lint.source.repository import Module, Repository
 from holdall.tools.lint.source.scopes import CallArguments, OutOfStepsError, Scope
 from holdall.tools.lint.source.script import LONGEST_CONDITION, Script, conditions_of, lengthened_by, shortened_by
 from holdall.tools.lint.source.values import (
+    MOST_CANDIDATES,
+    MOST_SETTINGS,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -168,7 +170,7 @@ class Interpreter(Functions):
     def _run_imported(self, module: Module) -> None:
         """Follow a module that the script imports: within bounds of its own, and once for all scripts."""
         outer = self.steps, self._depth, self.anchor, self.rounds, self._active
-        self.steps, self._depth, self.anchor, self.rounds, self._active = 0, _IMPORTED_DEPTH, None, (), Counter()
+        self.steps, self._depth, self.rounds, self._active = 0, _IMPORTED_DEPTH, (), Counter()
         try:
             self.run_module(module)
         except OutOfStepsError:
@@ -266,10 +268,10 @@ class Interpreter(Functions):
                 self.bind(node.name, self.define(node))
             case ast.ClassDef():
                 self.bind(node.name, self.define_class(node))
-            case ast.Import():
-                self._import(node)
-            case ast.ImportFrom():
-                self._import_from(node)
+            case ast.Import() | ast.ImportFrom():
+                outer_anchor, self.anchor = self.anchor, node if self.scope.module is self.main else self.anchor
+                (self._import if isinstance(node, ast.Import) else self._import_from)(node)  # type: ignore[operator]
+                self.anchor = outer_anchor
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 self.scope.outer |= set(names)
             case ast.Match(subject=subject, cases=cases):
@@ -427,7 +429,10 @@ class Interpreter(Functions):
             return one_of((item, "") for item in over.items) if over.items else UNKNOWN
         if items is None and isinstance(over, OneOf):
             return one_of((self.item_of_loop(one), condition) for one, condition in candidates_of(over))
-        return one_of((item, "") for item in items) if items else UNKNOWN
+        is_tried = bool(items) and isinstance(items[-1], TableValue | tuple)
+        return (
+            one_of(((item, "") for item in items), MOST_SETTINGS if is_tried else MOST_CANDIDATES) if items else UNKNOWN
+        )
 
     # ------------------------------------------------------------ what nothing calls
 

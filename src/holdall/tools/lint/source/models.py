@@ -72,7 +72,7 @@ _POLICIES = {
 _MAKES = re.compile(
     r"stable_baselines3|sb3_contrib|[Rr]eplay|deque|torchrl|tianshou|elegantrl"
     r"|\b(?:np|numpy|torch|th)\.(?:zeros|empty|ones|full)\b|(?:memory|buffer|transitions|experience)\w*\.append"
-    r"|\w(?:Memory|Buffer)\(|\.append\([(\[](?:self\.)?(?:\w*state|obs|frame|s,)"
+    r"|rl\.memory|cpprb|\.append\([(\[](?:self\.)?(?:\w*state|obs|frame|s,)"
 )
 """A script without any of these makes no model and no buffer."""
 

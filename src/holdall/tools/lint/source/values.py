@@ -19,6 +19,8 @@ import numpy as np
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 
 MOST_CANDIDATES = 6
+MOST_SETTINGS = 16  # tables of settings that a loop tries
+_MOST_COMBINATIONS = 24
 _LONGEST_DEQUE = 16  # whose items are written out: a stack of frames
 Path = tuple[str, ...]
 """The conditions under which a line is reached, from the outside in."""
@@ -201,7 +203,7 @@ def best_array(value: OneOf) -> Any:
     return max(arrays, key=lambda one: one.nbytes or 0) if arrays else likely(value)
 
 
-def one_of(pairs: Iterable[tuple[Any, str]]) -> Any:
+def one_of(pairs: Iterable[tuple[Any, str]], most: int = MOST_CANDIDATES) -> Any:
     """Join candidates: one value if they are all the same."""
     if type(pairs) is list and len(pairs) == 1 and type(pairs[0][0]) is not OneOf:
         return pairs[0][0]
@@ -213,7 +215,7 @@ def one_of(pairs: Iterable[tuple[Any, str]]) -> Any:
             if can_join and isinstance(value, ArrayValue):
                 joined = replace(kept[at][0], origins=kept[at][0].origins | value.origins)
                 kept[at] = (joined, kept[at][1])
-        elif len(kept) < MOST_CANDIDATES:
+        elif len(kept) < most:
             kept.append((value, condition))
             can_join = can_join or isinstance(value, ArrayValue)
         elif not can_join:
@@ -256,7 +258,7 @@ def spread(function: Callable[..., Any], *values: Any) -> Any:
             ((*chosen, one), condition or inner)
             for chosen, condition in combinations
             for one, inner in candidates_of(value)
-        ][: 4 * MOST_CANDIDATES]
+        ][:_MOST_COMBINATIONS]
     return one_of([(function(*chosen), condition) for chosen, condition in combinations])
 
 
