@@ -270,7 +270,10 @@ class Interpreter(Functions):
                 self.bind(node.name, self.define_class(node))
             case ast.Import() | ast.ImportFrom():
                 outer_anchor, self.anchor = self.anchor, node if self.scope.module is self.main else self.anchor
-                (self._import if isinstance(node, ast.Import) else self._import_from)(node)  # type: ignore[operator]
+                if isinstance(node, ast.Import):
+                    self._import(node)
+                else:
+                    self._import_from(node)
                 self.anchor = outer_anchor
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 self.scope.outer |= set(names)
@@ -429,10 +432,10 @@ class Interpreter(Functions):
             return one_of((item, "") for item in over.items) if over.items else UNKNOWN
         if items is None and isinstance(over, OneOf):
             return one_of((self.item_of_loop(one), condition) for one, condition in candidates_of(over))
-        is_tried = bool(items) and isinstance(items[-1], TableValue | tuple)
-        return (
-            one_of(((item, "") for item in items), MOST_SETTINGS if is_tried else MOST_CANDIDATES) if items else UNKNOWN
-        )
+        if not items:
+            return UNKNOWN
+        most = MOST_SETTINGS if isinstance(items[-1], TableValue | tuple) else MOST_CANDIDATES
+        return one_of(((item, "") for item in items), most)
 
     # ------------------------------------------------------------ what nothing calls
 

@@ -148,10 +148,10 @@ class Repository:
     def _candidates(self, here: Path, dotted: str, level: int) -> Iterator[Path]:
         if self.root is None:
             return
-        bases = self._bases(here)
+        bases = list(self._bases(here))
         if level:
-            above = [here, *here.parents][level - 1 : level]
-            bases = [one for one in above if str(one) in bases]
+            above = map(str, [here, *here.parents][level - 1 : level])
+            bases = [one for one in above if one in bases]
         inner = dotted.replace(".", os.sep)
         for base in bases:
             target = f"{base}{os.sep}{inner}" if inner else str(base)
@@ -159,9 +159,9 @@ class Repository:
                 if self._is_file(file):
                     yield Path(file)
         if inner and not level and (found := self._by_name(dotted.partition(".")[0])) is not None:
-            base = found.parent if found.name == "__init__.py" else found.with_suffix("")
-            rest = dotted.split(".")[1:]
-            files = (base.joinpath(*rest).with_suffix(".py"), base.joinpath(*rest, "__init__.py")) if rest else (found,)
+            folder = found.parent if found.name == "__init__.py" else found.with_suffix("")
+            rest = folder.joinpath(*dotted.split(".")[1:])
+            files = (rest.with_suffix(".py"), rest / "__init__.py") if "." in dotted else (found,)
             yield from (file for file in files if self._is_file(str(file)))
 
     def _bases(self, here: Path) -> dict[str, None]:

@@ -42,7 +42,7 @@ _ALE = re.compile(r"^(?:ALE/)?(?P<game>[A-Za-z]+?)(?:-ram)?(?P<kind>NoFrameskip|
 
 
 _CONSOLES = {
-    "Genesis": "224x320", "Snes": "224x256", "Nes": "224x240", "Atari2600": "210x160", "GameBoy": "144x160",
+    "Genesis": "224x320", "Snes": "224x256", "Nes": "224x240", "Atari2600": "210x160",
     "GbAdvance": "160x240", "Sms": "192x256",
 }  # fmt: skip
 """The screens of the games of retro, whose names end with the console's."""
