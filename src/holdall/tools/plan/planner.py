@@ -437,7 +437,7 @@ def _measure(
         traces = {"traced_batch": traced["batch"], "traced": once, "traced_twice": twice}
     if "growth" in base:
         batch, nbytes, same = base["growth"]
-        traces["growth"] = HeapGrowth(batch, nbytes, UpdateBytes(*same), base["kept"])
+        traces["growth"] = HeapGrowth(batch, nbytes, UpdateBytes(*same), base["kept"], base["fixed"])
     measured = MeasuredCosts(
         libraries=base.get("updated", base["imported"]),
         libraries_anonymous=base["imported_anonymous"],
