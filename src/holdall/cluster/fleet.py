@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -158,12 +159,15 @@ class Fleet:
         self, terms: MemoryTerms, seed: int | None, url: str | None, settings: ClusterSettings, shards: int
     ) -> None:  # fmt: skip
         name, sampler = terms.address.name, for_shards(terms.sampler)
+        self._home = f"{NAMESPACE}-{secrets.token_hex(8)}"  # where shards have their numbers as names
         remote: Any = ray.remote
         found_by = {"name": name, "namespace": NAMESPACE, "max_concurrency": _TALKS}
         # Ray's record of every call would cost as much as a small call itself; shards have metrics of their own.
         roster = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(Roster).options(**found_by)
         try:
-            self.roster = roster.remote(name, settings.limit, url is not None, replace(terms, sampler=sampler))
+            self.roster = roster.remote(
+                name, settings.limit, url is not None, replace(terms, sampler=sampler), self._home
+            )
         except ValueError as error:
             raise ArgumentError(f"name ({name!r}) is that of another memory of this cluster; choose another") from error
         # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
@@ -189,8 +193,12 @@ class Fleet:
         with self._lock:
             _require_number(number)
             self._next = max(self._next, number + 1)
-            self.actors[number] = self._shard.remote(number, *self._made_with, saved)
-            self._ask(self.roster, "admit", self.actors)
+            self.actors[number] = self._started(number, saved)
+            self._ask(self.roster, "admit", number, self.actors[number])
+
+    def _started(self, number: int, saved: tuple[str, Any] | None = None) -> Any:
+        named = self._shard.options(name=str(number), namespace=self._home)
+        return named.remote(number, *self._made_with, saved)
 
     def grow(self) -> int:
         """Start one more shard and return its number; nobody hears of it before it is up."""
@@ -198,18 +206,23 @@ class Fleet:
             self._require_room()
             number, self._next = self._next, self._next + 1
             _require_number(number)
-            actor = self._shard.remote(number, *self._made_with, None)
+            actor = self._started(number)
             try:
                 ray.get(actor.counters.remote(), timeout=self._patience_s)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                ray.kill(actor)
+                self._end(number, actor)
                 raise ShardError(
                     f"shard {number} did not start within {self._patience_s:g} s ({type(error).__name__}); see "
                     "`ray status` for room, and call add_shard() again; the memory is as before"
                 ) from error
             self.actors[number] = actor
-            self._ask(self.roster, "admit", self.actors)
+            self._ask(self.roster, "admit", number, actor)
             return number
+
+    def _end(self, number: int, actor: Any) -> None:
+        """End a shard that is listed nowhere, unless a roster was restarted meanwhile."""
+        ray.kill(actor)
+        self._ask(self.roster, "dismiss", number)
 
     def _require_room(self) -> None:
         """Refuse to start a shard for which no machine has what it reserves."""
@@ -230,10 +243,8 @@ class Fleet:
             if number not in self.actors or len(self.actors) == 1:
                 raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self.actors)}")
             actor = self.actors[number]
-            self._ask(self.roster, "admit", self.actors)
-            self._ask(self.roster, "retire", number)
             self._ask(actor, "close_to_writers")
-            writer.look_around(now=True)
+            writer.leave(number)
             while (oldest := self._ask(actor, "oldest"))[0]:
                 payload, rows, first_row, end = oldest
                 to, name, sequence = writer.next_of_others()
@@ -243,8 +254,7 @@ class Fleet:
             self._ask(self.roster, "dismiss", number)
             del self.actors[number]
             cluster.refresh()
-            writer.look_around(now=True)
-            ray.kill(actor)
+            self._end(number, actor)
 
     def settle(self) -> None:
         """Wait until the shards are up; have segments that an earlier memory was moving be where they arrived.
@@ -274,6 +284,8 @@ class Fleet:
             try:
                 return ray.get(actor.move.remote(), timeout=self._patience_s)
             except ray.exceptions.ActorDiedError as error:
+                if not self._is_gone(number):
+                    continue
                 self.end()
                 reason = str(error).strip().splitlines()[-1]  # what its constructor raised
                 raise ShardError(f"shard {number} could not be started: {reason}") from error
@@ -281,6 +293,15 @@ class Fleet:
                 if not self._has_journals:
                     return None
                 _LOG.warning("shard %d is not up yet: it reads its journal, or Ray has no room for it", number)
+
+    def _is_gone(self, number: int) -> bool:
+        """Whether Ray has given a shard up: it then has no name any more."""
+        try:
+            ray.get_actor(str(number), self._home)
+        except ValueError:
+            return True
+        time.sleep(_PAUSE_S)
+        return False
 
     def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
         """Call what may be called twice; a shard, or the roster, that is killed meanwhile is waited for."""
@@ -290,8 +311,6 @@ class Fleet:
         while True:
             try:
                 return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
-            except ray.exceptions.ActorDiedError:
-                raise
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                 if time.monotonic() > until:
                     raise ShardError(

@@ -287,7 +287,6 @@ class MemoryHandle:
     def _wait_for_grant(self, count: int) -> None:
         """Wait until the limiter grants a draw, if there is one."""
         limit = self._address.limit
-        self._cluster.tell_restarted_roster()
         if limit is None:
             return
         limit.require("batch", count)
@@ -316,12 +315,11 @@ def attach(
         require_safe_cluster()
     else:
         join_cluster(address, NAMESPACE)
-    roster = Address.roster_of(name)
-    terms: MemoryTerms = _answered(roster, "terms")
+    terms: MemoryTerms = _answered(name, "terms")
     if sampler is not None or isinstance(terms.sampler, Hindsight):
         terms = replace(terms, sampler=_same(terms.sampler, sampler))
     if rank is None:
-        rank = _answered(roster, "enroll") if seed is not None else secrets.randbits(32)
+        rank = _answered(name, "enroll") if seed is not None else secrets.randbits(32)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
     learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
@@ -330,14 +328,13 @@ def attach(
     return handle
 
 
-def _answered(roster: Any, method: str) -> Any:
+def _answered(memory: str, method: str) -> Any:
     """Ask the roster something; one that Ray starts again, also on another machine, is waited for."""
     until = time.monotonic() + _ROSTER_S
     while True:
+        roster = Address.roster_of(memory)  # which refuses a memory that was closed
         try:
             return received(getattr(roster, method).remote(), None)
-        except ray.exceptions.ActorDiedError as error:
-            raise ShardError("the memory was closed while a process attached to it; make it again") from error
         except ray.exceptions.RayActorError as error:
             if time.monotonic() > until:
                 raise ShardError(

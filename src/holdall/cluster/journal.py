@@ -96,13 +96,24 @@ class Journal:
         self.fenced = False
         self.url, self.batching_s = slots.url, slots.batching_s
 
-    def open(self) -> Iterator[Page]:
-        """Return everything that was accepted, and take the journal over."""
-        self._slots.require_fencing()
+    def open(self, *, waits: bool = False) -> Iterator[Page]:
+        """Return everything that was accepted, and take the journal over.
+
+        Args:
+            waits: Whether a disk that fails is tried again until it does not.
+        """
+        if not waits:
+            self._slots.require_fencing()  # which an earlier life has done
         while True:
             try:
                 yield from self._read_all()
             except _RemovedError:  # by the last owner, who is still at it: its rows have left, and so have those before
+                self._first_rows.clear()
+            except CheckpointError as error:
+                if not waits:
+                    raise
+                _LOG.warning("%s; trying again", error)
+                time.sleep(_TRY_AGAIN_S)
                 self._first_rows.clear()
             else:
                 return

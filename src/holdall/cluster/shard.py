@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import pickle
+import secrets
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, re
 from holdall.cluster import protocol
 from holdall.cluster.answer import Payload, RowDraw
 from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
-from holdall.cluster.roster import NAMESPACE
+from holdall.cluster.roster import NAMESPACE, is_restarted
 from holdall.cluster.shard_data import ShardData
 from holdall.cluster.shared_blocks import BlockPlace, ChangeCount
 from holdall.cluster.status import Process, ShardMetrics
@@ -42,6 +44,7 @@ _MOST_LEARNERS = 1024
 _MOST_CREDITS = 4
 _CROWDED_BYTES = 32 * 2**20
 _SETTLED_S = 5.0
+_TRY_AGAIN_S = 0.05
 _OVERTAKEN_S = 2.0
 """How long a segment waits for those before it, which Ray may deliver later, before the writer is asked for them."""
 Ids = NDArray[np.int64]
@@ -78,26 +81,28 @@ class Shard:
         self._is_closed = threading.Event()
         self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
         self._changes, self._written_changes = ChangeCount(), 0  # the latter when priorities were last written
-        self._saves = 0
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._committer: Committer | None = None
         self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock, neighbours)
-        checkpoint = None if saved is None else _checkpoint_of(*saved)
-        first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
-        self._epoch, highest = _begun(memory, number, first_life, has_journal=url is not None)
-        if url is None:
-            self._data.begin_at(protocol.first_row_of(self._epoch))
-        else:
-            journal = journal_of(url, number)
-            self._take_over(journal)
+        self._epoch, highest = begun_life(memory, number, 0, has_journal=url is not None)
         # A checkpoint is what a shard begins with, and not what one that was restarted goes back to.
-        name = "" if saved is None else f"{saved[0]}:{saved[1]}"
-        written = self._data.store.next_tick
-        is_new = self._epoch == first_life if url is None else _begins_with(journal, written, name)
+        is_new, checkpoint = self._epoch == 0 or not is_restarted(), None
+        if url is not None:
+            journal = journal_of(url, number)
+            self._take_over(journal, waits=is_restarted())
+            written, name = self._data.store.next_tick, "" if saved is None else f"{saved[0]}:{saved[1]}"
+            is_new = _begins_with(journal, written, name)
+        if saved is not None and is_new:
+            checkpoint = _checkpoint_of(*saved)
+        if url is None:
+            first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
+            if first_life:
+                self._epoch, _ = begun_life(memory, number, first_life, has_journal=False)
+            self._data.begin_at(protocol.first_row_of(self._epoch))
         # The first life of the only shard draws as a local memory with the same seed does.
         if seed is not None and (number, self._epoch) != (0, 0):
             self._data.generator = generator_of([seed, number, self._epoch])
-        if checkpoint is not None and is_new:
+        if checkpoint is not None:
             self._data.load(checkpoint)
             if url is not None:
                 self._data.write_loaded(journal, name, written)
@@ -114,9 +119,9 @@ class Shard:
             self._written_changes = self._changes.value
             return self._data.priorities()
 
-    def _take_over(self, journal: Journal) -> None:
+    def _take_over(self, journal: Journal, *, waits: bool) -> None:
         """Go on with all that the journal holds."""
-        self._data.replay(journal, self._memory)
+        self._data.replay(journal, self._memory, waits=waits)
         if journal.state.closed_by == self._memory:
             self._is_closed.set()
         self._epoch = journal.epoch
@@ -324,13 +329,15 @@ class Shard:
     def begin_save(self, order: protocol.CallOrder, url: str) -> int:
         """Begin a checkpoint of this moment at a place of this shard's own; return what `end_save` is called with."""
         with self._in_turn(order):
-            number = self._saves = self._saves + 1
+            number = secrets.randbits(62)  # unlike those of an earlier life
             self._handles[number] = self._data.save(url)
             return number
 
     @ray.method(concurrency_group="save")
     def end_save(self, number: int) -> Checkpoint:
         """Wait for a checkpoint."""
+        if number not in self._handles:
+            raise protocol.CallOrderError(f"shard {self._number} was restarted after the checkpoint was begun")
         return self._handles.pop(number).result()
 
     @ray.method(concurrency_group="control")
@@ -360,6 +367,7 @@ class Shard:
                 "plain_bytes": sum(field.plain_bytes for field in fields),
                 "capacity": self._data.capacity,
                 "is_durable": self._committer is not None,
+                "is_draining": self._is_closed.is_set(),
             }
 
     @ray.method(concurrency_group="control")
@@ -411,16 +419,24 @@ class Shard:
         return protocol.ShardCounters(self._epoch, *rows, data.inserted, changes, backlog, mass, highest)
 
 
-def _begun(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
-    """Return which life of a shard this is, and the highest priority of the memory, as its roster has them."""
-    try:
-        roster: Any = ray.get_actor(memory, NAMESPACE)
-    except ValueError:
-        if has_journal:  # which has both, as they were
-            return first_life, 0.0
-        raise
-    begun: tuple[int, float] = ray.get(roster.begin_life.remote(number, first_life))
-    return begun
+def begun_life(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
+    """Return which life of a shard this is, and the highest priority of the memory, as its roster has them.
+
+    A roster that is being restarted is waited for: Ray gives up an actor for good whose constructor raises.
+    """
+    while True:
+        try:
+            roster: Any = ray.get_actor(memory, NAMESPACE)
+        except ValueError:  # the memory was closed
+            if has_journal:  # which has both, as they were
+                return first_life, 0.0
+            raise
+        try:
+            begun: tuple[int, float] = ray.get(roster.begin_life.remote(number, first_life))
+        except ray.exceptions.RayActorError:
+            time.sleep(_TRY_AGAIN_S)
+        else:
+            return begun
 
 
 def _checkpoint_of(url: str, number: int) -> Restored:

@@ -140,9 +140,9 @@ class ShardData:
         """Return a segment as bytes."""
         return storage.pack_segment(segment, self._kernels.coder)
 
-    def replay(self, journal: Journal, memory: str) -> None:
-        """Take a journal over for a memory of this name, and hold all that it holds and shows."""
-        for page in journal.open():
+    def replay(self, journal: Journal, memory: str, *, waits: bool) -> None:
+        """Take a journal over for a memory of this name, and hold all that it holds and shows; see `Journal.open`."""
+        for page in journal.open(waits=waits):
             if page.begins:
                 self.begin_at(page.first_row)
             elif page.first_row != self.store.next_tick:

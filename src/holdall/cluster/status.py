@@ -45,6 +45,7 @@ class ShardStatus:
     plain_bytes: int = 0  # what the same transitions take as plain arrays of obs and next_obs
     capacity: int = 0  # most transitions
     is_durable: bool = False  # whether a journal is kept
+    is_draining: bool = False  # whether it takes nothing more
     limit: str = ""  # what its memory meets first: its control group, or the machine
     limit_bytes: int = 0
     limit_free_bytes: int = 0
@@ -266,7 +267,6 @@ class Cluster:
         self._version = -1
         self._looked_at = 0.0
         self.losses = 0
-        self.roster_was_lost = False  # and restarted, without what it knew
 
     def call(self, shard: int, method: str, *arguments: Any) -> Any:
         """Call a shard in this client's order; return what to wait for.
@@ -286,12 +286,6 @@ class Cluster:
             return ray.get(getattr(self._roster, method).remote(*arguments), timeout=self._patience_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return None
-
-    def tell_restarted_roster(self) -> None:
-        """Say to a roster that was restarted which shards there are: it knows none."""
-        if self.roster_was_lost:
-            self.roster_was_lost = False
-            self._roster.admit.remote(self.handles)
 
     @property
     def handles(self) -> dict[int, Any]:
@@ -456,14 +450,11 @@ class Cluster:
             version, shards = ray.get(self._roster.shards.remote(known), timeout=self._patience_s)
         except LOSSES:
             return
-        if shards is not None and version < known:
-            self.roster_was_lost = True
-            return
         if shards is None:
             return
         with self._lock:
             self._version = version
-            for number, (handle, _) in shards.items():
+            for number, handle in shards.items():
                 if number not in self._members:
                     self._members[number] = _Member(handle)
                     self._members[number].ask()

@@ -143,7 +143,9 @@ class Writer:
         self._generator = np.random.default_rng()
         self._home = Home(self._address.stay_rows, first)
         self._streams: dict[int, SegmentStream] = {}
-        self._open_to: list[int] = []  # shards that take new segments
+        self._listed_shards: dict[int, Any] = {}  # by the roster
+        self._open_to: list[int] = []  # shards that it sends new segments to
+        self._left: set[int] = set()  # those that take nothing more
         self._version = -1
         self._looked_at = 0.0
         # An `extend` that raised: its steps, the group that raised, and how many of its steps are held.
@@ -374,11 +376,10 @@ class Writer:
             if self._address.survives and not isinstance(error, ShardClosedError) and self._is_listed(stream.number):
                 raise
             self._streams.pop(stream.number, None)
-            self._open_to = [number for number in self._open_to if number != stream.number]
-            self._version = -1
+            if isinstance(error, ShardClosedError):
+                self._left.add(stream.number)
             left = stream.take_back()
-            if left:
-                self.look_around()
+            self.look_around(now=True)
             others = [self._streams[number] for number in self._open_to if number != stream.number]
             for payload, rows in left:
                 if not others:
@@ -386,6 +387,11 @@ class Writer:
                 least = min(others, key=lambda each: each.inserted)
                 with self._rerouting(least):
                     least.send(payload, rows)
+
+    def leave(self, shard: int) -> None:
+        """Send no more segments to a shard."""
+        self._left.add(shard)
+        self.look_around(now=True)
 
     def next_of_others(self) -> tuple[int, bytes, int]:
         """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments."""
@@ -414,14 +420,14 @@ class Writer:
             return
         self._looked_at = time.monotonic()
         version, shards = self._listed()
-        if shards is None or version < self._version:  # one that was restarted knows less, until they are passed again
-            return
-        self._version = version
+        if shards is not None:
+            self._version, self._listed_shards = version, shards
         patience_s, survives = self._address.writer_patience_s, self._address.survives
-        for number, (handle, _) in shards.items():
+        taking = sorted(set(self._listed_shards) - self._left)
+        for number in taking:
             if number not in self._streams:
+                handle = self._listed_shards[number]
                 self._streams[number] = SegmentStream(handle, number, self._name, survives, patience_s, self._roster)
-        taking = sorted(number for number, (_, takes) in shards.items() if takes)
         if self._spread is not None and self._spread < len(taking):
             kept = [number for number in self._open_to if number in taking]
             others = [number for number in taking if number not in kept]
@@ -429,7 +435,7 @@ class Writer:
             taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
         self._open_to = taking
 
-    def _listed(self) -> tuple[int, dict[int, tuple[Any, bool]] | None]:
+    def _listed(self) -> tuple[int, dict[int, Any] | None]:
         """Return the roster's list; who knows no shard yet waits for a roster that is restarted, and for its list."""
         until = time.monotonic() + self._address.patience_s
         while True:
