@@ -78,16 +78,10 @@ class RowDraw(NamedTuple):
         """The rows of what was drawn, a line for each."""
         return self.rows[: len(self.rows) - len(self.others)].reshape(-1, max(1, self.steps))
 
-    def taken(self, which: Ids) -> tuple[RowDraw, Ids]:
-        """Return some of what was drawn, in this order, and which of all rows theirs are."""
-        drawn, each = self.drawn, max(1, self.steps)
-        place = np.full(len(drawn), -1)
-        place[which] = np.arange(len(which))
-        behind = np.flatnonzero(place[self.others] >= 0)
-        behind = behind[np.argsort(place[self.others[behind]], kind="stable")]
-        rows = np.concatenate([(which[:, None] * each + np.arange(each)).reshape(-1), drawn.size + behind])
-        own = {name: array[which] for name, array in self.own.items()}
-        return RowDraw(self.rows[rows], self.steps, place[self.others[behind]], own), rows
+    @property
+    def is_plain(self) -> bool:
+        """Whether each that was drawn is one row, and nothing else."""
+        return not self.steps and not self.others.size and not self.own
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +97,13 @@ class Answer:
     begin: int = 0  # the first of `rows` that is the draw's
 
     def part(self, first: int, end: int) -> Answer:
-        """Return some of what was drawn."""
+        """Return some of what was drawn, of a plain draw; nothing is copied."""
         if (first, end) == (0, len(self.scaled)):
             return self
         order = None if self.order is None else self.order[first:end] - first
-        draw, rows, begin = RowDraw(self.draw.rows[first:end]), self.rows, first  # nothing is copied
-        if self.draw.steps or self.draw.others.size or self.draw.own:
-            draw, within = self.draw.taken(np.arange(first, end))
-            rows, begin = _each([self.rows], lambda arrays: arrays[0][within]), 0
-        return Answer(self.counters, draw, self.scaled[first:end], rows, order, begin=begin)
+        return Answer(
+            self.counters, RowDraw(self.draw.rows[first:end]), self.scaled[first:end], self.rows, order, begin=first
+        )
 
 
 def _each(parts: Sequence[Rows], act: Callable[[list[Array]], Array]) -> Rows:

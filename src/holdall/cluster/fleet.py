@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from holdall.cluster.handle import MemoryTerms
-from holdall.cluster.protocol import MOST_SHARDS
+from holdall.cluster.protocol import MOST_SHARDS, asked
 from holdall.cluster.roster import NAMESPACE, RateLimit, Roster
 from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import Cluster
@@ -305,18 +305,8 @@ class Fleet:
 
     def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
         """Call what may be called twice; a shard, or the roster, that is killed meanwhile is waited for."""
-        until = time.monotonic() + self._patience_s
-        # The roster answers at once, as soon as it is up.
-        who, timeout_s = ("the roster", None) if actor is self.roster else ("a shard", self._patience_s)
-        while True:
-            try:
-                return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                if time.monotonic() > until:
-                    raise ShardError(
-                        f"{who} has not answered {method} for {self._patience_s:g} s; nothing is lost: try again"
-                    ) from error
-                time.sleep(_PAUSE_S)
+        timeout_s = None if actor is self.roster else self._patience_s
+        return asked(lambda: actor, method, *arguments, patience_s=self._patience_s, timeout_s=timeout_s)
 
     def end(self, *, has_saved: bool = False) -> None:
         """End all actors, once they have let go of the places that they saved to."""

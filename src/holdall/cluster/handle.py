@@ -21,13 +21,13 @@ from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, checked, together
-from holdall.cluster.protocol import ShardCounters, received
+from holdall.cluster.protocol import ShardCounters, asked
 from holdall.cluster.roster import NAMESPACE, WaitNotice
 from holdall.cluster.security import join_cluster, require_safe_cluster
 from holdall.cluster.status import Cluster, Gauges, ShardStatus, status_of
 from holdall.cluster.writer import Address, Writer
 from holdall.delivery import Loader
-from holdall.errors import ArgumentError, ClosedError, ShardError
+from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, schema_of
 from holdall.native import chosen_kernels, fallback
 from holdall.report import FieldReport, MemoryReport
@@ -152,21 +152,25 @@ class MemoryHandle:
 
         From four shards on some batches are drawn at once, so that fewer calls are made: each is then drawn at most,
         and no longer exactly, `prefetch` batches before it is handed out, or the memory has not changed since. With a
-        limiter each is drawn alone.
+        limiter, and with a sampler that follows episodes, each is drawn alone.
         """
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._open()
         self._deliverer.keep(prefetch + 2)
-        batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
+        batches = together(prefetch, self.num_shards) if self._may_draw_several else 1
         return Loader(self._ahead(batch_size, batches, prefetch), max(0, prefetch - batches + 1))
+
+    @property
+    def _may_draw_several(self) -> bool:
+        """Whether several batches are drawn at once; those of samplers that follow episodes may be large."""
+        return self._address.limit is None and not isinstance(self.sampler, ComposedSampler)
 
     def _ahead(self, count: int, batches: int, prefetch: int) -> BatchesAhead:
         """Return what draws batches, so many at once whatever changes meanwhile."""
         waiting = _WAITING_BYTES // max(1, 2 * count * sum(leaf.nbytes for leaf in self.schema.observation.leaves))
         most = min(_MOST_AT_ONCE, 1 + waiting) if together(_MOST_AT_ONCE, self.num_shards) > 1 else 1
-        if self._address.limit is not None or isinstance(self.sampler, ComposedSampler):  # whose batches may be large
-            most = 1
+        most = most if self._may_draw_several else 1
         self._deliverer.blocks.most = max(self._deliverer.blocks.most, most + prefetch + 3)
         draw = functools.partial(self._drawing.start, count)
         return BatchesAhead(self._drawing, draw, batches, most, functools.partial(self._settle, count))
@@ -315,33 +319,20 @@ def attach(
         require_safe_cluster()
     else:
         join_cluster(address, NAMESPACE)
-    terms: MemoryTerms = _answered(name, "terms")
+    find_roster = functools.partial(Address.roster_of, name)  # which refuses a memory that was closed
+    terms: MemoryTerms = asked(find_roster, "terms", patience_s=_ROSTER_S, timeout_s=None)
     if sampler is not None or isinstance(terms.sampler, Hindsight):
         terms = replace(terms, sampler=_same(terms.sampler, sampler))
     if rank is None:
-        rank = _answered(name, "enroll") if seed is not None else secrets.randbits(32)
+        rank = secrets.randbits(32)
+        if seed is not None:
+            rank = asked(find_roster, "enroll", patience_s=_ROSTER_S, timeout_s=None)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
     learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
     handle = MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
     handle._cluster.refresh()  # so that the first batch is drawn from all shards
     return handle
-
-
-def _answered(memory: str, method: str) -> Any:
-    """Ask the roster something; one that Ray starts again, also on another machine, is waited for."""
-    until = time.monotonic() + _ROSTER_S
-    while True:
-        roster = Address.roster_of(memory)  # which refuses a memory that was closed
-        try:
-            return received(getattr(roster, method).remote(), None)
-        except ray.exceptions.RayActorError as error:
-            if time.monotonic() > until:
-                raise ShardError(
-                    f"the memory's roster has not answered for {_ROSTER_S:g} s ({type(error).__name__}); see "
-                    "`ray status` for room, and attach again"
-                ) from error
-            time.sleep(_ASK_AGAIN_S)
 
 
 def _same(known: Sampler, passed: Sampler | None) -> Sampler:

@@ -7,11 +7,11 @@ is a journal, was written to it first.
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import secrets
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,7 +44,6 @@ _MOST_LEARNERS = 1024
 _MOST_CREDITS = 4
 _CROWDED_BYTES = 32 * 2**20
 _SETTLED_S = 5.0
-_TRY_AGAIN_S = 0.05
 _OVERTAKEN_S = 2.0
 """How long a segment waits for those before it, which Ray may deliver later, before the writer is asked for them."""
 Ids = NDArray[np.int64]
@@ -424,19 +423,16 @@ def begun_life(memory: str, number: int, first_life: int, *, has_journal: bool) 
 
     A roster that is being restarted is waited for: Ray gives up an actor for good whose constructor raises.
     """
-    while True:
-        try:
-            roster: Any = ray.get_actor(memory, NAMESPACE)
-        except ValueError:  # the memory was closed
-            if has_journal:  # which has both, as they were
-                return first_life, 0.0
-            raise
-        try:
-            begun: tuple[int, float] = ray.get(roster.begin_life.remote(number, first_life))
-        except ray.exceptions.RayActorError:
-            time.sleep(_TRY_AGAIN_S)
-        else:
-            return begun
+    find = functools.partial(ray.get_actor, memory, NAMESPACE)
+    try:
+        begun: tuple[int, float] = protocol.asked(
+            find, "begin_life", number, first_life, patience_s=math.inf, timeout_s=None
+        )
+    except ValueError:  # the memory was closed
+        if has_journal:  # which has both, as they were
+            return first_life, 0.0
+        raise
+    return begun
 
 
 def _checkpoint_of(url: str, number: int) -> Restored:

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 import ray
 from ray.util import metrics
 
-from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, client_name, is_newer
+from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, ShardList, client_name, is_newer
 from holdall.cluster.shared_blocks import CountPlace, SeenCount
 from holdall.errors import ShardError
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
@@ -259,13 +259,11 @@ class Cluster:
     """All shards of a memory."""
 
     def __init__(self, roster: Any, patience_s: float, learner: int = 0) -> None:
-        self._roster = roster
+        self._roster, self._list = roster, ShardList(roster, patience_s)
         self._learner, self._handle = learner, secrets.randbits(63)
         self._patience_s = patience_s
         self._members: dict[int, _Member] = {}
-        self._lock = threading.RLock()
-        self._version = -1
-        self._looked_at = 0.0
+        self._lock, self._looking = threading.RLock(), threading.Lock()
         self.losses = 0
 
     def call(self, shard: int, method: str, *arguments: Any) -> Any:
@@ -440,23 +438,16 @@ class Cluster:
                 member.ask()
 
     def _look_around(self, now: bool = False) -> None:
-        """Ask the roster for shards that came or went, from time to time."""
+        """Ask the roster for shards that came or went, from time to time or at once."""
+        if self._looking.acquire(blocking=now or not self._members):
+            try:
+                self._list.look(now=now)
+            finally:
+                self._looking.release()
         with self._lock:
-            if not now and self._version >= 0 and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
-                return
-            self._looked_at = time.monotonic()
-            known = self._version
-        try:
-            version, shards = ray.get(self._roster.shards.remote(known), timeout=self._patience_s)
-        except LOSSES:
-            return
-        if shards is None:
-            return
-        with self._lock:
-            self._version = version
-            for number, handle in shards.items():
-                if number not in self._members:
-                    self._members[number] = _Member(handle)
-                    self._members[number].ask()
-            for number in set(self._members) - set(shards):
+            handles = self._list.handles
+            for number in handles.keys() - self._members.keys():
+                self._members[number] = _Member(handles[number])
+                self._members[number].ask()
+            for number in self._members.keys() - handles.keys():
                 del self._members[number]

@@ -23,7 +23,15 @@ import ray
 import xxhash
 
 from holdall.cluster.encode import Encoder, SharedCodecs
-from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, is_newer, received
+from holdall.cluster.protocol import (
+    GoneError,
+    SegmentStream,
+    ShardClosedError,
+    ShardCounters,
+    ShardList,
+    is_newer,
+    received,
+)
 from holdall.cluster.roster import NAMESPACE, RateLimit, WaitNotice
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
@@ -34,8 +42,6 @@ _SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01
 _WAIT_S = 0.05
 _LOG = logging.getLogger("holdall")
-_LOOK_AGAIN_S = 2.0
-"""How often the roster is asked for new shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +149,9 @@ class Writer:
         self._generator = np.random.default_rng()
         self._home = Home(self._address.stay_rows, first)
         self._streams: dict[int, SegmentStream] = {}
-        self._listed_shards: dict[int, Any] = {}  # by the roster
+        self._list = ShardList(self._roster, self._address.patience_s)
         self._open_to: list[int] = []  # shards that it sends new segments to
         self._left: set[int] = set()  # those that take nothing more
-        self._version = -1
-        self._looked_at = 0.0
         # An `extend` that raised: its steps, the group that raised, and how many of its steps are held.
         self._stopped_at = b"", 0, 0
         self._waited_s = 0.0
@@ -361,9 +365,8 @@ class Writer:
     def _asked(self, rows: int) -> int | None:
         try:
             lease: int | None = ray.get(self._roster.lease_insert.remote(rows), timeout=self._address.patience_s)
-        except ray.exceptions.ActorDiedError as error:
-            raise ShardError("the memory was closed while a writer waited to add to it") from error
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            self._address.roster()  # it refuses a memory that was closed
             return None
         return lease
 
@@ -373,17 +376,21 @@ class Writer:
         try:
             yield
         except GoneError as error:
-            if self._address.survives and not isinstance(error, ShardClosedError) and self._is_listed(stream.number):
+            is_closed = isinstance(error, ShardClosedError)
+            self._list.look(now=True)
+            if self._address.survives and not is_closed and stream.number in self._list.handles:
                 raise
-            self._streams.pop(stream.number, None)
-            if isinstance(error, ShardClosedError):
+            if is_closed:
                 self._left.add(stream.number)
-            left = stream.take_back()
-            self.look_around(now=True)
+            self.look_around()
             others = [self._streams[number] for number in self._open_to if number != stream.number]
-            for payload, rows in left:
-                if not others:
-                    raise ShardError(f"no shard takes the {rows} transitions of one that is gone") from error
+            if stream.unacknowledged_rows and not others:
+                raise ShardError(
+                    f"no shard takes the {stream.unacknowledged_rows} transitions that were under way to shard "
+                    f"{stream.number}, which is gone; they are kept: add one with memory.add_shard(), and call flush()"
+                ) from error
+            self._streams.pop(stream.number, None)
+            for payload, rows in stream.take_back():
                 least = min(others, key=lambda each: each.inserted)
                 with self._rerouting(least):
                     least.send(payload, rows)
@@ -406,27 +413,14 @@ class Writer:
             self._streams[to].send(payload, rows)
         self.flush()
 
-    def _is_listed(self, shard: int) -> bool:
-        """Whether a shard is still one of the memory's, as far as can be known."""
-        try:
-            _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
-        except ray.exceptions.RayError:
-            return True
-        return shards is None or shard in shards
-
     def look_around(self, now: bool = False) -> None:
         """Ask which shards there are, from time to time, or at once."""
-        if not now and self._version >= 0 and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
-            return
-        self._looked_at = time.monotonic()
-        version, shards = self._listed()
-        if shards is not None:
-            self._version, self._listed_shards = version, shards
+        self._list.look(now=now)
         patience_s, survives = self._address.writer_patience_s, self._address.survives
-        taking = sorted(set(self._listed_shards) - self._left)
+        taking = sorted(set(self._list.handles) - self._left)
         for number in taking:
             if number not in self._streams:
-                handle = self._listed_shards[number]
+                handle = self._list.handles[number]
                 self._streams[number] = SegmentStream(handle, number, self._name, survives, patience_s, self._roster)
         if self._spread is not None and self._spread < len(taking):
             kept = [number for number in self._open_to if number in taking]
@@ -434,23 +428,6 @@ class Writer:
             missing = max(0, self._spread - len(kept))
             taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
         self._open_to = taking
-
-    def _listed(self) -> tuple[int, dict[int, Any] | None]:
-        """Return the roster's list; who knows no shard yet waits for a roster that is restarted, and for its list."""
-        until = time.monotonic() + self._address.patience_s
-        while True:
-            missing = "lists no shards"
-            try:
-                version, shards = ray.get(self._roster.shards.remote(self._version), timeout=self._address.patience_s)
-                if shards or self._version >= 0:
-                    return version, shards
-            except ray.exceptions.RayError as error:
-                if self._version >= 0:
-                    return self._version, None
-                missing = f"does not answer ({type(error).__name__})"
-            if time.monotonic() > until:
-                raise ShardError(f"the memory's roster {missing}; is the memory closed?")
-            time.sleep(_ASK_AGAIN_S)
 
 
 def _digest_of(steps: Tick) -> bytes:
