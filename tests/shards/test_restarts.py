@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from .processes import kill, process_of, wait_until
 from .test_losses import ACTION, SPACE, held, numbered
 
 pytestmark = pytest.mark.usefixtures("cluster")
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types
 
 
 @pytest.fixture
@@ -63,6 +65,7 @@ def test_a_roster_that_was_restarted_knows_the_shards_though_nobody_draws(durabl
     assert held(durable) == list(range(900))
 
 
+@pytest.mark.nightly
 def test_a_shard_that_was_drained_is_not_on_the_list_of_a_restarted_roster(durable: ReplayMemory) -> None:
     numbered(durable, 0, 300)
     durable.drain_shard(0)
@@ -122,6 +125,7 @@ def test_a_shard_that_is_restarted_waits_for_a_disk_that_is_full(
     assert "No space left" in caplog.text
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("durability", ["memory", "segment"])
 def test_a_shard_comes_back_whose_checkpoint_was_removed_since(durability: str, tmp_path: Path) -> None:
     with ReplayMemory(SPACE, ACTION, 1_000, shards=1, patience_s=60.0) as memory:
@@ -138,6 +142,7 @@ def test_a_shard_comes_back_whose_checkpoint_was_removed_since(durability: str, 
         assert held(memory) == list(range(0 if durability == "segment" else 200, 300))
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_a_shard_that_was_restarted_meanwhile_is_refused(durable: ReplayMemory, tmp_path: Path) -> None:
     numbered(durable, 0, 300)
     durable.flush()

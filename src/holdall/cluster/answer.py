@@ -51,8 +51,6 @@ class RowDraw(NamedTuple):
     @classmethod
     def of(cls, draws: Sequence[Draw]) -> RowDraw:
         """Lay the draws of some batches one behind another."""
-        if len(draws) == 1 and draws[0].last_ids is None and draws[0].goals is None and draws[0].ids.ndim == 1:
-            return cls(draws[0].ids)
         behind: list[Ids] = []
         others: list[Ids] = []
         begin = 0

@@ -11,7 +11,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -172,7 +171,7 @@ class Fleet:
             raise ArgumentError(f"name ({name!r}) is that of another memory of this cluster; choose another") from error
         # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
         shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS, enable_task_events=False)
-        self._shard = shard(Shard).options(**settings.options)
+        self._shard, self._options = shard(Shard), settings.options
         self._reserved = settings.reserved
         self.actors: dict[int, Any] = {}
         self._next = 0
@@ -197,7 +196,7 @@ class Fleet:
             self._ask(self.roster, "admit", number, self.actors[number])
 
     def _started(self, number: int, saved: tuple[str, Any] | None = None) -> Any:
-        named = self._shard.options(name=str(number), namespace=self._home)
+        named = self._shard.options(**self._options, name=str(number), namespace=self._home)
         return named.remote(number, *self._made_with, saved)
 
     def grow(self) -> int:
@@ -284,8 +283,6 @@ class Fleet:
             try:
                 return ray.get(actor.move.remote(), timeout=self._patience_s)
             except ray.exceptions.ActorDiedError as error:
-                if not self._is_gone(number):
-                    continue
                 self.end()
                 reason = str(error).strip().splitlines()[-1]  # what its constructor raised
                 raise ShardError(f"shard {number} could not be started: {reason}") from error
@@ -293,15 +290,6 @@ class Fleet:
                 if not self._has_journals:
                     return None
                 _LOG.warning("shard %d is not up yet: it reads its journal, or Ray has no room for it", number)
-
-    def _is_gone(self, number: int) -> bool:
-        """Whether Ray has given a shard up: it then has no name any more."""
-        try:
-            ray.get_actor(str(number), self._home)
-        except ValueError:
-            return True
-        time.sleep(_PAUSE_S)
-        return False
 
     def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
         """Call what may be called twice; a shard, or the roster, that is killed meanwhile is waited for."""

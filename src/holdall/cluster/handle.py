@@ -235,9 +235,9 @@ class MemoryHandle:
         """Account for the bytes that all shards hold, field by field."""
         self.flush()
         known = self._cluster.refresh()
-        asked = [self._cluster.handle(shard).report.remote() for shard in known]
-        found = ray.get(asked, timeout=self._address.patience_s)
-        fields = _added_up([each[0] for each in found])
+        calls = [self._cluster.handle(shard).report.remote() for shard in known]
+        found = ray.get(calls, timeout=self._address.patience_s)
+        fields = _added_up([field for each in found for field in each[0]])
         transitions = sum(counters.transitions for counters in known.values())
         slower = next((words for words in (*(each[1] for each in found), fallback()) if words), "")
         return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known), fallback=slower)
@@ -345,16 +345,11 @@ def _same(known: Sampler, passed: Sampler | None) -> Sampler:
     return passed
 
 
-def _added_up(reports: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[FieldReport, ...]:
-    """Add up the fields of the same name; a shard that is still empty may not know of all."""
-    longest = max(reports, key=len, default=())
-    return tuple(
-        _sum_of([one for of_shard in reports for one in of_shard if one["name"] == known["name"]]) for known in longest
-    )
-
-
-def _sum_of(fields: Sequence[Mapping[str, Any]]) -> FieldReport:
-    """Add up all numbers; name and finding are those of the first."""
-    words = fields[0].items()
-    sums: dict[str, Any] = {name: sum(one[name] for one in fields) for name, word in words if not isinstance(word, str)}
-    return FieldReport(**{**fields[0], **sums})
+def _added_up(fields: Sequence[Mapping[str, Any]]) -> tuple[FieldReport, ...]:
+    """Add up all numbers of the fields of one name; words are those of the first."""
+    found: dict[str, dict[str, Any]] = {}
+    for field in fields:
+        known = found.setdefault(field["name"], {})
+        for name, value in field.items():
+            known[name] = known.get(name, value) if isinstance(value, str) else known.get(name, 0) + value
+    return tuple(FieldReport(**known) for known in found.values())

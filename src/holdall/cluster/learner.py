@@ -251,6 +251,10 @@ class Drawing:
             return 0
         return int(np.searchsorted(rows, self._sampler.relabelled(count)))
 
+    @property
+    def _transitions(self) -> int:
+        return sum(counters.transitions for counters in self._cluster.known.values())
+
     def _reachable(self, count: int) -> dict[int, float]:
         """Return the masses of the shards that answer; refuse a batch of more than they hold."""
         masses = self._cluster.masses()
@@ -265,9 +269,9 @@ class Drawing:
             masses = self._cluster.masses()
         if not masses:
             self._cluster.wait_for_any()
-        if self._cluster.transitions < count:
+        if self._transitions < count:
             self._cluster.refresh()
-            require_enough(count, self._cluster.transitions, count)
+            require_enough(count, self._transitions, count)
         return self._cluster.masses()
 
 
@@ -408,16 +412,16 @@ class Priorities:
                     self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
         if not isinstance(self._by, Prioritized) or not priorities.size:
             return
-        known = max(self._cluster.highest.values(), default=0.0)
+        known = max((counters.highest for counters in self._cluster.known.values()), default=0.0)
         rises = self._by.scale(priorities).max() > known
         self.hear(all_of_them=bool(rises))
         self.level()
 
     def level(self) -> None:
         """Have every shard know the highest priority that any of them knows."""
-        known = self._cluster.highest
-        top = max(known.values(), default=0.0)
-        behind = [shard for shard, highest in known.items() if highest < top]
+        known = self._cluster.known
+        top = max((counters.highest for counters in known.values()), default=0.0)
+        behind = [shard for shard, counters in known.items() if counters.highest < top]
         if not behind:
             return
         self._cluster.ask_roster("raise_highest", top)  # first, for shards that are being started

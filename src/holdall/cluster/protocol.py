@@ -215,11 +215,15 @@ def asked(find: Callable[[], Any], method: str, *arguments: Any, patience_s: flo
         find: Returns the actor, or refuses one that is gone for good.
         timeout_s: How long one call may take; None: as long as it takes, of an actor that answers as soon as it is up.
     """
-    until = time.monotonic() + patience_s
+    until, was_dead = time.monotonic() + patience_s, False
     while True:
         try:
             return received(getattr(find(), method).remote(*arguments), timeout_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            is_dead = isinstance(error, ray.exceptions.ActorDiedError)
+            if is_dead and was_dead:
+                raise GoneError(f"{method} will never be answered: the actor is gone for good ({error})") from error
+            was_dead = is_dead
             if time.monotonic() > until:
                 raise ShardError(
                     f"{method} was not answered for {patience_s:g} s ({type(error).__name__}); nothing is lost: see "

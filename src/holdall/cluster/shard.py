@@ -428,7 +428,7 @@ def begun_life(memory: str, number: int, first_life: int, *, has_journal: bool) 
         begun: tuple[int, float] = protocol.asked(
             find, "begin_life", number, first_life, patience_s=math.inf, timeout_s=None
         )
-    except ValueError:  # the memory was closed
+    except (ValueError, protocol.GoneError):  # the memory was closed
         if has_journal:  # which has both, as they were
             return first_life, 0.0
         raise

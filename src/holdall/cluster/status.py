@@ -262,7 +262,7 @@ class Cluster:
         self._roster, self._list = roster, ShardList(roster, patience_s)
         self._learner, self._handle = learner, secrets.randbits(63)
         self._patience_s = patience_s
-        self._members: dict[int, _Member] = {}
+        self._members: dict[int, _Member] = {}  # in its place another is put when shards come or go
         self._lock, self._looking = threading.RLock(), threading.Lock()
         self.losses = 0
 
@@ -288,57 +288,50 @@ class Cluster:
     @property
     def handles(self) -> dict[int, Any]:
         """The actors of all shards, by number."""
-        with self._lock:
-            return {number: member.handle for number, member in sorted(self._members.items())}
-
-    @property
-    def highest(self) -> dict[int, float]:
-        """The highest scaled priority that each shard knows of, of those that answer."""
-        with self._lock:
-            members = self._members.items()
-            return {n: m.counters.highest for n, m in members if m.counters is not None and not m.lost}
+        return {number: member.handle for number, member in sorted(self._members.items())}
 
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""
-        with self._lock:
-            return self._members[shard].handle
+        return self._members[shard].handle
 
     @property
     def numbers(self) -> list[int]:
         """All shards."""
-        with self._lock:
-            return sorted(self._members)
+        return sorted(self._members)
 
     @property
     def lost(self) -> list[int]:
         """Shards that do not answer now."""
-        with self._lock:
-            return sorted(number for number, member in self._members.items() if member.lost)
+        return sorted(number for number, member in self._members.items() if member.lost)
+
+    @property
+    def known(self) -> dict[int, ShardCounters]:
+        """What the shards that answer said of themselves last."""
+        members = self._members.items()
+        return {number: m.counters for number, m in members if m.counters is not None and not m.lost}
 
     def masses(self) -> dict[int, float]:
         """What can be drawn from now, by shard."""
         self._look_around()
         with self._lock:
-            for member in self._members.values():
-                self._hear(member)
+            for number, member in self._members.items():
+                self._hear(number, member)
             return {
                 number: 0.0 if member.counters is None else member.counters.mass
                 for number, member in self._members.items()
                 if not member.lost
             }
 
-    @property
-    def transitions(self) -> int:
-        """Transitions that can be drawn from the shards that answer, as far as is known."""
-        with self._lock:
-            known = [m.counters for m in self._members.values() if not m.lost and m.counters is not None]
-        return sum(counters.transitions for counters in known)
-
-    def note(self, shard: int, counters: ShardCounters, count: CountPlace | None = None) -> None:
-        """Keep what a shard said of itself."""
+    def note(
+        self, shard: int, counters: ShardCounters, count: CountPlace | None = None, *, answers: bool = False
+    ) -> None:
+        """Keep what a shard said of itself; `answers`: one that was lost, too, is there again."""
         with self._lock:
             member = self._members.get(shard)
-            if member is not None and is_newer(counters, member.counters):
+            if member is None:
+                return
+            member.lost &= not answers
+            if is_newer(counters, member.counters):
                 member.keep(counters)
                 if count is not None and member.count is None:
                     member.count = SeenCount.of(count)
@@ -371,9 +364,7 @@ class Cluster:
             except LOSSES:
                 self.lose(number)
                 continue
-            with self._lock:
-                self._members[number].lost = False
-            self.note(number, found[number])
+            self.note(number, found[number], answers=True)
         return found
 
     def lose(self, shard: int) -> None:
@@ -389,8 +380,7 @@ class Cluster:
 
     def is_away(self, shard: int) -> bool:
         """Whether Ray restarts a shard, or gave it up, as far as this process knows."""
-        with self._lock:
-            member = self._members.get(shard)
+        member = self._members.get(shard)
         return member is not None and member.is_away
 
     def wait_for(self, shard: int) -> None:
@@ -401,7 +391,7 @@ class Cluster:
                 member = self._members.get(shard)
                 if member is None:
                     return
-                self._hear(member)
+                self._hear(shard, member)
                 if not member.lost:
                     return
             time.sleep(_PROBE_AGAIN_S / 5)
@@ -417,7 +407,7 @@ class Cluster:
                 )
             time.sleep(_PROBE_AGAIN_S / 5)
 
-    def _hear(self, member: _Member) -> None:
+    def _hear(self, number: int, member: _Member) -> None:
         """Look whether a question was answered, and ask a lost shard again."""
         if member.probed_away and not member.is_away:
             member.probe, member.probed_away = None, False
@@ -426,10 +416,7 @@ class Cluster:
             if ready:
                 probe, member.probe = member.probe, None
                 try:
-                    answer: ShardCounters = ray.get(probe)
-                    member.lost = False
-                    if is_newer(answer, member.counters):
-                        member.keep(answer)
+                    self.note(number, ray.get(probe), answers=True)
                 except LOSSES:
                     member.lost = True
         if member.lost and member.probe is None:
@@ -446,8 +433,8 @@ class Cluster:
                 self._looking.release()
         with self._lock:
             handles = self._list.handles
-            for number in handles.keys() - self._members.keys():
-                self._members[number] = _Member(handles[number])
-                self._members[number].ask()
-            for number in self._members.keys() - handles.keys():
-                del self._members[number]
+            if handles.keys() != self._members.keys():
+                new = {number: _Member(handles[number]) for number in handles.keys() - self._members.keys()}
+                for member in new.values():
+                    member.ask()
+                self._members = {number: m for number, m in self._members.items() if number in handles} | new

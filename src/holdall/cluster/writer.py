@@ -122,19 +122,15 @@ class Writer:
     """
 
     def __init__(self, address: Address, num_envs: int, spread: int | None = None, first: int = -1) -> None:
-        self._made_of = address, num_envs, spread
-        self._begin(first)
-
-    def _begin(self, first: int = -1) -> None:
-        self._address, self._lanes, self._spread = self._made_of
+        self._address, self._lanes, self._spread = address, num_envs, spread
         self._closed = False
         self._lock = threading.RLock()  # the end of a process flushes, whatever its threads do
         self._parts: list[tuple[slice, Writer]] = []  # which lanes each of several groups has
         groups = min(self._lanes, self._address.lane_groups)
         if groups > 1:
-            address, begin = replace(self._address, lane_groups=1), secrets.randbelow(2**16)
+            alone, begin = replace(address, lane_groups=1), secrets.randbelow(2**16)
             for group, some in enumerate(np.array_split(np.arange(self._lanes), groups)):
-                writer = Writer(address, len(some), self._spread, begin + group)
+                writer = Writer(alone, len(some), spread, begin + group)
                 writer._lock = self._lock
                 self._parts.append((slice(int(some[0]), int(some[-1]) + 1), writer))
         self.schema = replace(schema_of(self._address.words), num_envs=self._lanes)
@@ -160,14 +156,10 @@ class Writer:
             atexit.register(_flush_all)  # before Ray's own, which was registered earlier
         _OPEN.add(self)
 
-    def __getstate__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         if self.waiting_rows or self.unacknowledged_rows:
             raise ShardError("a writer was pickled while transitions waited in it; call flush() first")
-        return self._made_of
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._made_of = state
-        self._begin()
+        return type(self), (self._address, self._lanes, self._spread)
 
     def __enter__(self) -> Self:
         return self
@@ -315,10 +307,7 @@ class Writer:
         self._waited_s += time.monotonic() - start
         if stream is None or lease is None:
             return
-        for i, field in enumerate(self._encoder.fields):
-            self._codecs.look(i, field.window, field.raw)
-        codecs = self._codecs.codecs([field.window for field in self._encoder.fields])
-        rows = self._encoder.rows
+        codecs, rows = self._codecs.of(self._encoder.fields), self._encoder.rows
         self._home.sent(stream.number, may_leave=self._encoder.ends_episodes or not self._address.stay_rows)
         payload = pack_segment(self._encoder.close(codecs), self._kernels.coder)
         with self._rerouting(stream):
