@@ -322,6 +322,7 @@ def _named_in(home: str) -> dict[int, Any]:
 
 def is_restarted() -> bool:
     """Whether Ray has started the actor of this process again."""
+    context = ray.get_runtime_context()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray warns of a name that it uses itself
-        return ray.is_initialized() and bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)
