@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.batch import Batch
-from holdall.cluster import answer, shared_blocks
+from holdall.cluster import answer, row_reader
 from holdall.cluster.answer import Answer, AnswerPacker, Deliverer, Payload, RowDraw, read_answer
 from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.protocol import ShardCounters
+from holdall.cluster.row_reader import ShardReader
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.shared_blocks import ShardReader
 from holdall.errors import ArgumentError, DamageError
 from holdall.json_state import schema_words
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
@@ -197,7 +197,7 @@ def test_decoded_slices_are_kept_within_a_limit_and_go_with_their_segment(kernel
 
 
 def test_what_compresses_well_is_not_kept_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_blocks, "_KEPT_FROM", 1.2)  # as if all of it did
+    monkeypatch.setattr(row_reader, "_KEPT_FROM", 1.2)  # as if all of it did
     desk = Desk(Stream(FRAMES, spaces.Discrete(2), 1, plans=[LeafPlan()]), 60, 10, None, 1 << 30)
     for _ in range(40):
         desk.tick()

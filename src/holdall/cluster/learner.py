@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, Deliverer, Payload, read_answer
+from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, read_answer
 from holdall.cluster.protocol import ShardCounters, client_name, received, rows_of, shards_of
-from holdall.cluster.shared_blocks import BatchBlock
 from holdall.cluster.status import LOSSES, Cluster
 from holdall.errors import ArgumentError, CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler, require_enough

@@ -24,11 +24,10 @@ from numpy.typing import NDArray
 
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster import protocol
-from holdall.cluster.answer import Payload, RowDraw
+from holdall.cluster.answer import BlockPlace, ChangeCount, Payload, RowDraw
 from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
 from holdall.cluster.roster import NAMESPACE, is_restarted
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.shared_blocks import BlockPlace, ChangeCount
 from holdall.cluster.status import Process, ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of

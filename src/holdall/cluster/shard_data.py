@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from holdall import storage
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
-from holdall.cluster.answer import Answer, AnswerPacker, Payload, RowDraw
+from holdall.cluster.answer import Answer, AnswerPacker, BlockPlace, Payload, RowDraw
 from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.shared_blocks import BlockPlace, CountPlace, ShardReader
+from holdall.cluster.row_reader import ShardReader
 from holdall.delivery import Prefetched
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
@@ -247,7 +247,7 @@ class ShardData:
     def answer(
         self, counters: ShardCounters, draw: RowDraw, found: tuple[NDArray[np.float64], storage.Rows],
         counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = (), order: Ids | None = None,
-        *, is_near: bool = False, count: CountPlace | None = None,
+        *, is_near: bool = False, count: BlockPlace | None = None,
     ) -> Payload | bytes:  # fmt: skip
         """Make an answer of what was looked up; that takes no lock.
 

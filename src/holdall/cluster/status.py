@@ -22,8 +22,8 @@ from typing import Any, Literal, Self
 import ray
 from ray.util import metrics
 
+from holdall.cluster.answer import BlockPlace, SeenCount
 from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, ShardList, client_name, is_newer
-from holdall.cluster.shared_blocks import CountPlace, SeenCount
 from holdall.errors import ShardError
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 
@@ -323,7 +323,7 @@ class Cluster:
             }
 
     def note(
-        self, shard: int, counters: ShardCounters, count: CountPlace | None = None, *, answers: bool = False
+        self, shard: int, counters: ShardCounters, count: BlockPlace | None = None, *, answers: bool = False
     ) -> None:
         """Keep what a shard said of itself; `answers`: one that was lost, too, is there again."""
         with self._lock:
@@ -334,7 +334,7 @@ class Cluster:
             if is_newer(counters, member.counters):
                 member.keep(counters)
                 if count is not None and member.count is None:
-                    member.count = SeenCount.of(count)
+                    member.count = SeenCount(count)
 
     def changes(self) -> dict[int, tuple[int, int]] | None:
         """Say of every shard how often it has changed, if all are as they are known here; None if that is not seen."""
