@@ -80,7 +80,7 @@ class Desk:
     def send(self) -> None:
         if self.encoder.rows:
             payload = pack_segment(self.encoder.close({}), self.kernels.coder)
-            self.shard.take(b"w" * 16, self.shard.unpacked(payload, {}))
+            self.shard.take(b"w" * 16, self.shard.unpacked(payload))
 
     def sample(self, count: int) -> Batch:
         self.send()
@@ -88,7 +88,7 @@ class Desk:
         counters = ShardCounters(0, 0, 0, 0, 0, 0, 0, self.shard.mass())
         drawn, order = self.shard.in_order(self.shard.draw([(count, relabelled)]), [(count, relabelled)])
         answer = read_answer(self.shard.answer(counters, drawn, self.shard.found(drawn), order=order))
-        where, by = [order], getattr(self.sampler, "by", None)
+        where, by = [np.arange(count) if order is None else order], getattr(self.sampler, "by", None)
         weights = weights_of([answer], where, [1.0], by.beta if isinstance(by, Prioritized) else 1.0)
         return self.deliverer.batch([answer], where, [0], weights, self.sampler)
 

@@ -2,7 +2,8 @@
 
 A cluster of three machines, played by processes; a driver with a memory whose journals lie on a small disk; writers and
 a learner in processes of their own. One fault after another is chosen at random: a shard, a writer, the learner, the
-roster, the driver or a machine is killed, a shard is frozen, the disk is full, saves overlap, a shard is killed while it saves.
+roster, the driver or a machine is killed, a shard is frozen, the disk is full, saves overlap, a shard is killed while
+it saves.
 Out: one JSON line with how many faults of each kind there were. It fails if anything that was acknowledged is lost, if
 anything is there twice, if any bit differs, or if a checkpoint that was reported as complete lacks anything.
 """
