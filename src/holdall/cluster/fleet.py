@@ -141,7 +141,6 @@ def _rewarded_elsewhere(*_: Any) -> Any:
     raise ShardError("rewards towards other goals are computed by learners; report this")
 
 
-_PAUSE_S = 0.05
 _LOG = logging.getLogger("holdall")
 
 

@@ -209,10 +209,7 @@ class Drawing:
             call.is_heard = True  # so that it is lost once
             self._cluster.lose(shard)
             if self._policy == "raise":
-                raise ShardError(
-                    f"shard {shard} does not answer ({type(error).__name__}); wait, or use "
-                    "on_shard_loss='degrade' to draw from the others meanwhile"
-                ) from error
+                raise _away([shard], type(error).__name__) from error
             return None
 
     def _payload(self, shard: int, call: Call) -> Payload | bytes | ShardCounters:
@@ -256,22 +253,30 @@ class Drawing:
 
     def _reachable(self, count: int) -> dict[int, float]:
         """Return the masses of the shards that answer; refuse a batch of more than they hold."""
-        masses = self._cluster.masses()
-        lost = self._cluster.lost
-        if lost and self._policy == "raise":
-            raise ShardError(
-                f"shards {lost} do not answer; wait, or use on_shard_loss='degrade' to draw from the others meanwhile"
-            )
-        if lost and self._policy == "block":
-            for shard in lost:
-                self._cluster.wait_for(shard)
-            masses = self._cluster.masses()
-        if not masses:
-            self._cluster.wait_for_any()
+        until = time.monotonic() + self._patience_s
+        while True:
+            masses, lost = self._cluster.masses(), self._cluster.lost
+            if lost and self._policy == "raise":
+                raise _away(lost, "they were lost before")
+            is_blocked = bool(lost) and self._policy == "block"
+            if masses and not is_blocked:
+                break
+            if time.monotonic() > until and not is_blocked:
+                raise ShardError(
+                    f"none of the memory's shards has answered for {self._patience_s:g} s; look at `ray list actors`, "
+                    "or make the memory again"
+                )
+            time.sleep(_LOOK_S)
         if self._transitions < count:
             self._cluster.refresh()
             require_enough(count, self._transitions, count)
         return self._cluster.masses()
+
+
+def _away(shards: list[int], why: str) -> ShardError:
+    return ShardError(
+        f"shards {shards} do not answer ({why}); wait, or use on_shard_loss='degrade' to draw from the others meanwhile"
+    )
 
 
 def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any], patience_s: float) -> dict[int, Checkpoint]:

@@ -24,7 +24,6 @@ from ray.util import metrics
 
 from holdall.cluster.answer import BlockPlace, SeenCount
 from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, ShardList, client_name, is_newer
-from holdall.errors import ShardError
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 
 _SHARE_OF_A_CORE = 0.02
@@ -382,30 +381,6 @@ class Cluster:
         """Whether Ray restarts a shard, or gave it up, as far as this process knows."""
         member = self._members.get(shard)
         return member is not None and member.is_away
-
-    def wait_for(self, shard: int) -> None:
-        """Wait until a shard answers again."""
-        self._look_around(now=True)
-        while True:
-            with self._lock:
-                member = self._members.get(shard)
-                if member is None:
-                    return
-                self._hear(shard, member)
-                if not member.lost:
-                    return
-            time.sleep(_PROBE_AGAIN_S / 5)
-
-    def wait_for_any(self) -> None:
-        """Wait until some shard answers again; no longer than the memory's patience."""
-        until = time.monotonic() + self._patience_s
-        while not self.masses():
-            if time.monotonic() > until:
-                raise ShardError(
-                    f"none of the memory's shards has answered for {self._patience_s:g} s; look at "
-                    "`ray list actors`, or make the memory again"
-                )
-            time.sleep(_PROBE_AGAIN_S / 5)
 
     def _hear(self, number: int, member: _Member) -> None:
         """Look whether a question was answered, and ask a lost shard again."""

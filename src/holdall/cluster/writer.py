@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -225,7 +225,6 @@ class Writer:
                 writer._make_room()
             for lanes, writer in self._groups:
                 writer._encoder.add(tick.cut(lanes) if self._parts else tick)
-                writer._send_if_full()
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -252,13 +251,16 @@ class Writer:
             except BaseException:
                 self._stopped_at = _digest_of(steps), group, taken
                 raise
-            writer._send_if_full()
             taken = 0
         self._stopped_at = b"", 0, 0
 
     def _make_room(self) -> None:
-        """Have room for one more tick; wait until shards take the segment that is full."""
-        if self._encoder.is_full:
+        """Have room for one more tick; wait until shards take the segment that is full.
+
+        One that is long enough, and ends with an episode, counts as full: the next one may go elsewhere.
+        """
+        ends_early = self._address.stay_rows and self._encoder.rows >= _SEGMENT_ROWS // 2
+        if self._encoder.is_full or (ends_early and self._encoder.ends_episodes):
             self._send()
 
     def flush(self) -> None:
@@ -281,11 +283,6 @@ class Writer:
                 writer._closed = True
                 _OPEN.discard(writer)
 
-    def _may_leave_early(self) -> bool:
-        """Whether the segment is long enough, and ends with an episode, so that the next one may go elsewhere."""
-        half = _SEGMENT_ROWS // 2
-        return bool(self._address.stay_rows) and self._encoder.rows >= half and self._encoder.ends_episodes
-
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the writer was closed; make a new one with memory.writer()")
@@ -293,27 +290,20 @@ class Writer:
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
         return Tick.fitted(self.schema, leading, self._encoder.reward_dtype, *arguments)
 
-    def _send_if_full(self) -> None:
-        """Send a full segment if there is room for it now; if not, the next call waits for that."""
-        if self._encoder.is_full or self._may_leave_early():
-            with suppress(ShardError):
-                self._send(waits=False)
-
-    def _send(self, *, waits: bool = True) -> None:
+    def _send(self) -> None:
         """Close the segment and send it on its way; what could fail comes before that, so that none is lost."""
         start = time.monotonic()
-        stream = self._roomy(waits)
-        lease = -1 if stream is None else self._leased(self._encoder.rows, waits)
+        stream, lease = self._roomy(), self._leased(self._encoder.rows)
+        if self._streams.get(stream.number) is not stream:  # its shard was closed or lost while a grant was waited for
+            stream = self._roomy()
         self._waited_s += time.monotonic() - start
-        if stream is None or lease is None:
-            return
         codecs, rows = self._codecs.of(self._encoder.fields), self._encoder.rows
         self._home.sent(stream.number, may_leave=self._encoder.ends_episodes or not self._address.stay_rows)
         payload = pack_segment(self._encoder.close(codecs), self._kernels.coder)
         with self._rerouting(stream):
             stream.send(payload, rows, lease)
 
-    def _roomy(self, waits: bool) -> SegmentStream | None:
+    def _roomy(self) -> SegmentStream:
         """Return where the next segment goes: to the less filled of two that have room for it.
 
         A shard that is away has none, and does not keep others waiting.
@@ -326,9 +316,9 @@ class Writer:
                     stream.poll()
             chosen = [self._streams[number] for number in self._open_to if number in self._streams]
             roomy = [stream for stream in self._home.among(chosen) if stream.has_room]
-            if roomy or not waits:
+            if roomy:
                 pair = self._generator.permutation(len(roomy))[:2].tolist()
-                return min((roomy[i] for i in pair), key=lambda stream: stream.inserted, default=None)
+                return min((roomy[i] for i in pair), key=lambda stream: stream.inserted)
             if not chosen:
                 raise ShardError("no shard takes transitions; add one with memory.add_shard()")
             if time.monotonic() > until:
@@ -336,28 +326,25 @@ class Writer:
             with self._rerouting(chosen[0]):
                 chosen[0].poll(_WAIT_S)
 
-    def _leased(self, rows: int, waits: bool) -> int | None:
-        """Return a grant of the memory's limiter; -1 if there is none; None: not yet, or it is being restarted."""
+    def _leased(self, rows: int) -> int:
+        """Wait for a grant of the memory's limiter; -1 if there is none."""
         limit = self._address.limit
         if limit is None:
             return -1
         limit.require("block", rows * limit.samples_per_insert)
         notice = WaitNotice("add")
-        while (lease := self._asked(rows)) is None and waits:
+        while True:
+            try:
+                lease: int | None = ray.get(self._roster.lease_insert.remote(rows), timeout=self._address.patience_s)
+                if lease is not None:
+                    return lease
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                self._address.roster()  # it refuses a memory that was closed
             notice.give(lambda: received(self._roster.limiter.remote(), self._address.patience_s))
             time.sleep(_ASK_AGAIN_S)
             for stream in list(self._streams.values()):
                 with self._rerouting(stream):
                     stream.poll()  # what has arrived does not count as under way any more
-        return lease
-
-    def _asked(self, rows: int) -> int | None:
-        try:
-            lease: int | None = ray.get(self._roster.lease_insert.remote(rows), timeout=self._address.patience_s)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            self._address.roster()  # it refuses a memory that was closed
-            return None
-        return lease
 
     @contextmanager
     def _rerouting(self, stream: SegmentStream) -> Iterator[None]:
@@ -392,8 +379,7 @@ class Writer:
     def next_of_others(self) -> tuple[int, bytes, int]:
         """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments."""
         self.flush()
-        stream = self._roomy(waits=True)
-        assert stream is not None
+        stream = self._roomy()
         return stream.number, self._name, stream.sequence
 
     def pass_on(self, to: int, payload: bytes, rows: int) -> None:
