@@ -56,20 +56,21 @@ def test_new_rows_get_the_highest_priority_of_all_shards() -> None:
     with ReplayMemory(SPACE, ACTION, 9_000, shards=3, **settings) as memory:
         add(memory, 0, 600)
         ids, numbers = held(memory)
-        priorities = np.full(3_000, 1.0)
+        priorities = np.append(np.full(600, 1.0), np.full(600, 50.0))
         priorities[numbers[0]] = 50.0
         memory.update_priorities(ids[:1], np.array([50.0]))  # on one shard alone
         add(memory, 600, 1_200)
-        priorities[600:1_200] = 50.0
         number = memory.add_shard()
         kill(process_of(memory._cluster.handle(1)))
         memory.sample(32)
         wait_until(lambda: memory._cluster.refresh().get(1) is not None)
-        add(memory, 1_200, 2_200)  # also on a shard that is new, and on one that began again
-        priorities[1_200:2_200] = 50.0
-        ids, numbers = held(memory)
-        assert {0, 1, 2, number} == set((ids >> 48).tolist())
-        counts = drawn(memory, 200_000, 3_000)
+        end = 1_200
+        while {0, 1, 2, number} != set((ids >> 48).tolist()):  # also on one that is new, and one that began again
+            add(memory, end, end + 600)
+            end += 600
+            priorities = np.append(priorities, np.full(600, 50.0))
+            ids, numbers = held(memory)
+        counts = drawn(memory, 200_000, end)
         few = np.setdiff1d(numbers[numbers < 600], numbers[priorities[numbers] > 1])  # are drawn too seldom for a test
         many = np.setdiff1d(numbers, few)
         chances = np.append(priorities[many], priorities[few].sum())
