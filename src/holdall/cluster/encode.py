@@ -205,16 +205,13 @@ class Encoder:
 
     def _coded(self, field: _OpenField, codec: storage.Codec | None) -> storage.Coded:
         """Compress the slices."""
-        chosen = codec if codec is not None and codec.transform.slice_bytes == field.window.slice_bytes else None
-        raw = field.raw
-        for attempt in (chosen, field.plain):
-            if attempt is not None:
-                sealed = self._coder.seal(raw, attempt)
-                if sealed is not None:
-                    return sealed.coded
-        stored = storage.Codec(storage.Method.STORED, 0, storage.Transform(field.window.slice_bytes))
-        offsets = (np.arange(len(raw) + 1, dtype=np.uint64) * raw.shape[1]).astype(np.uint32)
-        return storage.Coded(stored, len(raw), offsets, np.empty(0, np.uint8), raw.reshape(-1).copy())
+        raw, sealed = field.raw, None
+        if codec is not None and codec.transform.slice_bytes == field.window.slice_bytes:
+            sealed = self._coder.seal(raw, codec)  # None if its palette does not hold these
+        if sealed is None:
+            sealed = self._coder.seal(raw, field.plain)
+        assert sealed is not None  # it has no palette
+        return sealed.coded
 
     def _consider_search(self, i: int, leaf: Leaf) -> None:
         """Search a field again from time to time: a wrapper may change its mind."""
