@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall import Hindsight, NStep, Prioritized, Sequence
+from holdall import ArgumentError, Hindsight, NStep, Prioritized, Sequence
 from holdall.batch import Batch
 from holdall.cluster.answer import Answer, Deliverer, read_answer
 from holdall.cluster.encode import Encoder, sliced_leaves
@@ -165,6 +165,9 @@ def test_episodes_stay_together_over_shards(lanes: int) -> None:
             assert cut.sum() == 0
             first = batch.obs[:, 1]
             assert (batch.reward == steps * first + steps * (steps - 1) / 2).all()
+        row, no = np.zeros((lanes, 2), np.float32), np.zeros(lanes, np.bool_)
+        with pytest.raises(ArgumentError, match="the first add had float32"):  # whichever group a lane is in
+            memory.add(row, np.zeros(lanes, np.int64), np.zeros(lanes), row, no, no)
 
 
 class Lane:

@@ -22,7 +22,7 @@ from holdall.cluster.protocol import MOST_SHARDS, asked
 from holdall.cluster.roster import NAMESPACE, RateLimit, Roster
 from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import Cluster
-from holdall.cluster.writer import Writer
+from holdall.cluster.writer import LaneGroup
 from holdall.errors import ArgumentError, ShardError
 from holdall.sampling import Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.storage import COST_CAPS
@@ -235,19 +235,19 @@ class Fleet:
                 "add_shard() again; the memory is as before"
             )
 
-    def drain(self, number: int, writer: Writer, cluster: Cluster) -> None:
+    def drain(self, number: int, mover: LaneGroup, cluster: Cluster) -> None:
         """Move what a shard holds to the others, and end it."""
         with self._lock:
             if number not in self.actors or len(self.actors) == 1:
                 raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self.actors)}")
             actor = self.actors[number]
             self._ask(actor, "close_to_writers")
-            writer.leave(number)
+            mover.leave(number)
             while (oldest := self._ask(actor, "oldest"))[0]:
                 payload, rows, first_row, end = oldest
-                to, name, sequence = writer.next_of_others()
+                to, name, sequence = mover.next_of_others()
                 self._ask(actor, "give_up", first_row, end, to, name, sequence)
-                writer.pass_on(to, payload, rows)
+                mover.pass_on(to, payload, rows)
             self._ask(actor, "end_drain")
             self._ask(self.roster, "dismiss", number)
             del self.actors[number]
