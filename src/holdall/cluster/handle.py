@@ -24,7 +24,7 @@ from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, checked, 
 from holdall.cluster.protocol import ShardCounters, asked
 from holdall.cluster.roster import NAMESPACE, WaitNotice
 from holdall.cluster.security import join_cluster, require_safe_cluster
-from holdall.cluster.status import Cluster, Gauges, ShardStatus, status_of
+from holdall.cluster.status import Cluster, Gauges, ShardStatus
 from holdall.cluster.writer import Address, Writer
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
@@ -229,14 +229,15 @@ class MemoryHandle:
     def shards(self) -> list[ShardStatus]:
         """Say of every shard where it runs and what it holds; `holdall watch PID` there shows more of one."""
         self._open()
-        return [status_of(number, actor, self._address.patience_s) for number, actor in self._cluster.handles.items()]
+        numbers = self._cluster.numbers
+        found = self._cluster.ask_all(numbers, "process")
+        return [ShardStatus(number, number in found, **found.get(number, {})) for number in numbers]
 
     def report(self) -> MemoryReport:
         """Account for the bytes that all shards hold, field by field."""
         self.flush()
         known = self._cluster.refresh()
-        calls = [self._cluster.handle(shard).report.remote() for shard in known]
-        found = ray.get(calls, timeout=self._address.patience_s)
+        found = list(self._cluster.ask_all(known, "report").values())
         fields = _added_up([field for each in found for field in each[0]])
         transitions = sum(counters.transitions for counters in known.values())
         slower = next((words for words in (*(each[1] for each in found), fallback()) if words), "")

@@ -429,12 +429,8 @@ class Priorities:
         if not behind:
             return
         self._cluster.ask_roster("raise_highest", top)  # first, for shards that are being started
-        asked = {shard: self._cluster.handle(shard).raise_highest.remote(top) for shard in behind}
-        for shard, call in asked.items():
-            try:
-                self._cluster.note(shard, received(call, self._patience_s))
-            except LOSSES:
-                self._cluster.lose(shard)
+        for shard, counters in self._cluster.ask_all(behind, "raise_highest", top).items():
+            self._cluster.note(shard, counters)
 
     def hear(self, *, all_of_them: bool = False) -> None:
         """Look at what became of updates, and wait if too many are under way, or for all."""

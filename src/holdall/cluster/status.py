@@ -13,17 +13,25 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import ray
 from ray.util import metrics
 
 from holdall.cluster.answer import BlockPlace, SeenCount
-from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, ShardList, client_name, is_newer
+from holdall.cluster.protocol import (
+    CallOrder,
+    CallOrderError,
+    ShardCounters,
+    ShardList,
+    client_name,
+    is_newer,
+    received,
+)
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 
 _SHARE_OF_A_CORE = 0.02
@@ -48,11 +56,6 @@ class ShardStatus:
     limit: str = ""  # what its memory meets first: its control group, or the machine
     limit_bytes: int = 0
     limit_free_bytes: int = 0
-
-    @classmethod
-    def of(cls, number: int, figures: dict[str, Any]) -> Self:
-        """Read what a shard reported."""
-        return cls(number, True, **figures)
 
 
 def this_node() -> str:
@@ -92,14 +95,6 @@ class Process:
             "limit_bytes": limit.total_bytes,
             "limit_free_bytes": limit.free_bytes,
         }
-
-
-def status_of(number: int, actor: Any, patience_s: float) -> ShardStatus:
-    """Ask a shard how it is."""
-    try:
-        return ShardStatus.of(number, ray.get(actor.process.remote(), timeout=patience_s))
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-        return ShardStatus(number, answers=False)
 
 
 _DESCRIBED = {
@@ -352,18 +347,23 @@ class Cluster:
                     member.ask()
 
     def refresh(self) -> dict[int, ShardCounters]:
-        """Ask every shard how it stands, and wait; return the counters_by_shard of those that answered."""
+        """Ask every shard how it stands, and wait; return the counters of those that answered."""
         self._look_around(now=True)
-        with self._lock:
-            asked = {number: member.handle.counters.remote() for number, member in self._members.items()}
+        found: dict[int, ShardCounters] = self.ask_all(self.numbers, "counters")
+        for number, counters in found.items():
+            self.note(number, counters, answers=True)
+        return found
+
+    def ask_all(self, shards: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
+        """Call some shards at the same time, and wait; return what those say that answer."""
+        handles = self.handles
+        calls = {n: getattr(handles[n], method).remote(*arguments) for n in shards if n in handles}
         found = {}
-        for number, call in asked.items():
+        for number, call in calls.items():
             try:
-                found[number] = ray.get(call, timeout=self._patience_s)
+                found[number] = received(call, self._patience_s)
             except LOSSES:
                 self.lose(number)
-                continue
-            self.note(number, found[number], answers=True)
         return found
 
     def lose(self, shard: int) -> None:

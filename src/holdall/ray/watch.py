@@ -379,7 +379,7 @@ class ClusterMonitor:
 def _hear(number: int, asked: _Asked) -> None:
     """Take over an answer, if one came."""
     try:
-        status = ShardStatus.of(number, ray.get(asked.call, timeout=0))
+        status = ShardStatus(number, True, **ray.get(asked.call, timeout=0))
     except ray.exceptions.GetTimeoutError:
         return
     except ray.exceptions.ActorDiedError:
