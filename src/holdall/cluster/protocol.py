@@ -217,8 +217,9 @@ def asked(find: Callable[[], Any], method: str, *arguments: Any, patience_s: flo
     """
     until, was_dead = time.monotonic() + patience_s, False
     while True:
+        actor = find()  # which older versions of Ray lose, if nothing refers to it during the call
         try:
-            return received(getattr(find(), method).remote(*arguments), timeout_s)
+            return received(getattr(actor, method).remote(*arguments), timeout_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             is_dead = isinstance(error, ray.exceptions.ActorDiedError)
             if is_dead and was_dead:
