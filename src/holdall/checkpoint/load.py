@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from holdall.checkpoint.directory import open_reader
-from holdall.checkpoint.file_system import disk_errors_explained
-from holdall.checkpoint.interfaces import CheckpointReader
+from holdall.checkpoint.file_system import CheckpointReader, disk_errors_explained
 from holdall.checkpoint.manifest import (
     BlockEntry,
     Chunk,
@@ -47,6 +46,7 @@ from holdall.storage import (
     SegmentFile,
     Store,
     StoreContent,
+    Window,
     reserve,
     unpack_dictionary,
     unpack_logs,
@@ -54,7 +54,6 @@ from holdall.storage import (
     unpack_rows,
     unpack_slices,
     unpack_state,
-    window_of,
 )
 from holdall.units import require_count
 
@@ -248,7 +247,7 @@ def _content(
         first_tick=first_tick,
         next_tick=manifest.next_tick,
         large=large,
-        windows=[window_of(window, leaf) for window, leaf in zip(words["windows"], leaves, strict=True)],
+        windows=[Window.of_words(window, leaf) for window, leaf in zip(words["windows"], leaves, strict=True)],
         segments=segments,
         searches=words["searches"] or {"scouts": {}, "in_vain": {}, "rest": {}},
         newest=newest,

@@ -24,7 +24,7 @@ from holdall.json_state import counted, malformed_refused, parsed, text_of, unpa
 from holdall.units import require_path
 
 if TYPE_CHECKING:
-    from holdall.checkpoint.interfaces import CheckpointReader
+    from holdall.checkpoint.file_system import CheckpointReader
 
 FORMAT = "holdall checkpoint"
 VERSION = 1

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.interfaces import CheckpointReader, CheckpointWriter
+from holdall.checkpoint.file_system import CheckpointReader, CheckpointWriter
 from holdall.checkpoint.load import Loading, Restored, restored_state
 from holdall.checkpoint.manifest import (
     Manifest,

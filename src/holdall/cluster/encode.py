@@ -292,7 +292,7 @@ class SharedCodecs:
 
     def _choose(self, field: int, window: storage.Window, slices: Bytes) -> None:
         """Ask for the codec of a field, and choose one if there is none; if that fails, segments go on as they are."""
-        key = json.dumps([field, storage.window_words(window)])
+        key = json.dumps([field, window.words()])
         try:
             words = ray.get(self._roster.codec.remote(key))
             if words is None:

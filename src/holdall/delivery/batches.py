@@ -334,6 +334,9 @@ class Batches(ABC):
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """Make a batch at once."""
 
+    def rewritten(self, ids: NDArray[np.int64]) -> None:  # noqa: B027  most read the store itself
+        """Take note that extras of some transitions were written again; under the memory's lock."""
+
     @abstractmethod
     def keep(self, batches: int) -> None:
         """Keep memory for so many batches in use, so that none of them needs new memory."""

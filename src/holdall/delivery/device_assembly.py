@@ -175,7 +175,7 @@ class DeviceAssembler:
         if any(array is not None and array.size != draw.ids.size for array in (last, draw.reward)):
             return None
         plan = self._plan(draw, sources)
-        described = self._describe(_Description(store.large_segments.version, readable, sources))
+        described = self._describe(_Description(store.large_segments.index.version, readable, sources))
         if plan is None or not self._tell(plan, described):
             return None
         arrays = self._fill(plan, draw)
@@ -186,7 +186,7 @@ class DeviceAssembler:
         plan, described = self._plain.get(rows), self._described
         if plan is None or described is None or plan.described is not described:
             return None
-        is_now = described.version == store.large_segments.version and described.readable is readable
+        is_now = described.version == store.large_segments.index.version and described.readable is readable
         return plan if is_now and plan.table is store.row_table else None
 
     def assemble_plain(

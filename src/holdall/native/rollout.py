@@ -1,25 +1,17 @@
-"""Loops of rollouts: rollout.c puts images in order, estimates advantages and sends trajectories, without the GIL.
+"""Loops of rollouts: rollout.c puts images in order and estimates advantages, without the GIL.
 
 In:  arrays, whose sizes their callers have checked.  Out: the same arrays, filled.
 """
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.native.library import chosen_library
-from holdall.native.reading import ThreadPool
 from holdall.schema import Array
 from holdall.storage import address
-from holdall.threads import pool_threads
 
-_BYTES_PER_THREAD = 2**20
-"""Bytes that are worth waking a thread for."""
-_MOST_THREADS = 16
-"""Threads that copy: to fill memory as fast as the bus empties it takes many."""
 _FEWEST_CHANNELS = 4
 """From this many channels on, C separates them faster than NumPy copies them."""
 
@@ -38,50 +30,6 @@ def _lies_pixel_by_pixel(images: Array) -> bool:
         return False
     _, channels, height, width = images.shape
     return images.strides == (channels * height * width, 1, width * channels, channels)
-
-
-class SlotSender:
-    """Copies arrays into pinned slots, several threads at once, and has each slot sent to a device when it is filled.
-
-    Args:
-        slots: Where they begin, how long each is, and how many there are.
-        functions: Addresses: what sends, what records an event, and what asks for one; 0 if there are no events.
-        events: As the driver names them, one a slot.
-    """
-
-    def __init__(self, slots: tuple[int, int, int], functions: tuple[int, int, int], events: list[int]) -> None:
-        self._slots, self._functions = slots, functions
-        self._events = np.array(events, np.uint64)
-        self._pool = ThreadPool(pool_threads(_MOST_THREADS))
-
-    @classmethod
-    def send_here(cls) -> int | None:
-        """Return the address of what sends where the device is the host; None where nothing is compiled."""
-        library = chosen_library()
-        return None if library is None else ctypes.cast(library.holdall_send_here, ctypes.c_void_p).value
-
-    def send(
-        self, pieces: NDArray[np.int64], loads: NDArray[np.int64], sources: list[int], there: int, stream: int
-    ) -> int:
-        """Send loads; return 0, or the driver's error.
-
-        Args:
-            pieces: Source, first byte of it, bytes, first byte in the slots, load; one after another.
-            loads: The piece behind the last one, first byte on the device, bytes.
-            sources: Where the sources begin.
-            there: Where bytes on the device are counted from.
-        """
-        library, (send, record, query) = chosen_library(), self._functions
-        if library is None:
-            return -1
-        done, begins = np.zeros(len(loads), np.int64), np.array(sources, np.uint64)
-        wanted = int(pieces[:, 2].sum()) // _BYTES_PER_THREAD - 1
-        with self._pool.helping(library, wanted) as (pool, helpers):
-            error: int = library.holdall_send_slots(
-                address(pieces), len(pieces), address(loads), len(loads), address(begins), *self._slots, address(done),
-                pool, helpers, send, there, stream, record, query, address(self._events),
-            )  # fmt: skip
-        return error
 
 
 Floats = NDArray[np.float32]

@@ -25,27 +25,3 @@ from holdall.sampling.episodic import (
     sampler_words,
 )
 from holdall.sampling.prioritized import Prioritized
-
-__all__ = [
-    "LANE",
-    "ComposedSampler",
-    "Held",
-    "Hindsight",
-    "NStep",
-    "Prioritized",
-    "PrioritySampler",
-    "RolloutSequences",
-    "Sampler",
-    "Sequence",
-    "SmallFields",
-    "Stateless",
-    "StepOrder",
-    "Uniform",
-    "drawn_from",
-    "require_enough",
-    "required_sampler",
-    "resume",
-    "sampler_to_resume",
-    "sampler_words",
-    "set_priorities",
-]

@@ -159,11 +159,6 @@ _LATER_METHODS = 16
 """Added to the method of a block with keys, places, or a dictionary for LZ4."""
 
 
-def dictionary_name(dictionary: Dictionary) -> str:
-    """Name a dictionary by its content."""
-    return dictionary.name
-
-
 def pack_dictionary(dictionary: Dictionary) -> list[Buffer]:
     """Return a dictionary as a record."""
     return pack(DICTIONARY, {"name": dictionary.name}, {"content": dictionary.content}, frozenset())
@@ -385,7 +380,7 @@ def pack_logs(parts: Sequence[ClosedPart], *, compresses: bool = True) -> list[B
             written.put(f"log.{number}", part.log)
         fields.append(
             {
-                "window": window_words(part.window),
+                "window": part.window.words(),
                 "log": None if part.log is None else dtype_name(part.log.dtype),
                 "log_rows": part.log_rows,
                 "slices": part.slice_count,
@@ -406,7 +401,7 @@ def unpack_logs(
         raise DamageError(f"the logs at byte {record.start} are of {len(fields)} fields, not {len(leaves)}")
     parts = []
     for number, (words, leaf, block) in enumerate(zip(fields, leaves, blocks, strict=True)):
-        window = window_of(words["window"], leaf)
+        window = Window.of_words(words["window"], leaf)
         rows, count, steps, new = (counted(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
         if block.slice_bytes != window.slice_bytes or count > block.used:
             raise DamageError(f"the logs at byte {record.start} name another block than their own")
@@ -471,21 +466,6 @@ def unpack_file(record: Record, read: Read) -> bytes:
     """Read a piece of a trainer's own file."""
     require_kind(record, FILE, read)
     return record.part("content", read)
-
-
-def window_words(window: Window) -> list[int] | None:
-    """Say along which axis a window slides and by how many elements; None if it does not."""
-    return None if window.count == 1 else [window.axis, window.shift * window.unit]
-
-
-def window_of(words: Any, leaf: Leaf) -> Window:
-    """Cut a leaf as `window_words` says; whatever it says, the window fits the leaf."""
-    if words is None:
-        return Window.whole(leaf)
-    axis, step = (counted(word) for word in words)
-    if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
-        raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
-    return Window.along(leaf, axis, step)
 
 
 def records_in(payload: bytes) -> Iterator[Record]:
