@@ -18,8 +18,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.base_memory import BaseMemory
-from holdall.batch import Batch, Draw
-from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, SavedDraws, of_ids
+from holdall.batch import Batch, Draw, of_ids
+from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, SavedDraws
 from holdall.errors import ArgumentError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels, fallback

@@ -18,14 +18,7 @@ import numpy as np
 
 from holdall.checkpoint.directory import open_reader
 from holdall.checkpoint.file_system import CheckpointReader, disk_errors_explained
-from holdall.checkpoint.manifest import (
-    BlockEntry,
-    Chunk,
-    Manifest,
-    SegmentEntry,
-    is_lost,
-    require_whole,
-)
+from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, SegmentEntry, is_lost, require_whole
 from holdall.checkpoint.saved_records import Attached, LostTicks, RecordFiles, SavedRecords, blank_parts, blank_rows
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_of, malformed_refused, schema_of

@@ -211,11 +211,7 @@ class Saver:
         return self._records.rows_saved()
 
     def save(
-        self,
-        snapshot: Snapshot | ShardsSnapshot,
-        keep: int | None,
-        progress: Progress | None,
-        mirror: str | None,
+        self, snapshot: Snapshot | ShardsSnapshot, keep: int | None, progress: Progress | None, mirror: str | None
     ) -> SaveHandle:
         """Have a snapshot written, after those before it.
 

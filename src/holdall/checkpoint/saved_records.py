@@ -21,14 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from holdall.checkpoint.file_system import CheckpointReader, CheckpointWriter, NewFile
-from holdall.checkpoint.manifest import (
-    Chunk,
-    Manifest,
-    Ref,
-    is_lost,
-    require_files,
-    shard_manifest,
-)
+from holdall.checkpoint.manifest import Chunk, Manifest, Ref, is_lost, require_files, shard_manifest
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import malformed_refused
 from holdall.schema import Leaf

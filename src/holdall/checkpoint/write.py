@@ -23,15 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from holdall.checkpoint.file_system import CheckpointWriter
-from holdall.checkpoint.manifest import (
-    BlockEntry,
-    Chunk,
-    Manifest,
-    Ref,
-    SegmentEntry,
-    ShardEntry,
-    shard_folder,
-)
+from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry, ShardEntry, shard_folder
 from holdall.checkpoint.saved_records import PartialBlock, RecordWriter, SavedRecords, adoptable, compacted, ref_of
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_name

@@ -483,8 +483,3 @@ class _HostBatchJob:
         if batch is None:
             raise DamageError("a batch was received before it was made; report this")
         return batch
-
-
-def of_ids(ids: NDArray[np.int64]) -> Draw:
-    """Return the recipe of a plain batch of given transitions."""
-    return Draw(ids, np.ones(len(ids), np.float32))

@@ -24,13 +24,7 @@ from holdall.delivery.device import CudaStream, DeviceStream
 from holdall.delivery.device_loops import device_program
 from holdall.delivery.device_store import DeviceSnapshot, PinnedSnapshot
 from holdall.errors import DamageError
-from holdall.native import (
-    MOST_DEVICE_FIELDS,
-    BatchRequestStruct,
-    Refusal,
-    SliceNamer,
-    number_function,
-)
+from holdall.native import MOST_DEVICE_FIELDS, BatchRequestStruct, Refusal, SliceNamer, number_function
 from holdall.schema import Array, Schema, require_in_range
 from holdall.storage import RowSources, Store, address
 

@@ -1,6 +1,7 @@
 """The compiled loops, their one loader, and the NumPy twins, which do the same work where nothing was compiled.
 
-Which of the two are used is decided here, and said where the fast ones are missing.
+Which of the two are used is decided here, and said where the fast ones are missing. The loops of rollouts, which
+belong to no store, are here, too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import functools
 import os
 import warnings
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from holdall.native.batch_reader import NativeBatchReader, makes_arrays
 from holdall.native.library import (
@@ -26,12 +30,14 @@ from holdall.native.library import (
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.native.reading import NativeDecoder, NativeReading, ThreadPool, draw_slots, number_function
-from holdall.native.rollout import copy_in_order, estimate_advantages
 from holdall.native.sending import CopyPlan, Cut, Names, Refusal, SliceNamer, SlotSender
 from holdall.native.tick_writer import has_expected_objects
 from holdall.native.writing import NativeCoder, NativeWriting
-from holdall.storage import BatchReader, Coder, Kernels, Repair
+from holdall.schema import Array
+from holdall.storage import BatchReader, Coder, Kernels, Repair, address
 
+_FEWEST_CHANNELS = 4
+"""From this many channels on, C separates them faster than NumPy copies them."""
 # Measured by benchmarks/fallback.py; docs/troubleshooting.md has its table.
 _WITHOUT_LOOPS = "add and sample take up to 2.9 times as long, and compressed data as much memory as with it"
 _WITHOUT_COMPRESSION = "sampling compressed data takes 2.9 times as long, and the data as much memory as with it"
@@ -101,3 +107,76 @@ def _warn_once() -> None:
             RuntimeWarning,
             stacklevel=4,
         )
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def copy_in_order(to: Array, source: Array) -> None:
+    """Copy to an array of (lanes, ...) in C order; images with channels first may lie pixel by pixel in `source`."""
+    if not source.flags.c_contiguous and _lies_pixel_by_pixel(source) and (library := chosen_library()) is not None:
+        lanes, channels, height, width = source.shape
+        library.holdall_part_channels(source.ctypes.data, address(to), lanes, height * width, channels)
+    else:
+        np.copyto(to, source)
+
+
+def _lies_pixel_by_pixel(images: Array) -> bool:
+    if images.ndim != 4 or images.itemsize != 1 or images.shape[1] < _FEWEST_CHANNELS:
+        return False
+    _, channels, height, width = images.shape
+    return images.strides == (channels * height * width, 1, width * channels, channels)
+
+
+Floats = NDArray[np.float32]
+
+
+def estimate_advantages(
+    rewards: Floats,
+    values: Floats,
+    ends: Floats,
+    last_values: Floats,
+    gamma: float,
+    gae_lambda: float,
+    advantages: Floats,
+    returns: Floats,
+) -> None:
+    """Fill `advantages` and `returns`; all arrays are contiguous float32 of one shape.
+
+    Args:
+        ends: 1 where the episode ended with the step, else 0.
+        last_values: Of the observations behind the last step, one per lane.
+        advantages: May be `rewards` itself.
+    """
+    decay = gamma * gae_lambda
+    library = chosen_library()
+    if library is None:
+        _estimate_portably(rewards, values, ends, last_values, gamma, decay, advantages, returns)
+        return
+    steps, lanes = values.shape
+    library.holdall_advantages(
+        address(rewards), address(values), address(ends), address(last_values), gamma, decay,
+        steps, lanes, address(advantages), address(returns),
+    )  # fmt: skip
+
+
+def _estimate_portably(
+    rewards: Floats,
+    values: Floats,
+    ends: Floats,
+    last_values: Floats,
+    gamma: float,
+    decay: float,
+    advantages: Floats,
+    returns: Floats,
+) -> None:
+    """Do what rollout.c does, a row of lanes at a time."""
+    going = np.float32(1) - ends
+    gamma_, decay_ = np.float32(gamma), np.float32(decay)
+    next_values, later = last_values, np.zeros_like(last_values)
+    for t in range(len(values) - 1, -1, -1):
+        delta = rewards[t] + gamma_ * next_values * going[t] - values[t]
+        later = delta + decay_ * going[t] * later
+        advantages[t] = later
+        next_values = values[t]
+    np.add(advantages, values, out=returns)

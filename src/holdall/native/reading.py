@@ -21,12 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.native.library import (
-    CompressionLibraries,
-    DecodedSliceStruct,
-    DecoderStruct,
-    chosen_library,
-)
+from holdall.native.library import CompressionLibraries, DecodedSliceStruct, DecoderStruct, chosen_library
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Bytes
 from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices

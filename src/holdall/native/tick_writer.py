@@ -32,17 +32,7 @@ from holdall.native.library import (
     TickWriterStruct,
 )
 from holdall.schema import Array, Bytes
-from holdall.storage import (
-    Arguments,
-    FastTick,
-    FlatField,
-    Form,
-    OpenPart,
-    Repair,
-    SlicedTick,
-    TickWriter,
-    address,
-)
+from holdall.storage import Arguments, FastTick, FlatField, Form, OpenPart, Repair, SlicedTick, TickWriter, address
 
 _MOST_FIELDS = 32
 """Observation fields that arguments.c has room for."""

@@ -28,13 +28,7 @@ from holdall.native.library import (
     TransformStruct,
 )
 from holdall.native.reading import NativeDecoder
-from holdall.native.tick_writer import (
-    DenseLayout,
-    NativeFastTick,
-    NativeTickWriter,
-    has_expected_objects,
-    struct_field,
-)
+from holdall.native.tick_writer import DenseLayout, NativeFastTick, NativeTickWriter, has_expected_objects, struct_field
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,
@@ -129,10 +123,7 @@ class NativeBlock(SliceBlock):
     def __init__(self, slice_bytes: int, arena: Bytes) -> None:
         super().__init__(slice_bytes, arena)
         slots = 1 << max(4, (2 * self.capacity).bit_length())
-        self._index: tuple[NDArray[Any], ...] = (
-            np.empty(self.capacity, np.uint64),
-            np.zeros(slots, np.uint32),
-        )
+        self._index: tuple[NDArray[Any], ...] = (np.empty(self.capacity, np.uint64), np.zeros(slots, np.uint32))
         self._struct = SliceBlockStruct(
             arena=address(self.arena),
             hashes=address(self._index[0]),

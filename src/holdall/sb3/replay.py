@@ -25,8 +25,8 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.batch import Batch, Draw
-from holdall.delivery import BatchJob, SlotDraw, of_ids
+from holdall.batch import Batch, Draw, of_ids
+from holdall.delivery import BatchJob, SlotDraw
 from holdall.errors import ArgumentError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory

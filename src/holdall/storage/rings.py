@@ -63,13 +63,13 @@ class Rings:
         self.pause_tick = 0  # the tick before which observations may be packed
         self._table: RowTable | None = None
         self.row_bytes = 0  # of one transition, once all that can come has come
-        self._count_row_bytes()
         self._counted = (0, first_tick, first_tick)  # lanes that made no transition in ticks [first, end)
 
     def new_writer(self, kernels: Kernels, ticks: tuple[int, int], repair: Repair) -> TickWriter:
         """Return what writes ticks here; `ticks` are the numbers of the first one ever and of the next."""
         writer = kernels.new_writer(self.flat(), self.ring_ticks, ticks, repair)
         writer.pause_tick = self.pause_tick
+        self._count_row_bytes()  # another writer is made whenever fields lie elsewhere
         return writer
 
     def prepare(self, tick: Tick, first_tick: int, next_tick: int) -> list[Array]:
@@ -100,7 +100,6 @@ class Rings:
         """Save the next observations of the newest tick that these, by leaf, would be written over."""
         for i, ring in self.small.items():
             ring.keep_apart(next_tick - 1, obs[i])
-        self._count_row_bytes()
 
     def pair(self, first_tick: int, next_tick: int) -> None:
         """Give next observations rings of their own, with those of the ticks held in them."""
@@ -306,12 +305,7 @@ class Rings:
         self._count_row_bytes()
 
     def thaw(
-        self,
-        next_tick: int,
-        first_tick: int,
-        newest: dict[int, Array],
-        paired: Collection[int],
-        scouts: dict[str, Any],
+        self, next_tick: int, first_tick: int, newest: dict[int, Array], paired: Collection[int], scouts: dict[str, Any]
     ) -> None:
         """Begin to take over rows that were frozen elsewhere; they follow with `put`, oldest first."""
         self.scouts = {i: scout for i, scout in self.scouts.items() if str(i) in scouts}

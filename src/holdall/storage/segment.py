@@ -19,15 +19,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf
-from holdall.storage.blocks import (
-    ArenaPool,
-    CarriedSlices,
-    KeptBlock,
-    SealedSlices,
-    SegmentFile,
-    SliceBlock,
-    reserve,
-)
+from holdall.storage.blocks import ArenaPool, CarriedSlices, KeptBlock, SealedSlices, SegmentFile, SliceBlock, reserve
 from holdall.storage.layout import CURSOR_BYTES, Window, WindowSearches
 from holdall.storage.slices import (
     ClosedPart,

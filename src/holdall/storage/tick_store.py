@@ -27,20 +27,9 @@ from holdall.storage.rings import Rings, Rows
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import Kernels
-from holdall.storage.snapshot import (
-    RowSnapshots,
-)
+from holdall.storage.snapshot import RowSnapshots
 from holdall.storage.spill import SpillFolder
-from holdall.storage.ticks import (
-    NO_ROOM,
-    NOT_CONTINUED,
-    Repair,
-    SlicedTick,
-    StepRuns,
-    Tick,
-    TickWriter,
-    restoring,
-)
+from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, Repair, SlicedTick, StepRuns, Tick, TickWriter, restoring
 from holdall.storage.tiers import Budget, Tiers, warn_of_small_budget
 
 
