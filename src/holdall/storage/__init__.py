@@ -52,6 +52,7 @@ from holdall.storage.records import (
     pack_rows,
     pack_slices,
     pack_state,
+    parsed,
     records_in,
     unpack,
     unpack_dictionary,
@@ -61,6 +62,7 @@ from holdall.storage.records import (
     unpack_rows,
     unpack_slices,
     unpack_state,
+    unparsed,
 )
 from holdall.storage.remote_file import AwaitedFile, Demand, bring, bring_places, bring_slices
 from holdall.storage.rings import Rows

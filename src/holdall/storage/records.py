@@ -10,6 +10,7 @@ file's before anything is allocated, and a part is handed out only if its own ch
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +23,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError, DamageError, NewerFormatError
-from holdall.json_state import (
-    counted,
-    decode_state,
-    dtype_name,
-    dtype_of,
-    encode_state,
-    malformed_refused,
-    parsed,
-    unparsed,
-)
+from holdall.json_state import counted, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform
@@ -125,6 +117,31 @@ def unpack(read: Read, start: int, file_bytes: int) -> Record:
     with malformed_refused(f"the head of the record at byte {start}"):
         head = parsed(raw)
         return Record(start, whole, head, _parts_of(head, start + PREAMBLE.size + head_bytes, body_bytes))
+
+
+_LIST_BYTES, _DICT_BYTES, _VALUE_BYTES = 64, 240, 48
+_FREE_BYTES, _BYTES_PER_CHARACTER = 2**26, 8
+
+
+def _is_modest(text: bytes) -> bool:
+    """Whether parsed JSON takes about as much memory as holdall's own does: an empty list is three bytes, or 64."""
+    takes = _LIST_BYTES * text.count(b"[") + _DICT_BYTES * text.count(b"{") + _VALUE_BYTES * text.count(b",")
+    return takes <= _FREE_BYTES + _BYTES_PER_CHARACTER * len(text)
+
+
+def parsed(text: bytes) -> Any:
+    """Parse JSON, unless that takes far more memory than the text."""
+    if not _is_modest(text):
+        raise DamageError(f"{len(text)} bytes of JSON hold far more values than holdall's does; nothing of it is used")
+    return json.loads(text)
+
+
+def unparsed(words: Any) -> bytes:
+    """Write JSON in one way, if `parsed` reads it again."""
+    text = json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    if not _is_modest(text):
+        raise CheckpointError(f"{len(text)} bytes of JSON hold too many values; a sampler keeps numbers in arrays")
+    return text
 
 
 def _parts_of(head: Any, start: int, body_bytes: int) -> dict[str, RecordPart]:
@@ -378,16 +395,9 @@ def pack_logs(parts: Sequence[ClosedPart], *, compresses: bool = True) -> list[B
     for number, part in enumerate(parts):
         if part.log is not None:
             written.put(f"log.{number}", part.log)
-        fields.append(
-            {
-                "window": part.window.words(),
-                "log": None if part.log is None else dtype_name(part.log.dtype),
-                "log_rows": part.log_rows,
-                "slices": part.slice_count,
-                "steps": part.steps,
-                "new_slices": part.new_slices,
-            }
-        )
+        log = None if part.log is None else dtype_name(part.log.dtype)
+        counts = {"log_rows": part.log_rows, "slices": part.slice_count, "steps": part.steps}
+        fields.append({"window": part.window.words(), "log": log, **counts, "new_slices": part.new_slices})
     return written.packed(LOGS, {"fields": fields})
 
 
