@@ -30,7 +30,6 @@ from holdall.sampling import Uniform
 from holdall.schema import Schema
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.codec_choice import choose
-from holdall.storage.records import dictionary_name
 from holdall.storage.slices import Kernels
 from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
 from holdall.storage.ticks import Tick
@@ -96,7 +95,7 @@ class Desk:
     @property
     def dictionaries(self) -> dict[str, Dictionary]:
         found = [codec.dictionary for codec in self.codecs.values() if codec.dictionary is not None]
-        return {dictionary_name(each): each for each in found}
+        return {each.name: each for each in found}
 
     def received(self, payload: bytes) -> SealedSegment:
         """Read a segment; of an earlier version it may name dictionaries."""
