@@ -21,17 +21,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 from plan_times import time_all
 from process import commit, machine, versions
 from readme import MARKERS
 
-from holdall.machine import held_bytes, peak_bytes
+from holdall.machine import held_bytes
 from holdall.tools.plan.config import spec_from_settings
+from holdall.tools.plan.environments import run_probe
 from holdall.tools.plan.phases import HoldallNeed
 from holdall.tools.plan.planner import Plan, make_plan
 from holdall.tools.plan.spec import Spec
-from holdall.tools.plan.subprocess_probe import run_probe
 
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 RESULTS = Path(__file__).parent / "results" / "plan.jsonl"
@@ -39,8 +38,6 @@ Table = tuple[list[dict[str, Any]], list[str], bool]
 """Results, the lines that show them, and whether all bars are met."""
 _PROBE = 2_000
 _PAUSE = 250
-_UPDATES = 60
-_ROLLOUTS = 4
 _CART, _PENDULUM, _CAMERA = "CartPole-v1", "Pendulum-v1", "holdall.tools.demo.camera:CameraRover"
 _ATARI = {"env": "ale_py:SeaquestNoFrameskip-v4", "wrapper": "atari", "frame_stack": 4}
 _BREAKOUT = _ATARI | {"env": "ale_py:BreakoutNoFrameskip-v4"}
@@ -100,31 +97,12 @@ _BAR = 0.05
 """How far a planned peak may be off."""
 
 
-def run(spec: Spec) -> dict[str, Any]:
-    """Train for real in this process, and read what it took."""
-    from holdall.tools.plan.sb3_model import build_model, make_env  # noqa: PLC0415 torch is the run's affair
-
-    env = make_env(spec, real=True)
-    model = build_model(spec, env=env)
-    if spec.on_policy:
-        model.learn(_ROLLOUTS * spec.rollout_steps * spec.num_envs)
-    else:
-        model.learning_starts = spec.capacity + spec.num_envs
-        model.learn(spec.capacity)
-        model.learning_starts = 0
-        model.learn(_UPDATES * spec.num_envs, reset_num_timesteps=False)
-    children = [held_bytes(child.pid).unique for child in psutil.Process().children(recursive=True)]
-    peak = peak_bytes()
-    env.close()
-    return {"trainer_bytes": peak, "processes_bytes": sum(children), "measured_bytes": peak + sum(children)}
-
-
 def compare(name: str, settings: dict[str, Any], probe_steps: int) -> dict[str, Any]:
     """Plan one configuration twice, run it, and put the figures side by side."""
     spec, environment = spec_from_settings(settings | {"name": name})
     plain = make_plan(spec, environment=environment)
     probed = make_plan(spec, environment=environment, probe_steps=probe_steps)
-    command = [sys.executable, __file__, "--run"]
+    command = [sys.executable, str(Path(__file__).with_name("plan_run.py"))]
     done = subprocess.run(command, input=json.dumps(spec.as_dict()), capture_output=True, text=True, check=True)
     measured = json.loads(done.stdout.splitlines()[-1])
     return {
@@ -234,12 +212,10 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="start no further run after so many")
     parser.add_argument("--missing", action="store_true", help="of runs and fresh, those that have no line yet")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/plan.md")
-    parser.add_argument("--run", action="store_true", help="train the configuration that stands on stdin")
     parser.add_argument("--hold", nargs="?", const="", help="hold transitions of the one on stdin")
     wanted = parser.parse_args()
-    if wanted.run or wanted.hold is not None:
-        spec = Spec.from_dict(json.load(sys.stdin))
-        print(json.dumps(run(spec) if wanted.run else hold(spec, wanted.hold or None)))
+    if wanted.hold is not None:
+        print(json.dumps(hold(Spec.from_dict(json.load(sys.stdin)), wanted.hold or None)))
         return 0
     makers = {
         "runs": lambda: compare_all("runs", wanted),

@@ -14,7 +14,6 @@ from typing import Any
 from holdall.tools.plan.config import spec_from_settings
 from holdall.tools.plan.phases import MeasuredCosts, UpdateBytes, vram_phases
 from holdall.tools.plan.spec import Spec
-from holdall.tools.plan.subprocess_probe import measure_baseline
 
 _ROVER = {"image": "84x84x3:uint8", "vector": "31"}
 _GAME = {"obs": "144x160x12:uint8", "action": "discrete(8)"}
@@ -62,6 +61,8 @@ def main() -> int:
     """Compare all configurations."""
     if len(sys.argv) > 1:
         spec = Spec.from_dict(json.load(sys.stdin))
+        from holdall.tools.plan.sb3_model import measure_baseline  # noqa: PLC0415 as above
+
         print(json.dumps(update(spec) if sys.argv[1] == "update" else measure_baseline(spec, networks=True)))
         return 0
     print("| run | planned, MiB | at most | in use | off by | kept in the pool | context | bound holds |")

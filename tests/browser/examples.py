@@ -6,9 +6,9 @@ import json
 import math
 from typing import Any
 
+from holdall.cli.plan import write_plan_page
 from holdall.machine import Limit
 from holdall.tools.plan.config import spec_from_settings
-from holdall.tools.plan.html_page import write_plan_page
 from holdall.tools.plan.phases import HoldallNeed, MachineLimits, MeasuredCosts, PlanInputs, UpdateBytes
 from holdall.tools.plan.planner import plan_from_inputs
 

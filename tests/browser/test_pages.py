@@ -35,7 +35,8 @@ _FAINT = """(() => {
 })()"""
 _CUT_OFF = """[...document.querySelectorAll('body *')].filter((element) =>
     [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim()) &&
-    element.checkVisibility({visibilityProperty: true}) && !element.closest('script, pre, caption, .scroll'))
+    element.checkVisibility({visibilityProperty: true}) &&
+    !element.closest('script, pre, caption, .scroll:not(.short)'))
   .filter((element) => { const box = element.getBoundingClientRect();
     const isCut = element.clientWidth && element.scrollWidth > element.clientWidth + 1;
     return box.left < 0 || box.right > innerWidth || isCut; })

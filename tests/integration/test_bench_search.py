@@ -10,8 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdall.cli import app
-from holdall.tools.bench.search import Search, SearchSpace, TrialStopped
-from holdall.tools.bench.settings import settings_of
+from holdall.tools.bench.settings import Search, SearchSpace, TrialStopped, settings_of
 
 pytest.importorskip("optuna", reason="needs the extra [search]")
 

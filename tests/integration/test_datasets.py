@@ -10,8 +10,8 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
+from holdall.cli.checkpoint import export_minari, import_minari
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
-from holdall.tools.datasets import export_minari, import_minari
 
 pytest.importorskip("minari", reason="needs the extra [minari]")
 

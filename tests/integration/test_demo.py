@@ -12,11 +12,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from holdall.cli import app
+from holdall.cli import demo as comparison
+from holdall.cli.demo import DemoFit, latest_reading
 from holdall.errors import HoldallError
 from holdall.tools.bench.child_process import messages
-from holdall.tools.demo import walkthrough as comparison
 from holdall.tools.demo.camera import CheckpointFingerprint, DemoResult
-from holdall.tools.demo.walkthrough import DemoFit, latest_reading
 
 FIT = DemoFit(2**30, 2**31, "does not fit", 2**29, "fits")
 

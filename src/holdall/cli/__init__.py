@@ -1,4 +1,4 @@
-"""The command line: `holdall COMMAND`; one module for each command, imported when it is called.
+"""The command line: `holdall COMMAND`; the module of a command is imported when it is called.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake
 on the command line, 3 the command ran and its check failed.
@@ -17,8 +17,9 @@ from holdall.cli.conventions import OneLineErrors, PipeWriter, Verbose
 
 __all__ = ["app", "main"]
 
-COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "trim", "watch")
-"""Each is a module here, with a function, or a Typer of subcommands, of the same name."""
+COMMANDS = {name: name for name in ("bench", "checkpoint", "demo", "lint", "plan", "watch")}
+COMMANDS |= {"report": "watch", "trim": "watch"}
+"""The module of each command. A function in it, or a Typer of subcommands, has the command's name."""
 
 
 class LazyCommands(OneLineErrors):
@@ -32,14 +33,14 @@ class LazyCommands(OneLineErrors):
         """Import a command; None if there is none of that name."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
-        module = import_module(f"holdall.cli.{cmd_name}")
+        module = import_module(f"holdall.cli.{COMMANDS[cmd_name]}")
         found = getattr(module, cmd_name)
         if isinstance(found, typer.Typer):
             group = typer.main.get_group(found)
             group.name = cmd_name
             return group
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        alone.command(cmd_name, cls=getattr(module, "COMMAND_CLASS", None))(found)
+        alone.command(cmd_name, cls=getattr(module, f"{cmd_name.upper()}_CLASS", None))(found)
         return typer.main.get_command(alone)
 
 

@@ -38,10 +38,9 @@ from holdall.tools.bench.run import (
     run_bench,
     runs_of,
 )
-from holdall.tools.bench.search import Search, SearchTrial
-from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
+from holdall.tools.bench.settings import BenchSettings, Calibration, Search, SearchTrial, calibrate, settings_of
 from holdall.tools.report.results import TrainingRun
-from holdall.units import format_bytes, format_seconds
+from holdall.units import counted, format_bytes, format_seconds
 
 FAILED_EXIT_CODE, STOPPED_EXIT_CODE = 3, 130
 _LONG_S = 3_600
@@ -119,17 +118,14 @@ def buffers(
     stopped = False
     console = Console(stderr=True)
     with ExitStack() as stack:
-        lines = None
-        if out is not None:
-            with writing("out", out):
-                lines = stack.enter_context(out.open("w", encoding="utf-8"))
+        with writing("out", out or Path()):
+            lines = ResultWriter(None if out is None else stack.enter_context(out.open("w", encoding="utf-8")))
         share = progress.TextColumn("{task.percentage:3.0f}%")
         on_progress = stack.enter_context(_bar(console, 1.0, share, progress.TimeElapsedColumn()))
         try:
             for record in compare_buffers.measure_buffers(cases, ways, transitions, rounds, on_progress):
                 records.append(record)
-                if lines is not None:
-                    print(json_format.dumps(record), file=lines, flush=True)
+                lines.write(record)
                 if json:
                     typer.echo(json_format.dumps(record))
         except KeyboardInterrupt:
@@ -180,7 +176,7 @@ def search(
     console = Console(stderr=True, highlight=False)
     study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
     if before := len(study.trials()):
-        console.print(f"{before} trials are in {storage} already.")
+        console.print(f"{storage} has {counted(before, 'trial')} already.")
     added: list[SearchTrial] = []
     with _bar(console, trials, progress.MofNCompleteColumn(), *_times()) as on_progress:
         try:
@@ -274,7 +270,9 @@ def profiles(
                 lines.write(ranking.as_dict())
     _show_results(json, first, runs, found, out)
     if stopped:
-        console.print(f"Stopped; {len(runs)} runs are kept. Go on with `holdall bench --resume {out}`.", style="yellow")
+        console.print(
+            f"Stopped; {counted(len(runs), 'run')} kept. Go on with `holdall bench --resume {out}`.", style="yellow"
+        )
         raise typer.Exit(STOPPED_EXIT_CODE)
     if any(run.status == "failed" for run in runs):
         raise typer.Exit(FAILED_EXIT_CODE)
@@ -289,7 +287,7 @@ def _announce(settings: BenchSettings, calibration: Calibration, done: list[Trai
         console.print(f"  {name}: {size.share:.0%}, {format_bytes(size.limit_bytes)}: {held}", soft_wrap=True)
     count = len(planned_runs(settings)) - len(done)
     seconds = expected_seconds(settings, calibration, done)
-    console.print(f"{count} runs, which take about {format_seconds(round(seconds))}.", style="bold")
+    console.print(f"{counted(count, 'run')}, about {format_seconds(round(seconds))} in all.", style="bold")
     if seconds > _LONG_S:
         console.print("Filling the buffers takes long; a lower --limit, fewer --profiles or --seeds make it shorter.")
 

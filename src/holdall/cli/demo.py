@@ -1,19 +1,39 @@
 """`holdall demo`: plan, train, watch, checkpoint, kill and resume on the shipped environment; a table at the end.
 
+Only the replay buffer differs between the two trainings, and the second one is killed half-way. So any difference in
+the end comes from the buffer or from the crash. The plan leaves the demo's network out: a few hundred kilobytes.
 Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 a promise does not hold.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import json
+import shlex
+import shutil
+import time
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from holdall.cli.conventions import AsJson, OptText, Verbose, option
-from holdall.tools.demo.walkthrough import run_demo, table, verdict
-from holdall.units import parse_bytes
+from holdall.errors import ArgumentError, HoldallError, MissingPackageError
+from holdall.machine import Limit, memory_limits
+from holdall.tools.bench.child_process import messages, module_command
+from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
+from holdall.tools.plan.environments import run_probe
+from holdall.tools.plan.measure_memory import need_from_spaces
+from holdall.tools.plan.phases import MachineLimits, MeasuredCosts, PlanInputs
+from holdall.tools.plan.spec import Spec
+from holdall.tools.report import read_report
+from holdall.units import format_bytes, parse_bytes
 
 DIFFERENT = 3  # exit code: the demo ran, and what it promises does not hold
 
@@ -39,3 +59,248 @@ def demo(
         story.print(f"The demo took {comparison.seconds:.0f} s.", style="dim")
     if not comparison.holds:
         raise typer.Exit(DIFFERENT)
+
+
+BUDGET = "48MiB"
+A_MILLION = 1_000_000
+MIN_STEPS = 240
+MIN_TRANSITIONS = 2_000  # below this a line through the memory readings means nothing
+_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+_ROUND_BYTES = 50 * 2**20
+_TAIL_BYTES = 65_536
+_SHOWN = ("buffers", "torch", "python", "libraries")
+TITLES = {"sb3": "Stable-Baselines3", "holdall": "holdall"}
+
+
+def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path, console: Console) -> Comparison:
+    """Run all steps of the demo, and return what they came to."""
+    _check(steps, transitions)
+    begun = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint, record = folder / "checkpoint", folder / "watch.jsonl"
+    for old in (checkpoint, folder / "spilled"):
+        shutil.rmtree(old, ignore_errors=True)
+
+    def heading(number: int, title: str) -> None:
+        console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
+
+    heading(1, f"Will {steps + transitions:,} transitions of a camera fit, and a million?")
+    measured = _measured()
+    fitted = plan_fit(steps + transitions, limit_bytes, measured)
+    machine = min(limit.free_bytes for limit in memory_limits())
+    million = plan_fit(A_MILLION, machine, measured)
+    console.print(
+        f"  A million: Stable-Baselines3's buffer needs {format_bytes(million.sb3_bytes)}, and this machine has "
+        f"{format_bytes(machine)}: [{_STYLES[million.sb3]}]{million.sb3}[/]",
+        soft_wrap=True,
+    )
+    console.print(f"  {steps + transitions:,}, with a limit of {format_bytes(fitted.limit_bytes)}:")
+    for buffer, (size, fit) in fitted.rows().items():
+        console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[fit]}]{fit}[/]")
+    console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
+
+    heading(2, "Train with Stable-Baselines3's replay buffer")
+    task: dict[str, Any] = {"buffer": "sb3", "steps": steps, "transitions": transitions}
+    plain = _result_of(_train(console, task))
+
+    heading(3, f"Train with holdall's under a budget of {BUDGET}, save a checkpoint half-way, and kill -9")
+    settings = {"budget": BUDGET, "prefer": "memory", "spill_dir": str(folder / "spilled")}
+    task |= {"buffer": "holdall", "checkpoint": str(checkpoint), "buffer_kwargs": settings}
+    saved = _train_until_killed(console, task)
+
+    heading(4, "Resume, and watch the memory while it fills")
+    messages_by_kind = _train(console, task | {"resumes": True, "record": str(record), "limit": fitted.limit_bytes})
+    resumed = CheckpointFingerprint(**messages_by_kind["resumed"])
+    same = "identical" if resumed.batches_sha256 == saved.batches_sha256 else "DIFFERENT"
+    console.print(
+        f"  loaded in {resumed.seconds:.1f} s at step {resumed.step}; the next batches are {same}, bit for bit"
+    )
+    if now := latest_reading(record):
+        console.print(f"  at the end {now}", soft_wrap=True)
+
+    comparison = Comparison(fitted, plain, _result_of(messages_by_kind), saved, resumed)
+    page = folder / "report.html"
+    page.write_text(read_report(record).page(), encoding="utf-8")
+    return dataclasses.replace(comparison, seconds=time.perf_counter() - begun, report=str(page))
+
+
+def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -> dict[str, Any]:
+    """Run one training behind a bar, to its end or until it has gone past its checkpoint; return messages by kind."""
+    messages_by_kind: dict[str, Any] = {}
+    columns = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
+    shown = Progress(*columns, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
+    with shown as bars, closing(messages(training_command(task))) as lines:  # closing kills the child, with SIGKILL
+        bar = bars.add_task(TITLES[task["buffer"]], total=1.0, memory="")
+        for message in lines:
+            if "done" not in message:
+                messages_by_kind |= message
+                continue
+            if is_killed and "saved" in messages_by_kind and message["done"] > messages_by_kind["saved"]["step"]:
+                break  # it has learnt something that is not in the checkpoint
+            memory = latest_reading(Path(task["record"])).partition(", torch")[0] if "record" in task else ""
+            bars.update(bar, completed=message["done"] / message["total"], memory=memory)
+    return messages_by_kind
+
+
+def training_command(task: dict[str, Any]) -> list[str]:
+    """Return the command that trains in a process of its own."""
+    return module_command("tools.demo.training", json.dumps(task))
+
+
+def _train_until_killed(console: Console, task: dict[str, Any]) -> CheckpointFingerprint:
+    """Run a training until its checkpoint is safe, and kill it some steps later."""
+    found = _train(console, task, is_killed=True)
+    if "saved" not in found:
+        command = shlex.join(training_command(task))
+        raise HoldallError(f"The training ended before it saved a checkpoint; run `{command}` to see why.")
+    saved = CheckpointFingerprint(**found["saved"])
+    size = format_bytes(saved.checkpoint_bytes)
+    console.print(f"  checkpoint at step {saved.step}: {size}, safe on disk after {saved.seconds:.1f} s; then kill -9")
+    return saved
+
+
+def _result_of(messages_by_kind: dict[str, Any]) -> DemoResult:
+    if "result" not in messages_by_kind:
+        raise HoldallError("The training ended without a result; run `python -m holdall.tools.demo.training` alone.")
+    return DemoResult(**messages_by_kind["result"])
+
+
+def _check(steps: int, transitions: int) -> None:
+    if importlib.util.find_spec("stable_baselines3") is None:
+        raise MissingPackageError(
+            "The demo trains with stable-baselines3, which is not installed; run `pip install holdall[sb3]`."
+        )
+    for name, value, least in (("steps", steps, MIN_STEPS), ("transitions", transitions, MIN_TRANSITIONS)):
+        if value < least:
+            raise ArgumentError(f"{name} ({value}) is too small to measure anything; give at least {least}.")
+
+
+@dataclass(frozen=True, slots=True)
+class DemoFit:
+    """What the plan says."""
+
+    limit_bytes: int
+    sb3_bytes: int
+    sb3: str  # verdict
+    holdall_bytes: int
+    holdall: str
+
+    def rows(self) -> dict[str, tuple[int, str]]:
+        """Return need and verdict by buffer."""
+        return {"sb3": (self.sb3_bytes, self.sb3), "holdall": (self.holdall_bytes, self.holdall)}
+
+
+def _spec(transitions: int) -> Spec:
+    rover = CameraRover()
+    return Spec("sac", rover.observation_space, rover.action_space, capacity=transitions, batch_size=32)
+
+
+def _measured() -> MeasuredCosts:
+    """Measure what the libraries take here."""
+    base = run_probe("baseline", spec=_spec(MIN_TRANSITIONS), networks=True)
+    return MeasuredCosts(libraries=base["updated"], libraries_anonymous=base["imported_anonymous"])
+
+
+def plan_fit(transitions: int, limit_bytes: int | None, measured: MeasuredCosts) -> DemoFit:
+    """Plan the demo's training."""
+    spec = _spec(transitions)
+    needs = [_known(measured, spec, 0).need_bytes(spec, holdall=holdall) for holdall in (False, True)]
+    limit = sum(needs) // (2 * _ROUND_BYTES) * _ROUND_BYTES if limit_bytes is None else limit_bytes
+    known = _known(measured, spec, limit)
+    plain, own = (str(known.verdict(spec, holdall=holdall)) for holdall in (False, True))
+    return DemoFit(limit, needs[0], plain, needs[1], own)
+
+
+def _known(measured: MeasuredCosts, spec: Spec, limit_bytes: int) -> PlanInputs:
+    return PlanInputs(measured, MachineLimits((Limit("--limit", limit_bytes, limit_bytes),)), need_from_spaces(spec))
+
+
+def latest_reading(record: Path) -> str:
+    """Return the newest reading in words."""
+    try:
+        with record.open("rb") as file:
+            file.seek(max(record.stat().st_size - _TAIL_BYTES, 0))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        try:
+            reading = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(reading, dict) and reading.get("kind") == "reading":
+            return _reading_text(reading)
+    return ""
+
+
+def _reading_text(reading: dict[str, object]) -> str:
+    sums = dict.fromkeys(_SHOWN, 0)
+    parts = reading.get("parts")
+    for part in parts if isinstance(parts, list | tuple) else ():
+        if part["group"] in sums:
+            sums[part["group"]] += int(part["resident"])
+    shown = ", ".join(f"{group} {format_bytes(size)}" for group, size in sums.items() if size)
+    return f"{format_bytes(float(str(reading['pss'])))}: {shown}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same training with either buffer; the second one was killed half-way and resumed."""
+
+    fit: DemoFit
+    sb3: DemoResult
+    holdall: DemoResult
+    saved: CheckpointFingerprint
+    resumed: CheckpointFingerprint
+    seconds: float = 0.0
+    report: str = ""  # the page
+
+    @property
+    def weights_identical(self) -> bool:
+        """Whether both trainings ended with the same weights, bit for bit."""
+        return self.sb3.weights_sha256 == self.holdall.weights_sha256
+
+    @property
+    def batches_identical(self) -> bool:
+        """Whether the resumed memory draws the batches that the killed one would have drawn."""
+        return self.saved.batches_sha256 == self.resumed.batches_sha256
+
+    @property
+    def holds(self) -> bool:
+        """Whether both comparisons came out identical."""
+        return self.weights_identical and self.batches_identical
+
+    def as_json(self) -> str:
+        """Write the comparison as one JSON object."""
+        found = {"weights_identical": self.weights_identical, "batches_identical": self.batches_identical}
+        return json.dumps({**dataclasses.asdict(self), **found})
+
+
+def table(comparison: Comparison) -> Table:
+    """Lay the two trainings out as a table for people."""
+    drawn = Table(title=f"SAC on a camera and a vector, {comparison.sb3.transitions:,} transitions held")
+    drawn.add_column("replay buffer")
+    for heading in ("bytes/transition", "peak memory", "within limit", "steps/s"):
+        drawn.add_column(heading, justify="right")
+    for result in (comparison.sb3, comparison.holdall):
+        drawn.add_row(
+            TITLES[result.buffer],
+            f"{result.bytes_per_transition:,.0f}",
+            format_bytes(result.peak_bytes),
+            "yes" if result.peak_bytes < comparison.fit.limit_bytes else "no",
+            f"{result.steps_per_second:.1f}",
+        )
+    return drawn
+
+
+def verdict(comparison: Comparison) -> str:
+    """Say whether the two policies are the same, and what the memory came to."""
+    ratio = comparison.sb3.bytes_per_transition / comparison.holdall.bytes_per_transition
+    before, after = (one.batches_sha256[:12] for one in (comparison.saved, comparison.resumed))
+    plain, own = (one.weights_sha256[:12] for one in (comparison.sb3, comparison.holdall))
+    if not comparison.batches_identical:
+        return f"BATCHES DIFFER: {before} before the kill, {after} after it."
+    if not comparison.weights_identical:
+        return f"WEIGHTS DIFFER: {plain} with Stable-Baselines3's buffer, {own} with holdall's."
+    crash = "though holdall's training was killed and resumed"
+    return f"Weights identical, bit for bit ({own}), {crash}; {ratio:.1f} x less memory."

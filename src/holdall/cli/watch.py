@@ -1,5 +1,6 @@
 """`holdall watch`: where the memory of a training process is, how it grows, and why; drawn for 80 columns.
 
+`holdall trim` has a process return what its C library keeps; `holdall report` makes a page of what was recorded.
 In:  a process id, or a command to start; or the address of Ray's head, for every memory on a cluster, shard by shard.
 Out: a live table, JSON lines, a record, a Prometheus page. Lines of JSON and the output of a command never mix.
 Exit codes: that of the command for `holdall watch -- command`, whatever becomes of the watch; else 0, 1 an error that
@@ -9,9 +10,11 @@ holdall raised, 2 a mistake on the command line.
 from __future__ import annotations
 
 import contextlib
+import json as json_
 import os
 import shlex
 import sys
+import webbrowser
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,9 +28,10 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from holdall.cli.conventions import OptInt, OptPath, OptText, OptTexts, Verbose, option
+from holdall.cli.conventions import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError, WatchError
-from holdall.tools.watch.process_watcher import WatchLoop, WatchPass
+from holdall.tools.watch.agent_files import trim_process, trim_self
+from holdall.tools.watch.process_watcher import ProcessWatcher, WatchLoop, WatchPass
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.session import LaunchedCommand
 from holdall.tools.watch.verdicts import WatchVerdict
@@ -154,7 +158,7 @@ class WatchCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-COMMAND_CLASS = WatchCommand  # for `holdall.cli`
+WATCH_CLASS = WatchCommand  # for `holdall.cli`
 
 
 def _command_line_of(pid: int) -> list[str]:
@@ -379,3 +383,52 @@ def _outside_facts(reading: MemoryReading) -> list[str]:
 def _gpu(reading: MemoryReading) -> Text:
     held = {} if reading.gpu is None else asdict(reading.gpu)
     return Text("GPU: " + ", ".join(f"{name} {format_bytes(one)}" for name, one in held.items() if one is not None))
+
+
+def trim(
+    pid: Annotated[int | None, typer.Argument(help="A process with an agent: see `holdall watch`.")] = None,
+    this: Annotated[bool, option("Trim this very process, to see that it works.", "--self")] = False,
+    dry_run: Annotated[bool, option("Only say what a trim would return.", "--dry-run")] = False,
+    json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Return free memory of a process to the system."""
+    if (pid is None) != this:
+        raise ArgumentError("trim takes a process id, or --self; name one of them")
+    would = None if pid is None else ProcessWatcher(pid).read().of("heap_retained")
+    words: dict[str, int | None] = {"pid": pid, "would_return": would}
+    if not dry_run:
+        done = trim_self() if pid is None else trim_process(pid)
+        words |= {"returned": done.returned, "before": done.before, "after": done.after}
+    if json:
+        typer.echo(json_.dumps(words))
+        return
+    if would is not None:
+        typer.echo(f"would return up to {format_bytes(would)}")
+    if not dry_run:
+        span = f"{format_bytes(done.before)} before, {format_bytes(done.after)} after"
+        typer.echo(f"returned {format_bytes(done.returned)}: {span}")
+
+
+def report(
+    file: Annotated[Path, typer.Argument(help="What `holdall watch --record` or `holdall bench` wrote.")],
+    output: Annotated[OptPath, option("The page; FILE with the ending .html by default.", "--output", "-o")] = None,
+    show: Annotated[bool, option("Open the page in the browser.", "--open")] = False,
+    json: Annotated[bool, option("Print a summary as one JSON object, and write no page.", "--json")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Turn a recorded run, or the results of a bench, into one HTML page that needs nothing else."""
+    from holdall.tools.report import read_report  # noqa: PLC0415  NumPy is loaded with it, and a watch is small
+
+    found = read_report(file)
+    if json:
+        typer.echo(json_.dumps({"file": str(file), "format": found.form} | found.summary()))
+        return
+    target = output or file.with_suffix(".html")
+    if target.absolute() == file.absolute() or (target.exists() and target.samefile(file)):
+        raise ArgumentError(f"output ({target}) is the file itself; name another one")
+    with writing("output", target):
+        target.write_text(found.page(), encoding="utf-8")
+    typer.echo(str(target))
+    if show:
+        webbrowser.open(target.absolute().as_uri())

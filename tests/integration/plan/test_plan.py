@@ -16,9 +16,9 @@ import holdall.plan
 import holdall.tools.plan.config
 from holdall.errors import ArgumentError
 from holdall.tools.plan.config import spec_from_settings
+from holdall.tools.plan.environments import ProbeError, run_probe
 from holdall.tools.plan.measure_memory import need_from_spaces
 from holdall.tools.plan.phases import HoldallNeed
-from holdall.tools.plan.subprocess_probe import ProbeError, run_probe
 
 
 def _plan(*arguments: str) -> tuple[int, str, str]:

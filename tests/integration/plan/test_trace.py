@@ -12,10 +12,10 @@ from gymnasium import spaces
 pytest.importorskip("stable_baselines3")
 
 from holdall.errors import ArgumentError
+from holdall.tools.plan.environments import run_probe
 from holdall.tools.plan.phases import UpdateBytes
 from holdall.tools.plan.sb3_model import build_model, fill_without_writing, trace_update
 from holdall.tools.plan.spec import ALGORITHMS, Spec
-from holdall.tools.plan.subprocess_probe import run_probe
 
 _VECTOR = spaces.Box(-1, 1, (7,), np.float32)
 _IMAGE = spaces.Box(0, 255, (3, 36, 40), np.uint8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from gymnasium import spaces
@@ -54,3 +56,22 @@ def test_without_real_updates_the_bound_is_wide() -> None:
     part = activations(SPEC, None)
     assert part.how == "traced"
     assert part.most_bytes > 1.5 * part.nbytes
+
+
+def test_a_rollout_is_flattened_beside_the_heap_that_the_update_before_left() -> None:
+    rollout = Spec("ppo", SPEC.observation, SPEC.action, n_steps=2048, num_envs=2, batch_size=64)
+    measured = MeasuredCosts(traced_batch=64, traced=ONCE, traced_twice=TWICE, growth=grown(64, 100 * MIB))
+    kept = replace(measured, growth=grown(64, 100 * MIB)._replace(kept=85 * MIB))
+    before, after = ({phase.name: phase for phase in host_phases(rollout, costs)} for costs in (measured, kept))
+    for name in ("collect", "flatten"):
+        assert after[name].nbytes - before[name].nbytes == 45 * MIB
+        assert after[name].most_bytes - before[name].most_bytes > 45 * MIB
+    assert after["train"].nbytes == before["train"].nbytes
+
+
+def test_what_the_heap_keeps_grows_with_the_batch_as_what_lives_in_it() -> None:
+    rollout = Spec("ppo", SPEC.observation, SPEC.action, n_steps=2048, num_envs=2, batch_size=64)
+    half = grown(32, 70 * MIB)._replace(kept=60 * MIB)
+    measured = MeasuredCosts(traced_batch=64, traced=ONCE, traced_twice=TWICE, growth=half)
+    (flatten,) = (phase for phase in host_phases(rollout, measured) if phase.name == "flatten")
+    assert flatten.parts[-2].nbytes == 40 * MIB

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from holdall.cli.plan import write_plan_page
 from holdall.machine import Limit
-from holdall.tools.plan import recommend
+from holdall.tools.plan import planner
 from holdall.tools.plan.config import spec_from_settings
-from holdall.tools.plan.html_page import write_plan_page
 from holdall.tools.plan.phases import (
     FitVerdict,
     HoldallNeed,
@@ -141,7 +141,7 @@ def test_shared_observations_are_held_against_the_shared_memory_that_is_left() -
 def test_note_000_table_names_both_units_and_the_size_that_really_fits() -> None:
     spec = _spec(capacity=1_000_000)
     known = _known(spec, int(9.21 * GB), HOLDALL)
-    rows = {row.size: row for row in recommend.capacity_table(spec, known)}
+    rows = {row.size: row for row in planner.capacity_table(spec, known)}
     assert both_units(rows[300_000].sb3_bytes) == "12.79 GB = 11.91 GiB"
     assert rows[400_000].sb3_verdict is FitVerdict.DOES_NOT_FIT
     assert rows[300_000].sb3_verdict is FitVerdict.DOES_NOT_FIT
@@ -153,7 +153,7 @@ def test_the_largest_size_fits_and_one_more_does_not() -> None:
     spec = _spec(capacity=1_000_000)
     known = _known(spec, 10 * GB, HOLDALL)
     for holdall in (False, True):
-        size = recommend.largest_size(spec, known, holdall=holdall)
+        size = planner.largest_size(spec, known, holdall=holdall)
         assert known.fits(spec.but(capacity=size), holdall=holdall)
         assert not known.fits(spec.but(capacity=size + 1), holdall=holdall)
 
@@ -161,14 +161,14 @@ def test_the_largest_size_fits_and_one_more_does_not() -> None:
 def test_the_largest_rollout_batch_and_number_of_environments_fit_and_no_more() -> None:
     spec = _ppo()
     known = _known(spec, 12 * GB)
-    steps = recommend.largest_size(spec, known, holdall=False)
+    steps = planner.largest_size(spec, known, holdall=False)
     assert known.fits(spec.but(n_steps=steps), holdall=False)
     assert not known.fits(spec.but(n_steps=steps + 1), holdall=False)
-    envs = recommend.largest_num_envs(spec, known)
+    envs = planner.largest_num_envs(spec, known)
     assert envs is not None
     assert known.fits(spec.but(num_envs=envs), holdall=False)
     assert not known.fits(spec.but(num_envs=envs + 1), holdall=False)
-    batch = recommend.largest_batch(spec, known)
+    batch = planner.largest_batch(spec, known)
     assert batch is not None
     assert known.fits(spec.but(batch_size=batch), holdall=False)
 
@@ -176,7 +176,7 @@ def test_the_largest_rollout_batch_and_number_of_environments_fit_and_no_more() 
 def test_profiles_are_shares_of_the_limit_and_fit_into_them() -> None:
     spec = _spec()
     known = _known(spec, 16 * GB, HOLDALL)
-    found = {profile.name: profile for profile in recommend.share_profiles(spec, known)}
+    found = {profile.name: profile for profile in planner.share_profiles(spec, known)}
     assert list(found) == ["memory-efficient", "fast", "balanced", "quality", "aggressive"]
     sizes = [found[name].sb3_size for name in ("memory-efficient", "fast", "balanced", "quality")]
     assert sizes == sorted(sizes)
@@ -204,7 +204,7 @@ def test_profiles_are_shares_of_the_limit_and_fit_into_them() -> None:
 def test_the_cheapest_change_makes_it_fit(spec: Spec, limit: float, experience: HoldallNeed | None, title: str) -> None:
     known = _known(spec, int(limit), experience)
     assert not known.fits(spec, holdall=False)
-    change = recommend.cheapest_change(spec, known)
+    change = planner.cheapest_change(spec, known)
     assert change is not None
     assert title in change.title
     assert known.fits(change.spec, holdall=change.spec.uses_holdall)
@@ -216,23 +216,23 @@ def test_holdalls_buffer_is_no_part_of_a_change_that_does_without_it() -> None:
     known = _known(spec, 100 * GB, HoldallNeed(276_500.0, None, 0, 0, {}))
     known = replace(known, limits=replace(known.limits, vram=vram))
     assert not known.fits(spec, holdall=False)
-    change = recommend.cheapest_change(spec, known)
+    change = planner.cheapest_change(spec, known)
     assert change is not None
     assert (change.title.startswith("batches of"), change.spec.uses_holdall) == (True, False)
 
 
 def test_nothing_is_advised_where_libraries_alone_are_too_much() -> None:
     spec = _spec()
-    assert recommend.cheapest_change(spec, _known(spec, 100 * MIB, HOLDALL)) is None
+    assert planner.cheapest_change(spec, _known(spec, 100 * MIB, HOLDALL)) is None
 
 
 def test_the_line_to_paste_is_python() -> None:
     spec = _spec(capacity=300_000)
-    text = recommend.code_to_paste(spec, holdall=True, compressed=True)
+    text = planner.code_to_paste(spec, holdall=True, compressed=True)
     compile(text, "pasted", "exec")
     assert "replay_buffer_class=ReplayBuffer" in text
     assert "buffer_size=300_000" in text
-    compile(recommend.code_to_paste(_ppo(), holdall=False), "pasted", "exec")
+    compile(planner.code_to_paste(_ppo(), holdall=False), "pasted", "exec")
 
 
 def test_gpu_memory_is_counted_on_the_gpu_and_not_in_the_host() -> None:

@@ -54,3 +54,13 @@ def test_both_units_stand_in_the_head_of_their_column() -> None:
     lines = _lines(_plan("test", 8 * GB), 80)
     head = next(line for line in lines if line.startswith("capacity"))
     assert head.split() == ["capacity", "SB3,", "GB", "GiB", "the", "run", "holdall,", "GB", "GiB", "the", "run"]
+
+
+def test_a_size_that_nothing_limits_is_any() -> None:
+    spec, _ = spec_from_settings(
+        {"algo": "dqn", "obs": "84x84x4:uint8", "action": "discrete(4)", "total_timesteps": 1_000}
+    )
+    limit = Limit("test", 8 * GB, 8 * GB)
+    plan = plan_from_inputs(spec, PlanInputs(MeasuredCosts(400 * 2**20), MachineLimits((limit,)), None), [])
+    assert dict(plan.largest_sizes())["capacity with SB3's buffer"] == "any"
+    assert any(line.split()[-1] == "any" for line in _lines(plan, 80) if line.startswith("balanced"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import tracemalloc
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall import ReplayMemory
+from holdall.tools.watch.agent import agent
+from holdall.tools.watch.agent_files import read_agent_report
 from holdall.tools.watch.allocators import GrowingLine, trace_growth
 
 
@@ -95,3 +98,19 @@ def test_a_trace_of_the_users_own_goes_on() -> None:
         assert tracemalloc.is_tracing()
     finally:
         tracemalloc.stop()
+
+
+def test_an_agent_reports_what_python_objects_take_while_allocations_are_traced() -> None:
+    own = agent()
+    own.publish()
+    before = read_agent_report(os.getpid())
+    tracemalloc.start()
+    try:
+        own.publish()
+        during = read_agent_report(os.getpid())
+    finally:
+        tracemalloc.stop()
+    assert before is not None
+    assert during is not None
+    assert during.time > before.time
+    assert before.python == during.python is not None

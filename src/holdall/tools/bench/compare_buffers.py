@@ -22,7 +22,7 @@ from holdall.errors import ArgumentError
 from holdall.tools.bench.buffer_libraries import BufferSetup
 from holdall.tools.bench.child_process import ChildError, OnProgress, header_of, messages, module_command, version_of
 from holdall.tools.bench.trace import Trace
-from holdall.tools.report.buffer_results import BUFFERS_FORMAT
+from holdall.tools.report.results import BUFFERS_FORMAT
 from holdall.units import format_bytes
 
 HEADINGS = ("", "memory", "`add`", "`sample(256)`", "save", "load", "came back right")

@@ -24,7 +24,7 @@ from holdall.tools.bench.child_process import ChildError, OnProgress, header_of,
 from holdall.tools.bench.settings import BenchSettings, Calibration
 from holdall.tools.report import results
 from holdall.tools.report.json_lines import JsonLine
-from holdall.units import format_bytes
+from holdall.units import counted, format_bytes
 
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}
 """Where a run is when a phase begins, roughly: for the bar alone."""
@@ -169,7 +169,7 @@ _BEST = {"memory": "Least memory", "speed": "Fastest", "reward": "Highest reward
 def rankings(runs: Sequence[results.TrainingRun], missing: int = 0) -> list[results.ProfileRanking]:
     """Rank by memory, speed and reward; nothing, while runs are missing."""
     if missing:
-        why = f"{missing} runs are missing; --resume makes them"
+        why = f"{counted(missing, 'run is', 'runs are')} missing; --resume makes them"
         return [results.ProfileRanking(by, (), why) for by in ("memory", "speed", "reward")]
     known = results.summaries(runs)
     measured = [summary for summary in known if summary.done]

@@ -17,9 +17,15 @@ from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.plan.buffer_layout import REPLAY_CLASSES, installed_version, parse_version
-from holdall.tools.plan.environments import parse_observation, parse_space, read_vec_env, space_from_dict, stacked_space
+from holdall.tools.plan.environments import (
+    parse_observation,
+    parse_space,
+    read_vec_env,
+    run_probe,
+    space_from_dict,
+    stacked_space,
+)
 from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Spec
-from holdall.tools.plan.subprocess_probe import run_probe
 
 _COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
 _SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "saves_buffer", "uses_holdall", "preloads")

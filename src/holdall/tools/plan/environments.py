@@ -1,17 +1,24 @@
-"""Spaces as text and as plain data; environments by their name.
+"""Spaces as text and as plain data; environments by their name; measurements in a throwaway process.
 
 In:  `84x84x3:uint8` or `discrete(4)` as people write them; an id that gymnasium knows, or `module:Class`.
 Out: gymnasium spaces, and dicts of plain numbers that travel to another process as JSON; an environment, random
 steps of it, and the bytes that one more of it takes.
 Invariant: `space_from_dict(space_to_dict(space))` keeps the shapes, dtypes and bounds that memory depends on.
-Text is never evaluated. Environments run the user's code, so they are made in a throwaway process only.
+Text is never evaluated. Environments run the user's code, so they are made in a throwaway process only: what it
+imports, allocates and breaks is gone with it. `run_probe` starts `python -m holdall.tools.plan.environments`, sends one
+JSON object on stdin, {"task": ..., ...}, and reads one from stdout, {"answer": ...} or {"error": ...}. What libraries
+print goes to stderr. Importing this module imports neither torch nor Stable-Baselines3; what these take is measured.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import re
+import subprocess
 import sys
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -21,7 +28,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, HoldallError
 from holdall.machine import held_bytes
 
 _BOX = re.compile(r"(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>[a-z]+\d*))?")
@@ -239,3 +246,75 @@ def read_vec_env(env: Any) -> VecEnvFacts:
                 frames = int(env.stacked_obs.n_stack if hasattr(env, "stacked_obs") else env.n_stack)
         env = getattr(env, "venv", None)
     return VecEnvFacts(kind, method, frames)
+
+
+class ProbeError(HoldallError, RuntimeError):
+    """A measurement in a process of its own failed."""
+
+
+def run_probe(task: str, *, timeout_s: float = 600, **arguments: Any) -> dict[str, Any]:
+    """Run one task in a throwaway process and return its answer."""
+    plain = {name: value.as_dict() if hasattr(value, "as_dict") else value for name, value in arguments.items()}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "holdall.tools.plan.environments"],
+            input=json.dumps({"task": task} | plain),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            # Threads that spin while they wait take the cores from who waits for the answer.
+            env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ProbeError(
+            f"the measurement ({task}) took more than {timeout_s:.0f} s; ask for fewer --probe steps"
+        ) from error
+    try:
+        reply = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        killed = f"was killed by signal {-done.returncode}" if done.returncode < 0 else "failed"
+        raise ProbeError(f"the measurement ({task}) {killed}: {last}") from None
+    if "error" in reply:
+        raise ArgumentError(reply["error"])
+    answer: dict[str, Any] = reply["answer"]
+    return answer
+
+
+def run_task(question: dict[str, Any]) -> dict[str, Any]:
+    """Do one task; each imports only what it needs, because imports are part of what is measured."""
+    task = question["task"]
+    if task == "environment":
+        return measure_environment(question["env_id"], question["wrapper"], question["with_torch"])
+    from holdall.tools.plan.spec import Spec  # noqa: PLC0415 it knows this module
+
+    spec = Spec.from_dict(question["spec"])
+    if task == "experience":
+        from holdall.tools.plan.measure_memory import measure_need  # noqa: PLC0415
+
+        return measure_need(spec, question["steps"], question["prefer"])
+    from holdall.tools.plan import sb3_model  # noqa: PLC0415 what this import takes is a figure
+
+    if task == "baseline":
+        return sb3_model.measure_baseline(spec, question["networks"])
+    return sb3_model.measure_updates(spec, question["steps"])
+
+
+def main() -> None:
+    """Answer one question."""
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")  # an environment's warnings are its user's affair, at training
+    try:
+        reply: dict[str, Any] = {"answer": run_task(json.load(sys.stdin))}
+    except HoldallError as error:
+        reply = {"error": str(error)}
+    except ModuleNotFoundError as error:
+        reply = {"error": f"{error}; install it, and Stable-Baselines3 with pip install 'holdall[sb3]'"}
+    results.write(json.dumps(reply))
+    results.close()
+
+
+if __name__ == "__main__":
+    main()

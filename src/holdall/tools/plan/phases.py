@@ -27,10 +27,13 @@ _RATIO_SPREAD = 0.1  # how much the ratio of the first thousands of steps may be
 _HEAP_SPREAD = 1.6  # of a heap over what lives in it, where no real update was made: 1.1 to 2.9 in those that were
 _MOST_HEAP_SPREAD = 3.0
 _MOST_HOLES = 0.8  # of what stays between updates, for the same reason
+_ROOM_BYTES = 16 * MIB  # beside a bound that is a share of what was measured
 _GROWTH_SPREAD = 0.25  # of what real updates took: later ones take more, and larger batches another share
 _LIBRARIES_SPREAD = 0.05
 _PROCESSES_SPREAD = 0.15
 _PROBED_SPREAD = 0.05
+_UPDATE_SPREAD = 0.1  # of what updates took in a probe
+_UPDATE, _KEPT = "batch and activations", "heap that updates left"
 _ALIGNMENT_BYTES = 64
 
 _FORKED_BYTES = 6 * MIB  # what a forked process changes of the pages that it shares
@@ -141,6 +144,7 @@ class HeapGrowth(NamedTuple):
     batch: int
     nbytes: int  # by which they stretched the process
     traced: UpdateBytes  # with the same batch
+    kept: int = 0  # by which it was still larger after one of them, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +183,15 @@ def host_phases(spec: Spec, measured: MeasuredCosts, holdall: HoldallNeed | None
     buffer = _buffer(spec, holdall)
     infos = 0 if holdall else layout.object_bytes
     objects = [PhasePart.exact("infos of the buffer", infos)] if infos else []
-    steady = [*around, *settled, buffer]
-    phases = [RunPhase("construct", (*around, *weights, *objects)), RunPhase("collect", tuple(steady))]
     copies = 0 if holdall else layout.flatten_bytes
+    steady = (*around, *settled, buffer)
+    update, kept = _update(spec, networks, measured, copies)
+    # A rollout is collected and copied while the heap is as large as the update before left it.
+    between = (*steady, kept) if spec.on_policy and kept.nbytes else steady
+    phases = [RunPhase("construct", (*around, *weights, *objects)), RunPhase("collect", between)]
     if spec.on_policy:
-        phases.append(RunPhase("flatten", (*steady, PhasePart.exact("rollout, copied", copies))))
-    phases.append(RunPhase("train", (*steady, *_update(spec, networks, measured, copies))))
-    phases.append(RunPhase("save", tuple(steady)))
+        phases.append(RunPhase("flatten", (*between, PhasePart.exact("rollout, copied", copies))))
+    phases += [RunPhase("train", (*steady, update)), RunPhase("save", between)]
     if not spec.on_policy:
         loaded = buffer if holdall else PhasePart.exact("replay buffer, loaded", layout.nbytes)
         phases.append(RunPhase("load", (*around, *settled, loaded), spec.saves_buffer))
@@ -288,26 +294,31 @@ def _kept_between_updates(networks: UpdateBytes) -> PhasePart:
     return PhasePart("weights, gradients, optimizer", networks.settled, "exact", most)
 
 
-def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, copies: int) -> list[PhasePart]:
-    """What an update holds beyond what stays between updates."""
-    if measured.probe is not None:
-        settled = 0 if networks is None else networks.settled - networks.weights
-        known = int(measured.probe["constructed"]) + int(measured.probe["buffer_bytes"]) + settled
-        return [PhasePart.measured("batch and activations", max(int(measured.probe["trained"]) - known, 0), 0.1)]
+def _update(
+    spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, copies: int
+) -> tuple[PhasePart, PhasePart]:
+    """Return what an update holds beyond what stays between updates, and what the heap keeps of it until the next."""
+    flat = copies if copies < MAPPED_FROM else 0  # freed after the flattening, but the heap stays as large
     # One batch of observations as the buffer returns it, before it becomes tensors.
     gathered = spec.batch * spec.observation_bytes * (1 if spec.on_policy else 2)
+    if (probe := measured.probe) is not None:
+        settled = 0 if networks is None else networks.settled - networks.weights
+        known = int(probe["constructed"]) + int(probe["buffer_bytes"]) + settled
+        size, kept = (max(int(probe[name]) - known, 0) for name in ("trained", "kept"))
+        size += max(flat - int(probe["copied_bytes"]), 0)
+        return PhasePart.measured(_UPDATE, size, _UPDATE_SPREAD), PhasePart.measured(_KEPT, kept, _UPDATE_SPREAD)
     if networks is None:
-        return [PhasePart("batch", 2 * gathered, "estimate", 4 * gathered)]
+        return PhasePart("batch", 2 * gathered, "estimate", 4 * gathered), PhasePart.exact(_KEPT, 0)
     mapped, churn = _beside_settled(networks)
-    flat = copies if copies < MAPPED_FROM else 0  # freed after the flattening, but the heap stays as large
     if measured.growth is None:
-        least = max(mapped + int(_HEAP_SPREAD * (churn + gathered)), 2 * gathered)
-        most = int(1.15 * mapped + _MOST_HEAP_SPREAD * (churn + gathered) + _MOST_HOLES * networks.settled_heap)
-        return [PhasePart("batch and activations", least + flat, "traced", most + 2 * flat + 16 * MIB)]
-    is_same = measured.growth.batch == spec.batch
-    size = _scaled_growth(networks, measured.growth, is_same=is_same) + flat
-    how = "measured" if is_same else "traced"
-    return [PhasePart("batch and activations", size, how, int((1 + _GROWTH_SPREAD) * size) + 16 * MIB)]
+        kept, most_kept = int(_HEAP_SPREAD * (churn + gathered)), int(_MOST_HEAP_SPREAD * (churn + gathered))
+        most_kept += int(_MOST_HOLES * networks.settled_heap) + _ROOM_BYTES
+        size, most = max(mapped + kept, 2 * gathered) + flat, int(1.15 * mapped) + most_kept + 2 * flat
+        return PhasePart(_UPDATE, size, "traced", most), PhasePart(_KEPT, kept, "traced", most_kept)
+    how = "measured" if measured.growth.batch == spec.batch else "traced"
+    size, kept = _scaled_growth(networks, measured.growth, is_same=how == "measured")
+    most, most_kept = (int((1 + _GROWTH_SPREAD) * one) + _ROOM_BYTES for one in (size + flat, kept))
+    return PhasePart(_UPDATE, size + flat, how, most), PhasePart(_KEPT, kept, how, most_kept)
 
 
 def _beside_settled(networks: UpdateBytes) -> tuple[int, int]:
@@ -316,14 +327,18 @@ def _beside_settled(networks: UpdateBytes) -> tuple[int, int]:
     return max(mapped, 0), max(networks.heap - networks.settled_heap, 0)
 
 
-def _scaled_growth(networks: UpdateBytes, growth: HeapGrowth, *, is_same: bool) -> int:
-    """Return what an update holds beside what stays, from what real updates with the same or another batch took."""
+def _scaled_growth(networks: UpdateBytes, growth: HeapGrowth, *, is_same: bool) -> tuple[int, int]:
+    """Return what an update holds beside what stays, and what the heap keeps of that when the update is over.
+
+    Both come from what real updates took. Those of a smaller batch say how much a heap is larger than what lives in it.
+    """
     mapped, churn = _beside_settled(networks)
     mapped_then, churn_then = _beside_settled(growth.traced)
-    held = max(growth.nbytes - growth.traced.settled, 0)
+    held, kept = (max(size - growth.traced.settled, 0) for size in (growth.nbytes, growth.kept))
     if is_same or churn_then < MIB:
-        return max(held, mapped + churn)
-    return mapped + int(max(held - mapped_then, churn_then) / churn_then * churn)
+        return max(held, mapped + churn), kept
+    times = churn / churn_then
+    return mapped + int(max(held - mapped_then, churn_then) * times), int(kept * times)
 
 
 class FitVerdict(IntEnum):

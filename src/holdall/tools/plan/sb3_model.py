@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import subprocess
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -30,11 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.machine import begin_peak, held_bytes, peak_bytes
+from holdall.machine import begin_peak, held_bytes, memory_limits, peak_bytes
 from holdall.tools.plan.environments import make_single_env
 from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
 from holdall.tools.plan.spec import Spec
-from holdall.tools.watch.allocators import return_free_heap
+from holdall.tools.watch.allocators import map_blocks_from, return_free_heap
 
 EPISODE_STEPS = 200
 _UPDATES = 40
@@ -42,8 +43,12 @@ _BATCHES = 3  # batches in a shortened rollout
 _ROLLOUTS = 3
 _GROWTH_S = 1.5  # of this thread's own time: a busy machine makes as many updates
 _GROWTH_UPDATES = 60  # the heap is stretched a little further by every update
-_LEAST_GROWTH_UPDATES = 3
+_LEAST_GROWTH_UPDATES, _MOST_GROWTH_S = 3, 4.0  # fewer where one takes seconds, as with TRPO's whole rollouts
 _TORCH_CLASSES = {"activation_fn": (torch.nn, torch.nn.Module), "optimizer_class": (torch.optim, torch.optim.Optimizer)}
+_TINY_IMAGE = (36, 36, 1)
+_TINY_BATCH = 4
+_REAL_BYTES = 48 * 2**20  # of activations in real updates; more take too long
+_MOST_REAL_BYTES = 2**29  # of weights, gradients and optimizer
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
@@ -134,6 +139,79 @@ def _torch_class_or_value(name: str, value: Any) -> Any:
     return found
 
 
+def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
+    """Read what is imported by now, make a tiny update, and trace the real one."""
+    imported = held_bytes()
+    found: dict[str, Any] = {"imported": imported.resident, "imported_anonymous": imported.anonymous}
+    if not networks:
+        return found
+    free_before = _free_vram() if spec.device.startswith("cuda") else None
+    tiny = build_model(_tiny_spec(spec), capacity=2 * _TINY_BATCH)
+    begin_peak()
+    fill_without_writing(tiny)
+    for _ in range(2):
+        tiny.train(**({} if spec.on_policy else {"gradient_steps": 1, "batch_size": _TINY_BATCH}))
+    del tiny  # a network of many quantiles is not so tiny
+    give_back_free_memory()
+    found["updated"] = held_bytes().resident
+    if free_before is not None:
+        found["vram"] = _context_bytes(free_before)
+    # Everything that an update holds grows with the batch in a straight line, so two batches give the line.
+    twice = spec.but(batch_size=2 * spec.batch, n_steps=2 * spec.rollout_steps if spec.on_policy else spec.n_steps)
+    once, twice_ = trace_update(spec), trace_update(twice)
+    found["traced"] = {"batch": spec.batch, "once": list(once), "twice": list(twice_)}
+    batch = _real_batch(spec.batch, once)
+    if batch and spec.device == "cpu":
+        smaller = {"batch_size": batch} | ({"n_steps": batch, "num_envs": 1} if spec.on_policy else {})
+        real = spec if batch == spec.batch else spec.but(**smaller)
+        traced = once if batch == spec.batch else trace_update(real, _mapped_from(batch / spec.batch))
+        grown, found["kept"] = measure_growth(real)
+        found["growth"] = [batch, grown, list(traced)]
+    return found
+
+
+def _mapped_from(share: float) -> int:
+    """Let the C library map blocks on their own that are larger than this share of its threshold, and return that.
+
+    The heap of a smaller batch is then made of the blocks that the heap of the real one is made of, each smaller by
+    the same share.
+    """
+    nbytes = int(share * MAPPED_FROM)
+    return nbytes if map_blocks_from(nbytes) else MAPPED_FROM
+
+
+def _real_batch(batch: int, traced: UpdateBytes) -> int:
+    """Return how large a batch real updates are made with: no larger than needed, quick, and small; 0: none."""
+    if traced.settled > min(_MOST_REAL_BYTES, memory_limits()[0].free_bytes // 4):
+        return 0
+    share = _REAL_BYTES / max(traced.live - traced.settled, 1)
+    return max(int(batch * min(share, 1)), _TINY_BATCH)
+
+
+def _tiny_spec(spec: Spec) -> Spec:
+    """Return a run of the same algorithm whose networks are next to nothing."""
+    image, vector = spaces.Box(0, 255, _TINY_IMAGE, np.uint8), spaces.Box(-1, 1, (3,), np.float32)
+    steps, seen = _TINY_BATCH if spec.on_policy else 0, vector if spec.policy_name == "MlpPolicy" else image
+    return Spec(spec.algo, seen, spec.action, batch_size=_TINY_BATCH, device=spec.device, n_steps=steps)
+
+
+def _free_vram() -> int | None:
+    """Read what is free on the first GPU before this process uses it."""
+    command = ["nvidia-smi", "--id=0", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return int(done.stdout.split()[0]) * 2**20
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError):
+        return None
+
+
+def _context_bytes(free_before: int) -> dict[str, int]:
+    """Read what the GPU has, and what this process takes of it beside torch's own pool."""
+    free, total = torch.cuda.mem_get_info()
+    context = free_before - free - torch.cuda.memory_reserved()
+    return {"free": free_before, "total": total, "context": max(context, 0)}
+
+
 def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
     """Collect, train, and read the peaks."""
     short = with_short_rollouts(spec)
@@ -141,10 +219,9 @@ def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
     begin_peak()
     model = build_model(short, env=env)
     found: dict[str, Any] = {"constructed": peak_bytes()}
-    rows = (_on_policy if spec.on_policy else _off_policy)(model, short, steps)
-    found["trained"] = peak_bytes()
-    found["buffer_bytes"] = short.layout().resident_bytes(rows)
-    found["processes"] = _child_processes()
+    rows, found["kept"] = (_on_policy if spec.on_policy else _off_policy)(model, short, steps)
+    found |= {"trained": peak_bytes(), "processes": _child_processes()}
+    found |= {"buffer_bytes": short.layout().resident_bytes(rows), "copied_bytes": short.layout().flatten_bytes}
     env.close()
     return found
 
@@ -162,23 +239,27 @@ def _rows_of_an_update(spec: Spec) -> int:
     return spec.rollout_steps * spec.num_envs if spec.algo == "trpo" else spec.batch
 
 
-def _on_policy(model: Any, spec: Spec, steps: int) -> int:
+def _on_policy(model: Any, spec: Spec, steps: int) -> tuple[int, int]:
+    """Return the transitions in the buffer, and the most that was resident after an update."""
     rollout = spec.rollout_steps * spec.num_envs
-    model.learn(_ROLLOUTS * rollout)
-    return rollout
+    kept = []
+    for _ in range(_ROLLOUTS):
+        model.learn(rollout, reset_num_timesteps=False)
+        kept.append(held_bytes().resident)
+    return rollout, max(kept)
 
 
-def _off_policy(model: Any, spec: Spec, steps: int) -> int:
+def _off_policy(model: Any, spec: Spec, steps: int) -> tuple[int, int]:
     warm = max(steps, spec.num_envs)
     model.learning_starts = warm + 1
     model.learn(warm)
     model.learning_starts = 0
     model.learn(_UPDATES * spec.num_envs, reset_num_timesteps=False)
-    return warm + _UPDATES * spec.num_envs
+    return warm + _UPDATES * spec.num_envs, held_bytes().resident
 
 
-def measure_growth(spec: Spec) -> int:
-    """Make real updates, and return by how much they stretch this process at most.
+def measure_growth(spec: Spec) -> tuple[int, int]:
+    """Make real updates, and return by how much they stretch this process at most, while they run and after them.
 
     The heap keeps more than lives in it: blocks are aligned, what is cut off around them is used for small objects, and
     a freed block then does not fit the next one of its size. How much more only real updates show.
@@ -186,16 +267,20 @@ def measure_growth(spec: Spec) -> int:
     rows = _rows_of_an_update(spec)
     small = spec.but(num_envs=1, vec_env="dummy", n_steps=rows if spec.on_policy else spec.n_steps)
     give_back_free_memory()
-    before, end = held_bytes().resident, time.thread_time() + _GROWTH_S
+    before, kept, began = held_bytes().resident, 0, time.thread_time()
     begin_peak()
     model = build_model(small, capacity=spec.batch)
     fill_without_writing(model)
     model.learning_starts = 0
     for update in range(_GROWTH_UPDATES):  # with the steps in between, whose small blocks lie among the large ones
         model.learn(rows if spec.on_policy else 1, reset_num_timesteps=False)
-        if update >= _LEAST_GROWTH_UPDATES and time.thread_time() > end:
+        if spec.on_policy:  # the heap shrinks after some updates, and after others not
+            kept = max(kept, held_bytes().resident)
+        spent = time.thread_time() - began
+        if spent > (_GROWTH_S if update >= _LEAST_GROWTH_UPDATES else _MOST_GROWTH_S):
             break
-    return peak_bytes() - before
+    before += small.layout().resident_bytes() if spec.on_policy else 0  # counted as the buffer that it is
+    return peak_bytes() - before, kept - before
 
 
 def give_back_free_memory() -> None:
@@ -210,9 +295,13 @@ def _child_processes() -> list[dict[str, int]]:
     return [{"unique": one.unique, "proportional": one.proportional, "resident": one.resident} for one in all_held]
 
 
-def trace_update(spec: Spec) -> UpdateBytes:
-    """Trace two updates: the second one has the optimizer's state beside it."""
-    live = LiveTensorBytes()
+def trace_update(spec: Spec, mapped_from: int = MAPPED_FROM) -> UpdateBytes:
+    """Trace two updates: the second one has the optimizer's state beside it.
+
+    Args:
+        mapped_from: Bytes from which on the C library maps a block on its own.
+    """
+    live = LiveTensorBytes(mapped_from)
     # One environment and one batch: what an update holds does not depend on how the batch was collected. Tensors
     # without memory are of the same size on every device.
     steps = _rows_of_an_update(spec) if spec.on_policy else spec.n_steps
@@ -237,8 +326,9 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
     as it ever was.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mapped_from: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._mapped_from = mapped_from
         self.mapped = 0
         self.heap = 0
         self.highest_heap = 0
@@ -260,8 +350,9 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
         copies = _convolution_copies(args, out) if func in _CONVOLUTIONS else []
-        self.highest_heap = max(self.highest_heap, self.heap + sum(size for size in copies if size < MAPPED_FROM))
-        mapped = self.mapped + sum(size for size in copies if size >= MAPPED_FROM)
+        large = sum(size for size in copies if size >= self._mapped_from)
+        self.highest_heap = max(self.highest_heap, self.heap + sum(copies) - large)
+        mapped = self.mapped + large
         self.peak = max(self.peak, mapped + self.highest_heap)
         self.highest = max(self.highest, self.now)
         return out
@@ -277,7 +368,7 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         self._change(self._known.pop(key, 0), -1)
 
     def _change(self, size: int, sign: int) -> None:
-        if size >= MAPPED_FROM:
+        if size >= self._mapped_from:
             self.mapped += sign * size
         else:
             self.heap += sign * size

@@ -1,6 +1,6 @@
 """Report: one self-contained HTML page from a file that holdall wrote; no requests, no frameworks, light and dark.
 
-file -> json_lines -> recording | results | buffer_results -> *_page -> charts, document
+file -> json_lines -> recording | results -> *_page -> charts, document
 
 In:  a path to JSON lines; the header says which kind it is.  Out: the text of a page, and a summary as plain data.
 Invariant: text becomes markup only through `charts.tag`, which escapes it.
@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError
-from holdall.tools.report.buffer_results import BUFFERS_FORMAT, BufferResults, summarize_buffers, write_buffers_page
 from holdall.tools.report.json_lines import JsonLine, read_lines
 from holdall.tools.report.recording import RECORDING_FORMAT, Recording
 from holdall.tools.report.recording_page import summarize_recording, write_recording_page
-from holdall.tools.report.results import BENCH_FORMAT, Results
-from holdall.tools.report.results_page import summarize_bench, write_bench_page
+from holdall.tools.report.results import BENCH_FORMAT, BUFFERS_FORMAT, BufferResults, Results
+from holdall.tools.report.results_page import summarize_bench, summarize_buffers, write_bench_page, write_buffers_page
 
 _KINDS: dict[str, tuple[Callable[[JsonLine, Iterable[JsonLine]], Any], Callable[[Any], str], Callable[[Any], Any]]] = {
     RECORDING_FORMAT: (Recording.read, write_recording_page, summarize_recording),

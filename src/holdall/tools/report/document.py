@@ -16,6 +16,7 @@ from string import Template
 
 from holdall.tools.report.charts import SEVERITY_SIGNS, Child, Markup, joined, tag
 
+_SHORT_TABLE = 12  # rows
 _SIGNS = {"good": "✓", **SEVERITY_SIGNS}
 
 
@@ -108,7 +109,7 @@ def _card(card: Card) -> Markup:
 def table(
     heads: Sequence[Child], rows: Iterable[Sequence[Child]], caption: str, *, words: int = 1, prose: bool = False
 ) -> Markup:
-    """Write a table that scrolls by itself where the page is narrow.
+    """Write a table; where the page is narrow, a short one is a list of its rows, and a long one scrolls by itself.
 
     Args:
         caption: What it shows, for those who do not see it.
@@ -122,12 +123,13 @@ def table(
     lines = []
     for row in rows:
         cells = [
-            tag("td" if at else "th", cell, class_=kind, scope=None if at else "row")
-            for at, (cell, kind) in enumerate(zip(row, kinds, strict=True))
+            tag("td", cell, class_=kind, data_head=head or None) if at else tag("th", cell, class_=kind, scope="row")
+            for at, (head, cell, kind) in enumerate(zip(heads, row, kinds, strict=True))
         ]
         lines.append(tag("tr", *cells))
     body = tag("table", tag("caption", caption), tag("thead", top), tag("tbody", *lines))
-    return tag("div", body, class_="scroll", tabindex="0", role="region", aria_label=caption)
+    kind = "scroll short" if len(lines) <= _SHORT_TABLE else "scroll"
+    return tag("div", body, class_=kind, tabindex="0", role="region", aria_label=caption)
 
 
 def code(text: str) -> Markup:

@@ -1,7 +1,7 @@
-"""Results of `holdall bench`: runs as they are recorded, what the seeds of one profile come to, and rankings.
+"""Results of `holdall bench` and `holdall bench buffers`, as they are recorded.
 
-In:  lines of a file, or runs as they end.  Out: one summary for each profile and buffer. The bench and its page use the
-same classes.
+In:  lines of a file, or runs as they end.  Out: runs, what the seeds of one profile come to, and rankings, which the
+bench and its page share; of buffers one record for each library and case.
 """
 
 from __future__ import annotations
@@ -236,3 +236,65 @@ def _interval(values: Iterable[float | None]) -> Interval | None:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+BUFFERS_FORMAT = "holdall-bench-buffers-1"
+_MOST_RECORDS = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class BufferFigures:
+    """One library on one case; what was not measured is None."""
+
+    library: str
+    version: str
+    case: str
+    transitions: float | None
+    nbytes: float | None
+    add_us: float | None
+    sample_ms: float | None
+    save_s: float | None
+    load_s: float | None
+    exact: bool | None
+    note: str
+    laps: float | None  # how often the trace was played over, if more than once
+
+    @property
+    def bytes_per_transition(self) -> float | None:
+        """What one transition takes."""
+        return self.nbytes / self.transitions if self.nbytes is not None and self.transitions else None
+
+
+@dataclass(frozen=True, slots=True)
+class BufferResults:
+    """Everything of a file that a page shows."""
+
+    header: JsonLine
+    measured: tuple[BufferFigures, ...]
+    absent: tuple[tuple[str, str], ...]  # what, and why
+
+    @classmethod
+    def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> BufferResults:
+        """Read the rest of a file; of records that are there twice the last counts."""
+        found: dict[tuple[str, str], BufferFigures] = {}
+        absent: dict[tuple[str, str], str] = {}
+        for line in lines:
+            if line.kind == "buffer" and len(found) < _MOST_RECORDS:
+                one = _read_figures(line)
+                found[one.case, one.library] = one
+            elif line.kind == "absent" and len(absent) < _MOST_RECORDS:
+                absent[line.text("case") or "", line.text("library") or ""] = line.text("reason") or ""
+        named = {" on ".join(part for part in (library, case) if part): why for (case, library), why in absent.items()}
+        return cls(header, tuple(found.values()), tuple(named.items()))
+
+    @property
+    def cases(self) -> list[str]:
+        """Names of the cases, in the file's order."""
+        return list(dict.fromkeys(one.case for one in self.measured))
+
+
+def _read_figures(line: JsonLine) -> BufferFigures:
+    values: dict[str, Any] = {name: line.text(name) or "without a name" for name in ("library", "case")}
+    values |= {name: line.text(name) or "" for name in ("version", "note")}
+    values |= {name: line.size(name) for name in ("transitions", "add_us", "sample_ms", "save_s", "load_s", "laps")}
+    return BufferFigures(**values, nbytes=line.size("bytes"), exact=line.flag("exact"))

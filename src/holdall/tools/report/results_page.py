@@ -1,20 +1,32 @@
-"""The page of a bench: memory, speed and reward of every profile with every buffer, and what can be ranked.
+"""The pages of a bench and of a comparison of buffers: memory, speed, reward, what can be ranked, and what is exact.
 
-In:  `Results`.  Out: the page, and a summary as plain data.
+In:  `Results` or `BufferResults`.  Out: the page, and a summary as plain data.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from holdall.tools.report import charts
 from holdall.tools.report.charts import Markup, number, or_dash, percent, tag
-from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
+from holdall.tools.report.document import (
+    Card,
+    Tile,
+    cards,
+    details,
+    document,
+    section,
+    sentence,
+    table,
+    tiles,
+    toned_word,
+)
 from holdall.tools.report.json_lines import JsonLine
-from holdall.tools.report.results import Interval, ProfileRanking, Results, SeedsSummary
-from holdall.units import format_bytes, format_seconds
+from holdall.tools.report.results import BufferFigures, BufferResults, Interval, ProfileRanking, Results, SeedsSummary
+from holdall.units import counted, format_bytes, format_seconds
 
 _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")
 _BEST = {"memory": "least memory", "speed": "fastest", "reward": "highest reward"}
@@ -71,7 +83,10 @@ def _facts(results: Results) -> list[str]:
     seeds = {run.seed for one in results.summaries for run in one.runs}
     return [
         f"profiles of {format_bytes(limit)}" if limit else "",
-        f"{len(results.profiles)} profiles, {len(results.buffers)} buffers, {len(seeds)} seeds",
+        ", ".join(
+            counted(len(found), noun)
+            for found, noun in ((results.profiles, "profile"), (results.buffers, "buffer"), (seeds, "seed"))
+        ),
         shlex.join(results.header.texts("command")[:12]),
     ]
 
@@ -218,7 +233,7 @@ def _intervals(
             rows.append(charts.BarRow(name, [], _NOT_MEASURED if one.done else one.runs[0].status))
             continue
         text = _written(interval)
-        tip = f"{name}\n{text}\n{len(one.done)} seeds"
+        tip = f"{name}\n{text}\n{counted(len(one.done), 'seed')}"
         piece = charts.BarPiece(interval.mean - begin, _colour(results, one.buffer), tip)
         ends = None if interval.half is None else (interval.low - begin, interval.high - begin)
         rows.append(charts.BarRow(name, [piece], text, interval=ends))
@@ -323,3 +338,104 @@ def _not_done(results: Results) -> Markup | None:
     heads = ["run", "seed", "status", "why"]
     shown = table(heads, rows, "Runs without figures", words=3, prose=True)
     return section("What was not measured", shown) if rows else None
+
+
+_OURS = "holdall"
+_EXACT = {True: "every row came back right", False: "rows came back wrong", None: "not compared"}
+
+
+def _transition_bytes(value: float) -> str:
+    return f"{value:,.0f} B" if value < 100_000 else format_bytes(value)
+
+
+_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("memory of a transition", "bytes_per_transition", _transition_bytes),
+    ("add, of one step", "add_us", lambda value: f"{number(value)} µs"),
+    ("sample, of one batch", "sample_ms", lambda value: f"{number(value)} ms"),
+    ("save", "save_s", format_seconds),
+    ("load", "load_s", format_seconds),
+)
+
+
+def write_buffers_page(results: BufferResults) -> str:
+    """Write the page."""
+    sections = [
+        _buffer_tiles(results),
+        *(_buffer_case(results, case) for case in results.cases),
+        _buffers_absent(results),
+    ]
+    libraries = {one.library for one in results.measured}
+    facts = [counted(len(results.cases), "case"), counted(len(libraries), "library", "libraries")]
+    return document("Replay buffers alone", "bench buffers", facts, (
+        part for part in [*sections, machine_section(results.header)] if part
+    ))  # fmt: skip
+
+
+def summarize_buffers(results: BufferResults) -> dict[str, Any]:
+    """Return the page in short, as plain data."""
+    return {
+        "buffers": [asdict(one) | {"bytes_per_transition": one.bytes_per_transition} for one in results.measured],
+        "absent": [{"what": what, "why": why} for what, why in results.absent],
+    }
+
+
+def _figures_of_case(results: BufferResults, case: str) -> list[BufferFigures]:
+    return [one for one in results.measured if one.case == case]
+
+
+def _buffer_tiles(results: BufferResults) -> Markup:
+    shown = []
+    for case in results.cases[:4]:
+        known = [one for one in _figures_of_case(results, case) if one.bytes_per_transition is not None and one.exact]
+        if known:
+            least = min(known, key=lambda one: one.bytes_per_transition or 0.0)
+            size = _transition_bytes(least.bytes_per_transition or 0.0)
+            shown.append(Tile(f"{case}, least and exact", size, f"a transition, {least.library}"))
+    wrong = [one for one in results.measured if one.exact is False]
+    tone = "error" if wrong else "good"
+    shown.append(Tile("data came back wrong", f"{len(wrong)} of {len(results.measured)}", "library and case", tone))
+    return tiles(shown)
+
+
+def _buffer_case(results: BufferResults, case: str) -> Markup:
+    known = _figures_of_case(results, case)
+    drawn = [_buffer_chart(known, *figure) for figure in _FIGURES]
+    count = max((one.transitions or 0.0 for one in known), default=0.0)
+    lead = f"{count:,.0f} transitions. Shorter is better, if the data came back right."
+    laps = max((one.laps or 0.0 for one in known), default=0.0)
+    if laps > 1:
+        lead += f" They were played {laps:.1f} times over: a buffer that shares what repeats gains by that."
+    keys = charts.legend_of((("holdall", "c0"), ("others", "c5"), ("rows came back wrong", "unused")))
+    return section(case, keys, tag("div", *drawn, class_="columns wide"), _buffer_table(known), lead=lead)
+
+
+def _buffer_chart(
+    known: Sequence[BufferFigures], name: str, figure: str, written: Callable[[float], str]
+) -> Markup | None:
+    values = [getattr(one, figure) for one in known]
+    largest = max((value for value in values if value is not None), default=None)
+    if largest is None:
+        return None
+    scale = charts.bytes_scale(largest) if written is _transition_bytes else charts.number_scale(largest)
+    rows = []
+    for one, value in zip(known, values, strict=True):
+        text = or_dash(value, written)
+        colour = "unused" if one.exact is False else "c0" if one.library.startswith(_OURS) else "c5"
+        tip = f"{one.library} {one.version}\n{name}: {text}\n{_EXACT[one.exact]}"
+        rows.append(charts.BarRow(one.library, [] if value is None else [charts.BarPiece(value, colour, tip)], text))
+    return tag("div", tag("h4", name.capitalize()), charts.bars(rows, scale, name))
+
+
+def _buffer_table(known: Sequence[BufferFigures]) -> Markup:
+    heads = ["library", "version", "a transition", "add", "sample", "save", "load", "exact", "note"]
+    exact = {None: tag("span", "not compared"), True: toned_word("yes", "good"), False: toned_word("no", "error")}
+    rows = []
+    for one in known:
+        figures = [or_dash(getattr(one, figure), written) for _, figure, written in _FIGURES]
+        rows.append([one.library, one.version or "-", *figures, exact[one.exact], one.note])
+    return table(heads, rows, "All figures", words=2, prose=True)
+
+
+def _buffers_absent(results: BufferResults) -> Markup | None:
+    items = [tag("li", f"{what}: {why}" if why else what) for what, why in results.absent]
+    return section("Not measured", tag("ul", *items, class_="notes")) if items else None

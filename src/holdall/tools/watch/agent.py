@@ -27,7 +27,7 @@ from holdall.machine import begin_peak, peak_bytes
 from holdall.report import Tracked
 from holdall.tools.watch import agent_files, allocators
 from holdall.tools.watch.agent_files import AgentReport, PhasePeak, Region
-from holdall.tools.watch.allocators import GrowingLine, trace_growth
+from holdall.tools.watch.allocators import GrowingLine, PythonObjects, trace_growth
 from holdall.tools.watch.reading import IMPORT_PHASE
 
 FillFunction = Callable[[], float]
@@ -63,6 +63,7 @@ class Agent:
         self._phases: dict[str, PhasePeak] = {}
         self._entered = time.monotonic()
         self._events: deque[tuple[float, str]] = deque(maxlen=20)
+        self._python: PythonObjects | None = None
         self._growing: tuple[GrowingLine, ...] = ()
         self._is_tracing = False
         self._is_called_by_loop = False
@@ -182,6 +183,7 @@ class Agent:
         models = self._living_models()
         step = next((int(model.num_timesteps) for model in models), _added() if self.step is None else self.step)
         torch: Any = sys.modules.get("torch")  # never imported to find out
+        self._python = allocators.python_objects() or self._python  # which is not told while allocations are traced
         return AgentReport(
             pid=self._pid,
             started=self._started,
@@ -191,7 +193,7 @@ class Agent:
             phase=_TRACE_PHASE if self._is_tracing else self.phase or _found_phase(models, step),
             regions=self._regions,
             heap=allocators.heap(),
-            python=allocators.python_objects(),
+            python=self._python,
             gpu=_torch_gpu_bytes(torch),
             torch_threads=torch.get_num_threads() if hasattr(torch, "get_num_threads") else None,  # None: half imported
             spilled=_spilled_bytes(),

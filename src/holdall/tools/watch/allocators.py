@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import holdall
 
 _IN_USE = re.compile(rb"# bytes in allocated blocks\s*=\s*([\d,]+)")
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _ARENAS = re.compile(rb"\d+ arenas \* \d+ bytes/arena\s*=\s*([\d,]+)")
 
 
@@ -89,6 +90,18 @@ def return_free_heap() -> bool:
     trim.argtypes, trim.restype = (ctypes.c_size_t,), ctypes.c_int
     trim(0)
     return True
+
+
+def map_blocks_from(nbytes: int) -> bool:
+    """Let the C library map every block of so many bytes on its own, in place of a threshold that moves.
+
+    False where it cannot. As with the threshold that moves, twice as much stays free at the end of the heap.
+    """
+    option = getattr(_c_library(), "mallopt", None)
+    if option is None:
+        return False
+    option.argtypes, option.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
+    return bool(option(_M_MMAP_THRESHOLD, nbytes)) and bool(option(_M_TRIM_THRESHOLD, 2 * nbytes))
 
 
 def _pymalloc_report() -> bytes:
