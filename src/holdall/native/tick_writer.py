@@ -133,6 +133,7 @@ class NativeTickWriter(TickWriter):
             flat=ctypes.addressof(self._flat),
             flat_count=len(rings),
         )
+        self._address = ctypes.addressof(self._struct)
 
     @property
     def places(self) -> tuple[TickWriterStruct, Any]:
@@ -146,7 +147,7 @@ class NativeTickWriter(TickWriter):
     def write_packed(self, packed: bytes, sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter.write_packed`."""
         kept = None if sliced is None else self._aim(sliced)
-        ticks = self._write(ctypes.addressof(self._struct), packed, len(packed), int(is_kept))
+        ticks = self._write(self._address, packed, len(packed), int(is_kept))
         del kept
         return int(ticks)
 
@@ -158,7 +159,7 @@ class NativeTickWriter(TickWriter):
         if sliced is not None:
             first, next_first = ([array[0] for array in arrays] for arrays in (sliced.obs, sliced.next_obs))
             kept = self._aim(sliced._replace(obs=first, next_obs=next_first))
-        written = self._write_ticks(ctypes.addressof(self._struct), address(packed), packed.shape[1], len(packed))
+        written = self._write_ticks(self._address, address(packed), packed.shape[1], len(packed))
         del kept
         return int(written)
 

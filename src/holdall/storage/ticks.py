@@ -323,8 +323,8 @@ class FastTick:
 
     def in_rings(self, obs: Any) -> list[Array]:
         """Return the observations that lie in rings, in their order."""
-        return [obs[key] if self._is_dict else obs for key in self._keys[0]]
+        return [obs[key] for key in self._keys[0]] if self._is_dict else [obs] * len(self._keys[0])
 
     def in_slices(self, obs: Any) -> list[Array]:
         """Return the observations that are cut into slices, in their order."""
-        return [obs[key] if self._is_dict else obs for key in self._keys[1]]
+        return [obs[key] for key in self._keys[1]] if self._is_dict else [obs] * len(self._keys[1])
