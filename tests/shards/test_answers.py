@@ -28,12 +28,10 @@ from holdall.json_state import schema_words
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.sampling import Uniform
 from holdall.schema import Schema
-from holdall.storage.adopting import AdoptingStore
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.codec_choice import choose
-from holdall.storage.records import dictionary_name
-from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels
+from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
 from holdall.storage.ticks import Tick
 from holdall.storage.tiers import Budget
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -56,7 +54,7 @@ class Desk:
         self.schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
         self.encoder = Encoder(self.schema, stream.num_envs, ticks, self.kernels)
         one_lane, rows = replace(self.schema, num_envs=1), capacity * stream.num_envs
-        self.store = AdoptingStore(
+        self.store = Store(
             one_lane, rows, self.kernels, threading.Lock(), Budget.of(None, "memory", 1), large=sliced_leaves(one_lane)
         )
         self.reader = ShardReader(one_lane, sliced_leaves(one_lane), self.kernels, decoded_bytes)
@@ -97,7 +95,7 @@ class Desk:
     @property
     def dictionaries(self) -> dict[str, Dictionary]:
         found = [codec.dictionary for codec in self.codecs.values() if codec.dictionary is not None]
-        return {dictionary_name(each): each for each in found}
+        return {each.name: each for each in found}
 
     def received(self, payload: bytes) -> SealedSegment:
         """Read a segment; that of a local memory may name dictionaries."""

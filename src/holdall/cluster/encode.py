@@ -125,7 +125,7 @@ class Encoder:
 
     def _ticks_before_full(self) -> int:
         """Count the ticks, at least one, after which the segment may be full, and not before."""
-        if self._searches.under_way:  # a window that was found begins with the next segment
+        if self._searches.scouts:  # a window that was found begins with the next segment
             return 1
         room = _SEGMENT_BYTES - sum(field.part.added_bytes for field in self.fields)
         return max(1, -(-room // self._tick_bytes)) if self.fields else self._ticks
@@ -146,7 +146,7 @@ class Encoder:
         for field, array, next_array in zip(self.fields, obs, next_obs, strict=True):
             field.part.append(array, next_array, field.cursors[now])
         self._used = now + 1
-        if self._searches.under_way:
+        if self._searches.scouts:
             for i in self._searches.look(obs, next_obs):
                 window = self._searches.end(i) or storage.Window.whole(self.leaves[i])
                 if window != self.fields[i].window:
@@ -292,7 +292,7 @@ class SharedCodecs:
 
     def _choose(self, key: _Key, slices: Bytes) -> None:
         """Ask for the codec of a field, and choose one if there is none; if that fails, it is tried again later."""
-        (field, window), asked = key, json.dumps([key[0], storage.window_words(key[1])])
+        (field, window), asked = key, json.dumps([key[0], key[1].words()])
         try:
             words = ray.get(self._roster.codec.remote(asked))
             if words is None:

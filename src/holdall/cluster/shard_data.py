@@ -72,11 +72,11 @@ class ShardData:
         self._order: RowOrder | None = None
         self.store = self.begin_at(0)
 
-    def begin_at(self, first_row: int) -> storage.AdoptingStore:
+    def begin_at(self, first_row: int) -> storage.Store:
         """Hold nothing, and number the next row so."""
         self._runs.clear()
         self._order = RowOrder() if isinstance(self.sampler, ComposedSampler) else None
-        self.store = storage.AdoptingStore(
+        self.store = storage.Store(
             self._schema,
             self.capacity,
             self._kernels,
