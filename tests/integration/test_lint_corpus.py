@@ -24,7 +24,7 @@ from holdall.tools.lint.rule import REFERENCE_MACHINE
 from holdall.tools.lint.rules import RULES
 
 SCRIPTS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("lint_corpus.json").read_text(encoding="utf-8"))
-SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml")
+SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg")
 MOST_BYTES = 2**20
 TOLERANCE = 0.05
 

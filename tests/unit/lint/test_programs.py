@@ -297,6 +297,60 @@ PROGRAMS = {
         1_000_000 * FRAME,
         {"M19"},
     ),
+    "a state that is None at the end of an episode": (
+        FRAMES + "import torch\nmemory = deque(maxlen=20_000)\ndef seen(state):\n    if state is not None:\n"
+        "        return torch.tensor(state / 255.0, dtype=torch.float)\n    return state\nobs = env.reset()\n"
+        "while True:\n    after, reward, done, info = env.step(0)\n    if done:\n        after = None\n"
+        "    memory.append((seen(obs), 0, reward, seen(after)))\n    obs = after\n",
+        20_000 * 2 * (16 * FRAME + 112),
+        {"M19", "P04", "P15"},
+    ),
+    "records of several fields in one array": (
+        ("import numpy as np\nkind = np.dtype([('frame', np.uint8, (84, 84)), ('action', np.int32)])\nempty = (0, 0)\n"
+        "class ReplayMemory:\n    rows = np.array([empty] * 1_000_000, dtype=kind)\n"),
+        1_000_000 * (FRAME + 4),
+        {"M19"},
+    ),
+    "methods that the first versions of gym call": (
+        FRAMES + "class Half(gym.Wrapper):\n    def _reset(self):\n        return self.env.reset()[:, ::2]\n"
+        "    def _step(self, action):\n        obs, reward, done, info = self.env.step(action)\n"
+        "        return obs[:, ::2], reward, done, info\nenv = Half(env)\nmemory = deque(maxlen=200_000)\n"
+        + LOOP.replace("memory.add(obs, action, reward, next_obs, done)", "memory.append((obs, next_obs))"),
+        200_000 * (2 * FRAME + 112),
+        {"M19"},
+    ),
+    "frames that are joined when somebody looks at them": (
+        FRAMES + "class Lazy:\n    def __init__(self, frames):\n        self.frames, self.out = frames, None\n"
+        "    def __array__(self, dtype=None):\n        if self.out is None:\n"
+        "            self.out, self.frames = np.concatenate(self.frames), None\n        return self.out\n"
+        "class LazyStack(Stack):\n    def reset(self):\n        super().reset()\n"
+        "        return Lazy(list(self.frames))\n    def step(self, action):\n"
+        "        _, reward, done, info = super().step(action)\n"
+        "        return Lazy(list(self.frames)), reward, done, info\n"
+        "env = LazyStack(AtariPreprocessing(gym.make('PongNoFrameskip-v4')))\nmemory = deque(maxlen=100_000)\n"
+        "obs = env.reset()\nwhile True:\n    network(np.array(obs))\n    next_obs, reward, done, info = env.step(0)\n"
+        "    memory.append((obs, next_obs))\n    obs = next_obs\n",
+        100_000 * (4 * FRAME + 112),
+        {"M19"},
+    ),
+    "steps that wait in a short deque": (
+        FRAMES + "waiting, memory = deque(maxlen=3), deque(maxlen=100_000)\nobs = env.reset()\nwhile True:\n"
+        "    next_obs, reward, done, info = env.step(0)\n    waiting.append((obs, 0, next_obs.copy()))\n"
+        "    state, action, _ = waiting[0]\n    memory.append((state, action, waiting[-1][2], done))\n"
+        "    obs = waiting[-1][2]\n",
+        100_000 * (4 * FRAME + 112),
+        {"M19", "P04"},
+    ),
+    "a deque that a class limits by itself": (
+        FRAMES + "class Memory:\n    def __init__(self, buffer_size):\n        self.buffer_size = buffer_size\n"
+        "        self.count, self.rows = 0, deque()\n    def add(self, obs, action, reward, next_obs, done):\n"
+        "        if self.count < self.buffer_size:\n            self.count += 1\n        else:\n"
+        "            self.rows.popleft()\n"
+        "        self.rows.append((obs[:, :, np.newaxis], action, reward, next_obs, done))\n"
+        "memory = Memory(100_000)\n" + LOOP,
+        100_000 * (4 * FRAME + 112),
+        {"M19", "P04"},
+    ),
 }  # fmt: skip
 
 

@@ -173,6 +173,8 @@ def _check_script(text: str, path: str, rules: Rules, machine: Machine, reposito
         return
     training = TrainingReader(script, repository)
     yield from check_runs(training.runs, rules, machine)
+    about_buffers = {name: rule for name, rule in rules.items() if rule.sees_buffers}
+    yield from check_runs(training.buffers_as_runs, about_buffers, machine)
     for rule in rules.values():
         if rule.about == "script":
             if rule.concerns(text):

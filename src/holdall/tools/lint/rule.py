@@ -114,6 +114,7 @@ class Rule:
     about: Literal["run", "search", "script", "buffer", "file"]
     check: Callable[..., Iterator[Match]]
     words: tuple[str, ...] = ()  # a script without all of them has nothing for this rule; empty: every script may
+    sees_buffers: bool = False  # it is about buffers of Stable-Baselines3 that a program makes itself, too
 
     def concerns(self, text: str) -> bool:
         """Whether there can be something to find in a script of this text."""
@@ -138,13 +139,16 @@ BufferCheck = Callable[[PlainBuffer, Machine], Iterator[Match]]
 ScriptCheck = Callable[[Script, TrainingReader, Machine], Iterator[Match]]
 
 
-def run_rule(number: str, name: str, severity: Severity, *, sees_searches: bool = False) -> Callable[[RunCheck], Rule]:
+def run_rule(
+    number: str, name: str, severity: Severity, *, sees_searches: bool = False, sees_buffers: bool = False
+) -> Callable[[RunCheck], Rule]:
     """Make a rule about one run, wherever it was read from.
 
     Args:
         sees_searches: The check gets a run with OneOf values as it is, not one run for each value.
+        sees_buffers: The check gets buffers that a program makes without a model, as runs that have only a buffer.
     """
-    return partial(Rule, number, name, severity, "search" if sees_searches else "run")
+    return partial(Rule, number, name, severity, "search" if sees_searches else "run", sees_buffers=sees_buffers)
 
 
 def script_rule(

@@ -30,9 +30,11 @@ from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
 
 # The names that rl-baselines3-zoo gives to files and folders.
 _MOST_VARIANTS = 4
+_SIZES = {"buffer_size", "n_steps", "replay_buffer_class", "optimize_memory_usage", "replay_buffer_kwargs"}
 _ZOO_NAMES = {name.lower(): name for name in ALGORITHM_CLASSES} | {"ppo_lstm": "RecurrentPPO"}
 
 
+_SQUARE = 64  # pixels of a side, from which on a square is taken for a picture
 _PICTURE = re.compile(r"frame|image|img|screen|pixel", re.IGNORECASE)
 
 
@@ -121,6 +123,7 @@ class SpaceInfo:
     place: SourceRange
     bounds: Mapping[str, tuple[object, object]] = field(default_factory=dict)
     counts: tuple[int, ...] = ()  # of a discrete space: how many values each of its numbers has
+    is_whole: bool = True  # False: there are further leaves, which are not known
 
     @property
     def nbytes(self) -> int:
@@ -158,6 +161,7 @@ class Environments:
     origin: object = field(default=None, repr=False)  # the same for the same object; None where that is not known
     is_lazy: bool = False  # a stack's frames are objects that it shares with the stacks around it
     env_id: str = ""
+    returned: SpaceInfo | None = None  # what reset and step return, where that is not what is declared
 
     @property
     def number(self) -> int | None:
@@ -245,8 +249,12 @@ class ConfiguredRun:
     @property
     def variants(self) -> tuple[ConfiguredRun, ...]:
         """The run once for every value of its arguments: those of a search, or of the branches that set them."""
+        counts = self.environments.count
         found = [self]
-        for name, setting in self.given.items():
+        is_search = isinstance(counts, OneOf) and not any(counts.conditions)  # all of them happen, one after the other
+        if isinstance(counts, OneOf) and is_search and not self.algorithm.on_policy:  # M14 is about rollouts
+            found = [replace(self, environments=replace(self.environments, count=one)) for one in counts.values]
+        for name, setting in sorted(self.given.items(), key=lambda one: one[0] not in _SIZES):  # what memory depends on
             if isinstance(setting.value, OneOf) and len(found) <= _MOST_VARIANTS:
                 found = [run.chosen(name, at) for run in found for at in range(len(setting.value.values))]
         return tuple(found)
@@ -279,8 +287,8 @@ class StoredField:
     def is_image(self) -> bool:
         """Whether it looks like a picture, or a stack of them."""
         sides = sorted(self.shape)
-        if len(sides) == 2 and _PICTURE.search(self.name):
-            return sides[0] >= 32
+        if len(sides) == 2:
+            return sides[0] >= 32 and (sides[0] == sides[1] >= _SQUARE or bool(_PICTURE.search(self.name)))
         return len(sides) >= 3 and sides[-2] >= 32 and sides[0] <= 16
 
 
@@ -393,7 +401,10 @@ class BufferNeed:
 def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     """Return what the buffer of a run takes, or None if that is not known."""
     observation, count = run.environments.observation, run.environments.number
-    if observation is None or count is None or not run.algorithm.has_plain_buffer:
+    counts = run.environments.count
+    if count is None and isinstance(counts, OneOf) and not run.algorithm.on_policy:
+        count = next(filter(None, map(whole, counts.values)), None)  # a replay buffer has the same size with any number
+    if observation is None or count is None:
         return None
     try:
         layout = _layout(run, observation, count, machine.sb3)
@@ -404,7 +415,8 @@ def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     # A rollout is always collected to its end; a replay buffer holds what there was to add.
     steps = None if run.algorithm.on_policy else run.total_timesteps
     resident, is_certain = layout.resident_bytes(steps), run.algorithm.on_policy or steps is not None
-    is_exact = run.environments.action is not None
+    is_known = run.environments.action is not None and observation.is_whole
+    is_exact = is_known and run.algorithm.has_plain_buffer  # others keep masks, or states
     return BufferNeed(layout, resident, resident + layout.flatten_bytes, is_exact, is_certain)
 
 

@@ -10,7 +10,7 @@ from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.rule import Match, script_rule
 from holdall.tools.lint.run import Machine, sized
 from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.script import Script, subtree
 
 # Methods that a training calls once a step or once an update.
 _REPEATED = ("update", "step", "_on_step", "_on_rollout", "train_step", "training_step", "optimize", "optimise")
@@ -23,7 +23,7 @@ _JOINS = {"torch.cat", "torch.stack", "torch.concat", "torch.concatenate"}
 _WRONG_UNITS = {1024: (re.compile(r"[GMT]B\b"), "iB"), 1000: (re.compile(r"[GMT]iB\b"), "B")}
 
 
-@script_rule("P01", "tensor-kept-with-graph", Severity.WARNING, words=("backward",))
+@script_rule("P01", "tensor-kept-with-graph", Severity.WARNING, words=("backward", "loss"))
 def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds losses that are collected together with the graph that made them.
 
@@ -48,16 +48,35 @@ def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Ma
     differentiated = {
         (script.scope(call), loss.id) for call, loss in script.method_calls("backward") if isinstance(loss, ast.Name)
     }
-    for node in script.nodes:
+    for node in (*script.of_kind(ast.Call), *script.of_kind(ast.AugAssign)):
         match node:
-            case ast.Call(func=ast.Attribute(attr="append", value=kept), args=[ast.Name(id=name)]):
+            case ast.Call(func=ast.Attribute(attr="append", value=kept), args=[value]):
                 keeper = ast.unparse(kept)
-            case ast.AugAssign(op=ast.Add(), target=target, value=ast.Name(id=name)):
+            case ast.AugAssign(op=ast.Add(), target=target, value=value):
                 keeper = ast.unparse(target)
             case _:
                 continue
-        if (script.scope(node), name) in differentiated and script.loop(node) is not None:
+        if script.loop(node) is None or not isinstance(value, ast.Name | ast.Call):
+            continue
+        made = script.assigned(value) if isinstance(value, ast.Name) else value
+        is_own = isinstance(value, ast.Name) and (script.scope(node), value.id) in differentiated
+        if is_own or (isinstance(made, ast.Call) and _returns_loss(training.called(made))):
+            name = value.id if isinstance(value, ast.Name) else f"what {ast.unparse(value.func)} returns"
             yield Match(f"{keeper} keeps {name} with its graph, step after step", script.place(node))
+
+
+def _returns_loss(function: ast.AST | None) -> bool:
+    """Whether a function returns what it called `backward` on."""
+    inside = subtree(function) if isinstance(function, ast.FunctionDef) else []
+    losses = {
+        one.func.value.id
+        for one in inside
+        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr == "backward"
+        and isinstance(one.func.value, ast.Name)
+    }  # fmt: skip
+    return any(
+        isinstance(one, ast.Return) and isinstance(one.value, ast.Name) and one.value.id in losses for one in inside
+    )
 
 
 @script_rule("P05", "moved-then-joined", Severity.WARNING, words=("torch",))

@@ -28,7 +28,7 @@ from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValu
 
 _GIB = 2**30
 _SAFE_SHARE = 0.8  # of the limit; the rest is for the interpreter, the libraries and the networks
-_WORTH_SAVING = 2**28
+_WORTH_SAVING = 2**27
 _MANY_PARTS = 4  # of a transition: observation, action, reward, and what follows
 _NEXT = re.compile(r"^(next|new|nxt)_|_(next|new|nx|nxt|prime|tp1|t1)$|_$|2$|^ns$", re.IGNORECASE)
 _BUFFER = re.compile(r"buffer|memory|replay|experience|transitions|storage", re.IGNORECASE)
@@ -151,7 +151,7 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
         for step in range(100):
             memory.add(obs, action, reward, next_obs, terminated, truncated)
     """
-    sizes = {buffer.place: buffer.nbytes for buffer in training.buffers if buffer.is_container}
+    sizes = {buffer.place: buffer.nbytes for buffer in training.buffers if buffer.is_container and buffer.is_exact}
     seen = set()
     for made in training.recorded("appended"):
         container, call = made.value, made.node
@@ -183,7 +183,9 @@ def _is_replay(container: ListValue, limit: int | None) -> bool:
     if container.is_fixed:
         return (container.length or 0) >= MANY
     if not container.is_deque:
-        return bool(_BUFFER.search(container.name))
+        if limit is None and 0 < (container.length or 0) < MANY:
+            return False  # it is made anew, and never gets longer
+        return bool(_BUFFER.search(container.name)) and not _SHORT.search(container.name)
     if limit is not None:
         return limit >= MANY
     given = argument_of(node, "maxlen", 1) if isinstance(node, ast.Call) else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.rule import Match, run_rule, script_rule
-from holdall.tools.lint.run import Callback, ConfiguredRun, Machine, whole
+from holdall.tools.lint.run import Callback, ConfiguredRun, Machine, OneOf, whole
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
 
@@ -107,7 +107,8 @@ def _frequencies(run: ConfiguredRun) -> Iterator[tuple[Callback, str, int]]:
     """Yield the callbacks of a run that act every so many steps, with the argument and its value."""
     for callback in run.callbacks:
         name = _FREQUENCIES.get(callback.kind)
-        every = whole(callback.value(name)) if name else None
+        given = callback.value(name) if name else None
+        every = next(filter(None, map(whole, given.values)), None) if isinstance(given, OneOf) else whole(given)
         if name and every is not None and every > 0:
             yield callback, name, every
 

@@ -260,11 +260,12 @@ def _optimises(run: ConfiguredRun) -> bool:
 def _refused(run: ConfiguredRun, why: str) -> Match:
     """Return a match whose edit makes `optimize_memory_usage` False; the run would not have started otherwise."""
     place = run.place_of("optimize_memory_usage")
-    text = f"optimize_memory_usage=True is refused {why}: the model is not even constructed"
+    what = "buffer" if not run.learns and "policy" not in run.given else "model"
+    text = f"optimize_memory_usage=True is refused {why}: the {what} is not even constructed"
     return Match(text, place, edit=Edit(place, "True", "False"))
 
 
-@run_rule("M08", "optimise-with-dict", Severity.ERROR)
+@run_rule("M08", "optimise-with-dict", Severity.ERROR, sees_buffers=True)
 def optimise_with_dict(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds `optimize_memory_usage=True` with Dict observations.
 
@@ -281,7 +282,7 @@ def optimise_with_dict(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
         yield _refused(run, "for Dict observations")
 
 
-@run_rule("M16", "optimise-with-timeouts", Severity.ERROR)
+@run_rule("M16", "optimise-with-timeouts", Severity.ERROR, sees_buffers=True)
 def optimise_with_timeouts(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds `optimize_memory_usage=True` while timeouts are handled, which is the default.
 

@@ -17,13 +17,22 @@ import numpy as np
 from holdall.errors import HoldallError
 from holdall.schema import Leaf
 from holdall.tools.lint.run import UNKNOWN, PlainBuffer, SpaceInfo, StoredField, whole
-from holdall.tools.lint.source.arrays import leaf_arrays
+from holdall.tools.lint.source.arrays import dtype_of, leaf_arrays, shape_of, space_sample
 from holdall.tools.lint.source.containers import MANY
-from holdall.tools.lint.source.frameworks import held_env
-from holdall.tools.lint.source.values import ArrayValue, InstanceValue, ListValue, likely
+from holdall.tools.lint.source.frameworks import KEEPING, held_env
+from holdall.tools.lint.source.values import (
+    ArrayValue,
+    InstanceValue,
+    ListValue,
+    TableValue,
+    candidates_of,
+    known_items,
+    likely,
+)
 from holdall.tools.plan import buffer_layout
 
 _NAMED_BUFFER = re.compile(r"buffer|memory|replay|experience|rollout|transition|storage|dataset", re.IGNORECASE)
+_LEAST_STATE = 512  # bytes, from which on an array is taken for the observation
 _OBJECT_BYTES = 112  # of the object of an array, beside its elements
 
 
@@ -105,16 +114,19 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
         container: ListValue = group[0].value
         owner = interpreter.owner_of(container)
         limit = whole(likely(container.maxlen))
-        if limit is None and not container.is_deque:
+        if limit is None and container.maxlen is None:
             limit = container.length if container.is_fixed else interpreter.capacity_of(owner)
         if limit is not None and limit >= MANY:
-            beside.setdefault((id(owner or container), limit), []).append(group)
+            is_plain = owner is None and not container.is_deque  # lists of the program, side by side
+            beside.setdefault((0 if is_plain else id(owner or container), limit), []).append(group)
     for (_, limit), groups in beside.items():
         items = sorted(map(_fullest, groups), key=lambda one: -_size(one.detail["item"]))
-        arrays = _distinct([array for one in items for array in leaf_arrays(one.detail["item"])])
-        known = [(one, one.nbytes) for one in arrays if one.nbytes]
+        parts = [part for one in items for part in _parts_once(one.detail["item"])]
+        arrays = _distinct([array for part in parts for array in leaf_arrays(part)])
+        known = [(one, one.nbytes) for one in arrays if one.nbytes and one.shape]  # a number is no array of its own
         if not known:
             continue
+        is_whole = known[0][1] >= _LEAST_STATE or not any(_has_unknown(one.detail["item"]) for one in items)
         per_item = sum(size // one.shared_frames + _OBJECT_BYTES for one, size in known)
         fields = tuple(
             StoredField("", tuple(whole(a) or 0 for a in one.shape or ()), one.dtype or np.dtype("f4"))
@@ -124,8 +136,25 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
         yield PlainBuffer(
             title=group[0].value.name or "deque", rows=limit, nbytes=limit * per_item, fields=fields,
             place=interpreter.place(group[0].node), condition=" and ".join(group[0].path), is_container=True,
-            is_buffer=True, is_exact=len(known) == len(arrays),
+            is_buffer=True, is_exact=is_whole and all(one.shape is not None for one in arrays),
         )  # fmt: skip
+
+
+def _parts_once(item: Any) -> Iterator[Any]:
+    """Yield the parts of a transition; of objects that a loop hands from step to step, the one that holds most."""
+    parts = known_items(item) or [item]
+    seen: set[int] = set()
+    for part in sorted(parts, key=lambda one: -_size(one)):
+        made_at = {id(one.node) for one, _ in candidates_of(part) if isinstance(one, InstanceValue)}
+        if not made_at & seen:
+            yield part
+        seen |= made_at
+
+
+def _has_unknown(item: Any) -> bool:
+    """Whether a part of what is appended is not known: it may be the observation."""
+    parts = known_items(item) or (item.values() if isinstance(item, TableValue) else ())
+    return item is UNKNOWN or any(part is UNKNOWN for part in parts)
 
 
 def _fullest(group: list[Any]) -> Any:
@@ -153,10 +182,10 @@ def _libraries(interpreter: Any) -> Iterator[PlainBuffer]:
     for made in interpreter.made:
         if made.what != "buffer":
             continue
-        kind = made.value.kind
+        kind = made.detail.get("dotted", made.value.kind)
         package = kind.partition(".")[0]
         last = kind.rpartition(".")[2]
-        build = {"torchrl": _torchrl, "tianshou": _tianshou}.get(package, _sb3)
+        build = _BUILDERS.get(package, _keeping if package in KEEPING else _sb3)
         found = build(interpreter, made, last)
         if found is not None:
             yield found
@@ -185,10 +214,11 @@ def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     except HoldallError:
         return None
     fields = tuple(StoredField(one.name, one.shape[2:], one.dtype) for one in layout.arrays)
+    library = "cleanrl" if made.detail.get("dotted", made.value.kind).startswith("cleanrl") else "sb3"
     return PlainBuffer(
         title=last, rows=layout.transitions, nbytes=layout.nbytes, fields=fields, place=interpreter.place(made.node),
         condition=" and ".join(made.path), is_buffer=True,
-        library="cleanrl" if made.value.kind.startswith("cleanrl") else "sb3", is_exact=isinstance(acted, SpaceInfo),
+        library=library, is_exact=isinstance(acted, SpaceInfo),
     )  # fmt: skip
 
 
@@ -206,8 +236,11 @@ def _torchrl(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
         named = [(prefix + (leaf.name or "observation"), leaf.shape, leaf.dtype)
                  for prefix in ("", "next.") for leaf in seen.leaves]  # fmt: skip
     else:
-        named = [("", tuple(whole(axis) or 0 for axis in one.shape or ()), one.dtype or np.dtype("f4"))
+        first = 1 if made.value.attributes.get("is_batch") is True else 0  # without the axis of the transitions
+        named = [("", tuple(whole(axis) or 0 for axis in (one.shape or ())[first:]), one.dtype or np.dtype("f4"))
                  for one in leaf_arrays(added) if one.nbytes]  # fmt: skip
+        if not named:
+            return None
     fields = tuple(StoredField(*one) for one in named)
     nbytes = size * sum(one.nbytes for one in fields)
     on_disk = "Memmap" in storage.kind
@@ -239,3 +272,71 @@ def _tianshou(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
         place=interpreter.place(made.node), condition=" and ".join(made.path), is_buffer=True, library="tianshou",
         is_exact=False, stack=1 if last_only else env.stack,
     )  # fmt: skip
+
+
+def _keeping(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
+    """Size a buffer that keeps the observations of the environment that the program made."""
+    at, name, times = KEEPING[made.value.kind.partition(".")[0]]
+    size, env = whole(likely(made.arguments.get(at, name))), interpreter.last_environment
+    if size is None or env is None or env.observation is None:
+        return None
+    sample = space_sample(env.observation, made.node, env.stack if env.is_lazy else 1)
+    processor = likely(made.value.attributes.get("processor"))
+    if isinstance(processor, InstanceValue):
+        method = interpreter.member(processor, "process_observation")
+        sample = likely(interpreter.call(method, type(made.arguments)([sample]), made.node)) or sample
+    arrays = [one for one in leaf_arrays(sample) if one.nbytes]
+    fields = (
+        tuple(
+            StoredField("", tuple(whole(a) or 0 for a in one.shape or ()), one.dtype or np.dtype("f4"))
+            for one in arrays
+        )
+        * times
+    )
+    nbytes = size * times * sum((one.nbytes or 0) // one.shared_frames for one in arrays)
+    return _of_library(interpreter, made, last, size, nbytes, fields) if arrays else None
+
+
+def _of_library(
+    interpreter: Any, made: Any, last: str, size: int, nbytes: int, fields: tuple[StoredField, ...]
+) -> PlainBuffer:
+    return PlainBuffer(
+        title=last, rows=size, nbytes=nbytes, fields=fields, place=interpreter.place(made.node), is_buffer=True,
+        condition=" and ".join(made.path), is_exact=False,
+    )  # fmt: skip
+
+
+def _cpprb(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
+    size, table = whole(likely(made.arguments.get(0, "size"))), likely(made.arguments.get(1, "env_dict"))
+    if size is None or not isinstance(table, TableValue):
+        return None
+
+    def names(option: str) -> list[Any]:
+        given = made.arguments.get(None, option, None)
+        return known_items(given) or [given]
+
+    fields = []
+    for name, entry in table.items():
+        shape = shape_of(entry.get("shape", 1)) if isinstance(entry, TableValue) else None
+        axes = [whole(one) for one in shape or (None,)]
+        dtype = dtype_of(entry.get("dtype", "float32")) if isinstance(entry, TableValue) else None
+        is_shared = str(name).startswith("next_") and str(name).removeprefix("next_") in names("next_of")
+        if None not in axes and dtype is not None and not is_shared:
+            kept = axes[:-1] if name in names("stack_compress") else axes
+            fields.append(StoredField(str(name), tuple(axis or 0 for axis in kept), dtype))
+    nbytes = size * sum(one.nbytes for one in fields)
+    return _of_library(interpreter, made, last, size, nbytes, tuple(fields)) if fields else None
+
+
+def _dopamine(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
+    given = made.arguments
+    size, shape = whole(likely(given.get(2, "replay_capacity"))), shape_of(given.get(0, "observation_shape"))
+    axes = [whole(one) for one in shape or (None,)]
+    dtype = dtype_of(given.get(None, "observation_dtype", "uint8"))
+    if size is None or None in axes or dtype is None:
+        return None
+    field = StoredField("observation", tuple(axis or 0 for axis in axes), dtype)
+    return _of_library(interpreter, made, last, size, size * field.nbytes, (field,))
+
+
+_BUILDERS = {"torchrl": _torchrl, "tianshou": _tianshou, "cpprb": _cpprb, "dopamine": _dopamine}

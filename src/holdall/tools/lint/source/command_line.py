@@ -7,6 +7,7 @@ In:  the calls that describe options, or that open a file.  Out: objects that ho
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
@@ -20,6 +21,7 @@ from holdall.tools.lint.source.values import (
     TableValue,
     known_items,
     likely,
+    one_of,
 )
 
 _LOADERS = {"safe_load", "load", "full_load", "unsafe_load", "loads", "FullLoader"}
@@ -28,6 +30,8 @@ _LOADERS = {"safe_load", "load", "full_load", "unsafe_load", "loads", "FullLoade
 NUMBERS: dict[str, Callable[..., Any]] = {
     one.__name__: one for one in (int, float, bool, max, min, round, abs, sum, str)
 }
+_SETTINGS_PATH = re.compile(r"conf|param|setting|cfg|^None$|^$", re.IGNORECASE)  # of a file that a run must name
+_DEEPEST_DEFAULTS = 3  # files of hydra that name files that ...
 _PARSERS = {"ArgumentParser", "ArgParser", "HfArgumentParser"}
 
 
@@ -52,7 +56,7 @@ def command_line(interpreter: Any, dotted: str, last: str, arguments: Any, node:
         "tyro.extras.overridable_config_cli",
     }:
         return _from_defaults(interpreter, arguments.get(0, "config_class"), node)
-    if dotted.startswith(("absl.flags.DEFINE", "flags.DEFINE")):
+    if "flags.DEFINE" in dotted:
         if isinstance(first, str):
             interpreter.flags[first] = arguments.get(1, "default", None)
         return UNKNOWN
@@ -105,20 +109,36 @@ def _hydra(interpreter: Any, folder: str, name: str) -> Any:
     if folder.endswith((".yaml", ".yml")):
         file = PurePath(folder)  # as older versions take it
         folder, name = str(file.parent), file.stem
-    data = interpreter.repository.data(str(PurePath(folder, f"{name}.yaml")), here)
-    if not isinstance(data, dict):
-        data = interpreter.repository.data(name if name.endswith((".yaml", ".yml")) else f"{name}.yml", here)
-    if not isinstance(data, dict):
-        return None
+    found = _composed(interpreter.repository, here, PurePath(folder), name) or _composed(
+        interpreter.repository, here, PurePath(), name
+    )
+    return from_data(found, found, attributes=True) if found else None
+
+
+def _composed(repository: Any, here: str, folder: PurePath, name: str, depth: int = 0) -> dict[Any, Any]:
+    """Return what one file of hydra's holds, over what its list of defaults names."""
+    data = next((one for end in (".yaml", ".yml", "")
+                 if isinstance(one := repository.data(str(folder / f"{name}{end}"), here), dict)), None)  # fmt: skip
+    if data is None or depth > _DEEPEST_DEFAULTS:
+        return {}
     merged: dict[Any, Any] = {}
     for entry in data.get("defaults", None) or ():
         for named, chosen in entry.items() if isinstance(entry, dict) else [("", entry)]:
             group = str(named).removeprefix("override ").lstrip("/").partition("@")[0]
-            inner = interpreter.repository.data(str(PurePath(folder, group, f"{chosen}.yaml")), here)
-            if isinstance(inner, dict):
-                merged |= {group: inner} if group and "package _global_" not in str(inner) else inner
-    merged |= {key: value for key, value in data.items() if key not in {"defaults", "hydra"}}
-    return from_data(merged, merged, attributes=True)
+            inner = _composed(repository, here, folder / group, str(chosen), depth + 1)
+            is_global = not group or repository.says("@package _global_", str(folder / group / f"{chosen}.yaml"), here)
+            _merge(merged, inner if is_global else {group: inner})
+    _merge(merged, {key: value for key, value in data.items() if key not in {"defaults", "hydra"}})
+    return merged
+
+
+def _merge(into: dict[Any, Any], more: dict[Any, Any]) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            into[key] = dict(into[key])
+            _merge(into[key], value)
+        else:
+            into[key] = value
 
 
 def from_data(data: Any, root: Any = None, attributes: bool = False, depth: int = 0) -> Any:
@@ -152,11 +172,36 @@ def loaded(interpreter: Any, last: str, arguments: Any, package: str) -> Any:
     if isinstance(source, InstanceValue) and source.kind == "builtins.open":
         source = source.arguments.get("0", source.arguments.get("file", UNKNOWN))
         source = likely(source)
-    if not isinstance(source, str):
-        return UNKNOWN
     here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
-    data = interpreter.repository.data(source, here)
-    return UNKNOWN if data is None else from_data(data, data, attributes=package == "omegaconf")
+    data = interpreter.repository.data(source, here) if isinstance(source, str) else None
+    if data is not None or (isinstance(source, str) and not _SETTINGS_PATH.search(source)):
+        return UNKNOWN if data is None else from_data(data, data, attributes=package == "omegaconf")
+    kinds = (".json",) if package == "json" else (".toml",) if package.startswith("tom") else (".yaml", ".yml")
+    found = interpreter.repository.settings_files(interpreter.main.path, kinds)
+    several = [(from_data(data, data, attributes=package == "omegaconf"), f"with {name}") for name, data in found]
+    return several[0][0] if len(several) == 1 else one_of(several)
+
+
+def ini_method(interpreter: Any, parser: InstanceValue, name: str, arguments: Any) -> Any:
+    """Return what a method of a ConfigParser returns: `read` fills it with the sections of a file."""
+    first = likely(arguments.get(0, "section"))
+    if name == "read" and isinstance(first, str):
+        here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
+        data = interpreter.repository.data(first, here)
+        parser.attributes |= {str(key): from_data(value) for key, value in (data or {}).items()}
+        return UNKNOWN
+    section = parser.attributes.get(str(first))
+    if not name.startswith("get") or not isinstance(section, TableValue):
+        return UNKNOWN
+    return ini_value(section, name, arguments.get(1, "option"), arguments.get(None, "fallback", UNKNOWN))
+
+
+def ini_value(section: TableValue, name: str, option: Any, default: Any) -> Any:
+    """Return an option of a section as `get`, `getint`, `getfloat` or `getboolean` reads it."""
+    value = section.get(str(option).lower(), section.get(option, default))
+    if name == "getboolean" and isinstance(value, str):
+        return value.lower() in {"1", "yes", "true", "on"}
+    return as_number(name.removeprefix("get"), (value,)) if name in {"getint", "getfloat"} else value
 
 
 def as_number(name: str, values: tuple[Any, ...]) -> Any:

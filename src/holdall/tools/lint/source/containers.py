@@ -6,10 +6,11 @@ In:  a container, and what the program does with it.  Out: a value; the containe
 from __future__ import annotations
 
 import ast
+from pathlib import PurePath
 from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
-from holdall.tools.lint.source import arrays, spaces
+from holdall.tools.lint.source import arrays, command_line, shapes, spaces
 from holdall.tools.lint.source.values import (
     ArrayValue,
     ClassValue,
@@ -25,10 +26,11 @@ from holdall.tools.lint.source.values import (
 )
 
 MANY = 1_000  # transitions; a deque for n-step returns is no replay buffer
+_MOST_WRITTEN_OUT = 16  # items that a loop appends
 MOST_SAMPLES = 8  # of what is added to a container
 
 
-def table_method(interpreter: Any, table: TableValue, name: str, arguments: Any) -> Any:
+def table_method(interpreter: Any, table: TableValue, name: str, arguments: Any) -> Any:  # noqa: C901  one case each
     """Return what a method of a dict returns."""
     key, other = arguments.get(0, "", UNKNOWN), arguments.get(1, "default", None)
     match name:
@@ -41,6 +43,8 @@ def table_method(interpreter: Any, table: TableValue, name: str, arguments: Any)
                 table[key] = other
             default = other if table.is_complete else UNKNOWN
             return table.pop(key, default) if name == "pop" and not interpreter.path else table.get(key, default)
+        case "getint" | "getfloat" | "getboolean":
+            return command_line.ini_value(table, name, key, arguments.get(1, "fallback", UNKNOWN))
         case "update":
             for value in arguments.values:
                 update(interpreter, table, value)
@@ -76,9 +80,9 @@ def extend(interpreter: Any, owner: ListValue, more: Any) -> None:
     """Add the items of a sequence to a list."""
     items, length = known_items(more), length_of(more)
     owner.items += items or []
-    repeats = interpreter.repeats
-    is_known = owner.length is not None and length is not None and repeats is not None
-    owner.length = owner.length + length * repeats if is_known else None
+    times = interpreter.times_since(owner.rounds)
+    is_known = owner.length is not None and length is not None and times is not None
+    owner.length = owner.length + length * times if is_known else None
 
 
 def list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, node: ast.AST) -> Any:
@@ -88,21 +92,14 @@ def list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, n
         value = arguments.get(1, "", UNKNOWN) if name == "insert" else value
         if len(owner.added) < MOST_SAMPLES:
             owner.added.append(value)
-        if interpreter.repeats == 1 and not interpreter.path[len(owner.path) :]:
-            owner.items.append(value)
-            owner.length = None if owner.length is None else owner.length + 1
-        else:
-            owner.items = owner.items or [value]
-            is_known = owner.length is not None and interpreter.repeats is not None
-            owner.length = owner.length + interpreter.repeats if is_known else None
+        _append(owner, value, interpreter)
         if owner.is_deque or isinstance(value, tuple | TableValue | InstanceValue | ListValue | ArrayValue):
             interpreter.record("appended", owner, arguments, node, item=value)
         return None
     if name == "extend":
         extend(interpreter, owner, value)
     elif name in {"pop", "popleft"}:
-        owner.length = None
-        return one_of((one, "") for one in owner.added) if owner.added else UNKNOWN
+        return _popped(owner, 0 if name == "popleft" or value == 0 else -1)
     elif name == "copy":
         return ListValue(list(owner.items), owner.length)
     elif name in {"clear", "remove"}:
@@ -110,9 +107,36 @@ def list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, n
     return UNKNOWN
 
 
+def _append(owner: ListValue, value: Any, interpreter: Any) -> None:
+    """Append a value as often as the loops do that run since the list was made."""
+    further, count = interpreter.path[len(owner.path) :], interpreter.times_since(owner.rounds)
+    is_window, owner.is_popped = owner.is_popped, False
+    if is_window or (count is not None and not further and count <= _MOST_WRITTEN_OUT and owner.is_known):
+        owner.items += [value] * (1 if is_window else count)
+        owner.length = None if owner.length is None else owner.length + (1 if is_window else count)
+    else:
+        owner.items = owner.items or [value]
+        owner.length = None if owner.length is None or count is None else owner.length + count
+
+
+def _popped(owner: ListValue, at: int) -> Any:
+    """Take an item from a list; what is appended next takes its place: a window of the latest items."""
+    found = one_of((one, "") for one in owner.added) if owner.added else UNKNOWN
+    if owner.is_known and owner.items:
+        owner.is_popped = True
+        owner.length = len(owner.items) - 1
+        return owner.items.pop(at)
+    owner.length = None
+    return found
+
+
 def text_method(text: str, name: str, arguments: Any) -> Any:
     """Return what a method of a text returns."""
     plain = [one for one in arguments.values if isinstance(one, str | int)]
+    if name in {"resolve", "absolute", "expanduser", "as_posix"}:
+        return text  # a path
+    if name == "joinpath" and len(plain) == len(arguments.values):
+        return str(PurePath(text, *map(str, plain)))
     if name not in {"lower", "upper", "strip", "replace", "startswith", "endswith", "removesuffix", "removeprefix"}:
         return _split(text, plain) if name == "split" else UNKNOWN
     if len(plain) != len(arguments.values):
@@ -145,14 +169,15 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
     if isinstance(base, tuple) and number is not None and -len(base) <= number < len(base):
         return base[number]
     if isinstance(base, ListValue):
-        if number is not None and base.is_known and -len(base.items) <= number < len(base.items):
+        is_kept = not base.is_deque or not base.added  # what passes through a deque is one of all that were appended
+        if number is not None and is_kept and base.is_known and -len(base.items) <= number < len(base.items):
             return base.items[number]
-        samples = base.items or base.added
+        samples = (base.items or base.added) if is_kept else [*base.items, *base.added]
         return one_of((one, "") for one in samples) if samples else UNKNOWN
     if isinstance(base, SpaceInfo | Environments):
         return spaces.item(base, index)
     if isinstance(base, ArrayValue):
-        return arrays.item(base, index)
+        return shapes.item(base, index)
     if isinstance(base, str) and number is not None and -len(base) <= number < len(base):
         return base[number]
     if isinstance(base, InstanceValue) and isinstance(index, str) and index in base.attributes:
@@ -165,7 +190,7 @@ def sliced(base: Any, bounds: list[Any]) -> Any:
     numbers = [None if one is None else whole(one) for one in bounds]
     base = arrays.unwrapped(base)
     if isinstance(base, ArrayValue):
-        return arrays.sliced(base, bounds)
+        return shapes.item(base, slice(*bounds))
     if any(number is None and bound is not None for number, bound in zip(numbers, bounds, strict=True)):
         return ListValue([], None) if isinstance(base, ListValue) else UNKNOWN
     if isinstance(base, str | tuple):

@@ -32,7 +32,7 @@ from holdall.tools.lint.source.values import (
     likely,
     one_of,
 )
-from holdall.tools.lint.source.wrappers import ATARI_WRAPPERS, wrapped
+from holdall.tools.lint.source.wrappers import ATARI_WRAPPERS, suited, wrapped
 
 _GYMS = ("gymnasium", "gym", "gymnasium_robotics")
 _VECTORS = {
@@ -53,12 +53,14 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         return make_space(interpreter, last, arguments, node)
     if (package in _GYMS and last in _MAKERS) or dotted == "gym_super_mario_bros.make" or dotted.endswith("retro.make"):
         return _made(interpreter, arguments, node, last)
-    if dotted == "dmc2gym.make":
-        return _control_suite(interpreter, arguments, node)
+    if last == "make_atari" and isinstance(likely(arguments.get(0, "env_id")), str):
+        return _made(interpreter, arguments, node, last)
+    if package in {"pfrl", "chainerrl"} and last == "wrap_deepmind":
+        arguments.named.setdefault("frame_stack", True)
     if last == "register" and (package in _GYMS or ".registration" in dotted):
-        name = arguments.get(0, "id")
-        if isinstance(name, str):
-            interpreter.registered[name] = arguments
+        for name, _ in candidates_of(arguments.get(0, "id")):
+            if isinstance(name, str):
+                interpreter.registered[name] = arguments
         return None
     if last in _VECTORS and package not in {"builtins"}:
         return _vector(interpreter, _VECTORS[last], arguments, node)
@@ -68,10 +70,6 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         "rl_zoo3",
     }:
         return _sb3_vector(interpreter, last, arguments, node)
-    if package == "tianshou" and last == "make_atari_env":
-        return _tianshou_atari(interpreter, arguments, node)
-    if package == "envpool" and last in {"make", "make_gym", "make_gymnasium"}:
-        return _envpool(interpreter, arguments, node)
     if dotted == "stable_baselines3.common.monitor.load_results":
         return UNKNOWN
     first = arguments.get(0, "env", None)
@@ -80,29 +78,50 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
     inner = environment_of(interpreter, first) if isinstance(first, Environments | InstanceValue | OneOf) else None
     if inner is None or (isinstance(first, InstanceValue) and not is_environment(first)):
         return NotImplemented
+    if package == "supersuit":
+        return suited(inner, last, arguments)
     if not (last[:1].isupper() or last in ATARI_WRAPPERS) or (
         package in {"torchrl", "tianshou"} and "Collector" in last
     ):
         return NotImplemented
     found = wrapped(inner, dotted, arguments, interpreter.place_here(node))
+    found = _with_returned(interpreter, first, inner, found, dotted, arguments, node)
     is_changed = last.startswith("TransformObs") and found.observation is None and inner.observation is not None
     return _transformed(interpreter, inner, inner.observation, arguments, node) if is_changed else found
+
+
+def _with_returned(
+    interpreter: Any, first: Any, inner: Environments, found: Environments, dotted: str, arguments: Any, node: ast.AST
+) -> Environments:
+    """Keep what environments really return where a class of the program declares another space than it returns."""
+    returned = inner.returned
+    if isinstance(first, InstanceValue) and isinstance(first.made_of, ClassValue):
+        result = likely(interpreter.call(interpreter.member(first, "reset"), type(arguments)(), node))
+        seen = likely(result[0]) if isinstance(result, tuple) and result else result
+        returned = _space_like(seen, interpreter.place_here(node))
+    if returned is None or (inner.observation is not None and returned.leaves == inner.observation.leaves):
+        return replace(found, returned=None)
+    made = wrapped(replace(inner, observation=returned), dotted, arguments, interpreter.place_here(node))
+    return replace(found, returned=made.observation, is_lazy=made.is_lazy, stack=made.stack)
+
+
+def _space_like(seen: Any, place: Any) -> SpaceInfo | None:
+    """Return the space of an array, if its shape and dtype are known."""
+    if not isinstance(seen, ArrayValue) or seen.nbytes is None or seen.dtype is None:
+        return None
+    return SpaceInfo((Leaf("", tuple(whole(axis) or 0 for axis in seen.shape or ()), seen.dtype),), False, place)
 
 
 def _transformed(interpreter: Any, env: Environments, space: Any, arguments: Any, node: ast.AST) -> Environments:
     """Return environments whose observations a function changes: it is followed with one of them."""
     function = likely(arguments.get(1, "func" if "func" in arguments.named else "f"))
     made = interpreter.call(function, type(arguments)([space_sample(space, node)]), node)
-    axes = [whole(axis) for axis in made.shape or ()] if isinstance(made, ArrayValue) else [None]
-    if None in axes or made.dtype is None:
-        return replace(env, observation=None)
-    leaf = Leaf("", tuple(axis or 0 for axis in axes), made.dtype)
-    return replace(env, observation=SpaceInfo((leaf,), False, interpreter.place_here(node)))
+    return replace(env, observation=_space_like(made, interpreter.place_here(node)))
 
 
 def _made(interpreter: Any, arguments: Any, node: ast.AST, maker: str) -> Any:
     """Make an environment by its id."""
-    name = arguments.get(0, "id" if "id" in arguments.named else "env_id")
+    name = arguments.get(0, next((one for one in ("id", "game", "env_name") if one in arguments.named), "env_id"))
     if isinstance(name, OneOf):
         return one_of((_one_made(interpreter, one, arguments, node, maker), text) for one, text in candidates_of(name))
     return _one_made(interpreter, name, arguments, node, maker)
@@ -134,17 +153,6 @@ def _one_made(interpreter: Any, name: Any, arguments: Any, node: ast.AST, maker:
         count=count, vector="single" if maker != "make_vec" else "sync", observation=seen, action=acted,
         episode_steps=limit if steps is UNKNOWN else steps, place=place, origin=object(), env_id=plain,
     )  # fmt: skip
-
-
-def _control_suite(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
-    """Make an environment of the DeepMind Control Suite as dmc2gym does: pixels with the channels first."""
-    sides = [whole(likely(arguments.get(None, name, 84))) for name in ("height", "width")]
-    place, seen = interpreter.place_here(node), None
-    pixels = likely(arguments.get(None, "from_pixels", False))
-    if pixels is True and None not in sides:
-        shape = (3, sides[0] or 0, sides[1] or 0)
-        seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)})
-    return Environments(1, "single", None, seen, None, place=place, origin=object())
 
 
 def _continuous(name: str, arguments: Any, action: SpaceInfo) -> SpaceInfo:
@@ -188,9 +196,10 @@ def _vector(interpreter: Any, vector: str, arguments: Any, node: ast.AST) -> Any
         return replace(base, count=count, vector=vector, start_method=start, place=place, origin=object())
 
     if isinstance(functions, OneOf):
-        found = [one(made) for made, _ in candidates_of(functions)]
-        counts = tuple(made.count for made in found)
-        return replace(found[0], count=OneOf(counts) if len(set(map(str, counts))) > 1 else counts[0])
+        found = [(one(made), text) for made, text in candidates_of(functions)]
+        counts = {str(made.count): (made.count, text) for made, text in found}
+        values, conditions = zip(*counts.values(), strict=True)
+        return replace(found[0][0], count=OneOf(values, conditions) if len(values) > 1 else values[0])
     return one(functions)
 
 
@@ -234,29 +243,6 @@ def _apply_wrapper(interpreter: Any, wrapper: Any, one: Environments, more: Any,
     given = type(interpreter.no_arguments)([one], named, more is None or isinstance(more, TableValue))
     made = interpreter.call(likely(wrapper), given, node)
     return environment_of(interpreter, made) or replace(one, observation=None)
-
-
-def _tianshou_atari(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
-    """Make what Tianshou's function returns: one environment, those to train on and those to test on."""
-    stack, scaled = whole(likely(arguments.get(5, "frame_stack", 4))), likely(arguments.get(4, "scale", False))
-    place = interpreter.place_here(node)
-    _, acted, _ = by_id(name) if isinstance(name := likely(arguments.get(0, "task")), str) else (None, None, None)
-    seen = None
-    if stack and isinstance(scaled, int):
-        dtype = np.dtype(np.float32 if scaled else np.uint8)
-        seen = SpaceInfo((Leaf("", (stack, 84, 84), dtype),), False, place, {"": (0, 1 if scaled else 255)})
-    one = Environments(1, "single", None, seen, acted, stack=stack or 1, place=place, origin=object())
-    counts = (arguments.get(2, "num_training_envs"), arguments.get(3, "num_test_envs"))
-    return (one, *(replace(one, count=count, vector="subproc", origin=object()) for count in counts))
-
-
-def _envpool(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
-    name, place = arguments.get(0, "task_id"), interpreter.place_here(node)
-    seen, acted, _ = by_id(name) if isinstance(name, str) else (None, None, UNKNOWN)
-    if seen is not None and seen.images and len(seen.images[0].shape) == 3 and seen.images[0].shape[0] in {210, 250}:
-        stack = whole(arguments.get(None, "stack_num", 4)) or 4
-        seen = replace(seen, leaves=(Leaf("", (stack, 84, 84), np.dtype(np.uint8)),))
-    return Environments(arguments.get(None, "num_envs", 1), "sync", None, seen, acted, place=place, origin=object())
 
 
 # ------------------------------------------------------------ the program's own classes
@@ -358,7 +344,36 @@ def instance_member(interpreter: Any, base: InstanceValue, name: str, node: ast.
 def instance_method(interpreter: Any, owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
     """Return what a method that is inherited from a library's environment returns."""
     found = environment_of(interpreter, owner) if is_environment(owner) else None
+    inner = owner.attributes.get("env", owner.attributes.get("venv"))
+    if name in {"reset", "step"} and isinstance(owner.made_of, ClassValue) and inner is not None:
+        older = owner.made_of.find(f"_{name}")  # what the first versions of gym called
+        if isinstance(older, FunctionValue):
+            return interpreter.call_function(older, arguments, owner)
+        return _passed_on(interpreter, owner, inner, found, name, arguments, node)
     return NotImplemented if found is None else call_method(interpreter, found, name, arguments, node)
+
+
+def _passed_on(
+    interpreter: Any, owner: InstanceValue, inner: Any, found: Environments | None, name: str, arguments: Any, node: Any
+) -> Any:
+    """Return what a wrapper passes on from what it wraps, through its own `observation` if it has one."""
+    made_of = owner.made_of
+    result = likely(interpreter.call(interpreter.member(likely(inner), name), arguments, node))
+    items = known_items(result)
+    rest = (UNKNOWN,) if name == "reset" else (UNKNOWN,) * 4
+    if isinstance(result, ReturnedValues):
+        rest = result[1:]
+    is_several = name == "step" or isinstance(result, ReturnedValues)
+    seen = items[0] if items and is_several else result
+    observe = made_of.find("observation") if isinstance(made_of, ClassValue) else UNKNOWN
+    if observe is UNKNOWN and isinstance(made_of, ClassValue):
+        observe = made_of.find("_observation")
+    if isinstance(observe, FunctionValue):
+        seen = interpreter.call_function(observe, type(arguments)([seen]), owner)
+    is_known = getattr(likely(seen), "shape", True) is not None and seen is not UNKNOWN and seen is not None
+    if not is_known and found is not None:
+        seen = call_method(interpreter, found, name, arguments, node)[0]
+    return ReturnedValues((seen, *rest))
 
 
 # ------------------------------------------------------------ members and methods of environments and spaces
@@ -408,9 +423,9 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
 
 def _returned(env: Environments, name: str, node: ast.AST) -> Any:
     rest = (UNKNOWN,) if name == "reset" else (UNKNOWN,) * 4
-    if env.observation is None:
+    space = env.returned or env.observation
+    if space is None:
         return ReturnedValues((UNKNOWN, *rest))
-    space = env.observation
     if env.vector not in {"", "single"}:
         axis: Any = env.number if env.number is not None else None
         if axis is None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source import command_line, containers, environments, library
+from holdall.tools.lint.source import arrays, command_line, containers, environments, library
 from holdall.tools.lint.source.scopes import CallArguments, Names, Scope
 from holdall.tools.lint.source.values import (
     ArrayValue,
@@ -67,7 +67,8 @@ class Expressions(Names):
 
     def _on_list(self, node: ast.List) -> Any:
         items, is_known = self._items(node.elts)
-        return ListValue(items, len(items) if is_known else None, node=node, path=self.path)
+        length = len(items) if is_known else None
+        return ListValue(items, length, node=node, path=self.path, rounds=len(self.rounds))
 
     _on_set = _on_list
 
@@ -183,12 +184,12 @@ class Expressions(Names):
         return slice(*(None if one is None else likely(self.value(one)) for one in (node.lower, node.upper, node.step)))
 
     def _on_joinedstr(self, node: ast.JoinedStr) -> Any:
-        parts = []
+        parts: list[Any] = []
         for part in node.values:
             value = self.value(part.value) if isinstance(part, ast.FormattedValue) else getattr(part, "value", UNKNOWN)
             is_plain = isinstance(part, ast.Constant) or part.format_spec is None  # type: ignore[attr-defined]
-            parts.append(value if is_plain and isinstance(value, str | int | float) else UNKNOWN)
-        return UNKNOWN if UNKNOWN in parts else "".join(map(str, parts))
+            parts.append(value if is_plain else UNKNOWN)
+        return spread(_joined_text, *parts)
 
     def _on_namedexpr(self, node: ast.NamedExpr) -> Any:
         value = self.value(node.value)
@@ -207,18 +208,17 @@ class Expressions(Names):
 
     def _on_listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> Any:
         lengths, items = self._comprehended(node)
-        made = [
-            ListValue(list(items), length, node=node, path=self.path, is_fixed=True)
-            for length in dict.fromkeys(lengths)
-        ]
+        made = [ListValue(list(items), length, node=node, path=self.path, is_fixed=True) for length in lengths]
         for one in made:
             if (one.length or 0) >= containers.MANY and isinstance(one.items[0], TableValue):
                 self.record("appended", one, None, node, item=one.items[0])  # a dict for every transition
-        return made[0] if len(made) == 1 else OneOf(tuple(made))
+        return made[0] if len(made) == 1 else OneOf(tuple(made), tuple(lengths.values()))
 
     _on_setcomp = _on_generatorexp = _on_listcomp
 
-    def _comprehended(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> tuple[list[int | None], list[Any]]:
+    def _comprehended(
+        self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp
+    ) -> tuple[dict[int | None, str], list[Any]]:
         lengths, over = self._enter_comprehension(node.generators)
         items: list[Any] = []
         try:
@@ -249,11 +249,11 @@ class Expressions(Names):
             self.scope = self.scope.parent or self.scope
         return table
 
-    def _enter_comprehension(self, generators: list[ast.comprehension]) -> tuple[list[int | None], Any]:
-        """Open the scope of a comprehension, which the caller closes; return the lengths that it may have."""
+    def _enter_comprehension(self, generators: list[ast.comprehension]) -> tuple[dict[int | None, str], Any]:
+        """Open the scope of a comprehension, which the caller closes; return its lengths, each with its condition."""
         over = self.value(generators[0].iter)
         is_plain = len(generators) == 1 and not generators[0].ifs
-        lengths = [length_of(one) if is_plain else None for one, _ in candidates_of(over)]
+        lengths = {length_of(one) if is_plain else None: text for one, text in candidates_of(over)}
         scope = self.scope
         self.scope = Scope(scope.module, {}, scope, instance=scope.instance, owner=scope.owner, path=scope.path)
         for index, one in enumerate(generators):
@@ -320,7 +320,7 @@ class Expressions(Names):
             given.is_complete = given.is_complete and isinstance(value, TableValue) and value.is_complete
         return given
 
-    def call(self, called: Any, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a kind
+    def call(self, called: Any, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case a kind
         """Return what a call returns."""
         match called:
             case FunctionValue():
@@ -347,6 +347,10 @@ class Expressions(Names):
             return (
                 UNKNOWN if inner is None else replace(inner, observation=None, action=None)
             )  # a wrapper from elsewhere
+        if name == "reshape" and called is UNKNOWN and (axes := arrays.fixed_shape(arguments.values)) is not None:
+            return ArrayValue(axes, None, frozenset({node}))  # nothing but arrays has this method
+        if name == "astype" and called is UNKNOWN and (dtype := arrays.dtype_of(arguments.get(0, "dtype"))) is not None:
+            return ArrayValue(None, dtype, frozenset({node}))
         if name.startswith("suggest_"):
             return library.suggested(name, arguments)
         for value in (*arguments.values, *arguments.named.values()):
@@ -383,6 +387,10 @@ def bounded(function: Callable[..., Any], *values: Any) -> Any:
     except (ArithmeticError, ValueError, TypeError):
         return UNKNOWN
     return UNKNOWN if isinstance(result, int | float) and not abs(result) <= _LARGEST else result
+
+
+def _joined_text(*parts: Any) -> Any:
+    return "".join(map(str, parts)) if all(isinstance(one, str | int | float) for one in parts) else UNKNOWN
 
 
 def _repeated(left: Any, right: Any) -> Any:

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from holdall.schema import Leaf
-from holdall.tools.lint.run import UNKNOWN, Environments, Reference, algorithm_by_import, whole
+from holdall.tools.lint.finding import SourceRange
+from holdall.tools.lint.run import UNKNOWN, Environments, Reference, SpaceInfo, algorithm_by_import, whole
 from holdall.tools.lint.source import environments
-from holdall.tools.lint.source.values import InstanceValue, likely
+from holdall.tools.lint.source.spaces import by_id
+from holdall.tools.lint.source.values import InstanceValue, TableValue, known_items, likely
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
 _SB3_BUFFERS = {
@@ -31,20 +33,43 @@ _TIANSHOU_BUFFERS = {
     "CachedReplayBuffer",
 }  # fmt: skip
 _FLOAT32 = np.dtype(np.float32)
+# Buffers that keep what an environment returns: the argument with their size, by position and name, and how often each
+# observation is kept.
+KEEPING = {
+    "pfrl": (0, "capacity", 1), "chainerrl": (0, "capacity", 1), "rl": (None, "limit", 1),
+    "agilerl": (None, "max_size", 2), "skrl": (0, "memory_size", 2), "d3rlpy": (None, "limit", 1),
+}  # fmt: skip
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each library
     """Return what a library's class or function makes; NotImplemented if it is none of those here."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
+    if is_buffer(dotted):
+        return _made(interpreter, "buffer", dotted, arguments, node)
     if package in _SB3:
         return _sb3(interpreter, dotted, last, arguments, node)
-    if last == "ReplayBuffer" and dotted.startswith("cleanrl_utils."):
-        return _made(interpreter, "buffer", dotted, arguments, node)
+    if package == "pettingzoo" and last in {"env", "parallel_env", "raw_env"}:
+        return _many_agents(interpreter, dotted, arguments, node)
+    if package == "envpool" and last in {"make", "make_gym", "make_gymnasium"}:
+        return _envpool(interpreter, arguments, node)
+    if dotted == "dmc2gym.make":
+        return _control_suite(interpreter, arguments, node)
     if package in {"torchrl", "tensordict"}:
         return _torchrl(interpreter, dotted, last, arguments, node)
     if package == "tianshou":
         return _tianshou(interpreter, dotted, last, arguments, node)
+    if package in KEEPING or package in {"cpprb", "dopamine"}:
+        if last.endswith(("Buffer", "Memory")) or last == "create_fifo_buffer":
+            return _made(interpreter, "buffer", dotted, arguments, node)
+        if last == "DQNAgent" and isinstance(memory := likely(arguments.get(None, "memory")), InstanceValue):
+            memory.attributes["processor"] = arguments.get(None, "processor", None)
     return NotImplemented
+
+
+def is_buffer(dotted: str) -> bool:
+    """Whether a class is a buffer of Stable-Baselines3, or of CleanRL, which a program may extend."""
+    package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
+    return (package in _SB3 and last in _SB3_BUFFERS) or (last == "ReplayBuffer" and package == "cleanrl_utils")
 
 
 def _made(interpreter: Any, what: str, dotted: str, arguments: Any, node: ast.AST, **detail: Any) -> InstanceValue:
@@ -61,8 +86,6 @@ def _sb3(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST
         made = InstanceValue(Reference(owner), {"env": arguments.get(1, "env", None)}, {"call": arguments}, node)
         interpreter.record("loaded", made, arguments, node)
         return made
-    if last in _SB3_BUFFERS:
-        return _made(interpreter, "buffer", dotted, arguments, node)
     if ".callbacks" in dotted and last[:1].isupper():
         return InstanceValue(Reference(dotted), {}, {"call": arguments}, node, interpreter.path)
     return NotImplemented
@@ -92,6 +115,7 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
         return None
     if name in {"add", "extend"} and "call" in owner.arguments and "buffer" in owner.kind.lower():
         owner.attributes["added"] = arguments.get(0, "data")
+        owner.attributes["is_batch"] = name == "extend"
         return UNKNOWN
     if name == "get_env":
         return owner.attributes.get("env", UNKNOWN)
@@ -189,6 +213,8 @@ def transformed(env: Environments, transform: Any) -> Environments:  # noqa: C90
 
 
 def _tianshou(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:
+    if last == "make_atari_env":
+        return _tianshou_atari(interpreter, arguments, node)
     if last in _TIANSHOU_BUFFERS:
         return _made(interpreter, "buffer", dotted, arguments, node)
     if last in {"Collector", "AsyncCollector"}:
@@ -198,3 +224,76 @@ def _tianshou(interpreter: Any, dotted: str, last: str, arguments: Any, node: as
             buffer.attributes["env"] = env
         return InstanceValue(Reference(dotted), {}, {"call": arguments}, node)
     return NotImplemented
+
+
+def _tianshou_atari(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
+    """Make what Tianshou's function returns: one environment, those to train on and those to test on."""
+    stack, scaled = whole(likely(arguments.get(5, "frame_stack", 4))), likely(arguments.get(4, "scale", False))
+    place = interpreter.place_here(node)
+    _, acted, _ = by_id(name) if isinstance(name := likely(arguments.get(0, "task")), str) else (None, None, None)
+    seen = None
+    if stack and isinstance(scaled, int):
+        dtype = np.dtype(np.float32 if scaled else np.uint8)
+        seen = SpaceInfo((Leaf("", (stack, 84, 84), dtype),), False, place, {"": (0, 1 if scaled else 255)})
+    one = Environments(1, "single", None, seen, acted, stack=stack or 1, place=place, origin=object())
+    counts = (arguments.get(2, "num_training_envs"), arguments.get(3, "num_test_envs"))
+    return (one, *(replace(one, count=count, vector="subproc", origin=object()) for count in counts))
+
+
+# ------------------------------------------------------------ environments of other libraries
+
+
+_PLAYED = {
+    "pistonball": ((457, 120, 3), 20), "cooperative_pong": ((280, 240, 3), 2), "prison": ((100, 300, 3), 8),
+}  # fmt: skip
+"""What the agents of PettingZoo's other games see, and how many there are."""
+
+
+def _many_agents(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Environments:
+    """Make one of PettingZoo's environments: each of its agents counts as an environment."""
+    place, game = interpreter.place_here(node), dotted.split(".")[-2]
+    kind = likely(arguments.get(None, "obs_type", "rgb_image"))
+    shape: tuple[int, ...]
+    shape, count = _PLAYED.get(game.rpartition("_v")[0], ((), 2))
+    if ".atari" in dotted:
+        shape = {"rgb_image": (210, 160, 3), "grayscale_image": (210, 160), "ram": (128,)}.get(kind, ())
+    seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)}) if shape else None
+    return Environments(count, "dummy", None, seen, None, place=place, origin=object())
+
+
+def _envpool(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
+    name, place = arguments.get(0, "task_id"), interpreter.place_here(node)
+    seen, acted, _ = by_id(name) if isinstance(name, str) else (None, None, UNKNOWN)
+    if seen is not None and seen.images and len(seen.images[0].shape) == 3 and seen.images[0].shape[0] in {210, 250}:
+        stack = whole(arguments.get(None, "stack_num", 4)) or 4
+        seen = replace(seen, leaves=(Leaf("", (stack, 84, 84), np.dtype(np.uint8)),))
+    return Environments(arguments.get(None, "num_envs", 1), "sync", None, seen, acted, place=place, origin=object())
+
+
+def _control_suite(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
+    """Make an environment of the DeepMind Control Suite as dmc2gym does: pixels with the channels first."""
+    sides = [whole(likely(arguments.get(None, name, 84))) for name in ("height", "width")]
+    place, seen = interpreter.place_here(node), None
+    pixels = likely(arguments.get(None, "from_pixels", False))
+    if pixels is True and None not in sides:
+        shape = (3, sides[0] or 0, sides[1] or 0)
+        seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)})
+    return Environments(1, "single", None, seen, None, place=place, origin=object())
+
+
+_ROADS = ("highway", "merge", "roundabout", "intersection", "racetrack", "two-way", "exit", "lane-keeping", "u-turn")
+
+
+def configured(env: Environments, settings: Any) -> Environments:
+    """Return an environment of highway-env after its settings: what it observes is one of them."""
+    table = likely(settings)
+    wanted = likely(table.get("observation")) if isinstance(table, TableValue) else None
+    if not env.env_id.startswith(_ROADS) or not isinstance(wanted, TableValue):
+        return env
+    sides = [whole(one) for one in known_items(likely(wanted.get("observation_shape", ()))) or ()]
+    stack = whole(likely(wanted.get("stack_size", 1)))
+    if wanted.get("type") != "GrayscaleObservation" or None in sides or stack is None:
+        return replace(env, observation=None)
+    leaf = Leaf("", (stack, *(side or 0 for side in sides)), np.dtype(np.uint8))
+    place = env.place or SourceRange.whole("")
+    return replace(env, observation=SpaceInfo((leaf,), False, place, {"": (0, 255)}), stack=stack)

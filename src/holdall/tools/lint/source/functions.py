@@ -9,13 +9,17 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-from holdall.tools.lint.run import UNKNOWN
+from holdall.tools.lint.run import UNKNOWN, OneOf
 from holdall.tools.lint.source import command_line, containers
+from holdall.tools.lint.source.arrays import ReturnedValues
 from holdall.tools.lint.source.expressions import Expressions
 from holdall.tools.lint.source.scopes import CallArguments, Scope
+from holdall.tools.lint.source.script import subtree
 from holdall.tools.lint.source.values import (
+    ArrayValue,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -36,6 +40,7 @@ class Functions(Expressions):
         super().__init__()
         self.entered: set[ast.AST] = set()
         self._active: Counter[ast.AST] = Counter()
+        self._inside: dict[ast.AST, frozenset[int]] = {}  # the nodes of functions
         self._depth = 0
 
     def block(self, statements: Iterable[ast.stmt]) -> bool:
@@ -85,7 +90,7 @@ class Functions(Expressions):
             return UNKNOWN
         self.entered.add(function.node)
         scope = Scope(function.scope.module, {}, function.scope, instance=owner, owner=function.owner, path=self.path)
-        scope.repeats = self.repeats
+        scope.rounds = len(self.rounds)
         self._bind(function, arguments, owner, scope)
         outer, self.scope = self.scope, scope
         soft, self.is_soft = self.is_soft, False
@@ -98,11 +103,30 @@ class Functions(Expressions):
             if scope.yielded:
                 return ListValue(scope.yielded, None)
             ends = scope.returned if left or any(value is not None for value, _ in scope.returned) else []
-            return one_of(ends) if ends else None
+            return self._made_by_call(function, one_of(ends), arguments.node) if ends else None
         finally:
             self._depth -= 1
             self._active[function.node] -= 1
             self.scope, self.is_soft = outer, soft
+
+    def _made_by_call(self, function: FunctionValue, value: Any, call: ast.AST | None) -> Any:
+        """Return a value whose new arrays are those of one call: another call makes other arrays."""
+        if value is None or value is UNKNOWN or call is None:
+            return value
+        if isinstance(value, ArrayValue):
+            if function.node not in self._inside:
+                self._inside[function.node] = frozenset(map(id, subtree(function.node)))
+            inside = self._inside[function.node]
+            own = {one for one in value.origins if id(one[1] if type(one) is tuple else one) in inside}
+            return replace(value, origins=(value.origins - own) | {(one, call) for one in own}) if own else value
+        if isinstance(value, ReturnedValues):
+            return ReturnedValues(self._made_by_call(function, one, call) for one in value)
+        if type(value) is tuple:
+            return tuple(self._made_by_call(function, one, call) for one in value)
+        if isinstance(value, OneOf):
+            several = tuple(self._made_by_call(function, one, call) for one in value.values)
+            return OneOf(several, value.conditions)
+        return value
 
     def _bind(self, function: FunctionValue, given: CallArguments, owner: Any, scope: Scope) -> None:
         spec = function.node.args

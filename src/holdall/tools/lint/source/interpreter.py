@@ -10,18 +10,19 @@ Invariant: the work is bounded, whatever the program says. Nothing of the progra
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdall.tools.lint.finding import SourceRange
-from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source import library
+from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, whole
+from holdall.tools.lint.source import environments, library
 from holdall.tools.lint.source.functions import Functions
 from holdall.tools.lint.source.repository import Module, Repository
 from holdall.tools.lint.source.scopes import CallArguments, OutOfStepsError, Scope
-from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.script import LONGEST_CONDITION, Script, conditions_of, lengthened_by, shortened_by
 from holdall.tools.lint.source.values import (
     ClassValue,
     FunctionValue,
@@ -31,6 +32,8 @@ from holdall.tools.lint.source.values import (
     Path,
     TableValue,
     candidates_of,
+    either,
+    joined_names,
     known_items,
     length_of,
     likely,
@@ -39,11 +42,13 @@ from holdall.tools.lint.source.values import (
 
 _LIBRARIES = {
     "stable_baselines3", "sb3_contrib", "torchrl", "tensordict", "tianshou", "gymnasium", "gym", "torch", "numpy",
-    "dmc2gym",
+    "dmc2gym", "pfrl", "cpprb",
 }  # fmt: skip
 _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported are followed a few levels only
-_LONGEST_CONDITION = 70
-_CAPACITIES = ("capacity", "max_size", "maxlen", "buffer_size", "memory_size", "max_len", "limit", "size", "_maxsize")
+_CAPACITY = re.compile(
+    r"_*(?:max(?:imum)?_*)?(?:replay|buffer|buf|mem|memory|experiences?)?_*(?:capacity|max|size|len|length|limit|maxlen|maxsize)"
+)
+_MOST_REGISTERED = 32  # rounds of a loop that are followed one by one
 _ENDS = {"sys.exit", "os._exit"}
 _FOLLOWED = InstanceValue | ClassValue | FunctionValue | ModuleValue
 
@@ -104,6 +109,12 @@ class Interpreter(Functions):
         """Return the name that an array was given first."""
         return self.names.get(origin, "")
 
+    @property
+    def last_environment(self) -> Environments | None:
+        """The environment that the program made and named last, of those whose observations are known."""
+        found = (environments.environment_of(self, one) for one in reversed(self.environments.values()))
+        return next((one for one in found if one is not None and one.observation is not None), None)
+
     def owner_of(self, container: ListValue) -> InstanceValue | None:
         """Return the object that has a container as an attribute."""
         holds = (one for one in self.instances if any(value is container for value in one.attributes.values()))
@@ -111,8 +122,10 @@ class Interpreter(Functions):
 
     def capacity_of(self, owner: InstanceValue | None) -> int | None:
         """Return the size that an object limits its lists to, by the name of its attribute."""
-        sizes = (likely(owner.attributes.get(name, UNKNOWN)) for name in _CAPACITIES) if owner is not None else ()
-        return next((number for number in map(whole, sizes) if number), None)
+        if owner is None:
+            return None
+        sizes = (whole(likely(value)) for name, value in owner.attributes.items() if _CAPACITY.fullmatch(name))
+        return next((number for number in sizes if number), None)
 
     def record(self, what: str, value: Any, arguments: CallArguments | None, node: ast.AST, **detail: Any) -> None:
         """Keep what the program makes, at the line of the script that leads to it."""
@@ -145,6 +158,8 @@ class Interpreter(Functions):
             return Reference(dotted) if dotted and not level else UNKNOWN
         module = self.repository.modules.get(found)
         if module is None:
+            if "." in dotted and not level:
+                self.import_module(dotted.rpartition(".")[0])  # a package is run before its modules
             module = self.repository.modules[found] = Module(str(found), tree)
         if not module.is_run:
             self._run_imported(module)
@@ -152,37 +167,52 @@ class Interpreter(Functions):
 
     def _run_imported(self, module: Module) -> None:
         """Follow a module that the script imports: within bounds of its own, and once for all scripts."""
-        outer = self.steps, self._depth, self.anchor, self.repeats, self._active
-        self.steps, self._depth, self.anchor, self.repeats, self._active = 0, _IMPORTED_DEPTH, None, 1, Counter()
+        outer = self.steps, self._depth, self.anchor, self.rounds, self._active
+        self.steps, self._depth, self.anchor, self.rounds, self._active = 0, _IMPORTED_DEPTH, None, (), Counter()
         try:
             self.run_module(module)
         except OutOfStepsError:
             pass
         finally:
-            self.steps, self._depth, self.anchor, self.repeats, self._active = outer
+            self.steps, self._depth, self.anchor, self.rounds, self._active = outer
 
     def _import(self, node: ast.Import) -> None:
         for alias in node.names:
             first = alias.name.partition(".")[0]
             value = self.import_module(alias.name)
             if not alias.asname and "." in alias.name and isinstance(value, ModuleValue):
-                value = self.import_module(first)
+                value = self._package_of(alias.name)
             self.bind(
                 alias.asname or first, value if alias.asname or isinstance(value, ModuleValue) else Reference(first)
             )
 
+    def _package_of(self, dotted: str) -> ModuleValue:
+        """Return the package that `import a.b.c` gives a name to, with the modules that it then has."""
+        parts = dotted.split(".")
+        packages = []
+        for end in range(1, len(parts) + 1):
+            found = self.import_module(".".join(parts[:end]))
+            if not isinstance(found, ModuleValue):  # a folder without a file of its own
+                found = ModuleValue(Module(parts[end - 1], ast.Module([], []), is_run=True))
+            packages.append(found)
+        for package, inner, name in zip(packages, packages[1:], parts[1:], strict=False):
+            package.module.names.setdefault(name, inner)
+        return packages[0]
+
     def _import_from(self, node: ast.ImportFrom) -> None:
         package = node.module or ""
         source = self.import_module(package, node.level)
+        first, here = package.partition(".")[0], (self.scope.module or self.main).path
         for alias in node.names:
             if alias.name == "*":
                 if isinstance(source, ModuleValue):
                     self.scope.names |= {n: v for n, v in source.module.names.items() if not n.startswith("_")}
                 continue
             value = self.member(source, alias.name)
-            if value is UNKNOWN and not isinstance(source, Reference):
+            is_folder = isinstance(source, Reference) and self.repository.has_folder(first, here)
+            if (value is UNKNOWN and not isinstance(source, Reference)) or is_folder:  # a module of a package
                 inner = self.import_module(f"{package}.{alias.name}" if package else alias.name, node.level)
-                value = inner if isinstance(inner, ModuleValue) else UNKNOWN
+                value = inner if isinstance(inner, ModuleValue) else value
             self.bind(alias.asname or alias.name, value)
 
     # ------------------------------------------------------------ statements
@@ -264,11 +294,12 @@ class Interpreter(Functions):
         """Learn how long a list gets from `if len(rows) > limit: del rows[0]` and the like."""
         match node.test:
             case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[op], comparators=[limit]):
-                changed = _shortened_by if isinstance(op, ast.Gt | ast.GtE) else _lengthened_by
-                if any(one is not None and ast.dump(one) == ast.dump(held) for one in map(changed, node.body)):
-                    container = self.value(held)
-                    if isinstance(container, ListValue) and container.maxlen is None:
-                        container.maxlen = likely(self.value(limit))
+                changed = shortened_by if isinstance(op, ast.Gt | ast.GtE) else lengthened_by
+                several = [one for statement in node.body for one in changed(statement)]
+                if any(ast.dump(one) == ast.dump(held) for one in several):
+                    for container in map(self.value, several):  # lists side by side are cut together
+                        if isinstance(container, ListValue) and container.maxlen is None:
+                            container.maxlen = likely(self.value(limit))
 
     def _if(self, node: ast.If) -> bool:
         self._limit_list(node)
@@ -279,16 +310,40 @@ class Interpreter(Functions):
         if truth is not None and not is_soft:
             return self.block(node.body if truth else node.orelse)
         if node not in self._conditions:
-            self._conditions[node] = _conditions(node.test)
+            self._conditions[node] = conditions_of(node.test)
         holds, fails = self._conditions[node]
-        return self._branches([(holds, node.body), (fails, node.orelse)], truth)
+        return self._branches([(holds, node.body), (fails, node.orelse)], truth, self._narrowed(node.test))
 
-    def _branches(self, branches: list[tuple[str, list[ast.stmt]]], truth: bool | None = None) -> bool:
+    def _narrowed(self, test: ast.expr) -> tuple[dict[str, Any], ...]:
+        """Return what a name can be in the two branches of `if name is None`, `if name is not None` or `if name`."""
+        match test:
+            case ast.Name(id=name):
+                is_none_first = False
+            case ast.Compare(left=ast.Name(id=name), ops=[ast.Is() | ast.IsNot() as op], comparators=[right]):
+                if not isinstance(right, ast.Constant) or right.value is not None:
+                    return ({}, {})
+                is_none_first = isinstance(op, ast.Is)
+            case _:
+                return ({}, {})
+        value = self.scope.names.get(name)
+        pairs = candidates_of(value)
+        nones, others = ([one for one in pairs if (one[0] is None) is wanted] for wanted in (True, False))
+        if not isinstance(value, OneOf) or not nones or not others:
+            return ({}, {})
+        found = ({name: one_of(others)}, {name: None if not isinstance(test, ast.Name) else value})
+        return found[::-1] if is_none_first else found
+
+    def _branches(
+        self,
+        branches: list[tuple[str, list[ast.stmt]]],
+        truth: bool | None = None,
+        narrowed: tuple[dict[str, Any], ...] = (),
+    ) -> bool:
         """Follow alternatives, and join what they leave behind; the default one holds without its condition."""
         before, path, ends = self.scope.names, self.path, []
         default = None if truth is None else 0 if truth else 1
         for index, (condition, body) in enumerate(branches):
-            self.scope.names = dict(before)
+            self.scope.names = before | narrowed[index] if narrowed else dict(before)
             text = "" if index == default else condition
             self.path = (*path, text) if text else path
             left = self.block(body)
@@ -297,7 +352,7 @@ class Interpreter(Functions):
         going_on = [(text, names) for text, names, left in ends if not left]
         if default is not None:
             going_on.sort(key=lambda one: one[0] != "")
-        self.scope.names = _joined(going_on) if going_on else before
+        self.scope.names = joined_names(going_on) if going_on else before
         return not going_on
 
     def _match(self, subject: Any, text: str, cases: list[ast.match_case]) -> None:
@@ -305,7 +360,7 @@ class Interpreter(Functions):
         for case in cases:
             value = self.value(case.pattern.value) if isinstance(case.pattern, ast.MatchValue) else UNKNOWN
             if value is UNKNOWN or subject is UNKNOWN or value == subject:
-                branches.append((f"{text} is {ast.unparse(case.pattern)}"[:_LONGEST_CONDITION], case.body))
+                branches.append((f"{text} is {ast.unparse(case.pattern)}"[:LONGEST_CONDITION], case.body))
         if branches:
             self._branches(branches)
 
@@ -317,7 +372,7 @@ class Interpreter(Functions):
             self.scope.names = before | after
             self.block(handler.body)
             made = {n: v for n, v in self.scope.names.items() if v is not after.get(n) and isinstance(v, _FOLLOWED)}
-            again = {name: _either(after[name], value) for name, value in made.items() if name in after}
+            again = {name: either(after[name], value) for name, value in made.items() if name in after}
             after = self.scope.names | after | again
         self.scope.names = after
         return self.block(node.finalbody) or (left and not node.handlers)
@@ -326,6 +381,11 @@ class Interpreter(Functions):
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         facts = self.loop_facts(node)
+        if facts.registers and isinstance(node, ast.For):  # environments by name: one after the other
+            for item in (known_items(self.value(node.iter)) or ())[:_MOST_REGISTERED]:
+                self.assign(node.target, item)
+                self.block(node.body)
+            return
         for name in facts.counted:
             if isinstance(self.scope.names.get(name), int | float):
                 self.scope.names[name] = UNKNOWN
@@ -338,16 +398,25 @@ class Interpreter(Functions):
             over = self.value(node.iter)
             times = length_of(over)
             self.assign(node.target, self.item_of_loop(over))
-        outer, self.repeats = self.repeats, None if times is None or self.repeats is None else self.repeats * times
+        self.rounds = (*self.rounds, times)
         self.block(node.body)
         changed = [n for n in facts.carried if n in before and before[n] is not self.scope.names.get(n, before[n])]
         if changed:
             for name in changed:
                 self.scope.names[name] = one_of([(before[name], ""), (self.scope.names[name], "")])
             self.block(node.body)
-        self.repeats = outer
-        self.scope.names = _joined([("", self.scope.names), ("", before)])
+        self.rounds = self.rounds[:-1]
+        self.scope.names = joined_names([("", self.scope.names), ("", before)])
+        self._filled_by(node)
         self.block(node.orelse)
+
+    def _filled_by(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        """Learn how long a list is behind `while len(rows) < limit: rows.append(...)`."""
+        match getattr(node, "test", None):
+            case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[ast.Lt()], comparators=[limit]):
+                container, count = self.value(held), whole(likely(self.value(limit)))
+                if isinstance(container, ListValue) and count is not None and container.maxlen is None:
+                    container.length = count
 
     def item_of_loop(self, over: Any) -> Any:
         """Return what a loop's variable is: one of the items."""
@@ -374,7 +443,7 @@ class Interpreter(Functions):
             yield made, scope
 
     def _enter_alone(self, node: Any, scope: Scope) -> None:
-        self.scope, self.path, self.repeats = scope, (), None
+        self.scope, self.path, self.rounds = scope, (), ()
         value = scope.names.get(node.name, UNKNOWN)
         value = likely(value)
         if isinstance(value, FunctionValue) and value.node is node:
@@ -396,58 +465,6 @@ class Interpreter(Functions):
         return self.instantiate(value, CallArguments(is_complete=False), value.node)
 
     def _call_alone(self, function: FunctionValue, owner: Any) -> None:
+        self.rounds = (None,)  # nobody knows how often
         self.call_function(function, CallArguments(is_complete=False), owner)
-
-
-def _shortened_by(statement: ast.stmt) -> ast.expr | None:
-    """Return the list that a statement takes items from."""
-    match statement:
-        case ast.Delete(targets=[ast.Subscript(value=held)]):
-            return held
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="pop" | "popleft" | "remove"))):
-            return held
-        case ast.Assign(targets=[ast.Name()], value=ast.Subscript(value=held, slice=ast.Slice())):
-            return held
-    return None
-
-
-def _lengthened_by(statement: ast.stmt) -> ast.expr | None:
-    match statement:
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="append"))):
-            return held
-    return None
-
-
-def _either(first: Any, second: Any) -> Any:
-    """Return what a name is after a `try` that gave it one value and a handler that gave it another."""
-    if isinstance(second, InstanceValue):
-        return one_of([(first, ""), (second, "")])
-    return second if first is UNKNOWN or isinstance(first, Reference) else first  # what can be read
-
-
-def _conditions(test: ast.expr) -> tuple[str, str]:
-    """Write a condition, and its opposite, in a few words."""
-    holds = " ".join(ast.unparse(test).split())
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        fails = " ".join(ast.unparse(test.operand).split())
-    else:
-        fails = f"not ({holds})" if " " in holds else f"not {holds}"
-    return _shortened(holds), _shortened(fails)
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST_CONDITION else text[: _LONGEST_CONDITION - 3] + "..."
-
-
-def _joined(ends: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Join the names that alternatives leave behind."""
-    if len(ends) == 1:
-        return ends[0][1]
-    names = dict(ends[0][1])
-    for _, other in ends[1:]:
-        for name, value in other.items():
-            if name not in names:
-                names[name] = value
-            elif names[name] is not value:
-                names[name] = one_of([(one[name], text) for text, one in ends if name in one])
-    return names
+        self.rounds = ()

@@ -10,10 +10,8 @@ import ast
 from pathlib import PurePath
 from typing import Any
 
-import numpy as np
-
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
-from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks
+from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, pictures, shapes
 from holdall.tools.lint.source.values import (
     ArrayValue,
     BoundMethod,
@@ -32,15 +30,18 @@ from holdall.tools.lint.source.values import (
     spread,
 )
 
-array_member, calculated = arrays.array_member, arrays.calculated
+array_member, calculated = arrays.array_member, shapes.calculated
 _NAMES = (
     "dict list tuple set len range open vars zip enumerate super getattr setattr isinstance print sorted reversed map "
-    "filter type object exit quit any all hasattr input iter next repr eval callable property staticmethod classmethod"
+    "filter type object exit quit any all hasattr globals "
+    "input iter next repr eval callable property staticmethod classmethod"
 )
 BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
+BUILTINS["xrange"] = BUILTINS["range"]
 SUPER = BUILTINS["super"]
 _STARTED = ("Process", "Thread")  # what runs a function, or its own `run`, beside the program
-_PICTURE = "PIL.Image.Image"
+_HARDWARE = {"torch.cuda.is_available": True, "torch.backends.mps.is_available": False}  # where most people train
+_MOST_FOLLOWED = 16  # items of a sequence that a function is called with one by one
 _DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
@@ -55,12 +56,16 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
         return None
     if last in _STARTED and "target" in arguments.named:
         return InstanceValue(Reference(dotted), {}, dict(arguments.named), node, interpreter.path)
+    if dotted in _HARDWARE:
+        interpreter.is_soft = True
+        return _HARDWARE[dotted]
     if dotted.endswith("multiprocessing.get_context"):
         return Reference("multiprocessing")
-    for follow in (frameworks.call, environments.call, arrays.call):
+    for follow in (frameworks.call, environments.call, arrays.call, pictures.call):
         found = follow(interpreter, dotted, arguments, node)
         if found is not NotImplemented:
-            return found
+            is_told = "config" in arguments.named and isinstance(found, Environments)
+            return frameworks.configured(found, arguments.named["config"]) if is_told else found
     if package in _DATA_PACKAGES:
         return command_line.loaded(interpreter, last, arguments, package)
     return _other(interpreter, dotted, last, arguments, node)
@@ -70,10 +75,11 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
     first = arguments.get(0, "", UNKNOWN)
     match dotted:
         case "collections.deque":
-            limit = arguments.get(1, "maxlen", None)
-            return ListValue(
-                [], None if limit is UNKNOWN else 0, limit, is_deque=True, node=node, path=interpreter.path
-            )
+            limit, items = arguments.get(1, "maxlen", None), known_items(arguments.get(0, "iterable", ()))
+            length = None if limit is UNKNOWN or items is None else len(items)
+            made = ListValue(items or [], length, limit, is_deque=True, node=node, path=interpreter.path)
+            made.rounds = len(interpreter.rounds)
+            return made
         case "collections.namedtuple":
             return _named_tuple(interpreter, arguments, node)
         case "collections.OrderedDict" | "easydict.EasyDict" | "ml_collections.ConfigDict" | "munch.Munch":
@@ -82,6 +88,14 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return InstanceValue(Reference(dotted), dict(arguments.named), node=node, path=interpreter.path)
         case "functools.partial":
             return InstanceValue(Reference(dotted), {}, {"call": first, "arguments": arguments}, node)
+        case "tqdm.trange" | "tqdm.auto.trange" | "tqdm.notebook.trange":
+            return spread(_range, *arguments.values)
+        case "rich.progress.track" | "alive_progress.alive_it":
+            return first
+        case _ if dotted.startswith("tqdm.") and last == "tqdm" and arguments.values:
+            return first
+        case "functools.reduce":
+            return _reduced(interpreter, arguments, node)
         case "copy.deepcopy" | "copy.copy":
             return first
         case "os.path.join":
@@ -92,7 +106,11 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
                 return UNKNOWN
             return str(PurePath(first).parent) if last == "dirname" else first
         case "pathlib.Path" | "pathlib.PurePath":
-            return first if isinstance(first, str) else UNKNOWN
+            parts = arguments.values
+            return str(PurePath(*parts)) if parts and all(isinstance(one, str) for one in parts) else UNKNOWN
+        case "os.getenv" | "os.environ.get":
+            interpreter.is_soft = True
+            return arguments.get(1, "default", None)
         case "dataclasses.field":
             return InstanceValue(Reference(dotted), {}, dict(arguments.named), node)
         case "dataclasses.asdict" | "dataclasses.replace":
@@ -101,8 +119,6 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return spread(_product, first)
         case "itertools.count":
             return UNKNOWN
-        case "PIL.Image.fromarray":
-            return InstanceValue(Reference(_PICTURE), {"array": arrays.unwrapped(first)}, node=node)
         case _ if dotted.endswith("Manager.register"):
             interpreter.managed[str(arguments.get(0, "typeid"))] = arguments.get(1, "callable")
             return None
@@ -177,11 +193,17 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
             if items is not None:
                 return ListValue([(i, one) for i, one in enumerate(items)], len(items))
             sample = interpreter.item_of_loop(first)
-            return ListValue([(UNKNOWN, sample)], length_of(first))
+            return ListValue([(arrays.INDEX, sample)], length_of(first))
+        case "map" if len(values) == 2:
+            return _mapped(interpreter, first, values[1], node)
         case "map" | "filter" | "iter":
             return ListValue([], length_of(values[-1]) if values and name == "map" else None)
         case "next":
             return interpreter.item_of_loop(first)
+        case "globals" if interpreter.scope.module is not None:
+            return TableValue(interpreter.scope.module.names.items())
+        case "eval" if isinstance(likely(first), str) and likely(first).isidentifier():
+            return interpreter.lookup(likely(first))
         case "isinstance" if len(values) == 2:
             return _is_instance(first, values[1])
         case "exit" | "quit":
@@ -192,12 +214,43 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
     return UNKNOWN
 
 
+def _mapped(interpreter: Any, function: Any, over: Any, node: ast.AST) -> ListValue:
+    """Return what `map` makes of one sequence: of each item if there are few, otherwise of one for all."""
+    items, length = known_items(over), length_of(over)
+    if items is None or len(items) > _MOST_FOLLOWED:
+        items = [interpreter.item_of_loop(over)]
+    made = [interpreter.call(function, type(interpreter.no_arguments)([one]), node) for one in items]
+    return ListValue(made, length)
+
+
+def _reduced(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
+    """Return what functools.reduce makes: a chain of calls."""
+    items = known_items(arguments.get(1, "iterable"))
+    if not items or len(items) > _MOST_FOLLOWED:
+        return UNKNOWN
+    made = arguments.get(2, "initial", None)
+    for one in items if len(arguments.values) > 2 else items[1:]:
+        made = items[0] if made is None else made
+        made = interpreter.call(arguments.get(0, "function"), type(interpreter.no_arguments)([made, one]), node)
+    return made
+
+
 _KINDS = {"str": str, "int": int, "float": float, "bool": bool, "tuple": tuple, "list": ListValue, "dict": TableValue}
 
 
 def _is_instance(value: Any, kinds: Any) -> Any:
     """Return whether a value is of a class, where both are known: constants, containers, spaces."""
-    names = [one.last for one in known_items(kinds) or [kinds] if isinstance(one, Reference)]
+    given = known_items(kinds) or [kinds]
+    names = [one.last for one in given if isinstance(one, Reference)]
+    if isinstance(value, ArrayValue) and len(names) == len(given):
+        return bool({"ndarray", "generic"} & set(names) and not value.is_tensor) or bool(
+            {"Tensor", "FloatTensor"} & set(names) and value.is_tensor
+        )
+    if isinstance(value, InstanceValue) and isinstance(value.made_of, ClassValue):
+        lineage = [one.node.name for one in value.made_of.lineage()]
+        if any(isinstance(one, ClassValue) and one.node.name in lineage for one in given):
+            return True
+        return False if names and all(name in _KINDS for name in names) else UNKNOWN
     if isinstance(value, SpaceInfo):
         leaf = value.leaves[0]
         own = "Dict" if value.is_dict else "Discrete" if leaf.dtype.kind == "i" and not leaf.shape else "Box"
@@ -216,12 +269,12 @@ def _is_instance(value: Any, kinds: Any) -> Any:
 def _range(*bounds: Any) -> Any:
     numbers = [whole(one) for one in bounds]
     if None in numbers:
-        return ListValue([], None)
+        return ListValue([arrays.INDEX], None)
     try:
         found = range(*numbers)  # type: ignore[arg-type]  # whole numbers, checked above
     except (ValueError, TypeError):
         return ListValue([], None)
-    return ListValue(list(found), len(found)) if len(found) <= 8 else ListValue([], min(len(found), 2**62))
+    return ListValue(list(found), len(found)) if len(found) <= 8 else ListValue([arrays.INDEX], min(len(found), 2**62))
 
 
 def _sequence(name: str, first: Any, is_given: bool) -> Any:
@@ -258,40 +311,35 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
             return UNKNOWN
         case ArrayValue():
             return arrays.call_method(owner, name, arguments, node)
+        case Environments() if name == "configure":
+            interpreter.exchange(owner, frameworks.configured(owner, arguments.get(0, "config")))
+            return None
         case Environments() | SpaceInfo():
             return environments.call_method(interpreter, owner, name, arguments, node)
         case SuperValue(owner=instance):
             if name == "__init__":
                 interpreter.library_start(instance, arguments)
-            return None if name == "__init__" else UNKNOWN
+                return None
+            found = environments.instance_method(interpreter, instance, name, arguments, node)
+            return UNKNOWN if found is NotImplemented else found
         case InstanceValue():
             if owner.kind == "argparse.ArgumentParser":
                 return command_line.parser_method(interpreter, owner, name, arguments)
+            if owner.kind.startswith("configparser."):
+                return command_line.ini_method(interpreter, owner, name, arguments)
             if name == "start":
                 _started(interpreter, owner, node)
             if name in interpreter.managed:
                 return spread(lambda one: interpreter.call(one, arguments, node), interpreter.managed[name])
-            if owner.kind == _PICTURE:
-                return _picture(owner, name, arguments, node)
+            if owner.kind == pictures.PICTURE.dotted:
+                return pictures.picture_method(owner, name, arguments, node)
+            if name == "__call__" and owner.kind.startswith("torchvision."):
+                return pictures.transformed(interpreter, owner, arguments.get(0, "img"), node)
             found = environments.instance_method(interpreter, owner, name, arguments, node)
             return (
                 frameworks.call_method(interpreter, owner, name, arguments, node) if found is NotImplemented else found
             )
     return UNKNOWN
-
-
-def _picture(owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
-    """Return what a method of Pillow's images returns."""
-    array, first = owner.attributes["array"], arguments.get(0, "", UNKNOWN)
-    rows, columns, *channels = (*array.shape, ()) if isinstance(array, ArrayValue) and array.shape else (UNKNOWN,) * 3
-    if name == "resize" and (size := arrays.shape_of(arguments.get(0, "size"))) is not None and len(size) == 2:
-        columns, rows = size
-    elif name == "convert":
-        channels = [] if first in {"L", "1"} else [3] if first == "RGB" else [UNKNOWN]
-    elif name != "copy":
-        return UNKNOWN
-    shape = (rows, columns, *(one for one in channels if one != ()))
-    return InstanceValue(owner.made_of, {"array": ArrayValue(shape, np.dtype("uint8"), frozenset({node}))}, node=node)
 
 
 def _started(interpreter: Any, owner: InstanceValue, node: ast.AST) -> None:

@@ -26,6 +26,7 @@ from holdall.tools.lint.run import (
     PlainBuffer,
     Reference,
     Setting,
+    SpaceInfo,
     algorithm_by_import,
     whole,
 )
@@ -36,6 +37,7 @@ from holdall.tools.lint.source.repository import Repository
 from holdall.tools.lint.source.script import Script, subtree
 from holdall.tools.lint.source.spaces import by_id, space_of
 from holdall.tools.lint.source.values import (
+    BoundMethod,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -60,6 +62,7 @@ _CALLBACK_ARGUMENTS = {
     "EveryNTimesteps": ("n_steps", "callback"),
     "CallbackList": ("callbacks",),
 }
+_BUFFER_ARGUMENTS = ("buffer_size", "observation_space", "action_space", "device", "n_envs", "optimize_memory_usage")
 _CALLBACK_SETTINGS = ("save_freq", "eval_freq", "save_replay_buffer")
 _POLICIES = {
     "MultiInputActorCriticPolicy": "MultiInputPolicy",
@@ -69,6 +72,7 @@ _POLICIES = {
 _MAKES = re.compile(
     r"stable_baselines3|sb3_contrib|[Rr]eplay|deque|torchrl|tianshou|elegantrl"
     r"|\b(?:np|numpy|torch|th)\.(?:zeros|empty|ones|full)\b|(?:memory|buffer|transitions|experience)\w*\.append"
+    r"|\w(?:Memory|Buffer)\(|\.append\([(\[](?:self\.)?(?:\w*state|obs|frame|s,)"
 )
 """A script without any of these makes no model and no buffer."""
 
@@ -160,10 +164,35 @@ class TrainingReader:
         return tuple(found.values())[:_MOST_RUNS]
 
     @cached_property
+    def buffers_as_runs(self) -> tuple[ConfiguredRun, ...]:
+        """The replay buffers of Stable-Baselines3 that the script makes itself, as runs that have only a buffer."""
+        found = []
+        for made in self.recorded("buffer"):
+            kind = made.value.kind
+            if made.arguments and kind.startswith("stable_baselines3") and kind.endswith("ReplayBuffer"):
+                given, has_more = self.settings(made.arguments, _BUFFER_ARGUMENTS)
+                handles = plain(made.arguments.get(None, "handle_timeout_termination", True))
+                place = self.interpreter.place(made.node)
+                given["replay_buffer_kwargs"] = Setting({"handle_timeout_termination": handles}, place)
+                seen = made.arguments.get(1, "observation_space")
+                env = Environments(observation=seen if isinstance(seen, SpaceInfo) else None)
+                path = " and ".join(made.path)
+                found.append(ConfiguredRun("buffer", ALGORITHM_CLASSES["DQN"], given, env, (), place, has_more, path))
+        return tuple(found)
+
+    @cached_property
     def learn_calls(self) -> list[tuple[ast.Call, ast.AST | None]]:
         """The calls of `learn`, each with the construction of its model if that is certain."""
         taught = {made.node: made.value.node for made in self.recorded("learn")}
         return [(call, taught.get(call)) for call, _ in self.script.method_calls("learn")]
+
+    def called(self, call: ast.Call) -> ast.AST | None:
+        """Return the function of the repository that a call calls, if it is known."""
+        if isinstance(call.func, ast.Name) and call.func.id in self.script.functions:
+            return self.script.functions[call.func.id]
+        value = self.interpreter.seen(call.func) if self._makes else None
+        function = value.function if isinstance(value, BoundMethod) else value
+        return function.node if isinstance(function, FunctionValue) else None
 
     def constructed(self, node: ast.expr | None) -> ast.AST | None:
         """Return the call that constructed the model that an expression means."""
@@ -229,7 +258,7 @@ class TrainingReader:
             given.get("total_timesteps", Setting(UNKNOWN, place)),
             tuple(self._callbacks(made.arguments.get(1, "callback", None) if made.arguments else None)),
             place,
-            loop is not None and loop not in self.script.ancestors(model.node),
+            loop is not None and loop not in self.script.ancestors(model.node) and not _is_item(made.node, loop),
             given["reset_num_timesteps"].value if "reset_num_timesteps" in given else UNKNOWN if has_more else True,
         )
 
@@ -243,13 +272,21 @@ class TrainingReader:
                 yield from self._callback(one, depth)
 
     def _callback(self, made: InstanceValue, depth: int) -> Iterator[Callback]:
-        kind, call = made.kind.rpartition(".")[2], made.arguments["call"]
+        kind, call = made.arguments.get("kind", made.kind).rpartition(".")[2], made.arguments["call"]
         given, _ = self.settings(call, _CALLBACK_ARGUMENTS.get(kind, ()))
         evaluated = call.get(0, "eval_env", None) if "Eval" in kind else None
         environments = self._described(evaluated) if evaluated is not None else None
         yield Callback(kind, given, self.interpreter.place(made.node), environments)
         if kind in {"CallbackList", "EveryNTimesteps"} and depth < _DEEPEST:
             yield from self._callbacks(call.get(0 if kind == "CallbackList" else 1, "callbacks", None), depth + 1)
+
+
+def _is_item(call: ast.AST, loop: ast.AST) -> bool:
+    """Whether a method is called on what a loop runs over: another model in every round."""
+    owner = call.func.value if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else None
+    targets = subtree(loop.target) if isinstance(loop, ast.For) else []
+    names = {one.id for one in targets if isinstance(one, ast.Name)}
+    return owner is not None and any(isinstance(one, ast.Name) and one.id in names for one in subtree(owner))
 
 
 def read_model(model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = ()) -> ConfiguredRun:

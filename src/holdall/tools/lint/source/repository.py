@@ -7,23 +7,36 @@ Invariant: only files below the repository's root are read, each once; nothing i
 from __future__ import annotations
 
 import ast
+import configparser
 import json
+import os
 import re
 import tomllib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdall.tools.lint.source.script import parse_quietly
-
 _ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
 _MOST_BYTES = 2 * 2**20
 _MOST_MODULES = 400
+_MOST_SETTINGS = 4  # files that may be meant where a program does not say which
+_DEEPEST_FOLDER = 3
+_SETTINGS_FOLDERS = ("config", "configs", "conf", "cfg", "cfgs", "hyperparameters", "hyperparams", "params", "settings")
+_SETTING = re.compile(r"buffer|memory|replay|batch_?size|gamma|n_steps", re.IGNORECASE)
 _MOST_LOOKED_AT = 40  # of those that a script imports, and that they import
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+\(?([\w ,]*)|import[ \t]+([\w. ,]+))", re.MULTILINE
 )
+
+_OLDER_WORDS = [(re.compile(pattern, re.MULTILINE), newer) for pattern, newer in (
+    (r"^([ \t]*(?:[^#'\"\n]*:[ \t]+)?)print[ \t]+(?:>>)?(?=[^\s(=.,)\]])", r"\1_ = "),
+    (r"^([ \t]*except[ \t]+[\w.]+|[ \t]*except[ \t]*\([\w., ]+\)),[ \t]*(\w+)[ \t]*:", r"\1 as \2:"),
+    (r"^([ \t]*)raise[ \t]+(\w+)[ \t]*,[ \t]*(.*)$", r"\1raise \2(\3)"),
+    (r"\basync(?=[ \t]*=)|(?<=\.)async\b", "async_"),
+    (r"(?<![\w.])(\d+)L\b", r"\1"), (r"(?<![\w.])0(?=[0-7]+\b(?!\.))", "0o"), (r"<>", "!="), (r"\t", "        "),
+)]  # fmt: skip
 
 
 @dataclass(eq=False, slots=True)
@@ -45,10 +58,13 @@ class Repository:
         self.modules: dict[Path, Module] = {}  # those that a script imported; the next script finds them as they are
         self._trees: dict[Path, ast.Module | None] = {}
         self._found: dict[tuple[Path, str, int], Path | None] = {}
-        self._exists: dict[Path, bool] = {}
+        self._exists: dict[str, bool] = {}
+        self._above: dict[Path, dict[str, None]] = {}
         self._directories: dict[str, Path] = {}  # of importers
+        self._folders: dict[tuple[Path, str], bool] = {}
         self._data: dict[Path, Any] = {}
         self._texts: dict[Path, str] = {}
+        self._named: dict[str, list[Path]] | None = None
 
     @classmethod
     def around(cls, path: Path) -> Repository:
@@ -76,12 +92,24 @@ class Repository:
         """Return the file that an import means, if it is one of this repository."""
         if self.root is None:
             return None
-        if importer not in self._directories:
-            self._directories[importer] = Path(importer).resolve().parent
-        key = (self._directories[importer], dotted, level)
+        key = (self._directory(importer), dotted, level)
         if key not in self._found:
             self._found[key] = next(self._candidates(*key), None)
         return self._found[key]
+
+    def has_folder(self, name: str, importer: str) -> bool:
+        """Whether there is a folder of this name beside a file, or above it in the repository."""
+        if self.root is None:
+            return False
+        here = self._directory(importer)
+        if (here, name) not in self._folders:
+            self._folders[here, name] = any(Path(base, name).is_dir() for base in self._bases(here))
+        return self._folders[here, name]
+
+    def _directory(self, importer: str) -> Path:
+        if importer not in self._directories:
+            self._directories[importer] = Path(importer).resolve().parent
+        return self._directories[importer]
 
     def imports_match(self, pattern: re.Pattern[str], text: str, path: str) -> bool:
         """Whether one of the files that a script imports, directly or through others, matches a pattern."""
@@ -118,40 +146,96 @@ class Repository:
         return self._texts[path]
 
     def _candidates(self, here: Path, dotted: str, level: int) -> Iterator[Path]:
-        root = self.root
-        if root is None or not here.is_relative_to(root):
+        if self.root is None:
             return
-        parts = dotted.split(".") if dotted else []
+        bases = self._bases(here)
         if level:
-            bases = [here.parents[level - 2]] if level > 1 else [here]
-        else:
-            above = [one for one in here.parents if one.is_relative_to(root)]
-            bases = [here, *above, root / "src"]
+            above = [here, *here.parents][level - 1 : level]
+            bases = [one for one in above if str(one) in bases]
+        inner = dotted.replace(".", os.sep)
         for base in bases:
-            if not base.is_relative_to(root):
-                continue
-            target = base.joinpath(*parts)
-            for file in (target.with_suffix(".py") if parts else target, target / "__init__.py"):
+            target = f"{base}{os.sep}{inner}" if inner else str(base)
+            for file in (f"{target}.py", f"{target}{os.sep}__init__.py")[not inner :]:
                 if self._is_file(file):
-                    yield file
+                    yield Path(file)
+        if inner and not level and (found := self._by_name(dotted.partition(".")[0])) is not None:
+            base = found.parent if found.name == "__init__.py" else found.with_suffix("")
+            rest = dotted.split(".")[1:]
+            files = (base.joinpath(*rest).with_suffix(".py"), base.joinpath(*rest, "__init__.py")) if rest else (found,)
+            yield from (file for file in files if self._is_file(str(file)))
 
-    def _is_file(self, path: Path) -> bool:
+    def _bases(self, here: Path) -> dict[str, None]:
+        """Return where a file of a folder finds its modules: there, above it in the repository, and in `src`."""
+        if here not in self._above:
+            root = self.root
+            inside = [] if root is None or not here.is_relative_to(root) else [here, *here.parents]
+            kept = [str(one) for one in inside if root is not None and one.is_relative_to(root)]
+            self._above[here] = dict.fromkeys([*kept, str(root / "src")] if kept and root is not None else [])
+        return self._above[here]
+
+    def _is_file(self, path: str) -> bool:
         if path not in self._exists:
-            self._exists[path] = path.is_file()
+            self._exists[path] = Path(path).is_file()
         return self._exists[path]
+
+    def settings_files(self, importer: str, suffixes: tuple[str, ...]) -> list[tuple[str, Any]]:
+        """Return the data files near a script that hold settings of a training, each with its name."""
+        if self.root is None:
+            return []
+        here = Path(importer).resolve().parent
+        places = dict.fromkeys(base / folder for base in (here, self.root) for folder in ("", *_SETTINGS_FOLDERS))
+        files = [file for place in places if place.is_dir() for file in sorted(place.iterdir())[:_MOST_LOOKED_AT]]
+        named = [file for file in files if file.suffix in suffixes and _SETTING.search(self._text(file))]
+        found = [(file.name, read_data(file)) for file in named[: _MOST_SETTINGS + 1]]
+        return found if len(found) <= _MOST_SETTINGS and all(isinstance(data, dict) for _, data in found) else []
+
+    def _by_name(self, name: str) -> Path | None:
+        """Return the one file or package of the repository with a name, wherever it is: people add to sys.path."""
+        if self._named is None:
+            self._named = {}
+            waiting = [(str(self.root), 0)] if self.root is not None else []
+            for folder, depth in waiting:  # grows as folders are found
+                for entry in _entries(folder):
+                    is_folder = entry.is_dir()
+                    if is_folder and depth < _DEEPEST_FOLDER and len(waiting) < _MOST_MODULES:
+                        waiting.append((entry.path, depth + 1))
+                    stem, _, ending = entry.name.rpartition(".")
+                    if is_folder and Path(entry.path, "__init__.py").is_file():
+                        self._named.setdefault(entry.name, []).append(Path(entry.path, "__init__.py"))
+                    elif ending == "py" and stem != "__init__" and not is_folder:
+                        self._named.setdefault(stem, []).append(Path(entry.path))
+        found = self._named.get(name, [])
+        return found[0] if len(found) == 1 else None
 
     def data(self, name: str, importer: str) -> Any:
         """Return what a YAML, JSON or TOML file beside a script holds; None if there is none."""
+        file = self._located(name, importer)
+        if file is None:
+            return None
+        if file not in self._data:
+            self._data[file] = read_data(file)
+        return self._data[file]
+
+    def says(self, words: str, name: str, importer: str) -> bool:
+        """Whether a file beside a script has these words."""
+        file = self._located(name, importer)
+        return file is not None and words in self._text(file)
+
+    def _located(self, name: str, importer: str) -> Path | None:
         if self.root is None or not name or "\0" in name:
             return None
         here = Path(importer).resolve().parent
-        for base in (here, self.root, Path.cwd()):
-            file = (base / name).resolve()
-            if file.is_relative_to(self.root) and self._is_file(file):
-                if file not in self._data:
-                    self._data[file] = read_data(file)
-                return self._data[file]
-        return None
+        files = ((base / name).resolve() for base in (here, self.root, Path.cwd()))
+        return next((file for file in files if file.is_relative_to(self.root) and self._is_file(str(file))), None)
+
+
+def _entries(folder: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            entries = [one for one in found if not one.name.startswith(".") and not one.is_symlink()]
+    except OSError:
+        return []
+    return sorted(entries, key=lambda one: one.name)
 
 
 def read_data(file: Path) -> Any:
@@ -162,6 +246,10 @@ def read_data(file: Path) -> Any:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
             return json.loads(text)
+        if file.suffix in {".ini", ".cfg"}:
+            parser = configparser.ConfigParser()
+            parser.read_string(text)
+            return {name: dict(parser[name]) for name in parser.sections()}
         if file.suffix == ".toml":
             return tomllib.loads(text)
         import yaml  # noqa: PLC0415  an extra: scripts are read without it
@@ -169,3 +257,27 @@ def read_data(file: Path) -> Any:
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except Exception:
         return None
+
+
+def parse_quietly(source: str | bytes) -> ast.Module:
+    """Parse source text; what Python would only warn about, such as unknown escapes, is not for lint to report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(source)
+        except SyntaxError:
+            older = _of_python_3(source if isinstance(source, str) else source.decode(errors="replace"))
+            if older == source:
+                raise
+            try:
+                return ast.parse(older)
+            except (SyntaxError, ValueError):
+                pass
+            raise
+
+
+def _of_python_3(text: str) -> str:
+    """Write what only Python 2, or 3.6, accepts in words of today, line by line."""
+    for pattern, newer in _OLDER_WORDS:
+        text = pattern.sub(newer, text)
+    return text

@@ -36,6 +36,8 @@ from holdall.tools.lint.source.values import (
 )
 
 _PLAIN = int | float | str | bool | bytes | None
+_NAMELESS = {int, float, str, bool, type(None), tuple, Reference, type(UNKNOWN), FunctionValue, ClassValue, BoundMethod}
+_MOST_PARENTS = 8
 _MOST_STEPS = 60_000
 _METHODS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {}  # that evaluate an expression, by its kind
 
@@ -59,7 +61,7 @@ class Scope:
     soft: set[str] = field(default_factory=set)  # parameters that have only their default
     returned: list[tuple[Any, str]] = field(default_factory=list)
     yielded: list[Any] = field(default_factory=list)
-    repeats: int | None = 1  # how often the loops around the call run it
+    rounds: int = 0  # how many loops were running when it was called
 
 
 @dataclass(eq=False, slots=True)
@@ -95,6 +97,7 @@ class LoopFacts:
 
     counted: frozenset[str]  # changed by += and the like
     carried: frozenset[str]  # assigned in one round and read in the next
+    registers: bool = False  # environments
 
 
 class Names:
@@ -106,18 +109,20 @@ class Names:
         self._seen: dict[ast.AST, list[Any]] = {}  # by expression of the script, each time that it was reached
         self.instances: list[InstanceValue] = []
         self.is_soft = False  # whether a default that a user can override was read
-        self.repeats: int | None = 1  # how often the loops around this line run it
+        self.rounds: tuple[int | None, ...] = ()  # of the loops that are running, from the outside in
         self.anchor: ast.AST | None = None  # the call of the script that led here
         self.seen_function: Any = UNKNOWN  # what the last call called
         self.names: dict[object, str] = {}  # of arrays by what made them
+        self.environments: dict[int, Any] = {}  # those that have names
         self.steps = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
 
-    @property
-    def repeats_here(self) -> int | None:
-        """How often the loops of this function run this line; what a caller's loop makes again replaces the last."""
-        both = self.repeats, self.scope.repeats
-        return None if None in both else both[0] // max(both[1] or 1, 1)  # type: ignore[operator]
+    def times_since(self, rounds: int) -> int | None:
+        """Return how often the loops run this line that began after so many others."""
+        count: int | None = 1
+        for times in self.rounds[rounds:]:
+            count = None if times is None or count is None else count * times
+        return count
 
     # ------------------------------------------------------------ to be followed by the interpreter
 
@@ -203,6 +208,8 @@ class Names:
         self._remember(name, value)
 
     def _remember(self, name: str, value: Any) -> None:
+        if type(value) in _NAMELESS:  # most values
+            return
         if isinstance(value, ArrayValue):
             for origin in value.origins:
                 self.names.setdefault(origin, name)
@@ -211,6 +218,13 @@ class Names:
                 self._remember(name, one)
         elif isinstance(value, ListValue):
             value.name = value.name or name
+        elif isinstance(value, Environments | InstanceValue) and "env" in name and "eval" not in name:
+            self.environments[id(value)] = value
+
+    def exchange(self, old: Any, new: Any) -> None:
+        """Put a value in the place of another one, wherever names and attributes hold it."""
+        for names in (self.scope.names, *(one.attributes for one in self.instances)):
+            names |= {name: new for name, value in names.items() if value is old}
 
     def assign(self, target: ast.expr, value: Any) -> None:
         """Assign to a name, an attribute, an item, or several of them."""
@@ -296,20 +310,22 @@ class Names:
                 return self._instance_member(base, name, node)
             case ModuleValue(module=module):
                 return module.names.get(name, UNKNOWN)
-            case Reference(dotted="absl.flags.FLAGS"):
-                self.is_soft = True
-                return getattr(self, "flags", {}).get(name, UNKNOWN)
             case Reference(dotted=dotted):
+                if dotted.endswith("flags.FLAGS"):
+                    self.is_soft = True
+                    return getattr(self, "flags", {}).get(name, UNKNOWN)
                 return Reference(f"{dotted}.{name}")
             case ClassValue():
                 if (found := base.find(name)) is UNKNOWN:
                     return next((Reference(f"{one}.{name}") for one in base.libraries()), UNKNOWN)
+                if isinstance(found, FunctionValue) and "classmethod" in found.decorators:
+                    return BoundMethod(base, name, found)
                 return environments.enum_member(found, base) if name in base.attributes else found
             case SuperValue(owner=owner, above=above):
                 return self._super_member(owner, above, name)
-            case TableValue() if base.has_attributes and name in base:
+            case TableValue() if base.has_attributes and not hasattr(dict, name):
                 self.is_soft = True
-                return base[name]
+                return base.get(name, UNKNOWN)
             case Environments():
                 return environments.member(self, base, name, node)
             case SpaceInfo():
@@ -318,8 +334,9 @@ class Names:
                 return library.array_member(base, name)
             case ReturnedValues():  # older environments return the observation alone
                 return self.member(base.observation, name, node)
-            case str() if name == "parent":
-                return str(PurePath(base).parent)
+            case str() if name in {"parent", "parents"}:
+                folders = tuple(map(str, PurePath(base).parents))[:_MOST_PARENTS]
+                return folders if name == "parents" else str(PurePath(base).parent)
             case ListValue() | TableValue() | str() | tuple():
                 return BoundMethod(base, name)
         return UNKNOWN
@@ -349,8 +366,15 @@ class Names:
         """Do what the constructor of the library class does that an instance's class extends."""
         known = list(instance.made_of.libraries()) if isinstance(instance.made_of, ClassValue) else []
         model = next((one for one in known if algorithm_by_import(one)), None)
+        buffer = next((one for one in known if frameworks.is_buffer(one)), None)
+        callback = next((one for one in known if ".callbacks" in one), None)
         if model is not None:
             frameworks.start_model(self, instance, model, arguments)
+        elif buffer is not None:
+            instance.arguments["call"] = arguments
+            self.record("buffer", instance, arguments, instance.node or self.main.tree, dotted=buffer)
+        elif callback is not None:
+            instance.arguments |= {"call": arguments, "kind": callback}
         else:
             environments.start(self, instance, arguments)
 
@@ -375,8 +399,11 @@ class Names:
         if node not in self._loops:
             counted: set[str] = set()
             first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+            registers = False
             for part in subtree(node):
-                if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
+                if type(part) is ast.Call:
+                    registers = registers or getattr(part.func, "id", getattr(part.func, "attr", "")) == "register"
+                elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
                     counted.add(part.target.id)
                 if isinstance(part, ast.Name):
                     at = (part.lineno, part.col_offset)
@@ -386,5 +413,5 @@ class Names:
             carried = {
                 name for name, (loads, stores) in first.items() if loads and stores and min(loads) <= max(stores)
             }
-            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted))
+            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), registers)
         return self._loops[node]

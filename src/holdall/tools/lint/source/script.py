@@ -7,7 +7,6 @@ Invariant: `definition` returns an assignment only if the use of a name certainl
 from __future__ import annotations
 
 import ast
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from holdall.tools.lint.finding import SourceRange
+from holdall.tools.lint.source.repository import parse_quietly
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Node = TypeVar("Node", bound=ast.AST)
@@ -27,6 +27,9 @@ _NO_NODES = {
     "arg", "asname", "attr", "conversion", "ctx", "id", "kind", "level", "module", "name", "op", "ops", "simple",
     "type_comment", "type_ignores",
 }  # fmt: skip
+
+LONGEST_CONDITION = 70
+_USUAL_NAMES = {"torch": "torch", "np": "numpy", "gc": "gc", "os": "os"}  # that `from x import *` may bring
 
 
 class _ChildFields(dict[type[ast.AST], tuple[str, ...]]):
@@ -225,6 +228,8 @@ class Script:
                 first = alias.name.partition(".")[0]
                 full[alias.asname or first] = alias.name if alias.asname else first
         for origin in self.of_kind(ast.ImportFrom):
+            if any(alias.name == "*" for alias in origin.names):
+                full = _USUAL_NAMES | full
             if origin.module and not origin.level:
                 for alias in origin.names:
                     full[alias.asname or alias.name] = f"{origin.module}.{alias.name}"
@@ -341,13 +346,6 @@ class Script:
         return False
 
 
-def parse_quietly(source: str | bytes) -> ast.Module:
-    """Parse source text; what Python would only warn about, such as unknown escapes, is not for lint to report."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ast.parse(source)
-
-
 def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
     """Return what a call passes for an argument, by name or at an index; None if it passes nothing."""
     given = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
@@ -424,3 +422,38 @@ def _opaque(target: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
     for part in subtree(target):
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store | ast.Del):
             yield part.id, Binding(node)
+
+
+def shortened_by(statement: ast.stmt) -> Iterator[ast.expr]:
+    """Yield the lists that a statement takes items from."""
+    match statement:
+        case ast.Delete(targets=[ast.Subscript(value=held)]):
+            yield held
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="pop" | "popleft" | "remove"))):
+            yield held
+        case ast.Assign(targets=[ast.Name()], value=ast.Subscript(value=held, slice=ast.Slice())):
+            yield held
+        case ast.For(target=ast.Name(id=name), iter=ast.List(elts=lists) | ast.Tuple(elts=lists), body=[inner]):
+            if any(isinstance(one, ast.Name) and one.id == name for one in shortened_by(inner)):
+                yield from lists
+
+
+def lengthened_by(statement: ast.stmt) -> Iterator[ast.expr]:
+    """Yield the list that a statement appends to."""
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="append"))):
+            yield held
+
+
+def conditions_of(test: ast.expr) -> tuple[str, str]:
+    """Write a condition, and its opposite, in a few words."""
+    holds = " ".join(ast.unparse(test).split())
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        fails = " ".join(ast.unparse(test.operand).split())
+    else:
+        fails = f"not ({holds})" if " " in holds else f"not {holds}"
+    return _shortened(holds), _shortened(fails)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_CONDITION else text[: LONGEST_CONDITION - 3] + "..."

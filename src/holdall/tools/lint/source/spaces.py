@@ -34,10 +34,18 @@ from holdall.tools.plan.environments import parse_observation, parse_space
 SPACES = {"Box", "Discrete", "MultiDiscrete", "MultiBinary", "Dict", "Tuple"}
 
 
+_LEAST_PICTURE = 4096  # bytes: beside a picture, the numbers of which the shape is not known are few
 _NOWHERE = SourceRange("", 0, 0, 0, 0)
 
 
 _ALE = re.compile(r"^(?:ALE/)?(?P<game>[A-Za-z]+?)(?:-ram)?(?P<kind>NoFrameskip|Deterministic)?-v\d+$")
+
+
+_CONSOLES = {
+    "Genesis": "224x320", "Snes": "224x256", "Nes": "224x240", "Atari2600": "210x160", "GameBoy": "144x160",
+    "GbAdvance": "160x240", "Sms": "192x256",
+}  # fmt: skip
+"""The screens of the games of retro, whose names end with the console's."""
 
 
 def space_of(space: Any, argument: str, place: SourceRange) -> SpaceInfo | None:
@@ -78,6 +86,9 @@ def by_id(name: str) -> tuple[SpaceInfo | None, SpaceInfo | None, object]:
         if alike and "-ram" in plain:
             alike = ("128:uint8 " + alike[0].rpartition(" ")[2], alike[1])
         found = alike
+    console = _CONSOLES.get(plain.rpartition("-")[2].partition("@")[0].removesuffix("-v0"))
+    if found is None and console is not None:
+        found = (f"{console}x3:uint8 multibinary(12)", None)
     if found is None:
         return None, None, UNKNOWN
     observation, _, action = found[0].rpartition(" ")
@@ -150,13 +161,23 @@ def _dict(arguments: Any, place: SourceRange) -> Any:
     entries |= {name: value for name, value in arguments.named.items() if name not in {"spaces", "seed"}}
     leaves: list[Leaf] = []
     bounds: dict[str, tuple[object, object]] = {}
+    is_whole = True
     for name, child in entries.items():
         inner = likely(child)
+        if inner is UNKNOWN and isinstance(name, str):
+            is_whole = False
+            continue
         if not isinstance(inner, SpaceInfo) or inner.is_dict or not isinstance(name, str):
             return UNKNOWN
         leaves.append(Leaf(name, inner.leaves[0].shape, inner.leaves[0].dtype))
         bounds |= {name: inner.bounds[""]} if inner.bounds else {}
-    return SpaceInfo(tuple(leaves), True, place, bounds) if leaves and arguments.is_complete else UNKNOWN
+    if (
+        not leaves
+        or not arguments.is_complete
+        or (not is_whole and max(leaf.nbytes for leaf in leaves) < _LEAST_PICTURE)
+    ):
+        return UNKNOWN
+    return SpaceInfo(tuple(leaves), True, place, bounds, is_whole=is_whole)
 
 
 def space_member(space: SpaceInfo, name: str) -> Any:

@@ -33,6 +33,7 @@ class ArrayValue:
     origins: frozenset[object] = frozenset()  # what made its memory: two arrays with a common one share it
     device: str = ""
     shared_frames: int = 1  # of a stack whose frames are objects of their own, shared with the stacks around it
+    is_tensor: bool = False  # of torch
 
     @property
     def nbytes(self) -> int | None:
@@ -61,6 +62,8 @@ class ListValue:
     added: list[Any] = field(default_factory=list)  # samples of what was appended
     name: str = ""  # the first that it was given
     is_fixed: bool = False  # it has its length from the start, and its items are replaced
+    rounds: int = 0  # how many loops were running when it was made
+    is_popped: bool = False  # an item was taken from it, and nothing appended since
 
     @property
     def is_known(self) -> bool:
@@ -192,6 +195,12 @@ def likely(value: Any) -> Any:
     return next((one for one in value.values if one is not UNKNOWN and one is not None), value.values[0])
 
 
+def best_array(value: OneOf) -> Any:
+    """Return the candidate that is the largest array, where one is known to be an array; otherwise a likely one."""
+    arrays = [one for one in value.values if isinstance(one, ArrayValue)]
+    return max(arrays, key=lambda one: one.nbytes or 0) if arrays else likely(value)
+
+
 def one_of(pairs: Iterable[tuple[Any, str]]) -> Any:
     """Join candidates: one value if they are all the same."""
     if type(pairs) is list and len(pairs) == 1 and type(pairs[0][0]) is not OneOf:
@@ -287,3 +296,24 @@ def put(table: dict[Any, Any], key: object, value: Any, made: Path, here: Path) 
     if further and key in table and not _is_same(table[key], value):
         value = one_of([(table[key], ""), (value, " and ".join(further))])
     table[key] = value
+
+
+def either(first: Any, second: Any) -> Any:
+    """Return what a name is after a `try` that gave it one value and a handler that gave it another."""
+    if isinstance(second, InstanceValue):
+        return one_of([(first, ""), (second, "")])
+    return second if first is UNKNOWN or isinstance(first, Reference) else first  # what can be read
+
+
+def joined_names(ends: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Join the names that alternatives leave behind."""
+    if len(ends) == 1:
+        return ends[0][1]
+    names = dict(ends[0][1])
+    for _, other in ends[1:]:
+        for name, value in other.items():
+            if name not in names:
+                names[name] = value
+            elif names[name] is not value:
+                names[name] = one_of([(one[name], text) for text, one in ends if name in one])
+    return names

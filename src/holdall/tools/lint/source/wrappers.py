@@ -23,17 +23,24 @@ from holdall.tools.lint.source.values import known_items, likely
 _UINT8 = np.dtype(np.uint8)
 _FLOAT32 = np.dtype(np.float32)
 _SAME = frozenset({
-    "Monitor", "VecMonitor", "VecCheckNan", "VecTransposeImage", "RecordEpisodeStatistics", "RecordVideo", "PyTorchObs",
-    "VecVideoRecorder", "OrderEnforcing", "PassiveEnvChecker", "NormalizeReward", "ClipReward", "ClipRewardEnv",
-    "MaxAndSkipEnv", "NoopResetEnv", "EpisodicLifeEnv", "FireResetEnv", "StickyActionEnv", "Autoreset",
-    "AutoResetWrapper", "TransformReward", "HumanRendering", "RenderCollection", "EnvCompatibility",
-    "StepAPICompatibility", "SkipFrame", "VecExtractDictObs", "RecordRewards", "ClipAction", "RescaleAction",
-    "NumpyToTorch", "MaxAndSkipObservation", "EpisodicLifeWrapper", "ActionMasker", "RewardWrapper", "StickyAction",
-    "Wrapper", "ObservationWrapper", "VecEnvWrapper", "ActionWrapper", "RepeatAction", "GymToGymnasium",
-    "GymV21CompatibilityV0", "VectorEnvWrapper", "VectorEnvNormObs",
+    "VecCheckNan", "VecTransposeImage", "PyTorchObs", "OrderEnforcing", "PassiveEnvChecker", "EnvCompatibility",
+    "StepAPICompatibility", "VecExtractDictObs", "NumpyToTorch", "MaxAndSkipObservation", "Wrapper",
+    "ObservationWrapper", "VecEnvWrapper", "GymToGymnasium", "GymV21CompatibilityV0", "VectorEnvWrapper",
+    "VectorEnvNormObs",
 })  # fmt: skip
+# Wrappers that are about something else than observations say so in their names.
+_ABOUT_OTHERS = re.compile(
+    r"Reward|Action|Skip|Repeat|Noop|Life|Monitor|Record|Video|Seed|Log|Render|Statistic|Reset|TimeLimit|Sticky|Clip"
+    r"|Mask|Episod|Terminat|Trunc|Penalty|Info|Safe|Delay"
+)
+_ABOUT_OBSERVATIONS = re.compile(r"Obs|Stack|Resize|Gr[ae]y|Image|Pixel|Flatten|Feature|History|Dict|Crop|Warp|Aware")
 _NEW_ACTIONS = frozenset({"JoypadSpace", "DiscretizedAction", "MultiBinaryToDiscrete"})
+_SAME_ACTIONS = frozenset({
+    "ClipAction", "RescaleAction", "StickyAction", "StickyActionEnv", "ActionMasker", "RepeatAction", "ActionWrapper",
+    "RandomizeAction", "NormalizeActionSpace",
+})  # fmt: skip
 _VERSION = re.compile(r"V\d$")  # of the wrappers that Gymnasium once called experimental
+_SUPERSUIT = re.compile(r"_v\d+$")
 ATARI_WRAPPERS = frozenset({"wrap_deepmind", "make_atari"})
 
 Change = Callable[[Environments, Any, SourceRange], Environments]
@@ -51,9 +58,45 @@ def wrapped(env: Environments, dotted: str, arguments: Any, place: SourceRange) 
         return replace(env, episode_steps=arguments.get(1, "max_episode_steps"))
     change = _CHANGES.get(last)
     if change is None:
-        return replace(env, observation=None, action=None)
+        if not _ABOUT_OTHERS.search(last) or _ABOUT_OBSERVATIONS.search(last):
+            return replace(env, observation=None, action=None)
+        return replace(env, action=None) if "Action" in last and last not in _SAME_ACTIONS else env
     made = change(env, arguments, place)
     return replace(made, place=env.place)
+
+
+def suited(env: Environments, name: str, arguments: Any) -> Environments:  # noqa: PLR0911  one case for each function
+    """Return what one of SuperSuit's functions makes of environments of PettingZoo: `resize_v1` and the like."""
+    match _SUPERSUIT.sub("", name):
+        case "color_reduction":
+            keeps = likely(arguments.get(1, "mode", "full")) not in {"full", "B", "R", "G"}
+            return _changed(env, lambda leaf: replace(leaf, shape=leaf.shape if keeps else leaf.shape[:2]))
+        case "resize":
+            sides = [whole(likely(arguments.get(at, word))) for at, word in ((2, "y_size"), (1, "x_size"))]
+            if None in sides:
+                return replace(env, observation=None)
+            height, width = sides[0] or 0, sides[1] or 0
+            return _changed(env, lambda leaf: replace(leaf, shape=(height, width, *leaf.shape[2:])))
+        case "frame_stack":
+            count = whole(likely(arguments.get(1, "stack_size", 4))) or 1
+            return replace(_changed(env, lambda leaf: _stacked_last(leaf, count)), stack=env.stack * count)
+        case "dtype" | "normalize_obs":
+            return _floats(env, arguments, SourceRange.whole(""))
+        case "flatten":
+            return _flat(env, arguments, SourceRange.whole(""))
+        case "concat_vec_envs":
+            times, number = whole(likely(arguments.get(1, "num_vec_envs", 1))), env.number
+            both = UNKNOWN if times is None or number is None else times * number
+            return replace(env, count=both, vector="subproc")
+        case "observation_lambda" | "delay_observations" | "reshape":
+            return replace(env, observation=None)
+    return env
+
+
+def _stacked_last(leaf: Leaf, count: int) -> Leaf:
+    if len(leaf.shape) == 2:
+        return replace(leaf, shape=(*leaf.shape, count))
+    return replace(leaf, shape=(*leaf.shape[:-1], leaf.shape[-1] * count))
 
 
 def _discrete(count: int, place: SourceRange) -> SpaceInfo:
@@ -221,5 +264,6 @@ _CHANGES: dict[str, Change] = {
     "GrayscaleObservation": _grey, "GrayScaleObservation": _grey, "ResizeObservation": _resized,
     "FrameStack": _lazily_stacked, "FrameStackObservation": _stacked_first, "VecFrameStack": _vec_stacked,
     "VecNormalize": _normalized, "FlattenObservation": _flat, "FilterObservation": _filtered,
-    "NormalizeObservation": _floats, "TransformObservation": _given_space, "ImgObsWrapper": _pictured,
+    "NormalizeObservation": _floats,
+    "CastObservationToFloat32": _floats, "TransformObservation": _given_space, "ImgObsWrapper": _pictured,
 }  # fmt: skip
