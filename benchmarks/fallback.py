@@ -5,7 +5,7 @@ so that the Python packages compress (`packages`); and NumPy (`portable`). Turn 
 draws a batch of 256, raw and compressed. Shown is the minimum over turns of the CPU time of all threads of the process,
 over that of `native`.
 Out: benchmarks/results/fallback.json, the table in docs/troubleshooting.md, and the figures of the warning in
-src/holdall/native/kernels.py. `--kept` writes the last two from the results that are there.
+src/holdall/native/__init__.py. `--kept` writes the last two from the results that are there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from holdall.native import native_kernels
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "fallback.json"
 PAGE = ROOT / "docs" / "troubleshooting.md"
-WARNING = ROOT / "src" / "holdall" / "native" / "kernels.py"
+WARNING = ROOT / "src" / "holdall" / "native" / "__init__.py"
 STEPS, TURNS, BLOCK, SHAPE = 12_000, 30, 100, (4, 84, 84)
 SIDES = ("native", "packages", "portable")
 ACTS = {
@@ -61,7 +61,7 @@ def memory(side: str, budget: str | None) -> holdall.ReplayMemory:
         "native_kernels": native_kernels.__wrapped__, "_warn_once": lambda: None,
     }  # fmt: skip
     space = gym.spaces.Box(0, 255, SHAPE, np.uint8)
-    with mock.patch.multiple("holdall.native.kernels", **lacking) if side == "packages" else nullcontext():
+    with mock.patch.multiple("holdall.native", **lacking) if side == "packages" else nullcontext():
         return holdall.ReplayMemory(space, gym.spaces.Discrete(4), STEPS, budget=budget, seed=0)
 
 

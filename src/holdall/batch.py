@@ -5,7 +5,7 @@ Invariant: holdall never writes to a batch again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -52,6 +52,11 @@ class Draw:
     goals: Goals | None = None
 
 
+def of_ids(ids: NDArray[np.int64]) -> Draw:
+    """Return the recipe of a plain batch of given transitions."""
+    return Draw(ids, np.ones(len(ids), np.float32))
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Transitions side by side: every array has the batch as its first axis.
@@ -86,18 +91,7 @@ class Batch:
         return replace(self, **{name: _to_jax(getattr(self, name), name) for name in _HANDED_TO_JAX})
 
 
-_HANDED_TO_JAX = (
-    "obs",
-    "action",
-    "reward",
-    "next_obs",
-    "terminated",
-    "truncated",
-    "extras",
-    "weights",
-    "discount",
-    "mask",
-)
+_HANDED_TO_JAX = tuple(field.name for field in fields(Batch) if field.name != "ids")
 
 
 def _to_jax(value: Any, name: str) -> Any:

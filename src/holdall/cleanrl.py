@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.delivery import of_ids
+from holdall.batch import of_ids
 from holdall.errors import ArgumentError, MissingPackageError, SpaceError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory

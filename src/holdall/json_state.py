@@ -1,6 +1,7 @@
 """State as JSON: trees of numbers and arrays, random generators, schemas; and back, without pickle.
 
-What is read back is checked with `counted`, `text_of` and `malformed_refused`, here and wherever else JSON is read.
+What is read back is checked with `counted`, `text_of` and `malformed_refused`, here and wherever else JSON is read;
+records.py has its text.
 
 In:  what samplers, generators and schemas say of themselves.  Out: JSON's own types, arrays apart; and back, checked.
 Invariant: every number comes back as it was. Whole numbers beyond 53 bits and NaN are written in hexadecimal, since
@@ -10,7 +11,6 @@ JSON's readers cut or refuse them.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -53,31 +53,6 @@ def malformed_refused(what: str) -> Iterator[None]:
         if isinstance(error, HoldallError):
             raise
         raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error}); nothing of it is used") from error
-
-
-_LIST_BYTES, _DICT_BYTES, _VALUE_BYTES = 64, 240, 48
-_FREE_BYTES, _BYTES_PER_CHARACTER = 2**26, 8
-
-
-def _is_modest(text: bytes) -> bool:
-    """Whether parsed JSON takes about as much memory as holdall's own does: an empty list is three bytes, or 64."""
-    takes = _LIST_BYTES * text.count(b"[") + _DICT_BYTES * text.count(b"{") + _VALUE_BYTES * text.count(b",")
-    return takes <= _FREE_BYTES + _BYTES_PER_CHARACTER * len(text)
-
-
-def parsed(text: bytes) -> Any:
-    """Parse JSON, unless that takes far more memory than the text."""
-    if not _is_modest(text):
-        raise DamageError(f"{len(text)} bytes of JSON hold far more values than holdall's does; nothing of it is used")
-    return json.loads(text)
-
-
-def unparsed(words: Any) -> bytes:
-    """Write JSON in one way, if `parsed` reads it again."""
-    text = json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    if not _is_modest(text):
-        raise CheckpointError(f"{len(text)} bytes of JSON hold too many values; a sampler keeps numbers in arrays")
-    return text
 
 
 def encode_state(value: Any, arrays: list[NDArray[Any]], what: str, depth: int = 0) -> Any:

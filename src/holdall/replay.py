@@ -17,14 +17,14 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw
-from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, SavedDraws, of_ids
-from holdall.device_memory import MemoryOnDevice
-from holdall.errors import ArgumentError, ClosedError
+from holdall.base_memory import BaseMemory
+from holdall.batch import Batch, Draw, of_ids
+from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, SavedDraws
+from holdall.errors import ArgumentError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels, fallback
 from holdall.report import LIVING, MemoryReport
-from holdall.resets import Newest, added_resets, newest_ids, next_look, warn_of_resets
+from holdall.resets import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.sampling import (
     Held,
     Prioritized,
@@ -41,7 +41,7 @@ from holdall.threads import pool_threads
 from holdall.units import require_count, whole
 
 
-class ReplayMemory(MemoryOnDevice):
+class ReplayMemory(BaseMemory):
     """Replay memory for `num_envs` lanes that advance together. All methods may be called from any thread.
 
     Args:
@@ -99,7 +99,7 @@ class ReplayMemory(MemoryOnDevice):
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
             ) from error
         self.add_at_once, self.draw_at_once = self._store.fast_tick.add, self._store.batch_reader.draw
-        self._next_look = next_look(0)
+        self._next_look: float = FIRST_LOOK_TICKS
         LIVING.add(self)
 
     def add(
@@ -250,16 +250,6 @@ class ReplayMemory(MemoryOnDevice):
         with self._locked():
             return self._whole().transitions
 
-    @property
-    def first_id(self) -> int:
-        """Lowest transition id that is still held."""
-        return self._open().first_tick * self.num_envs
-
-    @property
-    def next_id(self) -> int:
-        """Id of the first transition of the next `add`."""
-        return self._open().next_tick * self.num_envs
-
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field, against the plain layout."""
         with self._locked():
@@ -304,12 +294,6 @@ class ReplayMemory(MemoryOnDevice):
             require_in_range(wanted, store.first_tick * self.num_envs, store.next_tick * self.num_envs)
             return store.are_valid(wanted)
 
-    def drain(self) -> None:
-        """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
-        with self._locked():
-            sealer = self._whole().sealer
-        sealer.drain()
-
     def _free(self) -> None:
         with self._locked():
             if self._store is not None:
@@ -335,11 +319,6 @@ class ReplayMemory(MemoryOnDevice):
         draw = drawn_from(self.sampler, self._held(store), count, self._generator)
         store.repair.end()
         return draw
-
-    def _open(self) -> Store:
-        if self._store is None:
-            raise ClosedError("the memory was closed; make a new ReplayMemory")
-        return self._store
 
     def _held(self, store: Store) -> Held:
         first, end = store.first_tick * self.num_envs, store.next_tick * self.num_envs

@@ -3,7 +3,7 @@
 The flow, one stage a file:
 
     add         -> schema (check) -> storage.rollout (flat rows, or slices)
-    finish      -> native.rollout (advantages, in place)
+    finish      -> native (advantages, in place)
     minibatches -> places, shuffled -> storage.rollout (gather) -> delivery.to_device (batch)
 
 Invariant: a minibatch holds bit for bit what `add` was given. `reset` allocates nothing and frees nothing.
@@ -186,13 +186,7 @@ class RolloutMemory:
         fields = [(leaf, partial(self._final.gather, i)) for i, leaf in enumerate(leaves)]
         return self.schema.observation.build(self._delivery.deliver(np.arange(len(self._final)), fields))
 
-    def finish(
-        self,
-        last_values: Any,
-        gamma: float = 0.99,
-        gae_lambda: float = 0.95,
-        final_values: Any = None,
-    ) -> None:
+    def finish(self, last_values: Any, gamma: float = 0.99, gae_lambda: float = 0.95, final_values: Any = None) -> None:
         """Estimate advantages and returns of the steps added so far.
 
         Args:

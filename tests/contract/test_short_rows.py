@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
-from holdall.native import PortableKernels, batch_reader, draw_slots, native_kernels
+from holdall.native import PortableKernels, draw_slots, native_kernels, reading
 from holdall.schema import Bytes
 from holdall.storage import ALIGNMENT_BYTES, COLUMN_FIELDS, Kernels, address, fresh_bytes
 from holdall.testing import LeafPlan, Stream
@@ -130,9 +130,9 @@ def test_slots_are_drawn_as_numpy_draws_them(
     is_compiled: bool, seed: int, filled: int, more: int, turns: int, lanes: int, rows: int
 ) -> None:
     """The same numbers, and the generator is left as NumPy leaves it."""
-    loop = batch_reader._drawing_loop
+    loop = reading._drawing_loop
     if not is_compiled:
-        batch_reader._drawing_loop = lambda: None  # type: ignore[assignment]  # a cached function there
+        reading._drawing_loop = lambda: None  # type: ignore[assignment]  # a cached function there
     slots, before = filled + more, np.random.get_state()  # noqa: NPY002  the generator of Stable-Baselines3
     newest = filled - 1 + turns * slots
     try:
@@ -144,7 +144,7 @@ def test_slots_are_drawn_as_numpy_draws_them(
         lane = np.random.randint(0, high=lanes, size=rows)  # noqa: NPY002
         expected = np.random.get_state()  # noqa: NPY002
     finally:
-        batch_reader._drawing_loop = loop
+        reading._drawing_loop = loop
         np.random.set_state(before)  # noqa: NPY002
     assert drawn.tolist() == ((newest - (newest - slot) % slots) * lanes + lane).tolist()
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(state, expected, strict=True))

@@ -304,7 +304,7 @@ def assert_counted(store: Store) -> None:
     numbered = {id(part.block): part.block for part in parts if part.log is not None}
     closed = [block for key, block in numbered.items() if key not in open_blocks]
     on_disk = [block for block in closed if block.is_on_disk]
-    assert segments._blocks_on_disk == len(on_disk)
+    assert segments.blocks_on_disk == len(on_disk)
     overhead = sum(part.overhead_bytes for part in parts) + sum(block.used_bytes for block in on_disk)
     assert segments.overhead_bytes == overhead
     shelves = (tiers._raw, tiers._sealed)

@@ -28,12 +28,10 @@ from holdall.json_state import schema_words
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.sampling import Uniform
 from holdall.schema import Schema
-from holdall.storage.adopting import AdoptingStore
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.codec_choice import choose
-from holdall.storage.records import dictionary_name
-from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels
+from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
 from holdall.storage.ticks import Tick
 from holdall.storage.tiers import Budget
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -56,7 +54,7 @@ class Desk:
         self.schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
         self.encoder = Encoder(self.schema, stream.num_envs, ticks, self.kernels)
         one_lane, rows = replace(self.schema, num_envs=1), capacity * stream.num_envs
-        self.store = AdoptingStore(
+        self.store = Store(
             one_lane, rows, self.kernels, threading.Lock(), Budget.of(None, "memory", 1), large=sliced_leaves(one_lane)
         )
         self.reader = ShardReader(one_lane, sliced_leaves(one_lane), self.kernels, decoded_bytes)
@@ -97,10 +95,10 @@ class Desk:
     @property
     def dictionaries(self) -> dict[str, Dictionary]:
         found = [codec.dictionary for codec in self.codecs.values() if codec.dictionary is not None]
-        return {dictionary_name(each): each for each in found}
+        return {each.name: each for each in found}
 
     def received(self, payload: bytes) -> SealedSegment:
-        """Read a segment; of an earlier version it may name dictionaries."""
+        """Read a segment; that of a local memory may name dictionaries."""
         return unpack_segment(payload, self.schema, self.dictionaries, self.kernels.coder)
 
     def answer(self, ids: Ids, *, is_near: bool = False) -> Payload | bytes:
@@ -315,23 +313,12 @@ def test_a_segment_of_another_reward_dtype_is_refused_and_nothing_changes() -> N
     assert desk.store.next_tick == 1
 
 
-def test_a_shard_codes_anew_what_an_earlier_version_coded_with_a_dictionary() -> None:
+def test_a_segment_that_names_a_dictionary_is_refused() -> None:
     desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(content="table")]), 100, 16)
     slice_bytes = desk.encoder.fields[0].window.slice_bytes
     desk.codecs[0] = Codec(Method.ZSTD, 3, Transform(slice_bytes), Dictionary(bytes(range(256)) * 8))
     for _ in range(16):
         desk.tick()
-    payload, known = desk.packed(), desk.dictionaries
-    words, generator = schema_words(desk.schema), np.random.default_rng(0)
-    shard = ShardData(words, 100, Uniform(), generator, threading.Lock())
+    shard = ShardData(schema_words(desk.schema), 100, Uniform(), np.random.default_rng(0), threading.Lock())
     with pytest.raises(DamageError):
-        shard.unpacked(payload)
-    segment = shard.unpacked(payload, known)
-    shard.take(b"w" * 16, segment)
-    assert shard.unpacked(shard.packed(segment)).rows.ticks == 16  # which names none
-    draw = RowDraw(desk.oracle.ids)
-    found = read_answer(shard.answer(NOWHERE, draw, shard.found(draw)))
-    deliverer = Deliverer(desk.schema, desk.kernels, None, sliced_leaves(desk.schema))
-    weights = np.ones(len(draw.rows), np.float32)
-    batch = deliverer.batch([found], [np.arange(len(draw.rows))], [0], weights)
-    assert_same_bits(batch, desk.oracle.gather(desk.oracle.ids))
+        shard.unpacked(desk.packed())

@@ -203,10 +203,9 @@ def test_a_memory_that_ended_in_the_middle_of_a_drain_has_every_row_once(arrived
     with durable(tmp_path) as memory:
         numbered(memory, 0, 1_200)
         memory.flush()
-        actor, fleet = memory._cluster.handle(0), memory._fleet
-        writer = memory._writer
-        ray.get([fleet.roster.retire.remote(0), actor.close_to_writers.remote()])
-        writer.look_around(now=True)
+        actor, writer = memory._cluster.handle(0), memory._writer._groups[0]
+        ray.get(actor.close_to_writers.remote())
+        writer.leave(0)
         payload, rows, first_row, end = ray.get(actor.oldest.remote())
         to, name, sequence = writer.next_of_others()
         ray.get(actor.give_up.remote(first_row, end, to, name, sequence))

@@ -18,7 +18,7 @@ from holdall.cluster.encode import Encoder
 from holdall.native import chosen_kernels
 from holdall.schema import Schema
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.sealed_segment import SealedSegment, pack_segment
+from holdall.storage.store import SealedSegment, pack_segment
 from holdall.storage.ticks import Tick
 from holdall.testing import Stream
 from holdall.testing.strategies import streams

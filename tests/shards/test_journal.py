@@ -12,7 +12,6 @@ import pytest
 from holdall.cluster.journal import Entry, Journal, JournalState, SegmentMove
 from holdall.cluster.slots import LocalSlots
 from holdall.errors import CheckpointError, DamageError, FencedError
-from holdall.storage.codec import Dictionary
 
 ANN, BEN = b"a" * 16, b"b" * 16
 
@@ -75,11 +74,9 @@ def test_a_zombie_stays_fenced_when_all_else_was_removed(tmp_path: Path) -> None
         zombie.append([entry(BEN, 0)], 1)
 
 
-def test_removing_what_left_forgets_no_writer_and_no_dictionary(tmp_path: Path) -> None:
-    """Segments of an earlier version name dictionaries that lie in the journal."""
+def test_removing_what_left_forgets_no_writer(tmp_path: Path) -> None:
     journal, _ = opened(tmp_path)
     journal.append([entry(BEN, 0)], 0)
-    journal.dictionaries["words"] = Dictionary(b"words")
     for number in range(150):
         journal.append([entry(ANN, number)], 1 + number)
         journal.trim(1 + number - 10)
@@ -90,7 +87,6 @@ def test_removing_what_left_forgets_no_writer_and_no_dictionary(tmp_path: Path) 
     assert [each.sequence for each in found][-10:] == list(range(140, 150))
     assert [page.first_row for page in pages] == [1 + each.sequence for each in found]
     assert [page.begins for page in pages] == [True] + [False] * (len(pages) - 1)
-    assert [each.content for each in again.dictionaries.values()] == [b"words"]
 
 
 def test_what_a_zombie_removes_while_it_is_overtaken_is_not_missed(tmp_path: Path) -> None:

@@ -226,14 +226,15 @@ def test_a_shard_that_is_back_is_asked_again_whatever_became_of_questions_before
     handle = Restarting()
     member = status._Member(handle, lost=True)
     shards = status.Cluster(None, 1.0)
-    shards._hear(member)
+    shards._members = {0: member}
+    shards._hear(0, member)
     assert handle.asked == [False]
-    shards._hear(member)
+    shards._hear(0, member)
     assert handle.asked == [False]  # one at a time
     handle.is_back = True
 
     def answers() -> bool:
-        shards._hear(member)
+        shards._hear(0, member)
         return not member.lost
 
     wait_until(answers)

@@ -13,11 +13,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import Prioritized
-from holdall.cluster.journal import FOLDER, Journal
+from holdall.cluster.journal import FOLDER, PRIORITIES
 from holdall.cluster.protocol import ids_of
-from holdall.cluster.slots import slots_at
 from holdall.ray import ReplayMemory
-from holdall.storage import records_in
+from holdall.storage import Record, records_in
 
 from .chaos.chi_square import chi_square_p
 from .processes import kill, process_of, wait_until
@@ -57,20 +56,21 @@ def test_new_rows_get_the_highest_priority_of_all_shards() -> None:
     with ReplayMemory(SPACE, ACTION, 9_000, shards=3, **settings) as memory:
         add(memory, 0, 600)
         ids, numbers = held(memory)
-        priorities = np.full(3_000, 1.0)
+        priorities = np.append(np.full(600, 1.0), np.full(600, 50.0))
         priorities[numbers[0]] = 50.0
         memory.update_priorities(ids[:1], np.array([50.0]))  # on one shard alone
         add(memory, 600, 1_200)
-        priorities[600:1_200] = 50.0
         number = memory.add_shard()
         kill(process_of(memory._cluster.handle(1)))
         memory.sample(32)
         wait_until(lambda: memory._cluster.refresh().get(1) is not None)
-        add(memory, 1_200, 2_200)  # also on a shard that is new, and on one that began again
-        priorities[1_200:2_200] = 50.0
-        ids, numbers = held(memory)
-        assert {0, 1, 2, number} == set((ids >> 48).tolist())
-        counts = drawn(memory, 200_000, 3_000)
+        end = 1_200
+        while {0, 1, 2, number} != set((ids >> 48).tolist()):  # also on one that is new, and one that began again
+            add(memory, end, end + 600)
+            end += 600
+            priorities = np.append(priorities, np.full(600, 50.0))
+            ids, numbers = held(memory)
+        counts = drawn(memory, 200_000, end)
         few = np.setdiff1d(numbers[numbers < 600], numbers[priorities[numbers] > 1])  # are drawn too seldom for a test
         many = np.setdiff1d(numbers, few)
         chances = np.append(priorities[many], priorities[few].sum())
@@ -89,14 +89,20 @@ def test_a_row_that_is_new_on_one_shard_gets_the_priority_that_was_set_on_anothe
         assert np.isclose(sum(memory._cluster.masses().values()), before + 49.0 + 256 * 50.0, atol=0.01)
 
 
+def scaled_of(record: Record, content: bytes) -> NDArray[np.float64]:
+    return np.frombuffer(record.part("scaled", lambda start, nbytes: content[start : start + nbytes]), "<f8")
+
+
 def written_priorities(url: Path, shard: int) -> int:
     """Count the different priorities that the journal of a shard has, without opening it."""
-    journal = Journal(slots_at(url, FOLDER, f"{shard:05d}"))
+    scaled = np.zeros(1)
     for path in sorted((url / FOLDER / f"{shard:05d}").glob("*.slot")):
         with suppress(FileNotFoundError):  # it is written in place of an older one
             content = path.read_bytes()
-            journal._replay_state(0, list(records_in(content)), content)
-    return 0 if journal.priorities is None else int(np.count_nonzero(np.unique(journal.priorities["scaled"])))
+            for record in records_in(content):
+                if record.kind == PRIORITIES:
+                    scaled = scaled_of(record, content)
+    return int(np.count_nonzero(np.unique(scaled)))
 
 
 @pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.nightly)])

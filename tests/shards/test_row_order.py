@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from holdall.checkpoint import WriterRun
-from holdall.cluster.row_order import RowOrder
+from holdall.cluster.shard_data import RowOrder
 from holdall.sampling import LANE
 
 

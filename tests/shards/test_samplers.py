@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall import Hindsight, NStep, Prioritized, Sequence
+from holdall import ArgumentError, Hindsight, NStep, Prioritized, Sequence
 from holdall.batch import Batch
 from holdall.cluster.answer import Answer, Deliverer, read_answer
 from holdall.cluster.encode import Encoder, sliced_leaves
@@ -80,7 +80,7 @@ class Desk:
     def send(self) -> None:
         if self.encoder.rows:
             payload = pack_segment(self.encoder.close({}), self.kernels.coder)
-            self.shard.take(b"w" * 16, self.shard.unpacked(payload, {}))
+            self.shard.take(b"w" * 16, self.shard.unpacked(payload))
 
     def sample(self, count: int) -> Batch:
         self.send()
@@ -88,7 +88,7 @@ class Desk:
         counters = ShardCounters(0, 0, 0, 0, 0, 0, 0, self.shard.mass())
         drawn, order = self.shard.in_order(self.shard.draw([(count, relabelled)]), [(count, relabelled)])
         answer = read_answer(self.shard.answer(counters, drawn, self.shard.found(drawn), order=order))
-        where, by = [order], getattr(self.sampler, "by", None)
+        where, by = [np.arange(count) if order is None else order], getattr(self.sampler, "by", None)
         weights = weights_of([answer], where, [1.0], by.beta if isinstance(by, Prioritized) else 1.0)
         return self.deliverer.batch([answer], where, [0], weights, self.sampler)
 
@@ -165,6 +165,9 @@ def test_episodes_stay_together_over_shards(lanes: int) -> None:
             assert cut.sum() == 0
             first = batch.obs[:, 1]
             assert (batch.reward == steps * first + steps * (steps - 1) / 2).all()
+        row, no = np.zeros((lanes, 2), np.float32), np.zeros(lanes, np.bool_)
+        with pytest.raises(ArgumentError, match="the first add had float32"):  # whichever group a lane is in
+            memory.add(row, np.zeros(lanes, np.int64), np.zeros(lanes), row, no, no)
 
 
 class Lane:

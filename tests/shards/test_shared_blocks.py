@@ -12,8 +12,9 @@ import pytest
 from gymnasium import spaces
 
 from holdall.batch import Batch
-from holdall.cluster import protocol, shared_blocks
-from holdall.cluster.shared_blocks import BatchBlocks, OpenedBlocks
+from holdall.cluster import answer, protocol
+from holdall.cluster.answer import BatchBlocks
+from holdall.cluster.row_reader import OpenedBlocks
 from holdall.ray import ReplayMemory, attach
 from holdall.schema import Leaf
 
@@ -34,7 +35,7 @@ def is_shared(batch: Batch) -> bool:
     memory: Any = batch.obs["image"]
     while isinstance(memory, np.ndarray):
         memory = memory.base
-    return isinstance(memory.obj if isinstance(memory, memoryview) else memory, shared_blocks._SharedBlock)
+    return isinstance(memory.obj if isinstance(memory, memoryview) else memory, answer._SharedBlock)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -67,7 +68,7 @@ def test_a_batch_in_shared_memory_belongs_to_the_caller(shards: int, monkeypatch
                 for _ in range(9):
                     require_right(next(loader))
         monkeypatch.undo()
-        monkeypatch.setattr(shared_blocks, "_SHARED_FROM", 1 << 40)
+        monkeypatch.setattr(answer, "_SHARED_FROM", 1 << 40)
         copied = memory.sample(65)  # of another size, so that none waits that was drawn before
         assert not is_shared(copied)
         require_right(copied)

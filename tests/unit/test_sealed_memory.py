@@ -18,8 +18,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
-from holdall.native import native_kernels
-from holdall.native.kernels import _warn_once
+from holdall.native import _warn_once, native_kernels
 from holdall.report import FieldReport
 from holdall.storage import segment
 from holdall.storage.codec_choice import COST_CAPS
@@ -230,10 +229,10 @@ def test_threads_read_what_was_added_while_it_is_sealed() -> None:
 def test_compiled_loops_do_without_the_systems_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where libzstd or liblz4 is missing, the packages seal, and what they sealed is read beside raw blocks."""
     monkeypatch.setenv("HOLDALL_KERNELS", "native")
-    monkeypatch.setattr("holdall.native.kernels.linked_libraries", lambda library: None)
-    monkeypatch.setattr("holdall.native.kernels.system_libraries", lambda: None)
-    monkeypatch.setattr("holdall.native.kernels.native_kernels", native_kernels.__wrapped__)
-    monkeypatch.setattr("holdall.native.kernels._warn_once", _warn_once.__wrapped__)
+    monkeypatch.setattr("holdall.native.linked_libraries", lambda library: None)
+    monkeypatch.setattr("holdall.native.system_libraries", lambda: None)
+    monkeypatch.setattr("holdall.native.native_kernels", native_kernels.__wrapped__)
+    monkeypatch.setattr("holdall.native._warn_once", _warn_once.__wrapped__)
     with pytest.warns(RuntimeWarning, match="libzstd or liblz4 was not found"):
         pair = Pair(lanes=2)
     with pair.memory:

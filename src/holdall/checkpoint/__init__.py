@@ -7,20 +7,12 @@ A memory over shards saves the same way; it and other numbers of lanes are loade
 """
 
 from holdall.checkpoint.directory import open_reader
-from holdall.checkpoint.file_system import FileSystem
-from holdall.checkpoint.interfaces import CheckpointReader
-from holdall.checkpoint.load import Loading, Restored, attached_files, newest, restored, restored_state
+from holdall.checkpoint.file_system import CheckpointReader, FileSystem
+from holdall.checkpoint.load import Restored, attached_files, newest, restored, restored_state
 from holdall.checkpoint.manifest import Manifest, is_remote, normalized_url, require_whole
 from holdall.checkpoint.objects import Objects
 from holdall.checkpoint.save import Checkpoint, SaveHandle, Savers, open_writer
 from holdall.checkpoint.saved_memory import SavedMemory
 from holdall.checkpoint.saved_records import RowsKey, damages
-from holdall.checkpoint.streams import Streams, WriterRun, collect_all, runs_of, runs_state, shard_url, trajectories
+from holdall.checkpoint.streams import Streams, WriterRun, collect_all, runs_of, runs_state, shard_url
 from holdall.checkpoint.write import ShardsSnapshot, Snapshot
-
-__all__ = [
-    "Checkpoint", "CheckpointReader", "FileSystem", "Loading", "Manifest", "Objects", "Restored", "RowsKey",
-    "SaveHandle", "SavedMemory", "Savers", "ShardsSnapshot", "Snapshot", "Streams", "WriterRun", "attached_files",
-    "collect_all", "damages", "is_remote", "newest", "normalized_url", "open_reader", "open_writer", "require_whole",
-    "restored", "restored_state", "runs_of", "runs_state", "shard_url", "trajectories",
-]  # fmt: skip

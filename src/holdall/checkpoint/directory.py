@@ -44,7 +44,7 @@ from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.storage import SegmentFile
 
 if TYPE_CHECKING:
-    from holdall.checkpoint.interfaces import CheckpointReader
+    from holdall.checkpoint.file_system import CheckpointReader
 
 _TEMPORARY = ".tmp"
 _TEMPORARY_NAMES = {

@@ -17,16 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from holdall.checkpoint.directory import open_reader
-from holdall.checkpoint.file_system import disk_errors_explained
-from holdall.checkpoint.interfaces import CheckpointReader
-from holdall.checkpoint.manifest import (
-    BlockEntry,
-    Chunk,
-    Manifest,
-    SegmentEntry,
-    is_lost,
-    require_whole,
-)
+from holdall.checkpoint.file_system import CheckpointReader, disk_errors_explained
+from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, SegmentEntry, is_lost, require_whole
 from holdall.checkpoint.saved_records import Attached, LostTicks, RecordFiles, SavedRecords, blank_parts, blank_rows
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_of, malformed_refused, schema_of
@@ -47,6 +39,7 @@ from holdall.storage import (
     SegmentFile,
     Store,
     StoreContent,
+    Window,
     reserve,
     unpack_dictionary,
     unpack_logs,
@@ -54,7 +47,6 @@ from holdall.storage import (
     unpack_rows,
     unpack_slices,
     unpack_state,
-    window_of,
 )
 from holdall.units import require_count
 
@@ -248,7 +240,7 @@ def _content(
         first_tick=first_tick,
         next_tick=manifest.next_tick,
         large=large,
-        windows=[window_of(window, leaf) for window, leaf in zip(words["windows"], leaves, strict=True)],
+        windows=[Window.of_words(window, leaf) for window, leaf in zip(words["windows"], leaves, strict=True)],
         segments=segments,
         searches=words["searches"] or {"scouts": {}, "in_vain": {}, "rest": {}},
         newest=newest,

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
-from holdall.json_state import counted, malformed_refused, parsed, text_of, unparsed
+from holdall.json_state import counted, malformed_refused, text_of
+from holdall.storage import parsed, unparsed
 from holdall.units import require_path
 
 if TYPE_CHECKING:
-    from holdall.checkpoint.interfaces import CheckpointReader
+    from holdall.checkpoint.file_system import CheckpointReader
 
 FORMAT = "holdall checkpoint"
 VERSION = 1

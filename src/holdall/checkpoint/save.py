@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdall.checkpoint.directory import DirectoryWriter
-from holdall.checkpoint.file_system import disk_errors_explained
-from holdall.checkpoint.interfaces import CheckpointWriter
+from holdall.checkpoint.file_system import CheckpointWriter, disk_errors_explained
 from holdall.checkpoint.manifest import is_remote, last_number, newest_manifest, next_number, normalized_url
 from holdall.checkpoint.saved_records import RowsKey, SavedRecords
 from holdall.checkpoint.waiting import CLOSE_S, JobThread, Waiting
@@ -212,11 +211,7 @@ class Saver:
         return self._records.rows_saved()
 
     def save(
-        self,
-        snapshot: Snapshot | ShardsSnapshot,
-        keep: int | None,
-        progress: Progress | None,
-        mirror: str | None,
+        self, snapshot: Snapshot | ShardsSnapshot, keep: int | None, progress: Progress | None, mirror: str | None
     ) -> SaveHandle:
         """Have a snapshot written, after those before it.
 

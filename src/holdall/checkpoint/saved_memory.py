@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from holdall.checkpoint.saved_records import Attached, RowsKey
 from holdall.checkpoint.waiting import CLOSE_S, LOAD_S
 from holdall.checkpoint.write import Snapshot
 from holdall.delivery import Prefetched
-from holdall.errors import ArgumentError, CheckpointError, HoldallError
+from holdall.errors import ArgumentError, CheckpointError
 from holdall.json_state import childs_generator, generator_state, restored_generator, schema_words
 from holdall.sampling import Sampler, resume, sampler_to_resume, sampler_words
 from holdall.schema import Schema
@@ -67,34 +66,13 @@ class SavedMemory(ABC):
     def _open(self) -> Store:
         """Return the store, or refuse a memory that was closed."""
 
+    @abstractmethod
     def _whole(self) -> Store:
         """Return the store, under the lock, after what an interrupted call left to do is done."""
-        store = self._open()
-        store.repair.run()
-        return store
 
+    @abstractmethod
     def _locked(self) -> Any:
         """Return the lock, for `with`: an exception at any instruction inside leaves it."""
-        if self._lock._is_owned():
-            self._leave_interrupted()
-        return self._lock
-
-    def _leave_interrupted(self) -> None:
-        """Release the lock for a call of this thread that was interrupted where it was about to do so.
-
-        Refuse to go on if the call is still under way: a signal handler, or a sampler, called the memory from inside.
-        """
-        frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_locals.get("self") is self:
-            frame = frame.f_back
-        while frame is not None:
-            if frame.f_locals.get("self") is self:
-                raise HoldallError(
-                    "the memory was called from inside one of its own calls; let signal handlers and samplers do "
-                    "without it, and call it when they have returned"
-                )
-            frame = frame.f_back
-        left(self._lock)
 
     @property
     @abstractmethod

@@ -20,15 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from holdall.checkpoint.interfaces import CheckpointReader, CheckpointWriter, NewFile
-from holdall.checkpoint.manifest import (
-    Chunk,
-    Manifest,
-    Ref,
-    is_lost,
-    require_files,
-    shard_manifest,
-)
+from holdall.checkpoint.file_system import CheckpointReader, CheckpointWriter, NewFile
+from holdall.checkpoint.manifest import Chunk, Manifest, Ref, is_lost, require_files, shard_manifest
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import malformed_refused
 from holdall.schema import Leaf
@@ -170,10 +163,6 @@ class SavedRecords:
         refs += [*self.logs.values(), *self.dictionaries.values()]
         refs += [ref for written in list(self.blocks.values()) for ref in written]
         return refs + [ref for filled in list(self.filling.values()) for ref in filled.refs]
-
-    def files_in_use(self) -> set[str]:
-        """Name the files that hold something of use."""
-        return {ref.file for ref in self.refs()}
 
     def adopt_rows(self, chunks: Iterable[Chunk], chunk_ticks: int, columns: tuple[str, ...], next_tick: int) -> None:
         """Take over the chunks of rows of a memory that was loaded."""

@@ -27,15 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.interfaces import CheckpointReader, CheckpointWriter
+from holdall.checkpoint.file_system import CheckpointReader, CheckpointWriter
 from holdall.checkpoint.load import Loading, Restored, restored_state
-from holdall.checkpoint.manifest import (
-    Manifest,
-    kept_and_stale,
-    normalized_url,
-    shard_folder,
-    shard_manifest,
-)
+from holdall.checkpoint.manifest import Manifest, kept_and_stale, normalized_url, shard_folder, shard_manifest
 from holdall.checkpoint.save import open_writer
 from holdall.checkpoint.saved_records import Attached, RecordFiles
 from holdall.errors import DamageError

@@ -22,16 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from holdall.checkpoint.interfaces import CheckpointWriter
-from holdall.checkpoint.manifest import (
-    BlockEntry,
-    Chunk,
-    Manifest,
-    Ref,
-    SegmentEntry,
-    ShardEntry,
-    shard_folder,
-)
+from holdall.checkpoint.file_system import CheckpointWriter
+from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry, ShardEntry, shard_folder
 from holdall.checkpoint.saved_records import PartialBlock, RecordWriter, SavedRecords, adoptable, compacted, ref_of
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_name
@@ -47,12 +39,9 @@ from holdall.storage import (
     FrozenSegments,
     FrozenStore,
     FullBlock,
-    Method,
     OpenSlices,
     RowChunk,
     SliceBlock,
-    Transform,
-    dictionary_name,
     is_settled,
     pack_dictionary,
     pack_file,
@@ -61,7 +50,7 @@ from holdall.storage import (
     pack_rows,
     pack_slices,
     pack_state,
-    window_words,
+    stored,
 )
 
 if TYPE_CHECKING:
@@ -393,7 +382,7 @@ class SnapshotWriter:
         """Write the dictionary of a codec, unless it is there."""
         dictionary = codec.dictionary
         if dictionary is not None:
-            name = dictionary_name(dictionary)
+            name = dictionary.name
             if name not in self._records.dictionaries and name not in self._fresh.dictionaries:
                 self._fresh.dictionaries[name] = self._lasting.append(pack_dictionary(dictionary))
 
@@ -414,9 +403,8 @@ class SnapshotWriter:
         arena, sealed = block.arena, block.sealed  # in this order: once the arena is empty, the sealed form is there
         if sealed is None:
             nbytes = block.used * block.slice_bytes
-            stored = Codec(Method.STORED, 0, Transform(block.slice_bytes))
             offsets = (np.arange(block.used + 1, dtype=np.uint64) * block.slice_bytes).astype(np.uint32)
-            coded = Coded(stored, block.used, offsets, np.empty(0, np.uint8), arena[:nbytes])
+            coded = Coded(stored(block.slice_bytes), block.used, offsets, np.empty(0, np.uint8), arena[:nbytes])
         else:
             coded = sealed.coded
         extent = coded.data
@@ -467,7 +455,7 @@ def store_words(frozen: FrozenStore) -> dict[str, Any]:
         "paired": frozen.paired,
         "newest": {str(i): rows for i, rows in frozen.newest.items()},
         "scouts": frozen.scouts,
-        "windows": [] if segments is None else [window_words(window) for window in segments.windows],
+        "windows": [] if segments is None else [window.words() for window in segments.windows],
         "searches": None if segments is None else segments.searches,
         "reward_dtype": None if frozen.reward_dtype is None else dtype_name(frozen.reward_dtype),
         "has_invalid": frozen.has_invalid,

@@ -56,6 +56,7 @@ _ALWAYS_EXPANDED = ("buffers", "shared")  # even if there is one
 _LEAST_OF_OTHER = 2**20  # of other parts, these are shown
 _MOST_PARTS = 4
 _BAR = 16
+_BESIDE_NAMES = 46  # columns that the figures of a part take
 _LEVELS = "▁▂▃▄▅▆▇█"
 _SEVERITY_COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
 
@@ -281,7 +282,8 @@ def process_view(
         command: What starts the process, if it has no agent.
     """
     reading = turn.reading
-    lines: list[RenderableType] = [_headline(title, reading, width), _curve(history, reading, width), _table(reading)]
+    lines: list[RenderableType] = [_headline(title, reading, width), _curve(history, reading, width)]
+    lines.append(_table(reading, width))
     if reading.gpu is not None:
         lines.append(_gpu(reading))
     if beside := _outside_facts(reading):
@@ -340,9 +342,10 @@ def _curve(history: ReadingHistory, reading: MemoryReading, width: int) -> Text:
     return text.append(left, style="bold cyan").append(f"  {drawn}  ", style="cyan").append(right)
 
 
-def _table(reading: MemoryReading) -> Table:
+def _table(reading: MemoryReading, width: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    table.add_column("part", no_wrap=True, overflow="ellipsis", min_width=26, max_width=34)
+    widest = max(width - _BESIDE_NAMES, 34)
+    table.add_column("part", no_wrap=True, overflow="ellipsis", min_width=26, max_width=widest)
     for name in ("resident", "", "allocated", "full"):
         table.add_column(name, justify="right" if name else "left", width=None if name else _BAR, no_wrap=True)
     for group in GROUPS:

@@ -2,15 +2,21 @@
 
 In:  rows that a shard read.  Out: what Ray carries; and back, as batches.
 Invariant: what is damaged on its way between machines is refused whole. Large arrays lie beside the rest, where Ray
-hands them over without copying; to another machine they go compressed, if that pays.
+hands them over without copying; to another machine they go compressed, if that pays. Shards on the learner's machine
+write rows where they belong in a batch: in a block of memory that both share, which has no name in any file system and
+is handed out again only when nothing refers to it, and never if a shard that was asked to write to it has not answered.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
 import pickle
+import secrets
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,12 +28,11 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.cluster.protocol import ShardCounters, ids_of
-from holdall.cluster.shared_blocks import BatchBlock, BatchBlocks, CountPlace
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
-from holdall.schema import Array, Leaf, Schema
-from holdall.storage import Kernels, Rows
+from holdall.schema import Array, Bytes, Leaf, Schema
+from holdall.storage import ALIGNMENT_BYTES, Kernels, Rows
 
 Ids = NDArray[np.int64]
 Payload = tuple[Any, ...]
@@ -51,8 +56,6 @@ class RowDraw(NamedTuple):
     @classmethod
     def of(cls, draws: Sequence[Draw]) -> RowDraw:
         """Lay the draws of some batches one behind another."""
-        if len(draws) == 1 and draws[0].last_ids is None and draws[0].goals is None and draws[0].ids.ndim == 1:
-            return cls(draws[0].ids)
         behind: list[Ids] = []
         others: list[Ids] = []
         begin = 0
@@ -78,16 +81,10 @@ class RowDraw(NamedTuple):
         """The rows of what was drawn, a line for each."""
         return self.rows[: len(self.rows) - len(self.others)].reshape(-1, max(1, self.steps))
 
-    def taken(self, which: Ids) -> tuple[RowDraw, Ids]:
-        """Return some of what was drawn, in this order, and which of all rows theirs are."""
-        drawn, each = self.drawn, max(1, self.steps)
-        place = np.full(len(drawn), -1)
-        place[which] = np.arange(len(which))
-        behind = np.flatnonzero(place[self.others] >= 0)
-        behind = behind[np.argsort(place[self.others[behind]], kind="stable")]
-        rows = np.concatenate([(which[:, None] * each + np.arange(each)).reshape(-1), drawn.size + behind])
-        own = {name: array[which] for name, array in self.own.items()}
-        return RowDraw(self.rows[rows], self.steps, place[self.others[behind]], own), rows
+    @property
+    def is_plain(self) -> bool:
+        """Whether each that was drawn is one row, and nothing else."""
+        return not self.steps and not self.others.size and not self.own
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +96,17 @@ class Answer:
     scaled: NDArray[np.float64]  # what each drawn one was drawn in proportion to
     rows: Rows  # those of the draw are among them; without leaves that were written to a block
     order: Ids | None = None  # which of those asked for each drawn one is; None: as they were asked for
-    count: CountPlace | None = None  # where a learner on its machine sees how often the shard has changed
+    count: BlockPlace | None = None  # where a learner on its machine sees how often the shard has changed
     begin: int = 0  # the first of `rows` that is the draw's
 
     def part(self, first: int, end: int) -> Answer:
-        """Return some of what was drawn."""
+        """Return some of what was drawn, of a plain draw; nothing is copied."""
         if (first, end) == (0, len(self.scaled)):
             return self
         order = None if self.order is None else self.order[first:end] - first
-        draw, rows, begin = RowDraw(self.draw.rows[first:end]), self.rows, first  # nothing is copied
-        if self.draw.steps or self.draw.others.size or self.draw.own:
-            draw, within = self.draw.taken(np.arange(first, end))
-            rows, begin = _each([self.rows], lambda arrays: arrays[0][within]), 0
-        return Answer(self.counters, draw, self.scaled[first:end], rows, order, begin=begin)
+        return Answer(
+            self.counters, RowDraw(self.draw.rows[first:end]), self.scaled[first:end], self.rows, order, begin=first
+        )
 
 
 def _each(parts: Sequence[Rows], act: Callable[[list[Array]], Array]) -> Rows:
@@ -305,3 +300,176 @@ def _merged(parts: Sequence[Array], where: Sequence[Ids]) -> Array:
     for part, positions in zip(parts, where, strict=True):
         merged[positions] = part
     return merged
+
+
+_SHARED_FROM = 2**16
+"""Bytes from which on a batch lies in a block: Ray sends less within the answer itself."""
+Pair = tuple[Array, Array]
+_COUNT_BYTES = 8
+_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+"""Pages that are mapped one by one, as each is first written, cost far more."""
+
+
+class BlockPlace(NamedTuple):
+    """Where a block of another process of this machine is found, and which rows of a batch in it are meant."""
+
+    process: int
+    descriptor: int
+    name: str
+    rows: int = 0  # of the whole batch
+    positions: bytes = b""  # int64, of some of them; nothing: all
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the block is still behind its descriptor."""
+        return _is_behind(f"/proc/{self.process}/fd/{self.descriptor}", self.name)
+
+    def opened(self, nbytes: int) -> Bytes | None:
+        """Open the block; None if it is not within reach, or something else is behind its descriptor by now."""
+        try:
+            descriptor = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            if not _is_behind(f"/proc/self/fd/{descriptor}", self.name) or os.fstat(descriptor).st_size != nbytes:
+                return None
+            return np.frombuffer(mmap.mmap(descriptor, nbytes, _AT_ONCE), np.uint8)
+        finally:
+            os.close(descriptor)
+
+
+def _is_behind(path: str, name: str) -> bool:
+    try:
+        return os.readlink(path).startswith(f"/memfd:{name} ")  # noqa: PTH115  a path of its own takes longer
+    except OSError:
+        return False
+
+
+class _SharedBlock(mmap.mmap):
+    """Memory behind a descriptor of this process."""
+
+    descriptor: int
+    name: str
+
+    @property
+    def place(self) -> BlockPlace:
+        """Where other processes find it."""
+        return BlockPlace(os.getpid(), self.descriptor, self.name)
+
+
+def _new_block(nbytes: int) -> _SharedBlock:
+    name = f"holdall-{secrets.token_hex(8)}"
+    descriptor = os.memfd_create(name)
+    os.ftruncate(descriptor, nbytes)
+    block = _SharedBlock(descriptor, nbytes)
+    block.descriptor, block.name = descriptor, name
+    weakref.finalize(block, os.close, descriptor).atexit = False
+    return block
+
+
+class ChangeCount:
+    """How often a shard has changed, where processes on its machine see it without asking."""
+
+    def __init__(self) -> None:
+        self._block = _new_block(_COUNT_BYTES) if hasattr(os, "memfd_create") else None
+        self._count = np.frombuffer(self._block or bytearray(_COUNT_BYTES), np.int64)
+
+    @property
+    def place(self) -> BlockPlace | None:
+        """Where it is found; None where processes cannot share memory so."""
+        return None if self._block is None else self._block.place
+
+    @property
+    def value(self) -> int:
+        """Changes so far."""
+        return int(self._count[0])
+
+    def raise_by_one(self) -> None:
+        """Count one more."""
+        self._count[0] += 1
+
+
+class SeenCount:
+    """The count of a shard on this machine, if it is within reach."""
+
+    def __init__(self, place: BlockPlace) -> None:
+        self._place, self._memory = place, place.opened(_COUNT_BYTES)
+
+    @property
+    def now(self) -> int:
+        """Changes so far; -1 if the shard's process has ended, or is not within reach."""
+        memory = self._memory
+        return -1 if memory is None or not self._place.is_there else int(memory.view(np.int64)[0])
+
+
+class BatchBlock:
+    """A batch of so many rows in a block."""
+
+    def __init__(self, block: _SharedBlock, leaves: dict[int, Leaf], rows: int) -> None:
+        self.block, self.memory = block, np.frombuffer(block, np.uint8)  # which every view of it refers to
+        self._leaves, self._rows = leaves, rows
+        self.is_given_up = False  # whether a shard may still write to it that nobody waits for
+
+    def place(self, positions: Array) -> BlockPlace:
+        """Say where a shard writes some rows."""
+        some = b"" if len(positions) == self._rows else positions.tobytes()
+        return self.block.place._replace(rows=self._rows, positions=some)
+
+    def pairs(self) -> dict[int, Pair]:
+        """Return observations and next observations, by leaf."""
+        return dict(pairs_in(self.memory.copy() if self.is_given_up else self.memory, self._leaves, self._rows))
+
+
+class BatchBlocks:
+    """Blocks for the batches of one learner."""
+
+    def __init__(self, leaves: dict[int, Leaf]) -> None:
+        self._leaves = leaves
+        self._spare: list[tuple[_SharedBlock, weakref.ref[Bytes]]] = []
+        self._lock = threading.Lock()
+        self.most = 4  # that are kept
+
+    def take(self, rows: int) -> BatchBlock | None:
+        """Return a block for a batch; None for a small one, and where processes cannot share memory so."""
+        nbytes = block_bytes(self._leaves.values(), rows)
+        if nbytes < _SHARED_FROM or not hasattr(os, "memfd_create"):
+            return None
+        with self._lock:
+            for i in reversed(range(len(self._spare))):  # what was used last is still in caches
+                block, user = self._spare[i]
+                if len(block) == nbytes and user() is None:
+                    del self._spare[i]
+                    return BatchBlock(block, self._leaves, rows)
+        return BatchBlock(_new_block(nbytes), self._leaves, rows)
+
+    def settle(self, batch: BatchBlock) -> None:
+        """Hear that nobody writes to a block any more: it is used again when its batch is gone."""
+        with self._lock:
+            self._spare = [*self._spare, (batch.block, weakref.ref(batch.memory))][-self.most :]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for the next batches."""
+        with self._lock:
+            return sum(len(block) for block, _ in self._spare)
+
+
+def block_bytes(leaves: Iterable[Leaf], rows: int) -> int:
+    """Return what a batch of so many rows takes in a block."""
+    return sum(2 * _aligned(rows * leaf.nbytes) for leaf in leaves)
+
+
+def pairs_in(memory: Bytes, leaves: dict[int, Leaf], rows: int) -> Iterator[tuple[int, Pair]]:
+    """Return where the leaves of a batch lie in a block."""
+    start = 0
+    for i, leaf in leaves.items():
+        nbytes, second = rows * leaf.nbytes, start + _aligned(rows * leaf.nbytes)
+        obs, next_obs = (
+            memory[begin : begin + nbytes].view(leaf.dtype).reshape(rows, *leaf.shape) for begin in (start, second)
+        )
+        yield i, (obs, next_obs)
+        start = second + _aligned(nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

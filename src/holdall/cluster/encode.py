@@ -125,7 +125,7 @@ class Encoder:
 
     def _ticks_before_full(self) -> int:
         """Count the ticks, at least one, after which the segment may be full, and not before."""
-        if self._searches.under_way:  # a window that was found begins with the next segment
+        if self._searches.scouts:  # a window that was found begins with the next segment
             return 1
         room = _SEGMENT_BYTES - sum(field.part.added_bytes for field in self.fields)
         return max(1, -(-room // self._tick_bytes)) if self.fields else self._ticks
@@ -146,7 +146,7 @@ class Encoder:
         for field, array, next_array in zip(self.fields, obs, next_obs, strict=True):
             field.part.append(array, next_array, field.cursors[now])
         self._used = now + 1
-        if self._searches.under_way:
+        if self._searches.scouts:
             for i in self._searches.look(obs, next_obs):
                 window = self._searches.end(i) or storage.Window.whole(self.leaves[i])
                 if window != self.fields[i].window:
@@ -205,16 +205,13 @@ class Encoder:
 
     def _coded(self, field: _OpenField, codec: storage.Codec | None) -> storage.Coded:
         """Compress the slices."""
-        chosen = codec if codec is not None and codec.transform.slice_bytes == field.window.slice_bytes else None
-        raw = field.raw
-        for attempt in (chosen, field.plain):
-            if attempt is not None:
-                sealed = self._coder.seal(raw, attempt)
-                if sealed is not None:
-                    return sealed.coded
-        stored = storage.Codec(storage.Method.STORED, 0, storage.Transform(field.window.slice_bytes))
-        offsets = (np.arange(len(raw) + 1, dtype=np.uint64) * raw.shape[1]).astype(np.uint32)
-        return storage.Coded(stored, len(raw), offsets, np.empty(0, np.uint8), raw.reshape(-1).copy())
+        raw, sealed = field.raw, None
+        if codec is not None and codec.transform.slice_bytes == field.window.slice_bytes:
+            sealed = self._coder.seal(raw, codec)  # None if its palette does not hold these
+        if sealed is None:
+            sealed = self._coder.seal(raw, field.plain)
+        assert sealed is not None  # it has no palette
+        return sealed.coded
 
     def _consider_search(self, i: int, leaf: Leaf) -> None:
         """Search a field again from time to time: a wrapper may change its mind."""
@@ -253,6 +250,10 @@ _QUICK_LEVEL = 7
 """Zstandard's last level that is quick: those above take far longer for frames of a game, and hardly less room."""
 
 
+_Key = tuple[int, storage.Window]
+"""A field, and how it is cut."""
+
+
 class SharedCodecs:
     """The codecs that one writer uses: those that the memory's first writer chose for the same fields.
 
@@ -266,48 +267,44 @@ class SharedCodecs:
         self._leaves = leaves
         self._lanes = lanes
         self._cap = storage.COST_CAPS[prefer]
-        self._codecs: dict[int, tuple[storage.Window, storage.Codec]] = {}
-        self._samples: dict[int, list[Bytes]] = {}
-        self._choosing: set[int] = set()
+        self._codecs: dict[_Key, storage.Codec | None] = {}  # None: it is being chosen
+        self._samples: dict[_Key, list[Bytes]] = {}
 
-    def codecs(self, windows: Sequence[storage.Window]) -> dict[int, storage.Codec]:
-        """Return the codecs of fields that are cut by these windows, as far as they were chosen."""
-        return {field: codec for field, (window, codec) in self._codecs.items() if window == windows[field]}
+    def of(self, fields: Sequence[_OpenField]) -> dict[int, storage.Codec]:
+        """Return the codecs of the fields of a segment that is about to be closed, as far as they were chosen."""
+        for number, field in enumerate(fields):
+            self._look((number, field.window), field.raw)
+        chosen = {number: self._codecs.get((number, field.window)) for number, field in enumerate(fields)}
+        return {number: codec for number, codec in chosen.items() if codec is not None}
 
-    def look(self, field: int, window: storage.Window, slices: Bytes) -> None:
-        """Look at the slices of a segment that is about to be closed, if there is something to choose."""
-        known = self._codecs.get(field)
-        if field in self._choosing or (known is not None and known[0] == window):
+    def _look(self, key: _Key, slices: Bytes) -> None:
+        """Keep some slices of a field that has no codec yet, until there are enough to choose one."""
+        if key in self._codecs:
             return
-        kept = self._samples.setdefault(field, [])
-        if kept and kept[0].shape[1] != slices.shape[1]:
-            kept.clear()
+        kept = self._samples.setdefault(key, [])
         held = sum(map(len, kept))
         if held < _ENOUGH:
             kept.append(slices[: _ENOUGH - held].copy())
             return
-        self._choosing.add(field)
-        work = (field, window, np.concatenate(self._samples.pop(field)))
+        self._codecs[key] = None
+        work = (key, np.concatenate(self._samples.pop(key)))
         threading.Thread(target=self._choose, args=work, name="holdall-codec", daemon=True).start()
 
-    def _choose(self, field: int, window: storage.Window, slices: Bytes) -> None:
-        """Ask for the codec of a field, and choose one if there is none; if that fails, segments go on as they are."""
-        key = json.dumps([field, storage.window_words(window)])
+    def _choose(self, key: _Key, slices: Bytes) -> None:
+        """Ask for the codec of a field, and choose one if there is none; if that fails, it is tried again later."""
+        (field, window), asked = key, json.dumps([key[0], key[1].words()])
         try:
-            words = ray.get(self._roster.codec.remote(key))
+            words = ray.get(self._roster.codec.remote(asked))
             if words is None:
-                leaf = self._leaves[field]
                 # A segment stands for itself: a dictionary would have to follow it wherever it goes.
                 chosen = storage.choose(
-                    self._coder, leaf, window, slices, self._cap, 1, self._lanes, has_dictionary=False
+                    self._coder, self._leaves[field], window, slices, self._cap, 1, self._lanes, has_dictionary=False
                 )
-                codec = _quicker(self._coder, chosen, slices)
-                words = ray.get(self._roster.codec.remote(key, storage.codec_words(codec)))
-            self._codecs[field] = window, storage.codec_of(words, {})
+                words = storage.codec_words(_quicker(self._coder, chosen, slices))
+                words = ray.get(self._roster.codec.remote(asked, words))
+            self._codecs[key] = storage.codec_of(words, {})
         except ray.exceptions.RayError:
-            pass
-        finally:
-            self._choosing.discard(field)
+            del self._codecs[key]
 
 
 def _quicker(coder: storage.Coder, codec: storage.Codec, slices: Bytes) -> storage.Codec:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import secrets
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,11 +18,11 @@ from typing import Any
 import ray
 
 from holdall.cluster.handle import MemoryTerms
-from holdall.cluster.protocol import MOST_SHARDS
+from holdall.cluster.protocol import MOST_SHARDS, asked
 from holdall.cluster.roster import NAMESPACE, RateLimit, Roster
 from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import Cluster
-from holdall.cluster.writer import Writer
+from holdall.cluster.writer import LaneGroup
 from holdall.errors import ArgumentError, ShardError
 from holdall.sampling import Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.storage import COST_CAPS
@@ -141,7 +141,6 @@ def _rewarded_elsewhere(*_: Any) -> Any:
     raise ShardError("rewards towards other goals are computed by learners; report this")
 
 
-_PAUSE_S = 0.05
 _LOG = logging.getLogger("holdall")
 
 
@@ -158,17 +157,20 @@ class Fleet:
         self, terms: MemoryTerms, seed: int | None, url: str | None, settings: ClusterSettings, shards: int
     ) -> None:  # fmt: skip
         name, sampler = terms.address.name, for_shards(terms.sampler)
+        self._home = f"{NAMESPACE}-{secrets.token_hex(8)}"  # where shards have their numbers as names
         remote: Any = ray.remote
         found_by = {"name": name, "namespace": NAMESPACE, "max_concurrency": _TALKS}
         # Ray's record of every call would cost as much as a small call itself; shards have metrics of their own.
         roster = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(Roster).options(**found_by)
         try:
-            self.roster = roster.remote(name, settings.limit, url is not None, replace(terms, sampler=sampler))
+            self.roster = roster.remote(
+                name, settings.limit, url is not None, replace(terms, sampler=sampler), self._home
+            )
         except ValueError as error:
             raise ArgumentError(f"name ({name!r}) is that of another memory of this cluster; choose another") from error
         # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
         shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS, enable_task_events=False)
-        self._shard = shard(Shard).options(**settings.options)
+        self._shard, self._options = shard(Shard), settings.options
         self._reserved = settings.reserved
         self.actors: dict[int, Any] = {}
         self._next = 0
@@ -189,8 +191,12 @@ class Fleet:
         with self._lock:
             _require_number(number)
             self._next = max(self._next, number + 1)
-            self.actors[number] = self._shard.remote(number, *self._made_with, saved)
-            self._ask(self.roster, "admit", self.actors)
+            self.actors[number] = self._started(number, saved)
+            self._ask(self.roster, "admit", number, self.actors[number])
+
+    def _started(self, number: int, saved: tuple[str, Any] | None = None) -> Any:
+        named = self._shard.options(**self._options, name=str(number), namespace=self._home)
+        return named.remote(number, *self._made_with, saved)
 
     def grow(self) -> int:
         """Start one more shard and return its number; nobody hears of it before it is up."""
@@ -198,18 +204,23 @@ class Fleet:
             self._require_room()
             number, self._next = self._next, self._next + 1
             _require_number(number)
-            actor = self._shard.remote(number, *self._made_with, None)
+            actor = self._started(number)
             try:
                 ray.get(actor.counters.remote(), timeout=self._patience_s)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                ray.kill(actor)
+                self._end(number, actor)
                 raise ShardError(
                     f"shard {number} did not start within {self._patience_s:g} s ({type(error).__name__}); see "
                     "`ray status` for room, and call add_shard() again; the memory is as before"
                 ) from error
             self.actors[number] = actor
-            self._ask(self.roster, "admit", self.actors)
+            self._ask(self.roster, "admit", number, actor)
             return number
+
+    def _end(self, number: int, actor: Any) -> None:
+        """End a shard that is listed nowhere, unless a roster was restarted meanwhile."""
+        ray.kill(actor)
+        self._ask(self.roster, "dismiss", number)
 
     def _require_room(self) -> None:
         """Refuse to start a shard for which no machine has what it reserves."""
@@ -224,27 +235,24 @@ class Fleet:
                 "add_shard() again; the memory is as before"
             )
 
-    def drain(self, number: int, writer: Writer, cluster: Cluster) -> None:
+    def drain(self, number: int, mover: LaneGroup, cluster: Cluster) -> None:
         """Move what a shard holds to the others, and end it."""
         with self._lock:
             if number not in self.actors or len(self.actors) == 1:
                 raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self.actors)}")
             actor = self.actors[number]
-            self._ask(self.roster, "admit", self.actors)
-            self._ask(self.roster, "retire", number)
             self._ask(actor, "close_to_writers")
-            writer.look_around(now=True)
+            mover.leave(number)
             while (oldest := self._ask(actor, "oldest"))[0]:
                 payload, rows, first_row, end = oldest
-                to, name, sequence = writer.next_of_others()
+                to, name, sequence = mover.next_of_others()
                 self._ask(actor, "give_up", first_row, end, to, name, sequence)
-                writer.pass_on(to, payload, rows)
+                mover.pass_on(to, payload, rows)
             self._ask(actor, "end_drain")
             self._ask(self.roster, "dismiss", number)
             del self.actors[number]
             cluster.refresh()
-            writer.look_around(now=True)
-            ray.kill(actor)
+            self._end(number, actor)
 
     def settle(self) -> None:
         """Wait until the shards are up; have segments that an earlier memory was moving be where they arrived.
@@ -284,20 +292,8 @@ class Fleet:
 
     def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
         """Call what may be called twice; a shard, or the roster, that is killed meanwhile is waited for."""
-        until = time.monotonic() + self._patience_s
-        # The roster answers at once, as soon as it is up.
-        who, timeout_s = ("the roster", None) if actor is self.roster else ("a shard", self._patience_s)
-        while True:
-            try:
-                return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
-            except ray.exceptions.ActorDiedError:
-                raise
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
-                if time.monotonic() > until:
-                    raise ShardError(
-                        f"{who} has not answered {method} for {self._patience_s:g} s; nothing is lost: try again"
-                    ) from error
-                time.sleep(_PAUSE_S)
+        timeout_s = None if actor is self.roster else self._patience_s
+        return asked(lambda: actor, method, *arguments, patience_s=self._patience_s, timeout_s=timeout_s)
 
     def end(self, *, has_saved: bool = False) -> None:
         """End all actors, once they have let go of the places that they saved to."""

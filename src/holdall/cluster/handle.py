@@ -21,13 +21,13 @@ from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, checked, together
-from holdall.cluster.protocol import ShardCounters, received
+from holdall.cluster.protocol import ShardCounters, asked
 from holdall.cluster.roster import NAMESPACE, WaitNotice
 from holdall.cluster.security import join_cluster, require_safe_cluster
-from holdall.cluster.status import Cluster, Gauges, ShardStatus, status_of
+from holdall.cluster.status import Cluster, Gauges, ShardStatus
 from holdall.cluster.writer import Address, Writer
 from holdall.delivery import Loader
-from holdall.errors import ArgumentError, ClosedError, ShardError
+from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, schema_of
 from holdall.native import chosen_kernels, fallback
 from holdall.report import FieldReport, MemoryReport
@@ -152,21 +152,25 @@ class MemoryHandle:
 
         From four shards on some batches are drawn at once, so that fewer calls are made: each is then drawn at most,
         and no longer exactly, `prefetch` batches before it is handed out, or the memory has not changed since. With a
-        limiter each is drawn alone.
+        limiter, and with a sampler that follows episodes, each is drawn alone.
         """
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._open()
         self._deliverer.keep(prefetch + 2)
-        batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
+        batches = together(prefetch, self.num_shards) if self._may_draw_several else 1
         return Loader(self._ahead(batch_size, batches, prefetch), max(0, prefetch - batches + 1))
+
+    @property
+    def _may_draw_several(self) -> bool:
+        """Whether several batches are drawn at once; those of samplers that follow episodes may be large."""
+        return self._address.limit is None and not isinstance(self.sampler, ComposedSampler)
 
     def _ahead(self, count: int, batches: int, prefetch: int) -> BatchesAhead:
         """Return what draws batches, so many at once whatever changes meanwhile."""
         waiting = _WAITING_BYTES // max(1, 2 * count * sum(leaf.nbytes for leaf in self.schema.observation.leaves))
         most = min(_MOST_AT_ONCE, 1 + waiting) if together(_MOST_AT_ONCE, self.num_shards) > 1 else 1
-        if self._address.limit is not None or isinstance(self.sampler, ComposedSampler):  # whose batches may be large
-            most = 1
+        most = most if self._may_draw_several else 1
         self._deliverer.blocks.most = max(self._deliverer.blocks.most, most + prefetch + 3)
         draw = functools.partial(self._drawing.start, count)
         return BatchesAhead(self._drawing, draw, batches, most, functools.partial(self._settle, count))
@@ -225,15 +229,16 @@ class MemoryHandle:
     def shards(self) -> list[ShardStatus]:
         """Say of every shard where it runs and what it holds; `holdall watch PID` there shows more of one."""
         self._open()
-        return [status_of(number, actor, self._address.patience_s) for number, actor in self._cluster.handles.items()]
+        numbers = self._cluster.numbers
+        found = self._cluster.ask_all(numbers, "process")
+        return [ShardStatus(number, number in found, **found.get(number, {})) for number in numbers]
 
     def report(self) -> MemoryReport:
         """Account for the bytes that all shards hold, field by field."""
         self.flush()
         known = self._cluster.refresh()
-        asked = [self._cluster.handle(shard).report.remote() for shard in known]
-        found = ray.get(asked, timeout=self._address.patience_s)
-        fields = _added_up([each[0] for each in found])
+        found = list(self._cluster.ask_all(known, "report").values())
+        fields = _added_up([field for each in found for field in each[0]])
         transitions = sum(counters.transitions for counters in known.values())
         slower = next((words for words in (*(each[1] for each in found), fallback()) if words), "")
         return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known), fallback=slower)
@@ -287,7 +292,6 @@ class MemoryHandle:
     def _wait_for_grant(self, count: int) -> None:
         """Wait until the limiter grants a draw, if there is one."""
         limit = self._address.limit
-        self._cluster.tell_restarted_roster()
         if limit is None:
             return
         limit.require("batch", count)
@@ -316,35 +320,20 @@ def attach(
         require_safe_cluster()
     else:
         join_cluster(address, NAMESPACE)
-    roster = Address.roster_of(name)
-    terms: MemoryTerms = _answered(roster, "terms")
+    find_roster = functools.partial(Address.roster_of, name)  # which refuses a memory that was closed
+    terms: MemoryTerms = asked(find_roster, "terms", patience_s=_ROSTER_S, timeout_s=None)
     if sampler is not None or isinstance(terms.sampler, Hindsight):
         terms = replace(terms, sampler=_same(terms.sampler, sampler))
     if rank is None:
-        rank = _answered(roster, "enroll") if seed is not None else secrets.randbits(32)
+        rank = secrets.randbits(32)
+        if seed is not None:
+            rank = asked(find_roster, "enroll", patience_s=_ROSTER_S, timeout_s=None)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
     learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
     handle = MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
     handle._cluster.refresh()  # so that the first batch is drawn from all shards
     return handle
-
-
-def _answered(roster: Any, method: str) -> Any:
-    """Ask the roster something; one that Ray starts again, also on another machine, is waited for."""
-    until = time.monotonic() + _ROSTER_S
-    while True:
-        try:
-            return received(getattr(roster, method).remote(), None)
-        except ray.exceptions.ActorDiedError as error:
-            raise ShardError("the memory was closed while a process attached to it; make it again") from error
-        except ray.exceptions.RayActorError as error:
-            if time.monotonic() > until:
-                raise ShardError(
-                    f"the memory's roster has not answered for {_ROSTER_S:g} s ({type(error).__name__}); see "
-                    "`ray status` for room, and attach again"
-                ) from error
-            time.sleep(_ASK_AGAIN_S)
 
 
 def _same(known: Sampler, passed: Sampler | None) -> Sampler:
@@ -357,16 +346,11 @@ def _same(known: Sampler, passed: Sampler | None) -> Sampler:
     return passed
 
 
-def _added_up(reports: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[FieldReport, ...]:
-    """Add up the fields of the same name; a shard that is still empty may not know of all."""
-    longest = max(reports, key=len, default=())
-    return tuple(
-        _sum_of([one for of_shard in reports for one in of_shard if one["name"] == known["name"]]) for known in longest
-    )
-
-
-def _sum_of(fields: Sequence[Mapping[str, Any]]) -> FieldReport:
-    """Add up all numbers; name and finding are those of the first."""
-    words = fields[0].items()
-    sums: dict[str, Any] = {name: sum(one[name] for one in fields) for name, word in words if not isinstance(word, str)}
-    return FieldReport(**{**fields[0], **sums})
+def _added_up(fields: Sequence[Mapping[str, Any]]) -> tuple[FieldReport, ...]:
+    """Add up all numbers of the fields of one name; words are those of the first."""
+    found: dict[str, dict[str, Any]] = {}
+    for field in fields:
+        known = found.setdefault(field["name"], {})
+        for name, value in field.items():
+            known[name] = known.get(name, value) if isinstance(value, str) else known.get(name, 0) + value
+    return tuple(FieldReport(**known) for known in found.values())

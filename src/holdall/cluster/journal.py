@@ -21,7 +21,7 @@ import numpy as np
 from holdall.cluster.protocol import whole
 from holdall.cluster.slots import LocalSlots, RemoteSlots, folders_at, slots_at
 from holdall.errors import CheckpointError, DamageError, FencedError, HoldallError
-from holdall.storage import DICTIONARY, Dictionary, Record, SealedSegment, pack, pack_dictionary, records_in
+from holdall.storage import Record, SealedSegment, pack, records_in
 
 SLOT, ENTRY, PRIORITIES, FOLDER = "slot", "entry", "priorities", "journal"
 _FULL_EVERY = 32
@@ -89,20 +89,30 @@ class Journal:
         self._full_at = -1  # the last slot that says what is expected of every writer
         self.epoch = -1
         self.expected: dict[bytes, int] = {}
-        self.dictionaries: dict[str, Dictionary] = {}  # which segments of an earlier version name
         self.state = JournalState()
         self.priorities: dict[str, Any] | None = None  # the state of the shard's sampler when it was last written
         self._priorities_at = -1  # the slot that has it
         self.fenced = False
         self.url, self.batching_s = slots.url, slots.batching_s
 
-    def open(self) -> Iterator[Page]:
-        """Return everything that was accepted, and take the journal over."""
-        self._slots.require_fencing()
+    def open(self, *, waits: bool = False) -> Iterator[Page]:
+        """Return everything that was accepted, and take the journal over.
+
+        Args:
+            waits: Whether a disk that fails is tried again until it does not.
+        """
+        if not waits:
+            self._slots.require_fencing()  # which an earlier life has done
         while True:
             try:
                 yield from self._read_all()
             except _RemovedError:  # by the last owner, who is still at it: its rows have left, and so have those before
+                self._first_rows.clear()
+            except CheckpointError as error:
+                if not waits:
+                    raise
+                _LOG.warning("%s; trying again", error)
+                time.sleep(_TRY_AGAIN_S)
                 self._first_rows.clear()
             else:
                 return
@@ -173,8 +183,6 @@ class Journal:
         head: dict[str, object] = {"number": self._next, "first_row": first_row} | asdict(self.state)
         if is_full:
             head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
-            # What is removed later must not take dictionaries with it that are still in use.
-            parts = [b"".join(pack_dictionary(each)) for each in self.dictionaries.values()] + parts
         start = b"".join(pack(SLOT, head, {}, frozenset()))
         if self.fenced or not self._slots.create(self._next, b"".join([start, *parts])):
             return False
@@ -197,7 +205,10 @@ class Journal:
                 self.expected[name] = max(self.expected.get(name, 0), whole(expected, 2**53))
             self._full_at = number if "expected" in head else self._full_at
             self.state = JournalState.of(head)
-            self._replay_state(number, records[1:], content)
+            for record in records[1:]:
+                if record.kind == PRIORITIES:
+                    scaled = np.frombuffer(_part(record, "scaled", content), "<f8")
+                    self.priorities, self._priorities_at = record.head | {"scaled": scaled}, number
             entries = [_entry_of(record, content) for record in records[1:] if record.kind == ENTRY]
             page = Page(whole(head["first_row"], 2**53), entries, not self._first_rows)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -207,17 +218,6 @@ class Journal:
         if entries:
             self._first_rows[number] = page.first_row
             yield page
-
-    def _replay_state(self, number: int, records: Sequence[Record], content: bytes) -> None:
-        """Take over what a slot has beside entries."""
-        for record in records:
-            if record.kind == DICTIONARY:
-                dictionary = Dictionary(record.part("content", lambda start, nbytes: content[start : start + nbytes]))
-                self.dictionaries[dictionary.name] = dictionary
-            elif record.kind == PRIORITIES:
-                scaled = record.part("scaled", lambda start, nbytes: content[start : start + nbytes])
-                self.priorities = record.head | {"scaled": np.frombuffer(scaled, "<f8")}
-                self._priorities_at = number
 
 
 def journal_of(url: str, shard: int) -> Journal:
@@ -247,10 +247,13 @@ def _move_of(words: dict[str, Any]) -> SegmentMove:
 
 def _entry_of(record: Record, content: bytes) -> Entry:
     writer = bytes.fromhex(record.head["writer"])
-    payload = record.part("segment", lambda start, nbytes: content[start : start + nbytes])
     if len(writer) != 16:
         raise DamageError("an entry of a journal is none of holdall's; it is not used")
-    return Entry(writer, whole(record.head["sequence"], 2**53), payload)
+    return Entry(writer, whole(record.head["sequence"], 2**53), _part(record, "segment", content))
+
+
+def _part(record: Record, name: str, content: bytes) -> bytes:
+    return record.part(name, lambda start, nbytes: content[start : start + nbytes])
 
 
 SLOT_BYTES = 16 * 2**20

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, Deliverer, Payload, read_answer
+from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, read_answer
 from holdall.cluster.protocol import ShardCounters, client_name, received, rows_of, shards_of
-from holdall.cluster.shared_blocks import BatchBlock
 from holdall.cluster.status import LOSSES, Cluster
 from holdall.errors import ArgumentError, CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler, require_enough
@@ -210,10 +209,7 @@ class Drawing:
             call.is_heard = True  # so that it is lost once
             self._cluster.lose(shard)
             if self._policy == "raise":
-                raise ShardError(
-                    f"shard {shard} does not answer ({type(error).__name__}); wait, or use "
-                    "on_shard_loss='degrade' to draw from the others meanwhile"
-                ) from error
+                raise _away([shard], type(error).__name__) from error
             return None
 
     def _payload(self, shard: int, call: Call) -> Payload | bytes | ShardCounters:
@@ -251,24 +247,36 @@ class Drawing:
             return 0
         return int(np.searchsorted(rows, self._sampler.relabelled(count)))
 
+    @property
+    def _transitions(self) -> int:
+        return sum(counters.transitions for counters in self._cluster.known.values())
+
     def _reachable(self, count: int) -> dict[int, float]:
         """Return the masses of the shards that answer; refuse a batch of more than they hold."""
-        masses = self._cluster.masses()
-        lost = self._cluster.lost
-        if lost and self._policy == "raise":
-            raise ShardError(
-                f"shards {lost} do not answer; wait, or use on_shard_loss='degrade' to draw from the others meanwhile"
-            )
-        if lost and self._policy == "block":
-            for shard in lost:
-                self._cluster.wait_for(shard)
-            masses = self._cluster.masses()
-        if not masses:
-            self._cluster.wait_for_any()
-        if self._cluster.transitions < count:
+        until = time.monotonic() + self._patience_s
+        while True:
+            masses, lost = self._cluster.masses(), self._cluster.lost
+            if lost and self._policy == "raise":
+                raise _away(lost, "they were lost before")
+            is_blocked = bool(lost) and self._policy == "block"
+            if masses and not is_blocked:
+                break
+            if time.monotonic() > until and not is_blocked:
+                raise ShardError(
+                    f"none of the memory's shards has answered for {self._patience_s:g} s; look at `ray list actors`, "
+                    "or make the memory again"
+                )
+            time.sleep(_LOOK_S)
+        if self._transitions < count:
             self._cluster.refresh()
-            require_enough(count, self._cluster.transitions, count)
+            require_enough(count, self._transitions, count)
         return self._cluster.masses()
+
+
+def _away(shards: list[int], why: str) -> ShardError:
+    return ShardError(
+        f"shards {shards} do not answer ({why}); wait, or use on_shard_loss='degrade' to draw from the others meanwhile"
+    )
 
 
 def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any], patience_s: float) -> dict[int, Checkpoint]:
@@ -408,25 +416,21 @@ class Priorities:
                     self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
         if not isinstance(self._by, Prioritized) or not priorities.size:
             return
-        known = max(self._cluster.highest.values(), default=0.0)
+        known = max((counters.highest for counters in self._cluster.known.values()), default=0.0)
         rises = self._by.scale(priorities).max() > known
         self.hear(all_of_them=bool(rises))
         self.level()
 
     def level(self) -> None:
         """Have every shard know the highest priority that any of them knows."""
-        known = self._cluster.highest
-        top = max(known.values(), default=0.0)
-        behind = [shard for shard, highest in known.items() if highest < top]
+        known = self._cluster.known
+        top = max((counters.highest for counters in known.values()), default=0.0)
+        behind = [shard for shard, counters in known.items() if counters.highest < top]
         if not behind:
             return
         self._cluster.ask_roster("raise_highest", top)  # first, for shards that are being started
-        asked = {shard: self._cluster.handle(shard).raise_highest.remote(top) for shard in behind}
-        for shard, call in asked.items():
-            try:
-                self._cluster.note(shard, received(call, self._patience_s))
-            except LOSSES:
-                self._cluster.lose(shard)
+        for shard, counters in self._cluster.ask_all(behind, "raise_highest", top).items():
+            self._cluster.note(shard, counters)
 
     def hear(self, *, all_of_them: bool = False) -> None:
         """Look at what became of updates, and wait if too many are under way, or for all."""

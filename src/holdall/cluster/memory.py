@@ -26,7 +26,7 @@ from holdall.cluster.handle import MemoryHandle, MemoryTerms
 from holdall.cluster.learner import saved_by
 from holdall.cluster.roster import RateLimit
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.writer import Address, Writer
+from holdall.cluster.writer import Address, LaneGroup, Writer
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
@@ -133,8 +133,14 @@ class ReplayMemory(MemoryHandle):
         again; with journals every transition is there once, whatever is killed meanwhile.
         """
         self.flush()
-        with self._lock, Writer(replace(self._address, stay_rows=0), 1) as mover:
-            self._fleet.drain(number, mover, self._cluster)
+        with self._lock:
+            mover = LaneGroup(
+                replace(self._address, stay_rows=0), replace(self.schema, num_envs=1), slice(None), spread=None
+            )
+            try:
+                self._fleet.drain(number, mover, self._cluster)
+            finally:
+                mover.flush()
 
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> checkpoint.SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.

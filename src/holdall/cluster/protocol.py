@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -204,6 +204,62 @@ def received(call: Any, patience_s: float | None = None) -> Any:
 
 _PAUSE_S = 0.05
 _REASON_S = 1.0
+_LOOK_AGAIN_S = 2.0
+"""How often the roster is asked for new shards."""
+
+
+def asked(find: Callable[[], Any], method: str, *arguments: Any, patience_s: float, timeout_s: float | None) -> Any:
+    """Call what may be called twice; an actor that Ray restarts, also on another machine, is waited for.
+
+    Args:
+        find: Returns the actor, or refuses one that is gone for good.
+        timeout_s: How long one call may take; None: as long as it takes, of an actor that answers as soon as it is up.
+    """
+    until, was_dead = time.monotonic() + patience_s, False
+    while True:
+        actor = find()  # which older versions of Ray lose, if nothing refers to it during the call
+        try:
+            return received(getattr(actor, method).remote(*arguments), timeout_s)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+            is_dead = isinstance(error, ray.exceptions.ActorDiedError)
+            if is_dead and was_dead:
+                raise GoneError(f"{method} will never be answered: the actor is gone for good ({error})") from error
+            was_dead = is_dead
+            if time.monotonic() > until:
+                raise ShardError(
+                    f"{method} was not answered for {patience_s:g} s ({type(error).__name__}); nothing is lost: see "
+                    "`ray status` for room, and try again"
+                ) from error
+        time.sleep(_PAUSE_S)
+
+
+class ShardList:
+    """The shards of a memory, by number, as its roster lists them. Not locked."""
+
+    def __init__(self, roster: Any, patience_s: float) -> None:
+        self.roster, self._patience_s = roster, patience_s
+        self.handles: dict[int, Any] = {}
+        self._version = -1
+        self._looked_at = -_LOOK_AGAIN_S
+
+    def look(self, *, now: bool = False) -> None:
+        """Ask the roster, from time to time or at once; who knows no shard yet waits for one that is restarted."""
+        if not now and self.handles and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
+            return
+        self._looked_at = time.monotonic()
+        while True:
+            missing = "lists no shards"
+            try:
+                version, handles = ray.get(self.roster.shards.remote(self._version), timeout=self._patience_s)
+                if handles is not None:
+                    self._version, self.handles = version, handles
+            except ray.exceptions.RayError as error:
+                missing = f"does not answer ({type(error).__name__})"
+            if self.handles:
+                return
+            if time.monotonic() > self._looked_at + self._patience_s:
+                raise ShardError(f"the memory's roster {missing}; is the memory closed?")
+            time.sleep(_PAUSE_S)
 
 
 @dataclass(slots=True)

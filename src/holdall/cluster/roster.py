@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,23 +175,26 @@ _FIRST_RANK = 2**20
 
 
 class Roster:
-    """What is agreed on."""
+    """What is agreed on.
 
-    def __init__(self, memory: str, limit: RateLimit | None, survives: bool, terms: Any = None) -> None:
+    Args:
+        home: The namespace in which the memory's shards have their numbers as names: one that is restarted finds them.
+    """
+
+    def __init__(self, memory: str, limit: RateLimit | None, survives: bool, terms: Any, home: str) -> None:
         self._lock = threading.Lock()
         self._terms = terms
         self._learners = _FIRST_RANK
         self._highest = 0.0  # priority of the whole memory, as far as was said here
-        self._version = 0
         self._limiter = None if limit is None else Limiter(limit)
         self._metrics = None if limit is None else Gauges("limiter", memory=memory)
         self._survives = survives
         self._inserted: dict[tuple[int, int], int] = {}
         self._looked_at = 0.0
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
-        self._first_life = 1 + secrets.randbelow(MOST_LIVES - 1) if _is_restarted() else 0
+        self._first_life = 1 + secrets.randbelow(MOST_LIVES - 1) if is_restarted() else 0
         self._recentres = True  # also over journals, and with a checkpoint
-        self._shards: dict[int, tuple[Any, bool]] = {}  # handle, and whether it takes new segments
+        self._list(_named_in(home))
         self._lives: dict[int, int] = {}
         self._codecs: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, float] = {}  # when a grant to add or to draw was last asked for
@@ -216,26 +220,20 @@ class Roster:
             life = self._lives[shard] = max(first, self._first_life, self._lives.get(shard, -1) + 1)
             return life, self._highest
 
-    def admit(self, handles: dict[int, Any]) -> None:
-        """Add shards to the list; all of them are passed, since the roster may have been restarted and know none."""
+    def admit(self, shard: int, handle: Any) -> None:
+        """Add a shard to the list."""
         with self._lock:
-            self._list({shard: (handle, True) for shard, handle in handles.items()} | self._shards)
-
-    def retire(self, shard: int) -> None:
-        """Have no new segments sent to a shard."""
-        with self._lock:
-            self._list(self._shards | {shard: (self._shards[shard][0], False)})
+            self._list(self._shards | {shard: handle})
 
     def dismiss(self, shard: int) -> None:
         """Take a shard off the list."""
         with self._lock:
-            self._list({number: known for number, known in self._shards.items() if number != shard})
+            self._list({number: handle for number, handle in self._shards.items() if number != shard})
 
-    def _list(self, shards: dict[int, tuple[Any, bool]]) -> None:
-        self._shards = shards
-        self._version = max(self._version + 1, time.time_ns())  # also higher than one before a restart
+    def _list(self, shards: dict[int, Any]) -> None:
+        self._shards, self._version = shards, secrets.randbits(62)
 
-    def shards(self, known: int) -> tuple[int, dict[int, tuple[Any, bool]] | None]:
+    def shards(self, known: int) -> tuple[int, dict[int, Any] | None]:
         """Return the list and its version; no list if the version is known."""
         with self._lock:
             return self._version, None if known == self._version else dict(self._shards)
@@ -283,7 +281,7 @@ class Roster:
             if self._limiter is None or now - self._looked_at < _LOOK_AGAIN_S:
                 return
             self._looked_at = now
-            asked = {shard: handle.counters.remote() for shard, (handle, _) in self._shards.items()}
+            asked = {shard: handle.counters.remote() for shard, handle in self._shards.items()}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
         for shard, call in asked.items():
             if call in ready:
@@ -311,7 +309,20 @@ class Roster:
         self._limiter.observe(total)
 
 
-def _is_restarted() -> bool:
+def _named_in(home: str) -> dict[int, Any]:
+    """Return the shards that there are: those of a roster that was restarted, or none yet."""
+    listed: Any = ray.util.list_named_actors  # it has no types
+    numbers = [int(each["name"]) for each in listed(all_namespaces=True) if each["namespace"] == home]
+    found = {}
+    for number in sorted(numbers):
+        with suppress(ValueError):  # it has ended since
+            found[number] = ray.get_actor(str(number), home)
+    return found
+
+
+def is_restarted() -> bool:
+    """Whether Ray has started the actor of this process again."""
+    context = ray.get_runtime_context()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Ray warns of a name that it uses itself
-        return ray.is_initialized() and bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        return context.get_actor_id() is not None and bool(context.was_current_actor_reconstructed)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall import storage
-from holdall.cluster.shared_blocks import BlockPlace, OpenedBlocks, Pair
+from holdall.cluster.answer import BlockPlace, Pair, block_bytes, pairs_in
 from holdall.schema import Bytes, Leaf, Schema
 
 _KEPT_FROM = 0.05
@@ -136,3 +136,25 @@ def _part(places: storage.Places, some: slice, rows: NDArray[np.int64] | None) -
     """Return the places of some rows of a field, and where in a batch each of them goes."""
     cursors = [places.cursors[0][some]]
     return replace(places, segment=places.segment[some], cursors=cursors, lane=places.lane[some], rows=rows)
+
+
+class OpenedBlocks:
+    """Blocks of learners on this machine, as a shard writes to them."""
+
+    def __init__(self, leaves: dict[int, Leaf]) -> None:
+        self._leaves = leaves
+        self._lock = threading.Lock()  # a shard answers several calls at a time
+        self._opened: dict[tuple[str, int], tuple[BlockPlace, dict[int, Pair]]] = {}  # by name and rows
+
+    def pairs(self, place: BlockPlace) -> dict[int, Pair] | None:
+        """Return where the rows of a batch are written; None if the block is not within reach."""
+        with self._lock:
+            found = self._opened.get((place.name, place.rows))
+            if found is None:
+                # Those that their learners gave up take memory for as long as they are open here.
+                self._opened = {key: known for key, known in self._opened.items() if known[0].is_there}
+                memory = place.opened(block_bytes(self._leaves.values(), place.rows))
+                if memory is None:
+                    return None
+                found = self._opened[place.name, place.rows] = place, dict(pairs_in(memory, self._leaves, place.rows))
+        return found[1]

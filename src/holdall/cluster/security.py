@@ -38,21 +38,22 @@ def require_token(addresses: Iterable[str], environment: Mapping[str, str]) -> N
     """Refuse addresses beyond this machine unless calls need a token."""
     beyond = [address for address in addresses if not _is_loopback(address)]
     if beyond and environment.get(_MODE, "").lower() != "token":
-        raise ShardError(
-            f"Ray listens at {beyond[0]} and asks for no token, so all who reach it can run code there; start it "
-            f"with {_MODE}=token on every machine (ray get-auth-token --generate), and keep its ports off public "
-            "networks: a token does not encrypt"
-        )
+        raise _open_to_all(f"Ray listens at {beyond[0]} and asks for no token")
 
 
 def require_closed(beyond: str, head: str) -> None:
     """Refuse a cluster beyond this machine whose head answers a caller without a token, whatever this process has."""
     if answers_strangers(head):
-        raise ShardError(
-            f"Ray listens at {beyond}, and its head at {head} answers without a token, whatever {_MODE} is here, so "
-            f"all who reach it can run code there; start it with {_MODE}=token on every machine (ray get-auth-token "
-            "--generate), and keep its ports off public networks: a token does not encrypt"
+        raise _open_to_all(
+            f"Ray listens at {beyond}, and its head at {head} answers without a token, whatever {_MODE} is here"
         )
+
+
+def _open_to_all(why: str) -> ShardError:
+    return ShardError(
+        f"{why}, so all who reach it can run code there; start it with {_MODE}=token on every machine (ray "
+        "get-auth-token --generate), and keep its ports off public networks: a token does not encrypt"
+    )
 
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

@@ -7,8 +7,10 @@ is a journal, was written to it first.
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -22,11 +24,10 @@ from numpy.typing import NDArray
 
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster import protocol
-from holdall.cluster.answer import Payload, RowDraw
+from holdall.cluster.answer import BlockPlace, ChangeCount, Payload, RowDraw
 from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
-from holdall.cluster.roster import NAMESPACE
+from holdall.cluster.roster import NAMESPACE, is_restarted
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.shared_blocks import BlockPlace, ChangeCount
 from holdall.cluster.status import Process, ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of
@@ -78,26 +79,28 @@ class Shard:
         self._is_closed = threading.Event()
         self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
         self._changes, self._written_changes = ChangeCount(), 0  # the latter when priorities were last written
-        self._saves = 0
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._committer: Committer | None = None
         self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock, neighbours)
-        checkpoint = None if saved is None else _checkpoint_of(*saved)
-        first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
-        self._epoch, highest = _begun(memory, number, first_life, has_journal=url is not None)
-        if url is None:
-            self._data.begin_at(protocol.first_row_of(self._epoch))
-        else:
-            journal = journal_of(url, number)
-            self._take_over(journal)
+        self._epoch, highest = begun_life(memory, number, 0, has_journal=url is not None)
         # A checkpoint is what a shard begins with, and not what one that was restarted goes back to.
-        name = "" if saved is None else f"{saved[0]}:{saved[1]}"
-        written = self._data.store.next_tick
-        is_new = self._epoch == first_life if url is None else _begins_with(journal, written, name)
+        is_new, checkpoint = self._epoch == 0 or not is_restarted(), None
+        if url is not None:
+            journal = journal_of(url, number)
+            self._take_over(journal, waits=is_restarted())
+            written, name = self._data.store.next_tick, "" if saved is None else f"{saved[0]}:{saved[1]}"
+            is_new = _begins_with(journal, written, name)
+        if saved is not None and is_new:
+            checkpoint = _checkpoint_of(*saved)
+        if url is None:
+            first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
+            if first_life:
+                self._epoch, _ = begun_life(memory, number, first_life, has_journal=False)
+            self._data.begin_at(protocol.first_row_of(self._epoch))
         # The first life of the only shard draws as a local memory with the same seed does.
         if seed is not None and (number, self._epoch) != (0, 0):
             self._data.generator = generator_of([seed, number, self._epoch])
-        if checkpoint is not None and is_new:
+        if checkpoint is not None:
             self._data.load(checkpoint)
             if url is not None:
                 self._data.write_loaded(journal, name, written)
@@ -114,9 +117,9 @@ class Shard:
             self._written_changes = self._changes.value
             return self._data.priorities()
 
-    def _take_over(self, journal: Journal) -> None:
+    def _take_over(self, journal: Journal, *, waits: bool) -> None:
         """Go on with all that the journal holds."""
-        self._data.replay(journal, self._memory)
+        self._data.replay(journal, self._memory, waits=waits)
         if journal.state.closed_by == self._memory:
             self._is_closed.set()
         self._epoch = journal.epoch
@@ -324,13 +327,15 @@ class Shard:
     def begin_save(self, order: protocol.CallOrder, url: str) -> int:
         """Begin a checkpoint of this moment at a place of this shard's own; return what `end_save` is called with."""
         with self._in_turn(order):
-            number = self._saves = self._saves + 1
+            number = secrets.randbits(62)  # unlike those of an earlier life
             self._handles[number] = self._data.save(url)
             return number
 
     @ray.method(concurrency_group="save")
     def end_save(self, number: int) -> Checkpoint:
         """Wait for a checkpoint."""
+        if number not in self._handles:
+            raise protocol.CallOrderError(f"shard {self._number} was restarted after the checkpoint was begun")
         return self._handles.pop(number).result()
 
     @ray.method(concurrency_group="control")
@@ -360,6 +365,7 @@ class Shard:
                 "plain_bytes": sum(field.plain_bytes for field in fields),
                 "capacity": self._data.capacity,
                 "is_durable": self._committer is not None,
+                "is_draining": self._is_closed.is_set(),
             }
 
     @ray.method(concurrency_group="control")
@@ -411,15 +417,20 @@ class Shard:
         return protocol.ShardCounters(self._epoch, *rows, data.inserted, changes, backlog, mass, highest)
 
 
-def _begun(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
-    """Return which life of a shard this is, and the highest priority of the memory, as its roster has them."""
+def begun_life(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
+    """Return which life of a shard this is, and the highest priority of the memory, as its roster has them.
+
+    A roster that is being restarted is waited for: Ray gives up an actor for good whose constructor raises.
+    """
+    find = functools.partial(ray.get_actor, memory, NAMESPACE)
     try:
-        roster: Any = ray.get_actor(memory, NAMESPACE)
-    except ValueError:
+        begun: tuple[int, float] = protocol.asked(
+            find, "begin_life", number, first_life, patience_s=math.inf, timeout_s=None
+        )
+    except (ValueError, protocol.GoneError):  # the memory was closed
         if has_journal:  # which has both, as they were
             return first_life, 0.0
         raise
-    begun: tuple[int, float] = ray.get(roster.begin_life.remote(number, first_life))
     return begun
 
 

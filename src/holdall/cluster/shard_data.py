@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,19 +17,17 @@ from numpy.typing import NDArray
 
 from holdall import storage
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
-from holdall.cluster.answer import Answer, AnswerPacker, Payload, RowDraw
+from holdall.cluster.answer import Answer, AnswerPacker, BlockPlace, Payload, RowDraw
 from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.row_order import RowOrder
 from holdall.cluster.row_reader import ShardReader
-from holdall.cluster.shared_blocks import BlockPlace, CountPlace
 from holdall.delivery import Prefetched
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.machine import memory_limits
 from holdall.native import chosen_kernels
-from holdall.sampling import ComposedSampler, Held, Hindsight, Prioritized, Sampler
+from holdall.sampling import LANE, ComposedSampler, Held, Hindsight, Prioritized, Sampler
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
@@ -38,6 +36,7 @@ _NO_TICK = 2**40 - 1
 _SHARE_OF_AVAILABLE = 4
 
 Ids = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 class ShardData:
@@ -73,11 +72,11 @@ class ShardData:
         self._order: RowOrder | None = None
         self.store = self.begin_at(0)
 
-    def begin_at(self, first_row: int) -> storage.AdoptingStore:
+    def begin_at(self, first_row: int) -> storage.Store:
         """Hold nothing, and number the next row so."""
         self._runs.clear()
         self._order = RowOrder() if isinstance(self.sampler, ComposedSampler) else None
-        self.store = storage.AdoptingStore(
+        self.store = storage.Store(
             self._schema,
             self.capacity,
             self._kernels,
@@ -88,34 +87,19 @@ class ShardData:
         )
         return self.store
 
-    def unpacked(
-        self, payload: bytes, dictionaries: Mapping[str, storage.Dictionary] | None = None
-    ) -> storage.SealedSegment:
+    def unpacked(self, payload: bytes) -> storage.SealedSegment:
         """Read a segment."""
-        segment = storage.unpack_segment(payload, self._schema, dictionaries or {}, self._kernels.coder)
+        segment = storage.unpack_segment(payload, self._schema, {}, self._kernels.coder)
         self._bring(part.block for part in segment.parts)
         return segment
 
     def _bring(self, blocks: Iterable[storage.SliceBlock]) -> None:
-        """Have slices in memory, with codecs that they share, and without dictionaries: a segment stands for itself."""
+        """Have slices in memory, with codecs that they share."""
         for block in blocks:
-            if block.sealed is None:
-                continue
-            coded = block.sealed.coded.in_memory()
-            if coded.codec.dictionary is not None:
-                coded = self._without_dictionary(self._kernels.coder.adopt(coded))
-            codec = self._codecs.setdefault(coded.codec, coded.codec)
-            block.sealed = storage.CarriedSlices(replace(coded, codec=codec))
-
-    def _without_dictionary(self, sealed: storage.SealedSlices) -> storage.Coded:
-        """Code slices again that a local memory, or an earlier version, coded with a dictionary."""
-        coder, codec = self._kernels.coder, sealed.codec
-        raw = np.empty((sealed.count, codec.transform.slice_bytes), np.uint8)
-        coder.decode(sealed, np.arange(sealed.count), raw)
-        plain = storage.Codec(storage.Method.STORED, 0, storage.Transform(codec.transform.slice_bytes))
-        again = coder.seal(raw, replace(codec, dictionary=None)) or coder.seal(raw, plain)
-        assert again is not None  # what is stored as it is always can be
-        return again.coded
+            if block.sealed is not None:
+                coded = block.sealed.coded.in_memory()
+                codec = self._codecs.setdefault(coded.codec, coded.codec)
+                block.sealed = storage.CarriedSlices(replace(coded, codec=codec))
 
     def take(self, writer: bytes, segment: storage.SealedSegment) -> None:
         """Take a segment of a writer over."""
@@ -140,15 +124,15 @@ class ShardData:
         """Return a segment as bytes."""
         return storage.pack_segment(segment, self._kernels.coder)
 
-    def replay(self, journal: Journal, memory: str) -> None:
-        """Take a journal over for a memory of this name, and hold all that it holds and shows."""
-        for page in journal.open():
+    def replay(self, journal: Journal, memory: str, *, waits: bool) -> None:
+        """Take a journal over for a memory of this name, and hold all that it holds and shows; see `Journal.open`."""
+        for page in journal.open(waits=waits):
             if page.begins:
                 self.begin_at(page.first_row)
             elif page.first_row != self.store.next_tick:
                 raise DamageError(f"{journal.url} lacks segments before row {page.first_row}; load a checkpoint")
             for entry in page.entries:
-                self.take(entry.writer, self.unpacked(entry.payload, journal.dictionaries))
+                self.take(entry.writer, self.unpacked(entry.payload))
         move = journal.state.move
         # What another memory was moving when it ended may not have arrived; this one's will.
         is_other = move is not None and move.memory != memory
@@ -232,11 +216,13 @@ class ShardData:
         self._savers.close()
 
     @staticmethod
-    def in_order(draw: RowDraw, counts: Sequence[tuple[int, int]]) -> tuple[RowDraw, Ids]:
-        """Return what was drawn for each batch from the oldest to the newest: neighbours compress well together."""
+    def in_order(draw: RowDraw, counts: Sequence[tuple[int, int]]) -> tuple[RowDraw, Ids | None]:
+        """Return rows for each batch from the oldest to the newest: neighbours compress well together."""
+        if not draw.is_plain:  # steps follow each other anyway
+            return draw, None
         batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
-        order = np.lexsort((draw.drawn[:, 0], batch))
-        return draw.taken(order)[0], order
+        order = np.lexsort((draw.rows, batch))
+        return RowDraw(draw.rows[order]), order
 
     def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> RowDraw:
         """Draw rows of some batches, those of each for itself.
@@ -261,7 +247,7 @@ class ShardData:
     def answer(
         self, counters: ShardCounters, draw: RowDraw, found: tuple[NDArray[np.float64], storage.Rows],
         counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = (), order: Ids | None = None,
-        *, is_near: bool = False, count: CountPlace | None = None,
+        *, is_near: bool = False, count: BlockPlace | None = None,
     ) -> Payload | bytes:  # fmt: skip
         """Make an answer of what was looked up; that takes no lock.
 
@@ -303,3 +289,113 @@ class ShardData:
     def _startable(self) -> Held:
         """Describe the rows that can be drawn as the first of what a batch holds."""
         return self.sampler.starts(self.held()) if isinstance(self.sampler, ComposedSampler) else self.held()
+
+
+_ROW, _TICKS, _LANES, _PLACE, _SPACING, _PAST = range(6)
+"""Of a run: its first row; its ticks and lanes; the place of its first row; how far apart the places of its ticks are;
+the row behind the run before it, or -1."""
+_FAR = 2**19
+"""Places between rows that are not known to follow each other: no sequence is as long."""
+
+
+class RowOrder:
+    """Which rows of a shard follow each other in time: it holds pieces of many writers' lanes, in the order they came.
+
+    Invariant: a lane of a writer has a number of its own, and its steps their ticks, so the step after one is the next
+    tick of that lane, or is not held here. Steps of two writers never follow each other.
+    """
+
+    def __init__(self) -> None:
+        self._by_row = np.empty((6, 0), np.int64)
+        self._by_place = np.empty((6, 0), np.int64)
+        self._lanes: dict[tuple[str, int], int] = {}  # the first lane of a writer with so many
+        self._first_lanes: Ids = np.empty(0, np.int64)
+        self._next_lane = 0
+        self._first_row = 0
+
+    def add(self, run: WriterRun, first_row: int) -> None:
+        """Take a run over whose rows are the newest; those before `first_row` have left."""
+        self.forget_before(first_row)
+        # Rows that are not known to follow each other lie far apart, in a lane of their own.
+        is_ordered = run.first_tick >= 0
+        lanes, tick, spacing = (run.lanes, run.first_tick, 1) if is_ordered else (1, 0, _FAR)
+        place = self._lane_of(run.writer if is_ordered else "", lanes) * LANE + tick
+        at = int(np.searchsorted(self._by_place[_PLACE], place))
+        past = -1
+        if at and self._by_place[_PLACE, at - 1] + self._by_place[_TICKS, at - 1] == place:
+            before = self._by_place[:, at - 1]
+            past = int(before[_ROW] + before[_TICKS] * before[_LANES])
+        entry = np.array([run.first_row, run.rows // lanes, lanes, place, spacing, past], np.int64)
+        self._by_row = np.concatenate([self._by_row, entry[:, None]], axis=1)
+        self._by_place = np.insert(self._by_place, at, entry, axis=1)
+
+    def _lane_of(self, writer: str, lanes: int) -> int:
+        """Return the number of a writer's first lane; who has no name gets another one every time."""
+        known = self._lanes.get((writer, lanes)) if writer else None
+        if known is None:
+            known, self._next_lane = self._next_lane, self._next_lane + lanes
+            self._first_lanes = np.append(self._first_lanes, known)
+            if writer:
+                self._lanes[writer, lanes] = known
+        return known
+
+    def forget_before(self, first_row: int) -> None:
+        """Hear that rows have left."""
+        if first_row == self._first_row:
+            return
+        self._first_row = first_row
+        ends = self._by_row[_ROW] + self._by_row[_TICKS] * self._by_row[_LANES]
+        left = int(np.searchsorted(ends, first_row, "right"))
+        if left:
+            self._by_place = self._by_place[:, ~np.isin(self._by_place[_ROW], self._by_row[_ROW, :left])]
+            self._by_row = self._by_row[:, left:]
+
+    def places(self, ids: Ids) -> Ids:
+        """See `StepOrder`."""
+        run = self._by_row[:, np.searchsorted(self._by_row[_ROW], ids, "right") - 1]
+        tick, lane = np.divmod(ids - run[_ROW], run[_LANES])
+        return np.asarray(run[_PLACE] + lane * LANE + tick * run[_SPACING])
+
+    def at(self, places: Ids) -> tuple[Ids, Flags]:
+        """See `StepOrder`."""
+        if not self._by_place.shape[1]:
+            return places, np.zeros(places.shape, np.bool_)
+        lane, wanted = self._in_first_lanes(places)
+        index = np.searchsorted(self._by_place[_PLACE], wanted, "right") - 1
+        run = self._by_place[:, index]
+        tick, between = np.divmod(wanted - run[_PLACE], run[_SPACING])
+        rows = run[_ROW] + tick * run[_LANES] + lane
+        known = (index >= 0) & (between == 0) & (tick < run[_TICKS]) & (rows >= self._first_row)
+        return rows, known & (lane >= 0) & (lane < run[_LANES])
+
+    def _in_first_lanes(self, places: Ids) -> tuple[Ids, Ids]:
+        """Return which lane of its writer each place is of, and the place of the same tick in the writer's first."""
+        lane, tick = np.divmod(places, LANE)
+        first = self._first_lanes[np.searchsorted(self._first_lanes, lane, "right") - 1]
+        return lane - first, first * LANE + tick
+
+    def pieces(self, ids: Ids) -> tuple[Ids, Ids]:
+        """See `StepOrder`."""
+        runs = self._by_place
+        end = runs[_PLACE] + (runs[_TICKS] - 1) * runs[_SPACING] + 1
+        breaks = np.flatnonzero(end[:-1] != runs[_PLACE, 1:])
+        places = self.places(ids)
+        lane, wanted = self._in_first_lanes(places)
+        piece = np.searchsorted(breaks, np.searchsorted(runs[_PLACE], wanted, "right") - 1)
+        begin, last = np.append(-1, breaks)[piece] + 1, np.append(breaks, len(end) - 1)[piece]
+        # Of the oldest run some rows may have left.
+        left = np.maximum(0, -((runs[_ROW, begin] + lane - self._first_row) // runs[_LANES, begin]))
+        first, behind = runs[_PLACE, begin] + left + lane * LANE, end[last] + lane * LANE
+        is_alone = runs[_SPACING, begin] > 1
+        return np.where(is_alone, places, first), np.where(is_alone, places, behind - 1)
+
+    def without_past(self, first_id: int) -> Ids:
+        """See `StepOrder`."""
+        runs, held_from = self._by_row, self._first_row
+        # Rows of the oldest run, behind those that left; and the first rows of runs that follow one that left.
+        is_cut = runs[_ROW] < held_from
+        follows = (runs[_PAST] > first_id) & (runs[_PAST] - runs[_LANES] < held_from)
+        begin = np.maximum(runs[_ROW], held_from)
+        end = np.minimum(begin + runs[_LANES], runs[_ROW] + runs[_TICKS] * runs[_LANES])
+        found = [np.arange(begin[run], end[run]) for run in np.flatnonzero(is_cut | follows)]
+        return np.concatenate([np.empty(0, np.int64), *found])

@@ -13,18 +13,25 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import ray
 from ray.util import metrics
 
-from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, client_name, is_newer
-from holdall.cluster.shared_blocks import CountPlace, SeenCount
-from holdall.errors import ShardError
+from holdall.cluster.answer import BlockPlace, SeenCount
+from holdall.cluster.protocol import (
+    CallOrder,
+    CallOrderError,
+    ShardCounters,
+    ShardList,
+    client_name,
+    is_newer,
+    received,
+)
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 
 _SHARE_OF_A_CORE = 0.02
@@ -45,14 +52,10 @@ class ShardStatus:
     plain_bytes: int = 0  # what the same transitions take as plain arrays of obs and next_obs
     capacity: int = 0  # most transitions
     is_durable: bool = False  # whether a journal is kept
+    is_draining: bool = False  # whether it takes nothing more
     limit: str = ""  # what its memory meets first: its control group, or the machine
     limit_bytes: int = 0
     limit_free_bytes: int = 0
-
-    @classmethod
-    def of(cls, number: int, figures: dict[str, Any]) -> Self:
-        """Read what a shard reported."""
-        return cls(number, True, **figures)
 
 
 def this_node() -> str:
@@ -92,14 +95,6 @@ class Process:
             "limit_bytes": limit.total_bytes,
             "limit_free_bytes": limit.free_bytes,
         }
-
-
-def status_of(number: int, actor: Any, patience_s: float) -> ShardStatus:
-    """Ask a shard how it is."""
-    try:
-        return ShardStatus.of(number, ray.get(actor.process.remote(), timeout=patience_s))
-    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-        return ShardStatus(number, answers=False)
 
 
 _DESCRIBED = {
@@ -258,15 +253,12 @@ class Cluster:
     """All shards of a memory."""
 
     def __init__(self, roster: Any, patience_s: float, learner: int = 0) -> None:
-        self._roster = roster
+        self._roster, self._list = roster, ShardList(roster, patience_s)
         self._learner, self._handle = learner, secrets.randbits(63)
         self._patience_s = patience_s
-        self._members: dict[int, _Member] = {}
-        self._lock = threading.RLock()
-        self._version = -1
-        self._looked_at = 0.0
+        self._members: dict[int, _Member] = {}  # in its place another is put when shards come or go
+        self._lock, self._looking = threading.RLock(), threading.Lock()
         self.losses = 0
-        self.roster_was_lost = False  # and restarted, without what it knew
 
     def call(self, shard: int, method: str, *arguments: Any) -> Any:
         """Call a shard in this client's order; return what to wait for.
@@ -287,69 +279,56 @@ class Cluster:
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return None
 
-    def tell_restarted_roster(self) -> None:
-        """Say to a roster that was restarted which shards there are: it knows none."""
-        if self.roster_was_lost:
-            self.roster_was_lost = False
-            self._roster.admit.remote(self.handles)
-
     @property
     def handles(self) -> dict[int, Any]:
         """The actors of all shards, by number."""
-        with self._lock:
-            return {number: member.handle for number, member in sorted(self._members.items())}
-
-    @property
-    def highest(self) -> dict[int, float]:
-        """The highest scaled priority that each shard knows of, of those that answer."""
-        with self._lock:
-            members = self._members.items()
-            return {n: m.counters.highest for n, m in members if m.counters is not None and not m.lost}
+        return {number: member.handle for number, member in sorted(self._members.items())}
 
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""
-        with self._lock:
-            return self._members[shard].handle
+        return self._members[shard].handle
 
     @property
     def numbers(self) -> list[int]:
         """All shards."""
-        with self._lock:
-            return sorted(self._members)
+        return sorted(self._members)
 
     @property
     def lost(self) -> list[int]:
         """Shards that do not answer now."""
-        with self._lock:
-            return sorted(number for number, member in self._members.items() if member.lost)
+        return sorted(number for number, member in self._members.items() if member.lost)
+
+    @property
+    def known(self) -> dict[int, ShardCounters]:
+        """What the shards that answer said of themselves last."""
+        members = self._members.items()
+        return {number: m.counters for number, m in members if m.counters is not None and not m.lost}
 
     def masses(self) -> dict[int, float]:
         """What can be drawn from now, by shard."""
         self._look_around()
         with self._lock:
-            for member in self._members.values():
-                self._hear(member)
+            for number, member in self._members.items():
+                self._hear(number, member)
             return {
                 number: 0.0 if member.counters is None else member.counters.mass
                 for number, member in self._members.items()
                 if not member.lost
             }
 
-    @property
-    def transitions(self) -> int:
-        """Transitions that can be drawn from the shards that answer, as far as is known."""
-        with self._lock:
-            known = [m.counters for m in self._members.values() if not m.lost and m.counters is not None]
-        return sum(counters.transitions for counters in known)
-
-    def note(self, shard: int, counters: ShardCounters, count: CountPlace | None = None) -> None:
-        """Keep what a shard said of itself."""
+    def note(
+        self, shard: int, counters: ShardCounters, count: BlockPlace | None = None, *, answers: bool = False
+    ) -> None:
+        """Keep what a shard said of itself; `answers`: one that was lost, too, is there again."""
         with self._lock:
             member = self._members.get(shard)
-            if member is not None and is_newer(counters, member.counters):
+            if member is None:
+                return
+            member.lost &= not answers
+            if is_newer(counters, member.counters):
                 member.keep(counters)
                 if count is not None and member.count is None:
-                    member.count = SeenCount.of(count)
+                    member.count = SeenCount(count)
 
     def changes(self) -> dict[int, tuple[int, int]] | None:
         """Say of every shard how often it has changed, if all are as they are known here; None if that is not seen."""
@@ -368,20 +347,23 @@ class Cluster:
                     member.ask()
 
     def refresh(self) -> dict[int, ShardCounters]:
-        """Ask every shard how it stands, and wait; return the counters_by_shard of those that answered."""
+        """Ask every shard how it stands, and wait; return the counters of those that answered."""
         self._look_around(now=True)
-        with self._lock:
-            asked = {number: member.handle.counters.remote() for number, member in self._members.items()}
+        found: dict[int, ShardCounters] = self.ask_all(self.numbers, "counters")
+        for number, counters in found.items():
+            self.note(number, counters, answers=True)
+        return found
+
+    def ask_all(self, shards: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
+        """Call some shards at the same time, and wait; return what those say that answer."""
+        handles = self.handles
+        calls = {n: getattr(handles[n], method).remote(*arguments) for n in shards if n in handles}
         found = {}
-        for number, call in asked.items():
+        for number, call in calls.items():
             try:
-                found[number] = ray.get(call, timeout=self._patience_s)
+                found[number] = received(call, self._patience_s)
             except LOSSES:
                 self.lose(number)
-                continue
-            with self._lock:
-                self._members[number].lost = False
-            self.note(number, found[number])
         return found
 
     def lose(self, shard: int) -> None:
@@ -397,35 +379,10 @@ class Cluster:
 
     def is_away(self, shard: int) -> bool:
         """Whether Ray restarts a shard, or gave it up, as far as this process knows."""
-        with self._lock:
-            member = self._members.get(shard)
+        member = self._members.get(shard)
         return member is not None and member.is_away
 
-    def wait_for(self, shard: int) -> None:
-        """Wait until a shard answers again."""
-        self._look_around(now=True)
-        while True:
-            with self._lock:
-                member = self._members.get(shard)
-                if member is None:
-                    return
-                self._hear(member)
-                if not member.lost:
-                    return
-            time.sleep(_PROBE_AGAIN_S / 5)
-
-    def wait_for_any(self) -> None:
-        """Wait until some shard answers again; no longer than the memory's patience."""
-        until = time.monotonic() + self._patience_s
-        while not self.masses():
-            if time.monotonic() > until:
-                raise ShardError(
-                    f"none of the memory's shards has answered for {self._patience_s:g} s; look at "
-                    "`ray list actors`, or make the memory again"
-                )
-            time.sleep(_PROBE_AGAIN_S / 5)
-
-    def _hear(self, member: _Member) -> None:
+    def _hear(self, number: int, member: _Member) -> None:
         """Look whether a question was answered, and ask a lost shard again."""
         if member.probed_away and not member.is_away:
             member.probe, member.probed_away = None, False
@@ -434,10 +391,7 @@ class Cluster:
             if ready:
                 probe, member.probe = member.probe, None
                 try:
-                    answer: ShardCounters = ray.get(probe)
-                    member.lost = False
-                    if is_newer(answer, member.counters):
-                        member.keep(answer)
+                    self.note(number, ray.get(probe), answers=True)
                 except LOSSES:
                     member.lost = True
         if member.lost and member.probe is None:
@@ -446,26 +400,16 @@ class Cluster:
                 member.ask()
 
     def _look_around(self, now: bool = False) -> None:
-        """Ask the roster for shards that came or went, from time to time."""
+        """Ask the roster for shards that came or went, from time to time or at once."""
+        if self._looking.acquire(blocking=now or not self._members):
+            try:
+                self._list.look(now=now)
+            finally:
+                self._looking.release()
         with self._lock:
-            if not now and self._version >= 0 and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
-                return
-            self._looked_at = time.monotonic()
-            known = self._version
-        try:
-            version, shards = ray.get(self._roster.shards.remote(known), timeout=self._patience_s)
-        except LOSSES:
-            return
-        if shards is not None and version < known:
-            self.roster_was_lost = True
-            return
-        if shards is None:
-            return
-        with self._lock:
-            self._version = version
-            for number, (handle, _) in shards.items():
-                if number not in self._members:
-                    self._members[number] = _Member(handle)
-                    self._members[number].ask()
-            for number in set(self._members) - set(shards):
-                del self._members[number]
+            handles = self._list.handles
+            if handles.keys() != self._members.keys():
+                new = {number: _Member(handles[number]) for number in handles.keys() - self._members.keys()}
+                for member in new.values():
+                    member.ask()
+                self._members = {number: m for number, m in self._members.items() if number in handles} | new

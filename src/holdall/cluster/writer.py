@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -23,19 +23,26 @@ import ray
 import xxhash
 
 from holdall.cluster.encode import Encoder, SharedCodecs
-from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, is_newer, received
+from holdall.cluster.protocol import (
+    GoneError,
+    SegmentStream,
+    ShardClosedError,
+    ShardCounters,
+    ShardList,
+    is_newer,
+    received,
+)
 from holdall.cluster.roster import NAMESPACE, RateLimit, WaitNotice
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
+from holdall.schema import Schema
 from holdall.storage import Tick, pack_segment
 
 _SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01
 _WAIT_S = 0.05
 _LOG = logging.getLogger("holdall")
-_LOOK_AGAIN_S = 2.0
-"""How often the roster is asked for new shards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,31 +72,171 @@ class Address:
             raise ShardError(f"the memory {name} is not there; was it closed?") from error
 
 
-class Home:
-    """The shard on which a writer stays while episodes go on.
+class LaneGroup:
+    """Lanes of a writer whose episodes stay together, and their way to the shards. Not locked: the writer is.
 
     Args:
-        stay_rows: See `Address`.
+        schema: Of these lanes.
+        lanes: Which of the writer's they are.
+        spread: See `Writer`.
         first: Which of the shards gets the first segment, counted over and over; -1: any.
     """
 
-    def __init__(self, stay_rows: int, first: int = -1) -> None:
-        self._stay_rows = stay_rows
-        self._first = first
-        self._shard = -1
+    def __init__(self, address: Address, schema: Schema, lanes: slice, spread: int | None, first: int = -1) -> None:
+        self._address, self.lanes, self._spread, self._first = address, lanes, spread, first
+        self._name = secrets.token_bytes(16)
+        self._roster, self._kernels = address.roster(), chosen_kernels()
+        count = schema.num_envs
+        self.encoder = Encoder(schema, count, max(1, _SEGMENT_ROWS // count), self._kernels)
+        self._codecs = SharedCodecs(self._roster, self._kernels.coder, self.encoder.leaves, count, address.prefer)
+        self._generator = np.random.default_rng()
+        self._home = -1  # the shard on which it stays while episodes go on
+        self.streams: dict[int, SegmentStream] = {}
+        self._list = ShardList(self._roster, address.patience_s)
+        self._open_to: list[int] = []  # shards that it sends new segments to
+        self._left: set[int] = set()  # those that take nothing more
+        self.waited_s = 0.0
 
-    def among(self, streams: list[SegmentStream]) -> list[SegmentStream]:
-        """Return the streams that the next segment may be sent on: all of them, or that of the shard alone."""
+    def make_room(self) -> None:
+        """Have room for one more tick; wait until shards take the segment that is full.
+
+        One that is long enough, and ends with an episode, counts as full: the next one may go elsewhere.
+        """
+        may_end = self._address.stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
+        if self.encoder.is_full or (may_end and self.encoder.ends_episodes):
+            self._send()
+
+    def flush(self) -> None:
+        """Send what waits, and return when the shards have acknowledged everything."""
+        if self.encoder.rows:
+            self._send()
+        while any(stream.unacknowledged_rows for stream in self.streams.values()):
+            for stream in list(self.streams.values()):
+                with self._rerouting(stream):
+                    stream.flush()
+
+    def _send(self) -> None:
+        """Close the segment and send it on its way; what could fail comes before that, so that none is lost."""
+        start = time.monotonic()
+        stream, lease = self._roomy(), self._leased(self.encoder.rows)
+        if self.streams.get(stream.number) is not stream:  # its shard was closed or lost while a grant was waited for
+            stream = self._roomy()
+        self.waited_s += time.monotonic() - start
+        codecs, rows = self._codecs.of(self.encoder.fields), self.encoder.rows
+        stays = self._address.stay_rows and not self.encoder.ends_episodes
+        self._home, self._first = stream.number if stays else -1, -1
+        payload = pack_segment(self.encoder.close(codecs), self._kernels.coder)
+        with self._rerouting(stream):
+            stream.send(payload, rows, lease)
+
+    def _roomy(self) -> SegmentStream:
+        """Return where the next segment goes: to the less filled of two that have room for it.
+
+        A shard that is away has none, and does not keep others waiting.
+        """
+        until = time.monotonic() + self._address.writer_patience_s
+        while True:
+            self._look_around()
+            for stream in [self.streams[number] for number in self._open_to]:
+                with self._rerouting(stream):
+                    stream.poll()
+            chosen = [self.streams[number] for number in self._open_to if number in self.streams]
+            roomy = [stream for stream in self._allowed(chosen) if stream.has_room]
+            if roomy:
+                pair: list[int] = self._generator.permutation(len(roomy))[:2].tolist()
+                return min([roomy[i] for i in pair], key=lambda stream: stream.inserted)
+            if not chosen:
+                raise ShardError("no shard takes transitions; add one with memory.add_shard()")
+            if time.monotonic() > until:
+                raise chosen[0].silence()
+            with self._rerouting(chosen[0]):
+                chosen[0].poll(_WAIT_S)
+
+    def _allowed(self, streams: list[SegmentStream]) -> list[SegmentStream]:
+        """Return the streams that the next segment may be sent on: all, or that of the shard where episodes go on."""
         if streams and self._first >= 0:
             return [streams[self._first % len(streams)]]
-        home = [stream for stream in streams if stream.number == self._shard]
-        if home and home[0].inserted - min(stream.inserted for stream in streams) < self._stay_rows:
-            return home
-        return streams
+        home = [stream for stream in streams if stream.number == self._home]
+        lead = home[0].inserted - min(stream.inserted for stream in streams) if home else 0
+        return home if home and lead < self._address.stay_rows else streams
 
-    def sent(self, shard: int, *, may_leave: bool) -> None:
-        """Hear where a segment went, and whether all episodes ended with it."""
-        self._shard, self._first = -1 if may_leave else shard, -1
+    def _leased(self, rows: int) -> int:
+        """Wait for a grant of the memory's limiter; -1 if there is none."""
+        limit = self._address.limit
+        if limit is None:
+            return -1
+        limit.require("block", rows * limit.samples_per_insert)
+        notice = WaitNotice("add")
+        while True:
+            try:
+                lease: int | None = ray.get(self._roster.lease_insert.remote(rows), timeout=self._address.patience_s)
+                if lease is not None:
+                    return lease
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                self._address.roster()  # it refuses a memory that was closed
+            notice.give(lambda: received(self._roster.limiter.remote(), self._address.patience_s))
+            time.sleep(_ASK_AGAIN_S)
+            for stream in list(self.streams.values()):
+                with self._rerouting(stream):
+                    stream.poll()  # what has arrived does not count as under way any more
+
+    @contextmanager
+    def _rerouting(self, stream: SegmentStream) -> Iterator[None]:
+        """Send what is left to other shards if one turns out to be gone with all that it held."""
+        try:
+            yield
+        except GoneError as error:
+            is_closed = isinstance(error, ShardClosedError)
+            self._list.look(now=True)
+            if self._address.survives and not is_closed and stream.number in self._list.handles:
+                raise
+            if is_closed:
+                self._left.add(stream.number)
+            self._look_around()
+            others = [self.streams[number] for number in self._open_to if number != stream.number]
+            if stream.unacknowledged_rows and not others:
+                raise ShardError(
+                    f"no shard takes the {stream.unacknowledged_rows} transitions that were under way to shard "
+                    f"{stream.number}, which is gone; they are kept: add one with memory.add_shard(), and call flush()"
+                ) from error
+            self.streams.pop(stream.number, None)
+            for payload, rows in stream.take_back():
+                least = min(others, key=lambda each: each.inserted)
+                with self._rerouting(least):
+                    least.send(payload, rows)
+
+    def leave(self, shard: int) -> None:
+        """Send no more segments to a shard."""
+        self._left.add(shard)
+        self._look_around(now=True)
+
+    def next_of_others(self) -> tuple[int, bytes, int]:
+        """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments."""
+        self.flush()
+        stream = self._roomy()
+        return stream.number, self._name, stream.sequence
+
+    def pass_on(self, to: int, payload: bytes, rows: int) -> None:
+        """Send a segment that another shard held; it is acknowledged when this returns."""
+        with self._rerouting(self.streams[to]):
+            self.streams[to].send(payload, rows)
+        self.flush()
+
+    def _look_around(self, now: bool = False) -> None:
+        """Ask which shards there are, from time to time, or at once."""
+        self._list.look(now=now)
+        patience_s, survives = self._address.writer_patience_s, self._address.survives
+        taking = sorted(set(self._list.handles) - self._left)
+        for number in taking:
+            if number not in self.streams:
+                handle = self._list.handles[number]
+                self.streams[number] = SegmentStream(handle, number, self._name, survives, patience_s, self._roster)
+        if self._spread is not None and self._spread < len(taking):
+            kept = [number for number in self._open_to if number in taking]
+            others = [number for number in taking if number not in kept]
+            missing = max(0, self._spread - len(kept))
+            taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
+        self._open_to = taking
 
 
 _OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -109,59 +256,35 @@ class Writer:
     `unacknowledged_rows`.
 
     Args:
-        num_envs: Lanes of this writer. Where episodes have to stay together, they go to the shards in groups, each by
-            a writer of its own.
+        num_envs: Lanes of this writer. Where episodes have to stay together, they go to the shards in groups.
         spread: Shards that it sends to, chosen at random; None: all of them.
-        first: See `Home`.
     """
 
-    def __init__(self, address: Address, num_envs: int, spread: int | None = None, first: int = -1) -> None:
-        self._made_of = address, num_envs, spread
-        self._begin(first)
-
-    def _begin(self, first: int = -1) -> None:
-        self._address, self._lanes, self._spread = self._made_of
-        self._closed = False
+    def __init__(self, address: Address, num_envs: int, spread: int | None = None) -> None:
+        self._address, self._lanes, self._spread = address, num_envs, spread
         self._lock = threading.RLock()  # the end of a process flushes, whatever its threads do
-        self._parts: list[tuple[slice, Writer]] = []  # which lanes each of several groups has
-        groups = min(self._lanes, self._address.lane_groups)
-        if groups > 1:
-            address, begin = replace(self._address, lane_groups=1), secrets.randbelow(2**16)
-            for group, some in enumerate(np.array_split(np.arange(self._lanes), groups)):
-                writer = Writer(address, len(some), self._spread, begin + group)
-                writer._lock = self._lock
-                self._parts.append((slice(int(some[0]), int(some[-1]) + 1), writer))
-        self.schema = replace(schema_of(self._address.words), num_envs=self._lanes)
-        self._name = secrets.token_bytes(16)
-        self._roster = self._address.roster()
-        self._kernels = chosen_kernels()
-        ticks = max(1, _SEGMENT_ROWS // self._lanes)
-        self._encoder = Encoder(self.schema, self._lanes, ticks, self._kernels)
-        self._codecs = SharedCodecs(
-            self._roster, self._kernels.coder, self._encoder.leaves, self._lanes, self._address.prefer
-        )
-        self._generator = np.random.default_rng()
-        self._home = Home(self._address.stay_rows, first)
-        self._streams: dict[int, SegmentStream] = {}
-        self._open_to: list[int] = []  # shards that take new segments
-        self._version = -1
-        self._looked_at = 0.0
+        self.schema = replace(schema_of(address.words), num_envs=num_envs)
+        split = np.array_split(np.arange(num_envs), min(num_envs, address.lane_groups))
+        begin = secrets.randbelow(2**16)
+        self._groups = [
+            LaneGroup(
+                address, replace(self.schema, num_envs=len(some)), slice(int(some[0]), int(some[-1]) + 1), spread,
+                begin + number if len(split) > 1 else -1,
+            )
+            for number, some in enumerate(split)
+        ]  # fmt: skip
         # An `extend` that raised: its steps, the group that raised, and how many of its steps are held.
         self._stopped_at = b"", 0, 0
-        self._waited_s = 0.0
+        self._closed = False
         if not _OPEN:
             atexit.unregister(_flush_all)
             atexit.register(_flush_all)  # before Ray's own, which was registered earlier
         _OPEN.add(self)
 
-    def __getstate__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Any, ...]:
         if self.waiting_rows or self.unacknowledged_rows:
             raise ShardError("a writer was pickled while transitions waited in it; call flush() first")
-        return self._made_of
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self._made_of = state
-        self._begin()
+        return type(self), (self._address, self._lanes, self._spread)
 
     def __enter__(self) -> Self:
         return self
@@ -179,17 +302,13 @@ class Writer:
             _LOG.warning("a writer ended with %d transitions that no shard has acknowledged: %s", held, error)
 
     @property
-    def _groups(self) -> list[tuple[slice, Writer]]:
-        return self._parts or [(slice(None), self)]
-
-    @property
     def _all_streams(self) -> list[SegmentStream]:
-        return [stream for _, writer in self._groups for stream in writer._streams.values()]
+        return [stream for group in self._groups for stream in group.streams.values()]
 
     @property
     def waiting_rows(self) -> int:
         """Rows that were not sent yet."""
-        return sum(writer._encoder.rows for _, writer in self._groups)
+        return sum(group.encoder.rows for group in self._groups)
 
     @property
     def unacknowledged_rows(self) -> int:
@@ -204,7 +323,7 @@ class Writer:
     @property
     def waited_s(self) -> float:
         """Seconds that it waited for shards and the limiter, all in all."""
-        return sum(writer._waited_s for _, writer in self._groups)
+        return sum(group.waited_s for group in self._groups)
 
     @property
     def counters_by_shard(self) -> dict[int, ShardCounters]:
@@ -223,11 +342,10 @@ class Writer:
         with self._lock:
             self._require_open()
             tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
-            for _, writer in self._groups:  # all have room before one takes its part
-                writer._make_room()
-            for lanes, writer in self._groups:
-                writer._encoder.add(tick.cut(lanes) if self._parts else tick)
-                writer._send_if_full()
+            for group in self._groups:  # all have room before one takes its part
+                group.make_room()
+            for group in self._groups:
+                group.encoder.add(tick if len(self._groups) == 1 else tick.cut(group.lanes))
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -244,207 +362,38 @@ class Writer:
         stopped, first, taken = self._stopped_at
         if not stopped or _digest_of(steps) != stopped:
             first = taken = 0
-        for group in range(first, len(self._groups)):
-            lanes, writer = self._groups[group]
-            part = steps.cut((slice(None), lanes)) if self._parts else steps
+        for number, group in enumerate(self._groups[first:], first):
+            part = steps.cut((slice(None), group.lanes))
             try:
                 while taken < len(steps.reward):
-                    writer._make_room()
-                    taken += writer._encoder.extend(part, taken)
+                    group.make_room()
+                    taken += group.encoder.extend(part, taken)
             except BaseException:
-                self._stopped_at = _digest_of(steps), group, taken
+                self._stopped_at = _digest_of(steps), number, taken
                 raise
-            writer._send_if_full()
             taken = 0
         self._stopped_at = b"", 0, 0
-
-    def _make_room(self) -> None:
-        """Have room for one more tick; wait until shards take the segment that is full."""
-        if self._encoder.is_full:
-            self._send()
 
     def flush(self) -> None:
         """Send what waits, and return when the shards have acknowledged everything."""
         with self._lock:
-            for _, writer in self._groups:
-                if writer._encoder.rows:
-                    writer._send()
-                while writer.unacknowledged_rows:
-                    for stream in list(writer._streams.values()):
-                        with writer._rerouting(stream):
-                            stream.flush()
+            for group in self._groups:
+                group.flush()
 
     def close(self, *, flush: bool = True) -> None:
         """Flush, and take no more."""
         with self._lock:
             if flush and not self._closed:
                 self.flush()
-            for writer in (self, *(part for _, part in self._parts)):
-                writer._closed = True
-                _OPEN.discard(writer)
-
-    def _may_leave_early(self) -> bool:
-        """Whether the segment is long enough, and ends with an episode, so that the next one may go elsewhere."""
-        half = _SEGMENT_ROWS // 2
-        return bool(self._address.stay_rows) and self._encoder.rows >= half and self._encoder.ends_episodes
+            self._closed = True
+            _OPEN.discard(self)
 
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the writer was closed; make a new one with memory.writer()")
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
-        return Tick.fitted(self.schema, leading, self._encoder.reward_dtype, *arguments)
-
-    def _send_if_full(self) -> None:
-        """Send a full segment if there is room for it now; if not, the next call waits for that."""
-        if self._encoder.is_full or self._may_leave_early():
-            with suppress(ShardError):
-                self._send(waits=False)
-
-    def _send(self, *, waits: bool = True) -> None:
-        """Close the segment and send it on its way; what could fail comes before that, so that none is lost."""
-        start = time.monotonic()
-        stream = self._roomy(waits)
-        lease = -1 if stream is None else self._leased(self._encoder.rows, waits)
-        self._waited_s += time.monotonic() - start
-        if stream is None or lease is None:
-            return
-        for i, field in enumerate(self._encoder.fields):
-            self._codecs.look(i, field.window, field.raw)
-        codecs = self._codecs.codecs([field.window for field in self._encoder.fields])
-        rows = self._encoder.rows
-        self._home.sent(stream.number, may_leave=self._encoder.ends_episodes or not self._address.stay_rows)
-        payload = pack_segment(self._encoder.close(codecs), self._kernels.coder)
-        with self._rerouting(stream):
-            stream.send(payload, rows, lease)
-
-    def _roomy(self, waits: bool) -> SegmentStream | None:
-        """Return where the next segment goes: to the less filled of two that have room for it.
-
-        A shard that is away has none, and does not keep others waiting.
-        """
-        until = time.monotonic() + self._address.writer_patience_s
-        while True:
-            self.look_around()
-            for stream in [self._streams[number] for number in self._open_to]:
-                with self._rerouting(stream):
-                    stream.poll()
-            chosen = [self._streams[number] for number in self._open_to if number in self._streams]
-            roomy = [stream for stream in self._home.among(chosen) if stream.has_room]
-            if roomy or not waits:
-                pair = self._generator.permutation(len(roomy))[:2].tolist()
-                return min((roomy[i] for i in pair), key=lambda stream: stream.inserted, default=None)
-            if not chosen:
-                raise ShardError("no shard takes transitions; add one with memory.add_shard()")
-            if time.monotonic() > until:
-                raise chosen[0].silence()
-            with self._rerouting(chosen[0]):
-                chosen[0].poll(_WAIT_S)
-
-    def _leased(self, rows: int, waits: bool) -> int | None:
-        """Return a grant of the memory's limiter; -1 if there is none; None: not yet, or it is being restarted."""
-        limit = self._address.limit
-        if limit is None:
-            return -1
-        limit.require("block", rows * limit.samples_per_insert)
-        notice = WaitNotice("add")
-        while (lease := self._asked(rows)) is None and waits:
-            notice.give(lambda: received(self._roster.limiter.remote(), self._address.patience_s))
-            time.sleep(_ASK_AGAIN_S)
-            for stream in list(self._streams.values()):
-                with self._rerouting(stream):
-                    stream.poll()  # what has arrived does not count as under way any more
-        return lease
-
-    def _asked(self, rows: int) -> int | None:
-        try:
-            lease: int | None = ray.get(self._roster.lease_insert.remote(rows), timeout=self._address.patience_s)
-        except ray.exceptions.ActorDiedError as error:
-            raise ShardError("the memory was closed while a writer waited to add to it") from error
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            return None
-        return lease
-
-    @contextmanager
-    def _rerouting(self, stream: SegmentStream) -> Iterator[None]:
-        """Send what is left to other shards if one turns out to be gone with all that it held."""
-        try:
-            yield
-        except GoneError as error:
-            if self._address.survives and not isinstance(error, ShardClosedError) and self._is_listed(stream.number):
-                raise
-            self._streams.pop(stream.number, None)
-            self._open_to = [number for number in self._open_to if number != stream.number]
-            self._version = -1
-            left = stream.take_back()
-            if left:
-                self.look_around()
-            others = [self._streams[number] for number in self._open_to if number != stream.number]
-            for payload, rows in left:
-                if not others:
-                    raise ShardError(f"no shard takes the {rows} transitions of one that is gone") from error
-                least = min(others, key=lambda each: each.inserted)
-                with self._rerouting(least):
-                    least.send(payload, rows)
-
-    def next_of_others(self) -> tuple[int, bytes, int]:
-        """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments."""
-        self.flush()
-        stream = self._roomy(waits=True)
-        assert stream is not None
-        return stream.number, self._name, stream.sequence
-
-    def pass_on(self, to: int, payload: bytes, rows: int) -> None:
-        """Send a segment that another shard held; it is acknowledged when this returns."""
-        with self._rerouting(self._streams[to]):
-            self._streams[to].send(payload, rows)
-        self.flush()
-
-    def _is_listed(self, shard: int) -> bool:
-        """Whether a shard is still one of the memory's, as far as can be known."""
-        try:
-            _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
-        except ray.exceptions.RayError:
-            return True
-        return shards is None or shard in shards
-
-    def look_around(self, now: bool = False) -> None:
-        """Ask which shards there are, from time to time, or at once."""
-        if not now and self._version >= 0 and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
-            return
-        self._looked_at = time.monotonic()
-        version, shards = self._listed()
-        if shards is None or version < self._version:  # one that was restarted knows less, until they are passed again
-            return
-        self._version = version
-        patience_s, survives = self._address.writer_patience_s, self._address.survives
-        for number, (handle, _) in shards.items():
-            if number not in self._streams:
-                self._streams[number] = SegmentStream(handle, number, self._name, survives, patience_s, self._roster)
-        taking = sorted(number for number, (_, takes) in shards.items() if takes)
-        if self._spread is not None and self._spread < len(taking):
-            kept = [number for number in self._open_to if number in taking]
-            others = [number for number in taking if number not in kept]
-            missing = max(0, self._spread - len(kept))
-            taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
-        self._open_to = taking
-
-    def _listed(self) -> tuple[int, dict[int, tuple[Any, bool]] | None]:
-        """Return the roster's list; who knows no shard yet waits for a roster that is restarted, and for its list."""
-        until = time.monotonic() + self._address.patience_s
-        while True:
-            missing = "lists no shards"
-            try:
-                version, shards = ray.get(self._roster.shards.remote(self._version), timeout=self._address.patience_s)
-                if shards or self._version >= 0:
-                    return version, shards
-            except ray.exceptions.RayError as error:
-                if self._version >= 0:
-                    return self._version, None
-                missing = f"does not answer ({type(error).__name__})"
-            if time.monotonic() > until:
-                raise ShardError(f"the memory's roster {missing}; is the memory closed?")
-            time.sleep(_ASK_AGAIN_S)
+        return Tick.fitted(self.schema, leading, self._groups[0].encoder.reward_dtype, *arguments)
 
 
 def _digest_of(steps: Tick) -> bytes:

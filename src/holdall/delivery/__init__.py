@@ -10,51 +10,10 @@ Torch is imported when a device is asked for.
 """
 
 from holdall.delivery.batch_layout import DeviceBatch
-from holdall.delivery.batches import (
-    Batches,
-    BatchJob,
-    Delivery,
-    DrawnRows,
-    HostBatches,
-    ObservationAssembler,
-    host_pool,
-    of_ids,
-)
-from holdall.delivery.device import DeviceStream, stream_to
+from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows, HostBatches, ObservationAssembler
+from holdall.delivery.device import stream_to
 from holdall.delivery.device_assembly import SlotDraw
-from holdall.delivery.device_mirror import MirroredBatches
 from holdall.delivery.device_rollout import DeviceRollout
 from holdall.delivery.loader import Loader, Prefetched, SavedDraws, batches_for
 from holdall.delivery.resident import ResidentBatches, TensorFit, is_on_device, rings_on
 from holdall.delivery.to_device import SLOT_BYTES, CopyLoads, CopySpan, DeviceCopier, Gather, MinibatchDelivery
-
-__all__ = [
-    "SLOT_BYTES",
-    "BatchJob",
-    "Batches",
-    "CopyLoads",
-    "CopySpan",
-    "Delivery",
-    "DeviceBatch",
-    "DeviceCopier",
-    "DeviceRollout",
-    "DeviceStream",
-    "DrawnRows",
-    "Gather",
-    "HostBatches",
-    "Loader",
-    "MinibatchDelivery",
-    "MirroredBatches",
-    "ObservationAssembler",
-    "Prefetched",
-    "ResidentBatches",
-    "SavedDraws",
-    "SlotDraw",
-    "TensorFit",
-    "batches_for",
-    "host_pool",
-    "is_on_device",
-    "of_ids",
-    "rings_on",
-    "stream_to",
-]

@@ -334,6 +334,9 @@ class Batches(ABC):
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """Make a batch at once."""
 
+    def rewritten(self, ids: NDArray[np.int64]) -> None:  # noqa: B027  most read the store itself
+        """Take note that extras of some transitions were written again; under the memory's lock."""
+
     @abstractmethod
     def keep(self, batches: int) -> None:
         """Keep memory for so many batches in use, so that none of them needs new memory."""
@@ -480,8 +483,3 @@ class _HostBatchJob:
         if batch is None:
             raise DamageError("a batch was received before it was made; report this")
         return batch
-
-
-def of_ids(ids: NDArray[np.int64]) -> Draw:
-    """Return the recipe of a plain batch of given transitions."""
-    return Draw(ids, np.ones(len(ids), np.float32))

@@ -24,13 +24,7 @@ from holdall.delivery.device import CudaStream, DeviceStream
 from holdall.delivery.device_loops import device_program
 from holdall.delivery.device_store import DeviceSnapshot, PinnedSnapshot
 from holdall.errors import DamageError
-from holdall.native import (
-    MOST_DEVICE_FIELDS,
-    BatchRequestStruct,
-    Refusal,
-    SliceNamer,
-    number_function,
-)
+from holdall.native import MOST_DEVICE_FIELDS, BatchRequestStruct, Refusal, SliceNamer, number_function
 from holdall.schema import Array, Schema, require_in_range
 from holdall.storage import RowSources, Store, address
 
@@ -175,7 +169,7 @@ class DeviceAssembler:
         if any(array is not None and array.size != draw.ids.size for array in (last, draw.reward)):
             return None
         plan = self._plan(draw, sources)
-        described = self._describe(_Description(store.large_segments.version, readable, sources))
+        described = self._describe(_Description(store.large_segments.index.version, readable, sources))
         if plan is None or not self._tell(plan, described):
             return None
         arrays = self._fill(plan, draw)
@@ -186,7 +180,7 @@ class DeviceAssembler:
         plan, described = self._plain.get(rows), self._described
         if plan is None or described is None or plan.described is not described:
             return None
-        is_now = described.version == store.large_segments.version and described.readable is readable
+        is_now = described.version == store.large_segments.index.version and described.readable is readable
         return plan if is_now and plan.table is store.row_table else None
 
     def assemble_plain(

@@ -18,16 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw
+from holdall.batch import Batch, Draw, of_ids
 from holdall.delivery.batch_layout import BatchLayout, BlockSpan, DeviceBatch, DeviceMove, PackedField, PinnedHead
-from holdall.delivery.batches import (
-    Batches,
-    BatchJob,
-    BlockPool,
-    DrawnRows,
-    HostBatches,
-    of_ids,
-)
+from holdall.delivery.batches import Batches, BatchJob, BlockPool, DrawnRows, HostBatches
 from holdall.delivery.device import DeviceScratch, DeviceStream, StagingRing, StagingSlot
 from holdall.delivery.device_assembly import DeviceAssembler, MadeBatch, MadeJob, Readable, SlotDraw
 from holdall.delivery.device_store import DeviceSlices, DeviceSnapshot, PinnedArenas, PinnedSnapshot

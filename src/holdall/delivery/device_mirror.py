@@ -165,7 +165,7 @@ class MirroredBatches(ResidentBatches):
         return super().make(draw, drawn) if _is_gathered(drawn) else self._other.make(draw, drawn)
 
     def rewritten(self, ids: NDArray[np.int64]) -> None:
-        """Take note that extras of some transitions were written again; under the memory's lock."""
+        """See `Batches`."""
         self._rewritten.append(ids)
 
     def keep(self, batches: int) -> None:

@@ -94,13 +94,13 @@ class DeviceSlices:
     def up_to_date(self, store: Store) -> DeviceSnapshot:
         """Send what is new, and return where everything is."""
         segments, snapshot = store.large_segments, self._snapshot
-        if snapshot is not None and segments.version == self._version:
+        if snapshot is not None and segments.index.version == self._version:
             new = [field for field in snapshot.fields if self._fields[field].has_new]
             if not new:
                 return snapshot
         with self._stream.active():
-            if snapshot is None or segments.version != self._version:
-                self._version, self._snapshot = segments.version, None  # so that this one keeps no region in use
+            if snapshot is None or segments.index.version != self._version:
+                self._version, self._snapshot = segments.index.version, None  # so that this one keeps no region in use
                 parts = {field: segments.parts(field) for field in range(len(segments.cursors))}
                 snapshot = self._snapshot = self._follow(parts)
                 new = list(snapshot.fields)
@@ -270,9 +270,9 @@ class PinnedArenas:
     def up_to_date(self, store: Store) -> PinnedSnapshot | None:
         """Pin what is new, unpin what nobody reads any more, and return where everything is."""
         segments = store.large_segments
-        if self._version == segments.version:
+        if self._version == segments.index.version:
             return self._pinned
-        self._version, self._pinned = segments.version, None
+        self._version, self._pinned = segments.index.version, None
         parts = {field: segments.parts(field) for field in range(len(segments.cursors))}
         blocks = {id(block): block for of_field in parts.values() for part in of_field if (block := _raw(part))}
         known, self._by_block = self._by_block, {}

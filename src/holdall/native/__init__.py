@@ -1,46 +1,182 @@
-"""The compiled loops, their one loader, and the NumPy twins, which do the same work where nothing was compiled."""
+"""The compiled loops, their one loader, and the NumPy twins, which do the same work where nothing was compiled.
 
-from holdall.native.batch_reader import draw_slots, number_function
-from holdall.native.kernels import NativeKernels, chosen_kernels, fallback, native_kernels
+Which of the two are used is decided here, and said where the fast ones are missing. The loops of rollouts, which
+belong to no store, are here, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import warnings
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.native.batch_reader import NativeBatchReader, makes_arrays
 from holdall.native.library import (
     MOST_DEVICE_FIELDS,
     BatchRequestStruct,
     RowPlaceStruct,
     chosen_library,
     compiled_library,
+    library_problem,
+    linked_libraries,
     open_library,
     system_libraries,
 )
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
-from holdall.native.reading import CopyPlan, Cut, Names, Refusal, SliceNamer, ThreadPool
-from holdall.native.rollout import SlotSender, copy_in_order, estimate_advantages
-from holdall.native.writing import NativeCoder
+from holdall.native.reading import NativeDecoder, NativeReading, ThreadPool, draw_slots, number_function
+from holdall.native.sending import CopyPlan, Cut, Names, Refusal, SliceNamer, SlotSender
+from holdall.native.tick_writer import has_expected_objects
+from holdall.native.writing import NativeCoder, NativeWriting
+from holdall.schema import Array
+from holdall.storage import BatchReader, Coder, Kernels, Repair, address
 
-__all__ = [
-    "MOST_DEVICE_FIELDS",
-    "BatchRequestStruct",
-    "CopyPlan",
-    "Cut",
-    "Names",
-    "NativeCoder",
-    "NativeKernels",
-    "PortableCoder",
-    "PortableKernels",
-    "Refusal",
-    "RowPlaceStruct",
-    "SliceNamer",
-    "SlotSender",
-    "ThreadPool",
-    "chosen_kernels",
-    "chosen_library",
-    "compiled_library",
-    "copy_in_order",
-    "draw_slots",
-    "estimate_advantages",
-    "fallback",
-    "native_kernels",
-    "number_function",
-    "open_library",
-    "system_libraries",
-]
+_FEWEST_CHANNELS = 4
+"""From this many channels on, C separates them faster than NumPy copies them."""
+# Measured by benchmarks/fallback.py; docs/troubleshooting.md has its table.
+_WITHOUT_LOOPS = "add and sample take up to 2.9 times as long, and compressed data as much memory as with it"
+_WITHOUT_COMPRESSION = "sampling compressed data takes 2.9 times as long, and the data as much memory as with it"
+
+
+class NativeKernels(NativeWriting, NativeReading):
+    """Makes parts and fills batches with the compiled loops."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        libraries = linked_libraries(library) or system_libraries()
+        self._library = library
+        self.packs_columns = bool(library.holdall_release(0, 0))
+        self.coder: Coder = PortableCoder() if libraries is None else NativeCoder(library, libraries)
+
+    def namer(self) -> SliceNamer | None:
+        """See `Kernels.namer`."""
+        return SliceNamer(self._library, self.coder if isinstance(self.coder, NativeDecoder) else None)
+
+    def new_batch_reader(
+        self, lock: Any, repair: Repair, is_changed: bytearray, most_kept_bytes: int, threads: int
+    ) -> BatchReader:
+        """See `Kernels.new_batch_reader`."""
+        if not (has_expected_objects(lock) and makes_arrays()):
+            return BatchReader()
+        decoder = self.coder if isinstance(self.coder, NativeDecoder) else None
+        return NativeBatchReader(self._library, decoder, lock, repair, is_changed, most_kept_bytes, threads)
+
+
+@functools.cache
+def native_kernels() -> NativeKernels | None:
+    """Return the compiled loops, or None if no library of this version was built."""
+    library = compiled_library()
+    return None if library is None else NativeKernels(library)
+
+
+def _chosen() -> Kernels:
+    native = None if chosen_library() is None else native_kernels()
+    return native or PortableKernels()
+
+
+def chosen_kernels() -> Kernels:
+    """Return the compiled loops if they can be used, else the portable ones; HOLDALL_KERNELS names one of the two."""
+    if os.environ.get("HOLDALL_KERNELS") != "portable":
+        _warn_once()
+    return _chosen()
+
+
+def fallback() -> str:
+    """Say what is done without compiled code, why, and how much slower it is; empty if nothing is."""
+    kernels = _chosen()
+    if isinstance(kernels, PortableKernels):
+        return f"NumPy does the work of the compiled loops ({library_problem()}): {_WITHOUT_LOOPS}"
+    if isinstance(kernels.coder, PortableCoder):
+        return f"Python packages compress (libzstd or liblz4 was not found on this system): {_WITHOUT_COMPRESSION}"
+    return ""
+
+
+@functools.cache
+def _warn_once() -> None:
+    if reason := fallback():
+        warnings.warn(
+            f"{reason}. Results are the same. Install a wheel of holdall for this platform, or a C compiler, libzstd "
+            "and liblz4, and run 'pip install --force-reinstall --no-deps holdall'; HOLDALL_KERNELS=portable silences "
+            "this",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+# ---------------------------------------------------------------- rollouts
+
+
+def copy_in_order(to: Array, source: Array) -> None:
+    """Copy to an array of (lanes, ...) in C order; images with channels first may lie pixel by pixel in `source`."""
+    if not source.flags.c_contiguous and _lies_pixel_by_pixel(source) and (library := chosen_library()) is not None:
+        lanes, channels, height, width = source.shape
+        library.holdall_part_channels(source.ctypes.data, address(to), lanes, height * width, channels)
+    else:
+        np.copyto(to, source)
+
+
+def _lies_pixel_by_pixel(images: Array) -> bool:
+    if images.ndim != 4 or images.itemsize != 1 or images.shape[1] < _FEWEST_CHANNELS:
+        return False
+    _, channels, height, width = images.shape
+    return images.strides == (channels * height * width, 1, width * channels, channels)
+
+
+Floats = NDArray[np.float32]
+
+
+def estimate_advantages(
+    rewards: Floats,
+    values: Floats,
+    ends: Floats,
+    last_values: Floats,
+    gamma: float,
+    gae_lambda: float,
+    advantages: Floats,
+    returns: Floats,
+) -> None:
+    """Fill `advantages` and `returns`; all arrays are contiguous float32 of one shape.
+
+    Args:
+        ends: 1 where the episode ended with the step, else 0.
+        last_values: Of the observations behind the last step, one per lane.
+        advantages: May be `rewards` itself.
+    """
+    decay = gamma * gae_lambda
+    library = chosen_library()
+    if library is None:
+        _estimate_portably(rewards, values, ends, last_values, gamma, decay, advantages, returns)
+        return
+    steps, lanes = values.shape
+    library.holdall_advantages(
+        address(rewards), address(values), address(ends), address(last_values), gamma, decay,
+        steps, lanes, address(advantages), address(returns),
+    )  # fmt: skip
+
+
+def _estimate_portably(
+    rewards: Floats,
+    values: Floats,
+    ends: Floats,
+    last_values: Floats,
+    gamma: float,
+    decay: float,
+    advantages: Floats,
+    returns: Floats,
+) -> None:
+    """Do what rollout.c does, a row of lanes at a time."""
+    going = np.float32(1) - ends
+    gamma_, decay_ = np.float32(gamma), np.float32(decay)
+    next_values, later = last_values, np.zeros_like(last_values)
+    for t in range(len(values) - 1, -1, -1):
+        delta = rewards[t] + gamma_ * next_values * going[t] - values[t]
+        later = delta + decay_ * going[t] * later
+        advantages[t] = later
+        next_values = values[t]
+    np.add(advantages, values, out=returns)

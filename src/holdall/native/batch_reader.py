@@ -13,11 +13,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdall.native.library import (
     KEPT_MEMORIES,
@@ -26,16 +24,13 @@ from holdall.native.library import (
     BatchArrayStruct,
     BatchFieldStruct,
     BatchReaderStruct,
-    chosen_library,
 )
-from holdall.native.reading import NativeDecoder, ThreadPool
+from holdall.native.reading import NativeDecoder, ThreadPool, global_generator, number_function
 from holdall.native.tick_writer import built_in, owner_address
 from holdall.schema import Array
 from holdall.storage import ALIGNMENT_BYTES, RECORD_FIELDS, BatchArray, BatchReader, BatchSource, Repair, address
 from holdall.threads import tell_of_forks
 
-_MOST_DRAWN = (1 << 32) - 1
-"""NumPy draws numbers beyond in another way."""
 _BYTES_PER_THREAD = 1 << 20
 """A thread is woken only for at least this much to copy ..."""
 _SEALED_BYTES_PER_THREAD = 1 << 18
@@ -77,9 +72,9 @@ class NativeBatchReader(BatchReader):
         self, library: ctypes.CDLL, decoder: NativeDecoder | None, lock: Any, repair: Repair, is_changed: bytearray,
         most_kept_bytes: int, threads: int,
     ) -> None:  # fmt: skip
-        super().__init__()
         self._library, self._decoder, self._is_changed = library, decoder, is_changed
-        self._pool, self._decoders = ThreadPool(threads), list[Any]()
+        self._threads, self._decoders = threads, list[Any]()
+        self._pool: ThreadPool | None = None  # made when a batch is worth several threads
         flags = [np.frombuffer(flag, np.uint8) for flag in (repair.is_pending, is_changed)]
         self._struct = BatchReaderStruct(
             maker=ctypes.addressof(_array_maker()), bytes_per_thread=_BYTES_PER_THREAD,
@@ -101,7 +96,7 @@ class NativeBatchReader(BatchReader):
             not struct.is_open
             or self._is_changed[0]
             or struct.most_rows < rows
-            or struct.generator != id(_global_generator())
+            or struct.generator != id(global_generator())
         )
 
     def offer(self, source: BatchSource, rows: int) -> None:
@@ -115,7 +110,7 @@ class NativeBatchReader(BatchReader):
         if struct.is_busy or not is_readable or room < rows or not self._can_decode(source):
             return
         self._is_changed[0] = 0
-        generator = _global_generator()
+        generator = global_generator()
         arrays = (BatchArrayStruct * len(source.arrays))(*map(_array_struct, source.arrays))
         scratch = [np.empty(room, dtype) for dtype in (np.int64, np.int64, np.int32, np.int32)]
         kept = (source, columns, tuple(source.rows.records))  # of the tables, whose list changes
@@ -153,8 +148,11 @@ class NativeBatchReader(BatchReader):
         sealed = [field.is_sealed for field in struct.field[: struct.field_count]]
         least = [_SEALED_BYTES_PER_THREAD if is_sealed else _BYTES_PER_THREAD for is_sealed in sealed]
         wanted = max((nbytes // one for nbytes, one in zip(bytes_of, least, strict=True)), default=0)
-        threads = max(1, min(self._pool.threads, wanted))
-        struct.pool, struct.most_helpers = self._pool.started(self._library) if threads > 1 else None, threads - 1
+        threads = max(1, min(self._threads, wanted))
+        struct.pool, struct.most_helpers = None, threads - 1
+        if threads > 1:
+            self._pool = self._pool or ThreadPool(self._threads)
+            struct.pool = self._pool.started(self._library)
         struct.decoders = None
         if self._decoder is not None and any(sealed):
             self._decoders = self._decoder.more_decoders(self._decoders, threads, 3 * max(source.large_bytes))
@@ -172,7 +170,8 @@ class NativeBatchReader(BatchReader):
         while self._struct.is_busy:
             time.sleep(_LOOK_AGAIN_S)
         _release_memory(self._struct)
-        self._pool.dismiss()
+        if self._pool is not None:
+            self._pool.dismiss()
         self._described.clear()
         self._decoders = []
 
@@ -262,42 +261,3 @@ def _held_at() -> int:
         if found == [0, 1, 0] * 3:
             return place
     return 0
-
-
-# ---------------------------------------------------------------- drawing
-
-_global_generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it
-
-
-def draw_slots(rows: int, filled: int, slots: int, newest: int, lanes: int) -> NDArray[np.int64]:
-    """Draw transitions from NumPy's global generator: slots as `randint(filled)` does, then lanes as `randint(lanes)`.
-
-    Tick t stands in slot t modulo `slots`, and the newest tick is `newest`. Ids are returned, those of slots that were
-    not written to yet below 0.
-    """
-    draw = _drawing_loop()
-    if draw is None or not (0 < filled <= _MOST_DRAWN and 0 < lanes <= _MOST_DRAWN):
-        ticks = newest - (newest - np.random.randint(0, filled, size=rows)) % slots  # noqa: NPY002  as they ask for
-        return ticks * lanes + np.random.randint(0, high=lanes, size=rows)  # noqa: NPY002  likewise
-    generator = _global_generator()
-    ids = np.empty(rows, np.int64)
-    lane = None if lanes == 1 else np.empty(rows, np.int64)
-    with generator.lock:
-        draw(
-            *number_function(generator), filled, slots, newest, lanes, rows, address(ids),
-            None if lane is None else address(lane),
-        )  # fmt: skip
-    return ids
-
-
-@functools.cache
-def _drawing_loop() -> Any:
-    library = chosen_library()
-    return None if library is None else library.holdall_draw
-
-
-@functools.lru_cache(maxsize=1)
-def number_function(generator: Any) -> tuple[int, int]:
-    """Return what C calls for the next number, and with which argument."""
-    interface = generator.ctypes
-    return ctypes.cast(interface.next_uint32, ctypes.c_void_p).value or 0, interface.state_address

@@ -302,54 +302,55 @@ def _struct_problem(library: ctypes.CDLL) -> str | None:
 
 # ---------------------------------------------------------------- functions
 
-_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "holdall_structs": (ctypes.POINTER(_StructField), [POINTER]),
-    "holdall_compression": (POINTER, [ctypes.c_char_p]),
-    "holdall_append": (NUMBER, [POINTER] * 5),
-    "holdall_write_tick": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
-    "holdall_fast_add": (POINTER, [POINTER, POINTER, NUMBER]),
-    "holdall_fast_pack": (POINTER, [POINTER, POINTER, NUMBER]),
-    "holdall_fast_draw": (POINTER, [POINTER, POINTER, NUMBER]),
-    "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
-    "holdall_encode": (NUMBER, [*[POINTER] * 4, *[NUMBER] * 3, POINTER, NUMBER, POINTER, POINTER, POINTER]),
-    "holdall_count_work": (None, [POINTER, POINTER, NUMBER, POINTER]),
-    "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
-    "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
-    "holdall_pack_columns": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER, NUMBER, POINTER, POINTER]),
-    "holdall_release": (NUMBER, [POINTER, NUMBER]),
-    "holdall_read_rows": (NUMBER, [POINTER, NUMBER, POINTER, *[NUMBER] * 4, POINTER, POINTER]),
-    "holdall_draw": (None, [POINTER, POINTER, *[NUMBER] * 5, POINTER, POINTER]),
-    "holdall_find": (None, [POINTER, NUMBER, POINTER, NUMBER, NUMBER, POINTER, POINTER]),
-    "holdall_expect": (None, [POINTER, NUMBER, POINTER, POINTER, POINTER, NUMBER, NUMBER]),
-    "holdall_gather": (
-        NUMBER,
-        [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER, NUMBER, POINTER], *[NUMBER] * 2, *[POINTER] * 3, NUMBER, POINTER,
-         NUMBER, POINTER],
-    ),
-    "holdall_name": (NUMBER, [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 4, *[POINTER] * 4]),
-    "holdall_locate": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER]),
-    "holdall_collect": (
-        NUMBER,
-        [*[POINTER] * 2, NUMBER, *[POINTER] * 2, NUMBER, NUMBER, POINTER, NUMBER, POINTER, _NATURAL, *[POINTER] * 2],
-    ),
-    "holdall_assemble": (NUMBER, [POINTER]),
-    "holdall_launch_here": (ctypes.c_int, [POINTER, *[ctypes.c_uint] * 7, *[POINTER] * 3]),
-    "holdall_send_here": (ctypes.c_int, [_NATURAL, POINTER, ctypes.c_size_t, POINTER]),
-    "holdall_send_slots": (
-        ctypes.c_int,
-        [POINTER, NUMBER, POINTER, NUMBER, *[POINTER] * 2, NUMBER, NUMBER, *[POINTER] * 2, NUMBER, POINTER, _NATURAL,
-         *[POINTER] * 4],
-    ),
-    "holdall_advantages": (None, [*[POINTER] * 4, *[ctypes.c_float] * 2, NUMBER, NUMBER, POINTER, POINTER]),
-    "holdall_part_channels": (None, [POINTER, POINTER, NUMBER, NUMBER, NUMBER]),
-    "holdall_tree_put": (None, [POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER]),
-    "holdall_tree_update": (NUMBER, [POINTER, NUMBER, POINTER, POINTER, *[NUMBER] * 4, ctypes.c_double, POINTER]),
-    "holdall_tree_find": (None, [POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER]),
-    "holdall_threads_new": (POINTER, []),
-    "holdall_threads_help": (None, [POINTER, NUMBER]),
-    "holdall_threads_dismiss": (None, [POINTER]),
-    "holdall_threads_free": (None, [POINTER]),
+_TYPES = {
+    "p": POINTER, "n": NUMBER, "u": _NATURAL, "i": ctypes.c_int, "j": ctypes.c_uint, "f": ctypes.c_float,
+    "d": ctypes.c_double, "z": ctypes.c_size_t, "s": ctypes.c_char_p, "t": ctypes.POINTER(_StructField), "v": None,
 }  # fmt: skip
+
+
+def _signatures(text: str) -> dict[str, tuple[Any, list[Any]]]:
+    """Read what functions return and take: a name, the letter of its result, and those of its arguments."""
+    read = (line.split() for line in text.replace(",", "\n").strip().splitlines())
+    return {name: (_TYPES[result], [_TYPES[one] for one in taken.strip("-")]) for name, result, taken in read}
+
+
+_SIGNATURES = _signatures("""
+    holdall_structs t p
+    holdall_compression p s
+    holdall_append n ppppp
+    holdall_write_tick n ppnn
+    holdall_fast_add p ppn
+    holdall_fast_pack p ppn
+    holdall_fast_draw p ppn
+    holdall_write_ticks n ppnn
+    holdall_encode n ppppnnnpnppp
+    holdall_count_work v ppnp
+    holdall_checksums v ppnp
+    holdall_decode n pppnp
+    holdall_pack_columns n ppnnpnpp
+    holdall_release n pn
+    holdall_read_rows n pnpnnnnpp
+    holdall_draw v ppnnnnnpp
+    holdall_find v pnpnnpp
+    holdall_expect v pnpppnn
+    holdall_gather n pnpppnnpnnpppnpnp
+    holdall_name n pnpppnnnnpppp
+    holdall_locate n ppnnp
+    holdall_collect n ppnppnnpnpupp
+    holdall_assemble n p
+    holdall_launch_here i pjjjjjjjppp
+    holdall_send_here i upzp
+    holdall_send_slots i pnpnppnnppnpupppp
+    holdall_advantages v ppppffnnpp
+    holdall_part_channels v ppnnn
+    holdall_tree_put v pnppnn
+    holdall_tree_update n pnppnnnndp
+    holdall_tree_find v pnpnpp
+    holdall_threads_new p -
+    holdall_threads_help v pn
+    holdall_threads_dismiss v p
+    holdall_threads_free v p
+""")
 """What every exported function returns and takes."""
 
 
@@ -414,38 +415,19 @@ def chosen_library() -> ctypes.CDLL | None:
 
 # ---------------------------------------------------------------- Zstandard and LZ4
 
-_SIZE = ctypes.c_size_t
-_COMPRESSION: dict[str, dict[str, tuple[Any, list[Any]]]] = {
-    "zstd": {
-        "ZSTD_createCCtx": (POINTER, []),
-        "ZSTD_freeCCtx": (_SIZE, [POINTER]),
-        "ZSTD_CCtx_setParameter": (_SIZE, [POINTER, ctypes.c_int, ctypes.c_int]),
-        "ZSTD_CCtx_refCDict": (_SIZE, [POINTER, POINTER]),
-        "ZSTD_CCtx_refPrefix": (_SIZE, [POINTER, POINTER, _SIZE]),
-        "ZSTD_compress2": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE]),
-        "ZSTD_createDCtx": (POINTER, []),
-        "ZSTD_freeDCtx": (_SIZE, [POINTER]),
-        "ZSTD_DCtx_refPrefix": (_SIZE, [POINTER, POINTER, _SIZE]),
-        "ZSTD_decompressDCtx": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE]),
-        "ZSTD_decompress_usingDDict": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE, POINTER]),
-        "ZSTD_createCDict": (POINTER, [POINTER, _SIZE, ctypes.c_int]),
-        "ZSTD_freeCDict": (_SIZE, [POINTER]),
-        "ZSTD_createDDict": (POINTER, [POINTER, _SIZE]),
-        "ZSTD_freeDDict": (_SIZE, [POINTER]),
-        "ZSTD_isError": (ctypes.c_uint, [_SIZE]),
-    },
-    "lz4": {
-        "LZ4_decompress_safe_usingDict": (ctypes.c_int, [POINTER, POINTER, *[ctypes.c_int] * 2, POINTER, ctypes.c_int]),
-        "LZ4_compress_default": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
-        "LZ4_compress_HC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
-        "LZ4_createStreamHC": (POINTER, []),
-        "LZ4_freeStreamHC": (ctypes.c_int, [POINTER]),
-        "LZ4_sizeofStateHC": (ctypes.c_int, []),
-        "LZ4_resetStreamHC_fast": (None, [POINTER, ctypes.c_int]),
-        "LZ4_loadDictHC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int]),
-        "LZ4_compress_HC_continue": (ctypes.c_int, [POINTER, POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
-    },
-}  # fmt: skip
+_COMPRESSION = {
+    "zstd": _signatures("""
+        ZSTD_createCCtx p -,  ZSTD_freeCCtx z p,  ZSTD_CCtx_setParameter z pii,  ZSTD_CCtx_refCDict z pp
+        ZSTD_CCtx_refPrefix z ppz,  ZSTD_compress2 z ppzpz,  ZSTD_createDCtx p -,  ZSTD_freeDCtx z p
+        ZSTD_DCtx_refPrefix z ppz,  ZSTD_decompressDCtx z ppzpz,  ZSTD_decompress_usingDDict z ppzpzp
+        ZSTD_createCDict p pzi,  ZSTD_freeCDict z p,  ZSTD_createDDict p pz,  ZSTD_freeDDict z p,  ZSTD_isError j z
+    """),
+    "lz4": _signatures("""
+        LZ4_decompress_safe_usingDict i ppiipi,  LZ4_compress_default i ppii,  LZ4_compress_HC i ppiii
+        LZ4_createStreamHC p -,  LZ4_freeStreamHC i p,  LZ4_sizeofStateHC i -,  LZ4_resetStreamHC_fast v pi
+        LZ4_loadDictHC i ppi,  LZ4_compress_HC_continue i pppii
+    """),
+}
 _FILES = {"zstd": ("libzstd.so.1", "libzstd.1.dylib"), "lz4": ("liblz4.so.1", "liblz4.1.dylib")}
 
 

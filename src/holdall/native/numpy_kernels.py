@@ -245,11 +245,7 @@ class PortablePart(OpenPart):
         pushed += self._push(next_obs, breaking, window.count, end)
         cursors[breaking] |= NEXT_IS_WHOLE
         self.written = _Written(
-            end,
-            next_obs.copy(),
-            before.steps + self.lanes,
-            before.broken_steps + breaking.size,
-            before.pushed + pushed,
+            end, next_obs.copy(), before.steps + self.lanes, before.broken_steps + breaking.size, before.pushed + pushed
         )
 
     @property
@@ -358,11 +354,7 @@ def _put_apart(column: dict[str, int], ids: NDArray[np.int64], out: Bytes) -> No
 
 
 def _numbers(
-    record: dict[str, int],
-    start: NDArray[np.int64],
-    lane: NDArray[np.int32],
-    lanes: int,
-    rows: NDArray[np.int64],
+    record: dict[str, int], start: NDArray[np.int64], lane: NDArray[np.int32], lanes: int, rows: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Return the slices of the observations that begin at `start` of their lanes' logs, (rows, window)."""
     if start.min() < 0 or start.max() + record["window"] > record["log_rows"]:

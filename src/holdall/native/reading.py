@@ -1,6 +1,6 @@
 """Reading: batches are filled with observations by gather.c, and slices decoded by decode.c, without the GIL.
 
-In:  places, or numbers of slices.  Out: rows of bytes; or every slice of a batch named once, for devices.
+In:  places, or numbers of slices.  Out: rows of bytes. Ids of slots are drawn here, too.
 Invariant: every thread decodes with a context and scratch memory of its own. Nothing outside the blocks that the
 places hold is read: C checks every index, and one that is wrong is a `DamageError`.
 """
@@ -8,26 +8,20 @@ places hold is read: C checks every index, and one that is wrong is a `DamageErr
 from __future__ import annotations
 
 import ctypes
-import enum
+import functools
 import itertools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError, HoldallError
-from holdall.native.library import (
-    BatchRequestStruct,
-    CompressionLibraries,
-    DecodedSliceStruct,
-    DecoderStruct,
-    NamesStruct,
-)
+from holdall.errors import DamageError
+from holdall.native.library import CompressionLibraries, DecodedSliceStruct, DecoderStruct, chosen_library
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Bytes
 from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices
@@ -39,19 +33,15 @@ _PIECE_BYTES = 1 << 18
 """What a thread takes at once: little enough that all of them end together."""
 _BYTES_PER_THREAD = 1 << 20
 """A thread is woken only for at least this much to move."""
-_BYTES_PER_COLLECTING_THREAD = 1 << 19
-"""The same for slices on their way to a device, which does nothing until they are there."""
-_WAVE_BYTES = 6 << 20
-"""Long enough that starting its copy to a device costs nothing beside it, short enough that the next one overlaps."""
-_MOST_COLLECTING_THREADS = 16
-"""The bus to a device takes more than a few threads can copy."""
+
+_MOST_DRAWN = (1 << 32) - 1
+"""NumPy draws numbers beyond in another way."""
 
 _pointer: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
 """Makes the pointer to an array that can be written to; it costs less than the address."""
 
-_CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
 _SEALED = RECORD_FIELDS.index("sealed")
-_BATCHES = itertools.count(1)
+BATCH_NUMBERS = itertools.count(1)
 """Numbers batches, so that a thread knows what it decoded for an older one."""
 
 
@@ -259,10 +249,6 @@ class NativeReading:
         """See `Kernels.new_pool`."""
         return ThreadPool(threads)
 
-    def namer(self) -> SliceNamer | None:
-        """See `Kernels.namer`."""
-        return SliceNamer(self._library, self.coder if isinstance(self.coder, NativeDecoder) else None)
-
     def read_rows(
         self,
         columns: NDArray[np.int64],
@@ -310,7 +296,7 @@ class NativeReading:
 
         def fill(pieces: int, threads: int, helpers: int) -> int:
             # Two coded slices and a decoded one: an observation is at least as large as its slices.
-            decoders = decoder and decoder.decoders(pool, helpers, 3 * row_bytes, next(_BATCHES))
+            decoders = decoder and decoder.decoders(pool, helpers, 3 * row_bytes, next(BATCH_NUMBERS))
             return int(
                 self._library.holdall_gather(
                     *where, *order, row_bytes, *sides, decoders, pieces, threads, helpers, ctypes.byref(error)
@@ -329,147 +315,40 @@ class NativeReading:
             raise places.damage(field, failed, error.value)
 
 
-# ---------------------------------------------------------------- slices by name
+# ---------------------------------------------------------------- drawing
 
-Names = NDArray[np.int32]
-Cut = tuple[int, int, int]
-"""Runs of a slice, bytes of a run, slices of a window."""
+global_generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it
 
 
-class CopyPlan(NamedTuple):
-    """How C starts a copy to a device: a function like cuMemcpyHtoDAsync, where to, and over which stream."""
+def draw_slots(rows: int, filled: int, slots: int, newest: int, lanes: int) -> NDArray[np.int64]:
+    """Draw transitions from NumPy's global generator: slots as `randint(filled)` does, then lanes as `randint(lanes)`.
 
-    sender: int  # the function's address; 0: nothing is sent
-    there: int
-    stream: int
-
-
-class Refusal(enum.IntEnum):
-    """Why a batch cannot be put together in one call, as assemble.c says it."""
-
-    NONE, NOT_HELD, DAMAGED, NOT_THERE, BY_DRIVER = range(5)
-
-
-class SliceNamer:
-    """Names the slices of a batch, field after field, and copies each of them once; used by one thread at a time.
-
-    Args:
-        library: The compiled loops.
-        decoder: Decodes sealed slices in C; None where it cannot.
-        most_threads: Threads that copy slices, on as many cores.
+    Tick t stands in slot t modulo `slots`, and the newest tick is `newest`. Ids are returned, those of slots that were
+    not written to yet below 0.
     """
-
-    def __init__(
-        self, library: ctypes.CDLL, decoder: NativeDecoder | None, most_threads: int = _MOST_COLLECTING_THREADS
-    ) -> None:
-        self._library = library
-        self._decoder = decoder
-        self.pool = ThreadPool(pool_threads(most_threads))
-        self.send_here, self.launch_here = (
-            ctypes.cast(function, ctypes.c_void_p).value or 0
-            for function in (library.holdall_send_here, library.holdall_launch_here)
-        )
-        self._memory: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint32]] | None = None
-        self._struct = NamesStruct()
-        self._cuts: dict[int, tuple[NDArray[np.int64], Cut | None, bool]] = {}
-
-    def cut(self, records: NDArray[np.int64], field: int) -> Cut | None:
-        """Return how a field is cut, if all of its segments are cut alike and can be read here."""
-        return self._known(records, field)[0]
-
-    def _known(self, records: NDArray[np.int64], field: int) -> tuple[Cut | None, bool]:
-        """Return how a field is cut, and whether slices of it are sealed; tables of records never change."""
-        seen, cut, is_sealed = self._cuts.get(field, (None, None, False))
-        if seen is not records:
-            is_sealed = bool(records[:, _SEALED].any())
-            alike = bool((records[:, _CUT] == records[0, _CUT]).all())
-            outer, run_bytes, window, _ = records[0, _CUT].tolist()
-            cut = (outer, run_bytes, window) if alike and not (is_sealed and self._decoder is None) else None
-            self._cuts[field] = (records, cut, is_sealed)
-        return cut, is_sealed
-
-    def begin(self, most: int) -> None:
-        """Forget all names; there will be `most` new ones at most."""
-        slots = 1 << max(0, 2 * most - 1).bit_length()  # twice the names, at least
-        if self._memory is None or len(self._memory[0]) < most or len(self._memory[2]) < slots:
-            self._memory = (np.empty(most, np.int32), np.empty(most, np.int32), np.empty(slots, np.uint32))
-            self._struct = NamesStruct(*(address(array) for array in self._memory))
-        self._memory[2][:slots] = 0
-        self._struct.mask, self._struct.room, self._struct.count = slots - 1, most, 0
-
-    def name(
-        self,
-        places: Places,
-        field: int,
-        cut: Cut,
-        obs: Names | None,
-        next_obs: Names | None,
-        base: NDArray[np.int64] | None = None,
-    ) -> int:
-        """Fill in the names of the slices of every observation, (rows, window); return how many there are.
-
-        Args:
-            base: Where the slices of each segment begin in one large array; names are then places in it.
-        """
-        outer, run_bytes, window = cut
-        records = places.records[field]
-        failed = self._library.holdall_name(
-            address(records), len(records), address(places.segment), address(places.cursors[field]),
-            address(places.lane), places.lanes, len(places.segment), window, outer * run_bytes,
-            *(0 if names is None else address(names) for names in (obs, next_obs)),
-            0 if base is None else address(base), ctypes.addressof(self._struct),
+    draw = _drawing_loop()
+    if draw is None or not (0 < filled <= _MOST_DRAWN and 0 < lanes <= _MOST_DRAWN):
+        ticks = newest - (newest - np.random.randint(0, filled, size=rows)) % slots  # noqa: NPY002  as they ask for
+        return ticks * lanes + np.random.randint(0, high=lanes, size=rows)  # noqa: NPY002  likewise
+    generator = global_generator()
+    ids = np.empty(rows, np.int64)
+    lane = None if lanes == 1 else np.empty(rows, np.int64)
+    with generator.lock:
+        draw(
+            *number_function(generator), filled, slots, newest, lanes, rows, _pointer(ids),
+            None if lane is None else _pointer(lane),
         )  # fmt: skip
-        if failed >= 0:
-            raise _damaged(failed)
-        return int(self._struct.count)
-
-    def assemble(self, request: BatchRequestStruct) -> Refusal:
-        """Have a device put a batch together; return why it cannot."""
-        number = self._library.holdall_assemble(ctypes.addressof(request))
-        if not number:
-            return Refusal.NONE
-        refused = Refusal(number)
-        if refused is Refusal.DAMAGED:
-            raise _damaged(request.wrong)
-        return refused
-
-    def where(self, starts: NDArray[np.int64], slice_bytes: int, unit: int, out: NDArray[np.int64]) -> bool:
-        """Fill in where each slice named begins, in units of so many bytes; False if that of one is not known.
-
-        Args:
-            starts: By segment, the byte at which its slices begin, or -1.
-            out: One place a name, or more.
-        """
-        names = ctypes.addressof(self._struct)
-        return int(self._library.holdall_locate(names, address(starts), slice_bytes, unit, address(out))) < 0
-
-    def collect(self, places: Places, field: int, out: Bytes, way: CopyPlan) -> int:
-        """Copy all slices named to their rows of `out`; return how many were sent on, in waves, meanwhile.
-
-        The last wave is never sent. All of it is one call outside the GIL; several threads share it where it is worth
-        waking them.
-        """
-        records, count, slice_bytes = places.records[field], int(self._struct.count), out.shape[1]
-        nbytes = count * slice_bytes
-        sent = ctypes.c_int64()
-        with self.pool.helping(self._library, nbytes // _BYTES_PER_COLLECTING_THREAD - 1) as (threads, helpers):
-            decoders = None
-            if self._decoder is not None and self._known(records, field)[1]:
-                decoders = self._decoder.decoders(self.pool, helpers, 3 * slice_bytes, next(_BATCHES))
-            failed = self._library.holdall_collect(
-                address(records), ctypes.addressof(self._struct), slice_bytes, address(out), decoders,
-                max(1, _PIECE_BYTES // slice_bytes), 1 + nbytes // _WAVE_BYTES, threads, helpers, *way,
-                ctypes.byref(sent),
-            )  # fmt: skip
-        if failed >= 0:
-            raise _damaged(failed)
-        if failed < -1:
-            raise HoldallError(f"the GPU's driver refused a copy of a batch (CUDA error {-2 - failed}); see its manual")
-        return int(sent.value)
+    return ids
 
 
-def _damaged(row: int) -> DamageError:
-    return DamageError(
-        f"row {row} of the batch points outside its segment, or its bytes are damaged; nothing of the batch is "
-        "returned. Load the last checkpoint, and report this"
-    )
+@functools.cache
+def _drawing_loop() -> Any:
+    library = chosen_library()
+    return None if library is None else library.holdall_draw
+
+
+@functools.lru_cache(maxsize=1)
+def number_function(generator: Any) -> tuple[int, int]:
+    """Return what C calls for the next number, and with which argument."""
+    interface = generator.ctypes
+    return ctypes.cast(interface.next_uint32, ctypes.c_void_p).value or 0, interface.state_address

@@ -15,6 +15,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,7 @@ from holdall.native.library import (
     TickWriterStruct,
 )
 from holdall.schema import Array, Bytes
-from holdall.storage import (
-    Arguments,
-    FastTick,
-    FlatField,
-    Form,
-    OpenPart,
-    Repair,
-    SlicedTick,
-    TickWriter,
-    address,
-)
+from holdall.storage import Arguments, FastTick, FlatField, Form, OpenPart, Repair, SlicedTick, TickWriter, address
 
 _MOST_FIELDS = 32
 """Observation fields that arguments.c has room for."""
@@ -86,6 +77,11 @@ class DenseLayout:
         self.address = ctypes.addressof(self._struct)
 
 
+def struct_field(name: str) -> Any:
+    """Return a property that is a field of an object's `_struct`, read without a call of Python: C counts there."""
+    return property(attrgetter(f"_struct.{name}"), lambda self, value: setattr(self._struct, name, value))
+
+
 class _MethodDef(ctypes.Structure):
     """PyMethodDef, of the stable interface."""
 
@@ -110,6 +106,7 @@ class NativeTickWriter(TickWriter):
     """Writes a tick, or several, by one call of append.c."""
 
     has_runs = True
+    next_tick, pause_tick = struct_field("next_tick"), struct_field("pause_tick")
 
     def __init__(
         self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
@@ -136,29 +133,12 @@ class NativeTickWriter(TickWriter):
             flat=ctypes.addressof(self._flat),
             flat_count=len(rings),
         )
+        self._address = ctypes.addressof(self._struct)
 
     @property
     def places(self) -> tuple[TickWriterStruct, Any]:
         """The struct that C writes ticks by, and what must live as long as it."""
         return self._struct, (self._flat, self.flat)
-
-    @property
-    def next_tick(self) -> int:
-        """See `TickWriter`."""
-        return int(self._struct.next_tick)
-
-    @next_tick.setter
-    def next_tick(self, tick: int) -> None:
-        self._struct.next_tick = tick
-
-    @property
-    def pause_tick(self) -> int:
-        """See `TickWriter`."""
-        return int(self._struct.pause_tick)
-
-    @pause_tick.setter
-    def pause_tick(self, tick: int) -> None:
-        self._struct.pause_tick = tick
 
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter.write`."""
@@ -167,7 +147,7 @@ class NativeTickWriter(TickWriter):
     def write_packed(self, packed: bytes, sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter.write_packed`."""
         kept = None if sliced is None else self._aim(sliced)
-        ticks = self._write(ctypes.addressof(self._struct), packed, len(packed), int(is_kept))
+        ticks = self._write(self._address, packed, len(packed), int(is_kept))
         del kept
         return int(ticks)
 
@@ -179,7 +159,7 @@ class NativeTickWriter(TickWriter):
         if sliced is not None:
             first, next_first = ([array[0] for array in arrays] for arrays in (sliced.obs, sliced.next_obs))
             kept = self._aim(sliced._replace(obs=first, next_obs=next_first))
-        written = self._write_ticks(ctypes.addressof(self._struct), address(packed), packed.shape[1], len(packed))
+        written = self._write_ticks(self._address, address(packed), packed.shape[1], len(packed))
         del kept
         return int(written)
 
@@ -206,8 +186,9 @@ class NativeFastTick(FastTick):
         lock: The memory's own.
     """
 
+    is_open = struct_field("is_open")
+
     def __init__(self, library: ctypes.CDLL, lock: Any, repair: Repair) -> None:
-        super().__init__()
         self._writer: Any = None
         self._is_readable = False
         pending = np.frombuffer(repair.is_pending, np.uint8)
@@ -219,11 +200,6 @@ class NativeFastTick(FastTick):
         # A tuple, and not an array that has all: the collector of cycles looks into tuples.
         owner = (np.frombuffer(memoryview(self._struct).cast("B"), np.uint8), lock, pending, self._kept)
         self.add, self.pack = (built_in(name, library, owner) for name in ("holdall_fast_add", "holdall_fast_pack"))
-
-    @property
-    def is_open(self) -> bool:  # type: ignore[override]  # asked of C
-        """Whether ticks may be written this way now."""
-        return bool(self._struct.is_open)
 
     def offer(self, writer: Any, describe: Callable[[], Arguments | None]) -> None:
         """See `FastTick.offer`."""

@@ -28,7 +28,7 @@ from holdall.native.library import (
     TransformStruct,
 )
 from holdall.native.reading import NativeDecoder
-from holdall.native.tick_writer import DenseLayout, NativeFastTick, NativeTickWriter, has_expected_objects
+from holdall.native.tick_writer import DenseLayout, NativeFastTick, NativeTickWriter, has_expected_objects, struct_field
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,
@@ -118,14 +118,13 @@ class NativeWriting:
 class NativeBlock(SliceBlock):
     """Unique slices behind an open-addressing table."""
 
+    used = struct_field("used")
+
     def __init__(self, slice_bytes: int, arena: Bytes) -> None:
         super().__init__(slice_bytes, arena)
         slots = 1 << max(4, (2 * self.capacity).bit_length())
-        self._index: tuple[NDArray[Any], ...] = (
-            np.empty(self.capacity, np.uint64),
-            np.zeros(slots, np.uint32),
-        )
-        self.struct = SliceBlockStruct(
+        self._index: tuple[NDArray[Any], ...] = (np.empty(self.capacity, np.uint64), np.zeros(slots, np.uint32))
+        self._struct = SliceBlockStruct(
             arena=address(self.arena),
             hashes=address(self._index[0]),
             slots=address(self._index[1]),
@@ -134,26 +133,25 @@ class NativeBlock(SliceBlock):
             used=0,
             slice_bytes=slice_bytes,
         )
-
-    @property
-    def used(self) -> int:
-        """Slices held."""
-        return int(self.struct.used)
+        self.address = ctypes.addressof(self._struct)
 
     def clear(self) -> None:
         """Forget every slice and keep the memory."""
-        self.struct.used = 0
+        self._struct.used = 0
         self._index[1].fill(0)
 
     def freeze(self) -> None:
         """Drop the index: nothing more will be added."""
-        self.struct.capacity = self.struct.used
+        self._struct.capacity = self._struct.used
         self._index = ()
         release_tail(self.arena, self.used_bytes)
 
 
 class NativePart(OpenPart):
-    """A part whose ticks are written by append.c."""
+    """A part whose ticks are written by append.c, which counts them."""
+
+    longest, steps = struct_field("longest"), struct_field("steps")
+    broken_steps, pushed = struct_field("broken_steps"), struct_field("pushed")
 
     def __init__(
         self, library: ctypes.CDLL, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int
@@ -167,7 +165,7 @@ class NativePart(OpenPart):
         )
         last, end, scratch = self._memory
         self._struct = OpenPartStruct(
-            block=ctypes.addressof(block.struct) if isinstance(block, NativeBlock) else None,
+            block=block.address if isinstance(block, NativeBlock) else None,
             direct=address(self.slices),
             log=None if self.log is None else address(self.log),
             last=address(last),
@@ -258,29 +256,9 @@ class NativePart(OpenPart):
             self._struct.last_raw, self._struct.packed = address(raw), address(packed)
 
     @property
-    def longest(self) -> int:
-        """See `OpenPart.longest`."""
-        return int(self._struct.longest)
-
-    @property
     def shortest(self) -> int:
         """See `OpenPart.shortest`."""
         return int(self._memory[1].min())
-
-    @property
-    def steps(self) -> int:
-        """See `OpenPart.steps`."""
-        return int(self._struct.steps)
-
-    @property
-    def broken_steps(self) -> int:
-        """See `OpenPart.broken_steps`."""
-        return int(self._struct.broken_steps)
-
-    @property
-    def pushed(self) -> int:
-        """See `OpenPart.pushed`."""
-        return int(self._struct.pushed)
 
 
 # ---------------------------------------------------------------- compressed blocks

@@ -247,7 +247,8 @@ def shard_words(shard: SeenShard) -> dict[str, Any]:
     }  # fmt: skip
     if shard.status is not None:
         status = asdict(shard.status)
-        status.pop("counters")
+        for name in ("counters", "is_draining"):  # which the state says
+            status.pop(name)
         counters = {} if shard.status.counters is None else shard.status.counters._asdict()
         words |= {name: value for name, value in (status | counters).items() if name not in {"number", "answers"}}
     return words
@@ -287,7 +288,6 @@ class _Asked:
     """A shard, and the question that it was asked."""
 
     handle: Any
-    takes: bool
     heard_at: float
     call: Any = None
     status: ShardStatus | None = None
@@ -305,7 +305,7 @@ class _Asked:
         if self.is_gone:
             return "lost"
         if self.call is None:
-            return "answers" if self.takes else "drains"
+            return "drains" if self.status is not None and self.status.is_draining else "answers"
         where = actor_state(self.handle)
         if where == "gone":
             return "lost"
@@ -352,15 +352,14 @@ class ClusterMonitor:
         ray.shutdown()
 
     def _list(self, name: str, call: Any, until: float) -> bool:
-        """Take over which shards a memory has; a roster that was restarted lists none until they are passed to it."""
+        """Take over which shards a memory has."""
         found = _answer(call, until)
         if found is None:
             return False
         shards, known = found[1], self._memories[name]
-        for number, (handle, takes) in shards.items():
-            asked = known.setdefault(number, _Asked(handle, takes, time.monotonic()))
-            asked.takes = takes
-        for number in set(known) - set(shards) if shards else ():
+        for number, handle in shards.items():
+            known.setdefault(number, _Asked(handle, time.monotonic()))
+        for number in set(known) - set(shards):
             del known[number]
         return True
 
@@ -380,7 +379,7 @@ class ClusterMonitor:
 def _hear(number: int, asked: _Asked) -> None:
     """Take over an answer, if one came."""
     try:
-        status = ShardStatus.of(number, ray.get(asked.call, timeout=0))
+        status = ShardStatus(number, True, **ray.get(asked.call, timeout=0))
     except ray.exceptions.GetTimeoutError:
         return
     except ray.exceptions.ActorDiedError:

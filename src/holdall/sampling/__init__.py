@@ -9,43 +9,13 @@ from holdall.sampling.draw import (
     Stateless,
     StepOrder,
     Uniform,
+    drawn_from,
     require_enough,
     required_sampler,
     resume,
-    set_priorities,
-)
-from holdall.sampling.episodic import (
-    ComposedSampler,
-    Hindsight,
-    NStep,
-    RolloutSequences,
-    Sequence,
-    drawn_from,
     sampler_to_resume,
     sampler_words,
+    set_priorities,
 )
+from holdall.sampling.episodic import ComposedSampler, Hindsight, NStep, RolloutSequences, Sequence
 from holdall.sampling.prioritized import Prioritized
-
-__all__ = [
-    "LANE",
-    "ComposedSampler",
-    "Held",
-    "Hindsight",
-    "NStep",
-    "Prioritized",
-    "PrioritySampler",
-    "RolloutSequences",
-    "Sampler",
-    "Sequence",
-    "SmallFields",
-    "Stateless",
-    "StepOrder",
-    "Uniform",
-    "drawn_from",
-    "require_enough",
-    "required_sampler",
-    "resume",
-    "sampler_to_resume",
-    "sampler_words",
-    "set_priorities",
-]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -188,10 +188,31 @@ class Stateless:
             )
 
 
+_OWN_SAMPLERS: dict[type, tuple[str, ...] | None] = {}
+"""See `own_sampler`: the settings of each, None if they are not saved."""
+_Class = TypeVar("_Class", bound=type)
+
+
+def own_sampler(*settings: str, is_saved: bool = True) -> Callable[[_Class], _Class]:
+    """Mark a class of holdall's own: its tests show that it draws only what is held; the draws of others are checked.
+
+    Args:
+        settings: What a checkpoint holds of such a sampler besides its state.
+        is_saved: False for one that cannot be made of them, such as one with a function.
+    """
+
+    def mark(kind: _Class) -> _Class:
+        _OWN_SAMPLERS[kind] = settings if is_saved else None
+        return kind
+
+    return mark
+
+
 _TRIES = 50
 """Rounds of drawing again, before all ids that may be drawn are listed, which takes longer the larger the memory is."""
 
 
+@own_sampler()
 class Uniform(Stateless):
     """Draw every transition with the same probability."""
 
@@ -221,6 +242,9 @@ def _drawn_again(ids: Ids, held: Held, generator: np.random.Generator) -> Ids:
 
 # ---------------------------------------------------------------- a memory's sampler
 
+_MOST_SAVED_STEPS = 2**20
+"""Of a return or a sequence that a checkpoint asks for: every draw takes memory for them."""
+
 
 def required_sampler(sampler: Any) -> Sampler:
     """Return a memory's sampler, `Uniform()` for None, or say why it is none."""
@@ -244,6 +268,14 @@ def require_enough(count: int, transitions: int, least: int) -> None:
         )
 
 
+def drawn_from(sampler: Sampler, held: Held, count: int, generator: np.random.Generator) -> Draw:
+    """Draw `count` rows; refuse the recipe of a user's sampler if it names what is not held."""
+    draw = sampler.draw(held, count, generator)
+    if type(sampler) not in _OWN_SAMPLERS:
+        held.require_drawn(draw)
+    return draw
+
+
 def set_priorities(sampler: Sampler, held: Held, ids: Any, priorities: Any) -> None:
     """Check priorities that a caller learned, and give them to a sampler that has some."""
     update: Callable[[Held, Ids, NDArray[Any]], None] | None = getattr(sampler, "update_priorities", None)
@@ -259,6 +291,36 @@ def set_priorities(sampler: Sampler, held: Held, ids: Any, priorities: Any) -> N
     update(held, wanted, as_array(values, "priorities"))
 
 
+def sampler_words(sampler: Sampler) -> dict[str, Any]:
+    """Name a sampler's class and, where they are plain values, all of its settings."""
+    words: dict[str, Any] = {"kind": type(sampler).__name__}
+    names = _OWN_SAMPLERS.get(type(sampler))
+    if names is not None:
+        by = {"by": sampler_words(sampler.by)} if hasattr(sampler, "by") else {}
+        if all("settings" in inner for inner in by.values()):
+            words |= {"settings": {name: getattr(sampler, name) for name in names}, **by}
+    return words
+
+
+def sampler_to_resume(sampler: Sampler | None, saved: Mapping[str, Any], *, goes_on: bool) -> Sampler:
+    """Return the sampler of a memory that was saved with one; for None, one with the saved settings.
+
+    Args:
+        saved: What `sampler_words` returned, and perhaps the state.
+        goes_on: Whether the saved state belongs to the memory as it is now.
+    """
+    if sampler is not None:
+        return required_sampler(sampler)
+    kind = saved["kind"]
+    if kind == Uniform.__name__ or ("settings" in saved and (goes_on or saved.get("state") == {})):
+        return _rebuilt(saved)
+    why = "its settings are not in it" if goes_on else "its priorities do not fit the lanes or shards"
+    raise ArgumentError(
+        f"sampler was not given, and the checkpoint was saved with {kind}: {why}; pass sampler={kind}(...), or another "
+        "one to begin without what it had learned"
+    )
+
+
 def resume(sampler: Sampler, saved: Mapping[str, Any], capacity: int, first_id: int) -> bool:
     """Let a sampler continue from `sampler_state`, if it is of the kind that was saved; return whether it is.
 
@@ -272,3 +334,18 @@ def resume(sampler: Sampler, saved: Mapping[str, Any], capacity: int, first_id: 
     if resize is not None:
         resize(capacity, first_id)
     return True
+
+
+def _rebuilt(saved: Mapping[str, Any]) -> Sampler:
+    """Make a sampler of holdall's of what `sampler_words` returned; settings that are none of its own are damage."""
+    own = {kind.__name__: kind for kind, settings in _OWN_SAMPLERS.items() if settings is not None}
+    by = {"by": _rebuilt(saved["by"])} if "by" in saved else {}
+    try:
+        made: Any = own[saved["kind"]](**saved.get("settings", {}), **by)
+    except (ArgumentError, KeyError, TypeError) as error:
+        raise DamageError(f"the saved settings of the sampler make no sense ({error}); pass sampler=") from error
+    steps = max(getattr(made, name, 0) for name in ("n", "length", "burn_in"))
+    if steps > _MOST_SAVED_STEPS:
+        raise DamageError(f"the saved sampler takes {steps} steps, more than {_MOST_SAVED_STEPS}; pass sampler=")
+    sampler: Sampler = made
+    return sampler

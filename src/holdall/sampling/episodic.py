@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Draw, Goals, RewardFunction
-from holdall.errors import ArgumentError, DamageError, TransitionIdError
-from holdall.sampling.draw import LANE, Flags, Held, Ids, Sampler, State, Uniform, required_sampler
+from holdall.errors import ArgumentError, TransitionIdError
+from holdall.sampling.draw import LANE, Flags, Held, Ids, State, Uniform, own_sampler
 from holdall.sampling.prioritized import Prioritized
 from holdall.units import require_count, require_flag, require_number
 
@@ -149,6 +149,7 @@ def padded(steps: Ids, real: Flags) -> Ids:
     return np.take_along_axis(steps, nearest, axis=1)
 
 
+@own_sampler("n", "gamma")
 class NStep(ComposedSampler):
     """Draw transitions with the discounted rewards of `n` steps.
 
@@ -197,6 +198,7 @@ def _discounted_sum(rewards: NDArray[Any], real: NDArray[np.bool_], powers: list
     return total
 
 
+@own_sampler("length", "burn_in", "stride", "crossing")
 class Sequence(ComposedSampler):
     """Draw runs of `length` steps, and the `burn_in` steps before them.
 
@@ -285,6 +287,7 @@ class Sequence(ComposedSampler):
 Strategy = Literal["future", "final", "episode"]
 
 
+@own_sampler(is_saved=False)
 class Hindsight(ComposedSampler):
     """Draw transitions, and relabel `k` of them with another goal for every one that stays as it is.
 
@@ -399,70 +402,3 @@ class RolloutSequences:
 
 
 # ---------------------------------------------------------------- holdall's own samplers
-
-
-_SETTINGS: dict[type, tuple[str, ...]] = {
-    Uniform: (),
-    Prioritized: ("alpha", "beta", "floor"),
-    NStep: ("n", "gamma"),
-    Sequence: ("length", "burn_in", "stride", "crossing"),
-}
-"""What a checkpoint holds of a sampler besides its state; a Hindsight has a function, which is not saved."""
-_OWN_SAMPLERS = frozenset([*_SETTINGS, Hindsight])
-"""Samplers whose tests show that they draw only what is held; the draws of others are checked."""
-_MOST_SAVED_STEPS = 2**20
-"""Of a return or a sequence that a checkpoint asks for: every draw takes memory for them."""
-
-
-def drawn_from(sampler: Sampler, held: Held, count: int, generator: np.random.Generator) -> Draw:
-    """Draw `count` rows; refuse the recipe of a user's sampler if it names what is not held."""
-    draw = sampler.draw(held, count, generator)
-    if type(sampler) not in _OWN_SAMPLERS:
-        held.require_drawn(draw)
-    return draw
-
-
-def sampler_words(sampler: Sampler) -> dict[str, Any]:
-    """Name a sampler's class and, where they are plain values, all of its settings."""
-    words: dict[str, Any] = {"kind": type(sampler).__name__}
-    names = _SETTINGS.get(type(sampler))
-    by = sampler_words(sampler.by) if isinstance(sampler, ComposedSampler) else None
-    if names is not None and (by is None or "settings" in by):
-        words["settings"] = {name: getattr(sampler, name) for name in names}
-        if by is not None:
-            words["by"] = by
-    return words
-
-
-def sampler_to_resume(sampler: Sampler | None, saved: Mapping[str, Any], *, goes_on: bool) -> Sampler:
-    """Return the sampler of a memory that was saved with one; for None, one with the saved settings.
-
-    Args:
-        saved: What `sampler_words` returned, and perhaps the state.
-        goes_on: Whether the saved state belongs to the memory as it is now.
-    """
-    if sampler is not None:
-        return required_sampler(sampler)
-    kind = saved["kind"]
-    if kind == Uniform.__name__ or ("settings" in saved and (goes_on or saved.get("state") == {})):
-        return _rebuilt(saved)
-    why = "its settings are not in it" if goes_on else "its priorities do not fit the lanes or shards"
-    raise ArgumentError(
-        f"sampler was not given, and the checkpoint was saved with {kind}: {why}; pass sampler={kind}(...), or another "
-        "one to begin without what it had learned"
-    )
-
-
-def _rebuilt(saved: Mapping[str, Any]) -> Sampler:
-    """Make a sampler of holdall's of what `sampler_words` returned; settings that are none of its own are damage."""
-    own = {kind.__name__: kind for kind in _SETTINGS}
-    by = {"by": _rebuilt(saved["by"])} if "by" in saved else {}
-    try:
-        made: Any = own[saved["kind"]](**saved.get("settings", {}), **by)
-    except (ArgumentError, KeyError, TypeError) as error:
-        raise DamageError(f"the saved settings of the sampler make no sense ({error}); pass sampler=") from error
-    steps = max(getattr(made, name, 0) for name in ("n", "length", "burn_in"))
-    if steps > _MOST_SAVED_STEPS:
-        raise DamageError(f"the saved sampler takes {steps} steps, more than {_MOST_SAVED_STEPS}; pass sampler=")
-    sampler: Sampler = made
-    return sampler

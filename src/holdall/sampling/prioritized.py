@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError, TransitionIdError
 from holdall.native import chosen_library
-from holdall.sampling.draw import Held, Ids, State
+from holdall.sampling.draw import Held, Ids, State, own_sampler
 from holdall.storage import address
 from holdall.units import require_number
 
@@ -152,6 +152,7 @@ _MOST = 1e280
 """Scaled priorities up to this can be added up for any memory."""
 
 
+@own_sampler("alpha", "beta", "floor")
 class Prioritized:
     """Draw transition i with probability p_i ** alpha / sum of all, p_i its priority.
 

@@ -16,7 +16,9 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
 
+from holdall.batch import Batch
 from holdall.errors import ArgumentError
+from holdall.replay import ReplayMemory
 
 ReadRows = Callable[[NDArray[np.int64]], NDArray[Any]]
 WriteRows = Callable[[NDArray[np.int64], NDArray[Any]], None]
@@ -25,6 +27,8 @@ _ORDER_FREE = ("min", "max", "any", "all")
 """Reductions that give the same bits in whatever pieces they are made; sums of whole numbers do, too."""
 _COMBINE: dict[str, Any] = {"min": np.minimum, "max": np.maximum, "any": np.logical_or, "all": np.logical_and}
 _ELEMENTS_AT_ONCE = 2**20
+_READ_AT_ONCE_BYTES = 8 * 2**20
+"""Observations gathered in one go when an array is read, so that reading all rewards takes no memory for all images."""
 
 
 class SlotArray(NDArrayOperatorsMixin):
@@ -314,6 +318,76 @@ class SlotArrays:
                 "again"
             )
         array[...] = value
+
+
+class BufferArrays:
+    """The part of a replay buffer that shows its fields as arrays; slots that were never written to read as zeros."""
+
+    memory: ReplayMemory
+    buffer_size: int
+    n_envs: int
+    action_dim: int
+    _is_dict: bool
+    _obs_specs: dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
+    _action_dtype: np.dtype[Any]
+    _ids: Callable[..., NDArray[np.int64]]
+
+    observations: Any = SlotArrays(lambda buffer: buffer._observed("observations", lambda batch: batch.obs))
+    next_observations: Any = SlotArrays(
+        lambda buffer: buffer._observed("next_observations", lambda batch: batch.next_obs)
+    )
+    actions: Any = SlotArrays(lambda buffer: buffer._acted())
+    rewards: Any = SlotArrays(lambda buffer: buffer._numbers("rewards", lambda batch: batch.reward))
+    dones: Any = SlotArrays(lambda buffer: buffer._numbers("dones", _done_flags, buffer._write_dones))
+    timeouts: Any = SlotArrays(
+        lambda buffer: buffer._numbers("timeouts", lambda batch: batch.truncated, buffer._write_timeouts)
+    )
+
+    def _ids_in_slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        ids = self._ids(*np.divmod(positions, self.n_envs))
+        return np.where(ids >= self.memory.first_id, ids, -1)
+
+    def _write_dones(self, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+        cut = self.memory.gather(ids).truncated
+        self.memory.set_flags(ids, rows.astype(np.bool_) ^ cut, cut)
+
+    def _write_timeouts(self, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+        done, cut = _done_flags(self.memory.gather(ids)), rows.astype(np.bool_)
+        self.memory.set_flags(ids, done ^ cut, cut)
+
+    def _acted(self) -> SlotArray:
+        return self._slots("actions", (self.action_dim,), self._action_dtype, lambda batch: batch.action)
+
+    def _numbers(self, name: str, of: Any, write: Any = None) -> SlotArray:
+        return self._slots(name, (), np.dtype(np.float32), of, write)
+
+    def _observed(self, name: str, of: Any) -> Any:
+        if not self._is_dict:
+            shape, dtype = self._obs_specs[""]
+            return self._slots(name, shape[1:], dtype, of)
+        return {
+            key: self._slots(name, shape[1:], dtype, lambda batch, key=key: of(batch)[key])
+            for key, (shape, dtype) in self._obs_specs.items()
+        }
+
+    def _slots(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], of: Any, write: Any = None) -> SlotArray:
+        def read(ids: NDArray[np.int64]) -> NDArray[Any]:
+            batch: Batch = self.memory.gather(ids)
+            return np.asarray(of(batch))
+
+        whole = (self.buffer_size, self.n_envs, *shape)
+        observed = sum(prod(shape[1:]) * dtype.itemsize for shape, dtype in self._obs_specs.values())
+        rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, 2 * observed))
+        return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
+
+
+def _done_flags(batch: Batch) -> NDArray[np.bool_]:
+    """Return what Stable-Baselines3 keeps as `dones`.
+
+    It keeps two flags apart, done and cut by a time limit. An end that was no cut is stored as terminated, one that
+    was as truncated; a cut without an end, which only writing to `timeouts` first can give, as both.
+    """
+    return np.asarray(batch.terminated ^ batch.truncated)
 
 
 def cut_flags(timeouts: list[Any], shape: tuple[int, ...]) -> NDArray[np.bool_]:

@@ -14,7 +14,6 @@ import numpy as np
 import torch as th
 from numpy.typing import NDArray
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
-from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.batch import Batch, Draw
 from holdall.delivery import BatchJob, DeviceBatch
@@ -58,10 +57,6 @@ class OnDevice:
     def _draw_at_once(self, batch_size: int) -> BatchJob | None:
         """Draw a batch and begin it in one step, if there is such a way."""
         return None
-
-    def _is_delivered(self, env: VecNormalize | None) -> bool:
-        """Whether batches are made on the GPU: what is normalised on the host is copied there as it is."""
-        return env is None and self.device.type == "cuda"
 
     def _delivered(self, batch_size: int) -> Any:
         """Return the next samples on the GPU; with `prefetch`, others are drawn and under way then."""

@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from math import prod
 from typing import Any, Self
 
 import numpy as np
@@ -26,13 +25,13 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.batch import Batch, Draw
-from holdall.delivery import BatchJob, SlotDraw, of_ids
+from holdall.batch import Batch, Draw, of_ids
+from holdall.delivery import BatchJob, SlotDraw
 from holdall.errors import ArgumentError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.sb3.arrays import SlotArray, SlotArrays, cast, cut_flags
+from holdall.sb3.arrays import BufferArrays, cast, cut_flags
 from holdall.sb3.on_device import MadeAhead, OnDevice, n_step_returns
 from holdall.schema import stored_space
 from holdall.storage import fresh_bytes
@@ -40,8 +39,6 @@ from holdall.units import require_count, whole
 
 _FLOAT32 = np.dtype(np.float32)
 _BOOL = np.dtype(np.bool_)
-_READ_AT_ONCE_BYTES = 8 * 2**20
-"""Observations gathered in one go when an array is read, so that reading all rewards takes no memory for all images."""
 _COPIED_AT_ONCE = 64
 """Slots of another buffer that are copied in one go."""
 _WARNS_OF_STEPS = (2, 9, 1)
@@ -57,7 +54,7 @@ _TORCH_ALIGNMENT_BYTES = 64
 last bits differ, and with them the weights (seen with MKL on rows at 4 and 8 bytes past a multiple of 16)."""
 
 
-class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
+class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
     """Drop-in for Stable-Baselines3's `ReplayBuffer` and `DictReplayBuffer`.
 
     `SAC("MultiInputPolicy", env, replay_buffer_class=holdall.sb3.ReplayBuffer)`
@@ -76,18 +73,6 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
     """
 
     _takes_steps = True
-
-    # What plain arrays are there; gathered when they are read. Slots that were never written to read as zeros.
-    observations: Any = SlotArrays(lambda buffer: buffer._observed("observations", lambda batch: batch.obs))
-    next_observations: Any = SlotArrays(
-        lambda buffer: buffer._observed("next_observations", lambda batch: batch.next_obs)
-    )
-    actions: Any = SlotArrays(lambda buffer: buffer._acted())
-    rewards: Any = SlotArrays(lambda buffer: buffer._numbers("rewards", lambda batch: batch.reward))
-    dones: Any = SlotArrays(lambda buffer: buffer._numbers("dones", _done_flags, buffer._write_dones))
-    timeouts: Any = SlotArrays(
-        lambda buffer: buffer._numbers("timeouts", lambda batch: batch.truncated, buffer._write_timeouts)
-    )
 
     def __init__(
         self,
@@ -186,6 +171,10 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         if self._is_delivered(env):
             return self._delivered(batch_size)
         return self._samples(self._drawn(batch_size), env)
+
+    def _is_delivered(self, env: VecNormalize | None) -> bool:
+        """Whether batches are made on the GPU: what is normalised on the host is copied there as it is."""
+        return env is None and self.device.type == "cuda"
 
     def _samples_at_once(self, action: Any, ended: Any, reward: Any, *observed: Any) -> Any:
         """Return arrays of which nothing is normalised or moved as tensors: they begin where tensors do."""
@@ -422,10 +411,6 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         ticks = newest - (newest - slots) % self.buffer_size
         return ticks if self.n_envs == 1 else ticks * self.n_envs + lanes
 
-    def _ids_in_slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        ids = self._ids(*np.divmod(positions, self.n_envs))
-        return np.where(ids >= self.memory.first_id, ids, -1)
-
     def _tensors(self, observed: Any) -> Any:
         return {key: self._tensor(rows) for key, rows in observed.items()} if self._is_dict else self._tensor(observed)
 
@@ -437,39 +422,6 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         if tensor.is_floating_point() and tensor.data_ptr() % _TORCH_ALIGNMENT_BYTES:
             return tensor.clone()
         return tensor
-
-    def _write_dones(self, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
-        cut = self.memory.gather(ids).truncated
-        self.memory.set_flags(ids, rows.astype(np.bool_) ^ cut, cut)
-
-    def _write_timeouts(self, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
-        done, cut = _done_flags(self.memory.gather(ids)), rows.astype(np.bool_)
-        self.memory.set_flags(ids, done ^ cut, cut)
-
-    def _acted(self) -> SlotArray:
-        return self._slots("actions", (self.action_dim,), self._action_dtype, lambda batch: batch.action)
-
-    def _numbers(self, name: str, of: Any, write: Any = None) -> SlotArray:
-        return self._slots(name, (), _FLOAT32, of, write)
-
-    def _observed(self, name: str, of: Any) -> Any:
-        if not self._is_dict:
-            shape, dtype = self._obs_specs[""]
-            return self._slots(name, shape[1:], dtype, of)
-        return {
-            key: self._slots(name, shape[1:], dtype, lambda batch, key=key: of(batch)[key])
-            for key, (shape, dtype) in self._obs_specs.items()
-        }
-
-    def _slots(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], of: Any, write: Any = None) -> SlotArray:
-        def read(ids: NDArray[np.int64]) -> NDArray[Any]:
-            batch: Batch = self.memory.gather(ids)
-            return np.asarray(of(batch))
-
-        whole = (self.buffer_size, self.n_envs, *shape)
-        observed = sum(prod(shape[1:]) * dtype.itemsize for shape, dtype in self._obs_specs.values())
-        rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, 2 * observed))
-        return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
 
 
 def _draws_as_usual(kind: type[ReplayBuffer]) -> bool:
@@ -488,12 +440,3 @@ def _require_steps(n_steps: int) -> int:
             f"returns; this is {stable_baselines3.__version__}: run 'pip install -U stable-baselines3'"
         )
     return n_steps
-
-
-def _done_flags(batch: Batch) -> NDArray[np.bool_]:
-    """Return what Stable-Baselines3 keeps as `dones`.
-
-    It keeps two flags apart, done and cut by a time limit. An end that was no cut is stored as terminated, one that
-    was as truncated; a cut without an end, which only writing to `timeouts` first can give, as both.
-    """
-    return np.asarray(batch.terminated ^ batch.truncated)

@@ -1,27 +1,166 @@
-"""Reading: rows under their ids; and what a batch consists of and is read from, for who draws and copies it at once.
+"""What batches are read from: a table of where short rows lie, and all of it, for who draws and copies at once.
 
-In:  where the fields of a memory lie.  Out: a function that draws rows and returns new arrays.
+In:  where the fields of a memory lie.  Out: columns of rows; or a function that draws rows and returns new arrays.
 Invariant: what is drawn and returned is what the general way draws and returns. Whatever changes where fields lie ends
 this way, or is seen by it; it is offered again with the next batch that goes the general way.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+import ctypes
+from collections.abc import Callable, Collection
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.schema import Array, Bytes
-from holdall.storage.layout import RowSources, RowTable, fresh_bytes
 
 if TYPE_CHECKING:
-    from holdall.storage.rings import Rings, Rows
-    from holdall.storage.segment import Segments
-    from holdall.storage.slices import Kernels
+    from holdall.storage.columns import ObservationRing
+    from holdall.storage.rings import Rings
     from holdall.storage.ticks import TickWriter
+
+COLUMN_FIELDS = (
+    "ring", "row_bytes", "later", "block", "apart_count", "apart_ids", "apart_rows", "unless", "runs", "leaf",
+)  # fmt: skip
+"""Columns of a table of columns, in the order of the struct `row_column` in structs.h; the loader compares them."""
+ALIGNMENT_BYTES = 64
+"""Where the columns of a batch begin, as torch's own tensors do: matrix products of floats that begin elsewhere add up
+in another order, so that the last bits differ."""
+ColumnSpan = tuple[tuple[int, ...], np.dtype[Any], int, int]
+"""Shape, dtype, which block, and the first byte in it."""
+_ONE_BLOCK_BYTES = 1 << 15
+"""Both blocks are one up to this size: allocating another one takes longer than to copy it."""
+_NO_BLOCK = 2
+"""Where columns without bytes are: NumPy gives them other strides in a block than of their own."""
+
+
+def fresh_bytes(nbytes: int) -> Bytes:
+    """Allocate bytes from an aligned address on."""
+    block: Any = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % ALIGNMENT_BYTES
+    return block[start : start + nbytes]  # type: ignore[no-any-return]  # a buffer to ctypes, an array to NumPy
+
+
+class RowReader(Protocol):
+    """The loops that follow a table, see `Kernels`."""
+
+    def read_rows(
+        self,
+        columns: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        ring_rows: int,
+        blocks: tuple[Bytes, Bytes],
+        /,
+    ) -> bool:
+        """Copy the rows of `ids` from rings into two blocks, one column after another, each from a multiple of 64 on.
+
+        Args:
+            columns: A table, see `COLUMN_FIELDS`; what it points into is alive.
+            ids: Contiguous, and writable.
+            held: The first id that may be asked for, and the one behind the last. If one id is another, nothing is
+                copied, and False is returned.
+            ring_rows: Rows of every ring; a transition stands at its id modulo that.
+        """
+
+
+class RowTable:
+    """How kernels copy the short fields of a batch in one go: from which rings, and where to.
+
+    Observations go to one block and everything else to another, so that rewards that a caller keeps do not keep large
+    observations, too.
+
+    Args:
+        rest: Rings of everything else; behind them comes a column of 1.0 where an episode ended that was not cut short.
+        flags: Rings of what ended, and of what was cut short.
+        cursors: Rings of cursors, which come last; the list that is passed grows when a field moves to segments.
+    """
+
+    def __init__(
+        self,
+        small: Collection[ObservationRing],
+        rest: list[Array],
+        flags: tuple[Array, Array],
+        cursors: list[NDArray[np.uint32]],
+    ) -> None:
+        self._small = tuple(small)
+        self._rest = [*rest, *flags, *cursors]  # kept alive
+        self._known = (len(small), len(rest), len(cursors))
+        self._cursors = cursors
+        self._leaves = [(ring.leaf.shape, ring.leaf.dtype, 0) for ring in self._small for _ in range(2)]
+        self._leaves += [(ring.shape[2:], ring.dtype, 1) for ring in rest]
+        self._leaves += [((), np.dtype(np.float32), 1)]
+        self._leaves += [((), ring.dtype, 1) for ring in cursors]
+        rows = [[ring.ctypes.data, ring[0, 0].nbytes, 0, 1, *[0] * 6] for ring in rest]
+        rows += [[flags[0].ctypes.data, 4, 0, 1, 0, 0, 0, flags[1].ctypes.data, 0, 0]]
+        rows += [[ring.ctypes.data, ring.itemsize, 0, 1, *[0] * 6] for ring in cursors]
+        self._table = np.array([[0] * len(COLUMN_FIELDS)] * 2 * len(self._small) + rows, np.int64)
+        self._following: list[object] = [None] * len(self._small)  # what the table points into, kept alive too
+        self._spans: tuple[int, int, int, list[ColumnSpan]] = (-1, 0, 0, [])
+
+    def fits(self, small: int, rest: int, cursors: list[NDArray[np.uint32]]) -> bool:
+        """Whether these are still all rings: fields only move, and rewards come with the first tick."""
+        return self._cursors is cursors and self._known == (small, rest, len(cursors))
+
+    def copy(
+        self,
+        kernels: RowReader,
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        ring_rows: int,
+        take: Callable[[int], Bytes],
+    ) -> list[Array] | None:
+        """Copy all columns into memory that `take` returns; None if one id is not held."""
+        _, observed_bytes, other_bytes, columns = self.spans(len(ids))
+        if observed_bytes + other_bytes <= _ONE_BLOCK_BYTES:
+            observed = take(observed_bytes + other_bytes)
+            others = observed[observed_bytes:]
+        else:
+            observed, others = take(observed_bytes), take(other_bytes)
+        if not kernels.read_rows(self.columns(), ids, held, ring_rows, (observed, others)):
+            return None
+        blocks = (observed, others, None)
+        return [np.ndarray(shape, dtype, blocks[block], first) for shape, dtype, block, first in columns]
+
+    def columns(self) -> NDArray[np.int64]:
+        """Describe all columns as they are now, see `COLUMN_FIELDS`; cursors come last."""
+        for i, ring in enumerate(self._small):
+            following = ring.kept_apart.held if ring.paired is None else ring.paired
+            if self._following[i] is not following:
+                self._table[2 * i : 2 * i + 2] = ring.describe_columns()
+                self._following[i] = following
+        return self._table
+
+    def spans(self, rows: int) -> tuple[int, int, int, list[ColumnSpan]]:
+        """Return, for so many rows, that number, the bytes of both blocks, and where every column stands."""
+        spans = self._spans
+        if spans[0] != rows:
+            sizes, columns = [0, 0], []
+            for shape, dtype, block in self._leaves:
+                nbytes = rows * prod(shape) * dtype.itemsize
+                columns.append(((rows, *shape), dtype, *((block, sizes[block]) if nbytes else (_NO_BLOCK, 0))))
+                sizes[block] += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            spans = self._spans = (rows, sizes[0], sizes[1], columns)
+        return spans
+
+
+class RowSources(NamedTuple):
+    """What batches are read from, as it is at one moment."""
+
+    table: RowTable
+    held: tuple[int, int]  # the first id, and the one behind the last
+    ring_rows: int
+    large: tuple[int, ...]  # observation leaves that lie in segments
+    cursors: list[NDArray[np.uint32]]  # rings, one a large field
+    first_ticks: NDArray[np.int64]  # of the segments
+    records: list[NDArray[np.int64]]  # by large field and segment, see `RECORD_FIELDS`
+    kept: object  # what the records point into
+
+
+# ---------------------------------------------------------------- batches in one call
 
 
 class BatchArray(NamedTuple):
@@ -78,9 +217,7 @@ class BatchReader:
     """
 
     nbytes = 0  # kept for the next batches
-
-    def __init__(self) -> None:
-        self.draw: Callable[..., Any] = _nothing
+    draw: Callable[..., Any] = staticmethod(lambda *_: 0)
 
     def needs(self, _rows: int) -> bool:
         """Whether it has to be told where fields lie before it draws so many rows."""
@@ -98,93 +235,3 @@ class BatchReader:
     def arrays(self) -> list[Array]:
         """Return what is kept for the next batches."""
         return []
-
-
-def _nothing(*_: Any) -> int:
-    return 0
-
-
-class StoredRows(ABC):
-    """The part of a `Store` that reads."""
-
-    large_segments: Segments
-    batch_reader: BatchReader
-    _kernels: Kernels
-    _rings: Rings
-    _writer: TickWriter
-    _large: list[int]
-    _lanes: int
-    _ring_ticks: int
-    _capacity_ticks: int
-    _not_before: int
-
-    @property
-    @abstractmethod
-    def next_tick(self) -> int:
-        """Number of the tick that is written next."""
-
-    @property
-    @abstractmethod
-    def first_tick(self) -> int:
-        """Oldest tick held."""
-
-    @property
-    @abstractmethod
-    def disk_bytes(self) -> int:
-        """Bytes of all fields on disk."""
-
-    @property
-    def held(self) -> tuple[int, int]:
-        """The first id that is held, and the one behind the last."""
-        return self.first_tick * self._lanes, self.next_tick * self._lanes
-
-    @property
-    def row_table(self) -> RowTable:
-        """How rows are copied from rings: another object when fields lie elsewhere."""
-        return self._rings.table(self.large_segments.cursors)
-
-    def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
-        """Copy the small fields of `ids`, all of them held, and find the large ones.
-
-        Args:
-            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
-        """
-        held, large = self.held, tuple(self._large)
-        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
-        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
-        places = segments.places(wanted, columns[-len(large) :]) if large else None
-        return self._rings.rows(columns, large, places)
-
-    def offer_batches(self, rows: int) -> None:
-        """Have batches of up to so many rows drawn in one call from now on, if there is such a way."""
-        reader, oldest = self.batch_reader, self.large_segments.first_tick if self._large else 0
-        if reader.needs(rows) and self._rings.reward is not None and not self.disk_bytes:
-            ticks = max(self._not_before, oldest), self._capacity_ticks
-            reader.offer(BatchSource.of(self.sources(), self._rings, self._writer, ticks), rows)
-
-    def sources(self) -> RowSources:
-        """Return what batches are read from, as it is now."""
-        held, segments, table = self.held, self.large_segments, self.row_table
-        cursors, index = segments.cursors, segments.index
-        rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
-        return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
-
-    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell real transitions from lanes that made none."""
-        return self._rings.are_valid(ids)
-
-    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell the last transitions of episodes."""
-        return np.asarray(np.logical_or(*self._rings.flags(ids)))
-
-    def rewards(self, ids: NDArray[np.int64]) -> Array:
-        """Copy the rewards of `ids`, of any shape."""
-        return self._rings.rewards(ids)
-
-    def outcomes(self, ids: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Copy rewards and flags of `ids`, of any shape."""
-        return self._rings.rewards(ids), *self._rings.flags(ids)
-
-    def extra(self, number: int, ids: NDArray[np.int64]) -> Array:
-        """Copy one extra of `ids`, of any shape."""
-        return self._rings.extra(number, ids)

@@ -341,9 +341,7 @@ class SealedSlices(ABC):
     @property
     def nbytes(self) -> int:
         """Bytes in memory; a dictionary belongs to many blocks."""
-        coded = self.coded
-        data = coded.data.checks if isinstance(coded.data, Extent) else coded.data
-        return data.nbytes + coded.offsets.nbytes + coded.palette.nbytes + coded.places.nbytes
+        return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[NDArray[Any]]:
         """Return the arrays in memory."""

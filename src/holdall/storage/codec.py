@@ -158,6 +158,12 @@ class Codec:
         return "+".join(steps) + beside + (f", {self.group} together" if self.group > 1 else "")
 
 
+@functools.cache
+def stored(slice_bytes: int) -> Codec:
+    """Return the codec of slices that stay as they are."""
+    return Codec(Method.STORED, 0, Transform(slice_bytes))
+
+
 def candidates(leaf: Leaf, window: Window) -> list[Codec]:
     """Name the codecs worth measuring on slices of `leaf` cut by `window`."""
     whole = Transform(window.slice_bytes)

@@ -127,15 +127,15 @@ def _stretches(slices: Bytes, order: NDArray[np.uint32] | None, length: int, ste
 
 def choose(
     coder: Coder, leaf: Leaf, window: Window, block: Bytes | BlockSample, cap: float, threads: int, lanes: int = 1,
-    order: NDArray[np.uint32] | None = None, *, has_dictionary: bool = True,
+    *, has_dictionary: bool = True,
 ) -> Codec:  # fmt: skip
     """Measure candidates on samples of a block and return the best one within the cap.
 
     Args:
-        block: Its slices, see `BlockSample.of`, or what that made of them; then `lanes` and `order` are known.
+        block: Its slices, see `BlockSample.of`, or what that made of them; then `lanes` are known.
         has_dictionary: Whether slices may depend on bytes outside of their block.
     """
-    sample = block if isinstance(block, BlockSample) else BlockSample.of(block, window, lanes, order)
+    sample = block if isinstance(block, BlockSample) else BlockSample.of(block, window, lanes)
     raw_us = _raw_us(sample.spread)
     worth = _Worth(cap, raw_us, cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP))
     measured = measure(coder, leaf, window, sample.spread, has_dictionary=has_dictionary)

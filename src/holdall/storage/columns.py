@@ -320,30 +320,30 @@ class ObservationRing(LiveRows):
         self._flat = self._rows.reshape(ring_ticks * lanes, *leaf.shape)
         self.shape, self.dtype = self._rows.shape, self._rows.dtype
         self._runs: tuple[ColumnRuns, int] | None = None  # and which of their rings this is
-        self._paired: Array | None = None
-        self._apart = RowsById(leaf)
+        self.paired: Array | None = None
+        self.kept_apart = RowsById(leaf)
         self._has_apart = False  # or had
 
     def flat(self) -> FlatField:
         """Return where ticks are written."""
-        return FlatField(self._rows, self._paired, is_observation=True)
+        return FlatField(self._rows, self.paired, is_observation=True)
 
     def keep_apart(self, tick: int, obs: Array) -> None:
         """Save the next observations of `tick` that `obs`, about to take their place, is not.
 
         They still stand in their place until it is written to, so it may be done again, for other observations.
         """
-        if self._paired is not None:
+        if self.paired is not None:
             return
         standing = self._rows[(tick + 1) % self._ring_ticks]
         differs = np.flatnonzero((as_bytes(standing, self._lanes) != as_bytes(obs, self._lanes)).any(axis=1))
         if not differs.size:
             return
-        self._apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
+        self.kept_apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
         self._has_apart = True
-        self._apart.append(tick * self._lanes + differs, standing[differs])
+        self.kept_apart.append(tick * self._lanes + differs, standing[differs])
         kept_ticks = min(tick + 1, self._ring_ticks - 1)
-        if len(self._apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
+        if len(self.kept_apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
             self._pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
 
     def read(
@@ -355,11 +355,11 @@ class ObservationRing(LiveRows):
             obs, next_obs = runs.read(number, ids), runs.read(number, ids + self._lanes)
         else:
             obs = self._flat.take(slot, axis=0)
-            if self._paired is not None:
-                return obs, self._paired.reshape(self._flat.shape).take(slot, axis=0)
+            if self.paired is not None:
+                return obs, self.paired.reshape(self._flat.shape).take(slot, axis=0)
             next_obs = self._flat.take(next_slot, axis=0)
         if self._has_apart:
-            self._apart.replace(next_obs, ids)
+            self.kept_apart.replace(next_obs, ids)
         return obs, next_obs
 
     def rows(self, first: int, end: int) -> Array:
@@ -379,56 +379,53 @@ class ObservationRing(LiveRows):
     def read_from(self, runs: ColumnRuns | None, number: int) -> None:
         """Look for rows in runs, or in the ring alone, from now on."""
         self._runs = None if runs is None else (runs, number)
-        self._apart.held = replace(self._apart.held)  # `following` is another object whenever anything changes
-
-    @property
-    def following(self) -> Array | Apart:
-        """Where next observations are found that do not follow in the ring: another object whenever that changes."""
-        return self._apart.held if self._paired is None else self._paired
+        self.kept_apart.held = replace(self.kept_apart.held)  # a `RowTable` sees that it is another object
 
     def describe_columns(self) -> list[list[int]]:
         """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
-        ring, nbytes, following = address(self._rows), self.leaf.nbytes, self.following
+        ring, nbytes, apart = address(self._rows), self.leaf.nbytes, self.kept_apart.held
         runs = [0, 0] if self._runs is None else [self._runs[0].address, self._runs[1]]
         obs = [ring, nbytes, 0, 0, 0, 0, 0, 0, *runs]
-        if not isinstance(following, Apart):
-            return [obs, [address(following), nbytes, *[0] * 8]]
-        ids, rows = (column[following.first : following.end] for column in (following.ids, following.rows))
+        if self.paired is not None:
+            return [obs, [address(self.paired), nbytes, *[0] * 8]]
+        ids, rows = (column[apart.first : apart.end] for column in (apart.ids, apart.rows))
         return [obs, [ring, nbytes, self._lanes, 0, len(ids), address(ids), address(rows), 0, *runs]]
 
     @property
     def is_shared(self) -> bool:
         """Whether next observations are found in the following tick."""
-        return self._paired is None
+        return self.paired is None
 
     def arrays(self) -> list[Array]:
         """Return the arrays that the field lies in."""
-        paired = [] if self._paired is None else [self._paired]
+        paired = [] if self.paired is None else [self.paired]
         packed = [] if self._runs is None or self._runs[1] else self._runs[0].arrays()
-        return [self._rows, *paired, *self._apart.arrays(), *packed]
+        return [self._rows, *paired, *self.kept_apart.arrays(), *packed]
 
     def bytes_of(self, rows: int) -> int:
         """Bytes that so many rows take, with the next observations that are kept apart and their ids."""
         packed, packed_bytes = (0, 0) if self._runs is None else self._runs[0].packed(self._runs[1])
         return (
-            max(rows - packed, 0) * self.leaf.nbytes * (1 if self.is_shared else 2) + packed_bytes + self._apart.nbytes
+            max(rows - packed, 0) * self.leaf.nbytes * (1 if self.is_shared else 2)
+            + packed_bytes
+            + self.kept_apart.nbytes
         )
 
     def describe(self, kept: int) -> str:
         """Say what was found, for people; `kept` is the number of transitions whose rows are still there."""
-        if self._paired is not None:
+        if self.paired is not None:
             return "flat rows; next observations seldom shared, so kept beside"
-        share = 100 * (1 - len(self._apart) / kept) if kept else 100.0
+        share = 100 * (1 - len(self.kept_apart) / kept) if kept else 100.0
         found = "" if self._runs is None else self._runs[0].describe(self._runs[1])
         return f"flat rows; {share:.1f} % of next observations shared{found}"
 
     def columns(self) -> dict[str, Ring]:
         """Return the rings of rows: of observations, and of next observations if they have one of their own."""
-        return {"obs": self} if self._paired is None else {"obs": self, "next": self._paired}
+        return {"obs": self} if self.paired is None else {"obs": self, "next": self.paired}
 
     def apart(self) -> Apart:
         """Return the next observations kept apart now, unharmed by what comes later."""
-        return self._apart.freeze()
+        return self.kept_apart.freeze()
 
     def newest_next(self, next_tick: int) -> Array:
         """Copy the next observations of the newest tick, which stand where the next tick's observations will."""
@@ -441,13 +438,13 @@ class ObservationRing(LiveRows):
             newest: Next observations of the newest tick, if they have no row of their own.
         """
         if is_paired:
-            self._paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
+            self.paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
         elif newest is not None:
             self._rows[next_tick % self._ring_ticks] = newest
 
     def pair(self, first_tick: int, next_tick: int) -> None:
         """Give next observations a ring of their own, with those of the ticks held in it."""
-        if self._paired is None:
+        if self.paired is None:
             self._pair(first_tick, next_tick)
 
     def put(
@@ -460,10 +457,10 @@ class ObservationRing(LiveRows):
             apart: If they have not: ascending ids of those that no later row shows, and these.
         """
         put_rows(self._rows, first_tick, rows)
-        if self._paired is not None and following is not None:
-            put_rows(self._paired, first_tick, following)
-        if self._paired is None and apart is not None:
-            self._apart.append(*apart)
+        if self.paired is not None and following is not None:
+            put_rows(self.paired, first_tick, following)
+        if self.paired is None and apart is not None:
+            self.kept_apart.append(*apart)
             self._has_apart = True
 
     def _pair(self, first_tick: int, next_tick: int) -> None:
@@ -474,7 +471,7 @@ class ObservationRing(LiveRows):
         ticks = np.arange(first_tick, next_tick)
         ids = ticks[:, None] * self._lanes + np.arange(self._lanes)
         next_obs = self._rows[(ticks + 1) % self._ring_ticks].reshape(ids.size, *self.leaf.shape)
-        self._apart.replace(next_obs, ids.reshape(-1))
+        self.kept_apart.replace(next_obs, ids.reshape(-1))
         paired[ticks % self._ring_ticks] = next_obs.reshape(len(ticks), *self._rows.shape[1:])
-        self._paired = paired
-        self._apart = RowsById(self.leaf)
+        self.paired = paired
+        self.kept_apart = RowsById(self.leaf)

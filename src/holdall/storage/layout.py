@@ -1,24 +1,24 @@
 """Layout: how consecutive observations of a field overlap.
 
-In:  observations and next observations, as bytes, lane by lane; rings.
-Out: a `Window`: along which axis, in slices of what size, by how many slices they shift; a `RowTable`, which says where
-the short fields of a batch are copied from.
+In:  observations and next observations, as bytes, lane by lane.
+Out: a `Window`: along which axis, in slices of what size, by how many slices they shift; and which fields lie in rings.
 Invariant: a window is a proposal. Every later step is compared byte for byte, and a step
 that does not shift as proposed is stored whole, so a wrong window costs memory, never truth.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.errors import DamageError
+from holdall.json_state import counted
 from holdall.schema import Array, Bytes, Leaf, Schema
 
 _ENOUGH = 8
@@ -71,6 +71,20 @@ class Window:
             run_bytes=unit * inner,
             shift=step // unit,
         )
+
+    def words(self) -> list[int] | None:
+        """Say along which axis it slides and by how many elements; None if it does not."""
+        return None if self.count == 1 else [self.axis, self.shift * self.unit]
+
+    @classmethod
+    def of_words(cls, words: Any, leaf: Leaf) -> Window:
+        """Cut a leaf as `words` said; whatever was read, the window fits the leaf."""
+        if words is None:
+            return cls.whole(leaf)
+        axis, step = (counted(word) for word in words)
+        if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
+            raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
+        return cls.along(leaf, axis, step)
 
     @property
     def slice_bytes(self) -> int:
@@ -165,210 +179,52 @@ class WindowSearches:
 
     def __init__(self, lanes: int) -> None:
         self._lanes = lanes
-        self._scouts: dict[int, WindowScout] = {}
+        self.scouts: dict[int, WindowScout] = {}  # of the fields that are looked at
         self._in_vain: dict[int, int] = {}
         self._rest: dict[int, int] = {}  # segments to pass before the next search
 
     def state(self) -> dict[str, Any]:
         """Return how far the searches are, as plain numbers."""
         return {
-            "scouts": {str(field): scout.state() for field, scout in self._scouts.items()},
+            "scouts": {str(field): scout.state() for field, scout in self.scouts.items()},
             "in_vain": {str(field): count for field, count in self._in_vain.items()},
             "rest": {str(field): count for field, count in self._rest.items()},
         }
 
     def restore(self, state: dict[str, Any], leaves: list[Leaf]) -> None:
         """Go on where `state` was returned elsewhere."""
-        self._scouts = {}
+        self.scouts = {}
         for field, leaf in enumerate(leaves):
             if str(field) in state["scouts"]:
                 self.begin(field, leaf)
-                self._scouts[field].restore(state["scouts"][str(field)])
+                self.scouts[field].restore(state["scouts"][str(field)])
         self._in_vain = {int(field): int(count) for field, count in state["in_vain"].items()}
         self._rest = {int(field): int(count) for field, count in state["rest"].items()}
 
     def begin(self, field: int, leaf: Leaf) -> None:
         """Look at a field from the next tick on."""
-        self._scouts[field] = WindowScout(leaf)
+        self.scouts[field] = WindowScout(leaf)
 
     def consider(self, field: int, leaf: Leaf) -> None:
         """Begin a search in a field whose segment closed without a window that fits."""
-        if field in self._scouts:
+        if field in self.scouts:
             return
         self._rest[field] = self._rest.get(field, 0) - 1
         if self._rest[field] <= 0:
             self.begin(field, leaf)
 
-    @property
-    def under_way(self) -> bool:
-        """Whether any field is looked at."""
-        return bool(self._scouts)
-
     def look(self, obs: list[Array], next_obs: list[Array]) -> list[int]:
         """Show a tick to the scouts; return the fields whose search is over."""
-        for field, scout in self._scouts.items():
+        for field, scout in self.scouts.items():
             scout.look(as_bytes(obs[field], self._lanes), as_bytes(next_obs[field], self._lanes))
-        return [field for field, scout in self._scouts.items() if scout.done]
+        return [field for field, scout in self.scouts.items() if scout.done]
 
     def end(self, field: int) -> Window | None:
         """Close a search and return what it found."""
-        finding = self._scouts.pop(field).finding
+        finding = self.scouts.pop(field).finding
         self._in_vain[field] = 0 if finding else self._in_vain.get(field, 0) + 1
         self._rest[field] = 1 << min(self._in_vain[field], 16)
         return finding
-
-
-# ---------------------------------------------------------------- short rows of a batch
-
-COLUMN_FIELDS = (
-    "ring", "row_bytes", "later", "block", "apart_count", "apart_ids", "apart_rows", "unless", "runs", "leaf",
-)  # fmt: skip
-"""Columns of a table of columns, in the order of the struct `row_column` in structs.h; the loader compares them."""
-ALIGNMENT_BYTES = 64
-"""Where the columns of a batch begin, as torch's own tensors do: matrix products of floats that begin elsewhere add up
-in another order, so that the last bits differ."""
-ColumnSpan = tuple[tuple[int, ...], np.dtype[Any], int, int]
-"""Shape, dtype, which block, and the first byte in it."""
-_ONE_BLOCK_BYTES = 1 << 15
-"""Both blocks are one up to this size: allocating another one takes longer than to copy it."""
-_NO_BLOCK = 2
-"""Where columns without bytes are: NumPy gives them other strides in a block than of their own."""
-
-
-def fresh_bytes(nbytes: int) -> Bytes:
-    """Allocate bytes from an aligned address on."""
-    block: Any = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % ALIGNMENT_BYTES
-    return block[start : start + nbytes]  # type: ignore[no-any-return]  # a buffer to ctypes, an array to NumPy
-
-
-class RowRing(Protocol):
-    """A ring of observations, as a `RowTable` sees it."""
-
-    leaf: Leaf
-
-    @property
-    def following(self) -> object:
-        """Where next observations are found that do not follow in the ring: another object whenever that changes."""
-
-    def describe_columns(self) -> list[list[int]]:
-        """Describe observations and next observations, see `COLUMN_FIELDS`."""
-
-
-class RowReader(Protocol):
-    """The loops that follow a table, see `Kernels`."""
-
-    def read_rows(
-        self,
-        columns: NDArray[np.int64],
-        ids: NDArray[np.int64],
-        held: tuple[int, int],
-        ring_rows: int,
-        blocks: tuple[Bytes, Bytes],
-        /,
-    ) -> bool:
-        """Copy the rows of `ids` from rings into two blocks, one column after another, each from a multiple of 64 on.
-
-        Args:
-            columns: A table, see `COLUMN_FIELDS`; what it points into is alive.
-            ids: Contiguous, and writable.
-            held: The first id that may be asked for, and the one behind the last. If one id is another, nothing is
-                copied, and False is returned.
-            ring_rows: Rows of every ring; a transition stands at its id modulo that.
-        """
-
-
-class RowTable:
-    """How kernels copy the short fields of a batch in one go: from which rings, and where to.
-
-    Observations go to one block and everything else to another, so that rewards that a caller keeps do not keep large
-    observations, too.
-
-    Args:
-        rest: Rings of everything else; behind them comes a column of 1.0 where an episode ended that was not cut short.
-        flags: Rings of what ended, and of what was cut short.
-        cursors: Rings of cursors, which come last; the list that is passed grows when a field moves to segments.
-    """
-
-    def __init__(
-        self,
-        small: Collection[RowRing],
-        rest: list[Array],
-        flags: tuple[Array, Array],
-        cursors: list[NDArray[np.uint32]],
-    ) -> None:
-        self._small = tuple(small)
-        self._rest = [*rest, *flags, *cursors]  # kept alive
-        self._known = (len(small), len(rest), len(cursors))
-        self._cursors = cursors
-        self._leaves = [(ring.leaf.shape, ring.leaf.dtype, 0) for ring in self._small for _ in range(2)]
-        self._leaves += [(ring.shape[2:], ring.dtype, 1) for ring in rest]
-        self._leaves += [((), np.dtype(np.float32), 1)]
-        self._leaves += [((), ring.dtype, 1) for ring in cursors]
-        rows = [[ring.ctypes.data, ring[0, 0].nbytes, 0, 1, *[0] * 6] for ring in rest]
-        rows += [[flags[0].ctypes.data, 4, 0, 1, 0, 0, 0, flags[1].ctypes.data, 0, 0]]
-        rows += [[ring.ctypes.data, ring.itemsize, 0, 1, *[0] * 6] for ring in cursors]
-        self._table = np.array([[0] * len(COLUMN_FIELDS)] * 2 * len(self._small) + rows, np.int64)
-        self._following: list[object] = [None] * len(self._small)  # what the table points into, kept alive too
-        self._spans: tuple[int, int, int, list[ColumnSpan]] = (-1, 0, 0, [])
-
-    def fits(self, small: int, rest: int, cursors: list[NDArray[np.uint32]]) -> bool:
-        """Whether these are still all rings: fields only move, and rewards come with the first tick."""
-        return self._cursors is cursors and self._known == (small, rest, len(cursors))
-
-    def copy(
-        self,
-        kernels: RowReader,
-        ids: NDArray[np.int64],
-        held: tuple[int, int],
-        ring_rows: int,
-        take: Callable[[int], Bytes],
-    ) -> list[Array] | None:
-        """Copy all columns into memory that `take` returns; None if one id is not held."""
-        _, observed_bytes, other_bytes, columns = self.spans(len(ids))
-        if observed_bytes + other_bytes <= _ONE_BLOCK_BYTES:
-            observed = take(observed_bytes + other_bytes)
-            others = observed[observed_bytes:]
-        else:
-            observed, others = take(observed_bytes), take(other_bytes)
-        if not kernels.read_rows(self.columns(), ids, held, ring_rows, (observed, others)):
-            return None
-        blocks = (observed, others, None)
-        return [np.ndarray(shape, dtype, blocks[block], first) for shape, dtype, block, first in columns]
-
-    def columns(self) -> NDArray[np.int64]:
-        """Describe all columns as they are now, see `COLUMN_FIELDS`; cursors come last."""
-        for i, ring in enumerate(self._small):
-            following = ring.following
-            if self._following[i] is not following:
-                self._table[2 * i : 2 * i + 2] = ring.describe_columns()
-                self._following[i] = following
-        return self._table
-
-    def spans(self, rows: int) -> tuple[int, int, int, list[ColumnSpan]]:
-        """Return, for so many rows, that number, the bytes of both blocks, and where every column stands."""
-        spans = self._spans
-        if spans[0] != rows:
-            sizes, columns = [0, 0], []
-            for shape, dtype, block in self._leaves:
-                nbytes = rows * prod(shape) * dtype.itemsize
-                columns.append(((rows, *shape), dtype, *((block, sizes[block]) if nbytes else (_NO_BLOCK, 0))))
-                sizes[block] += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            spans = self._spans = (rows, sizes[0], sizes[1], columns)
-        return spans
-
-
-class RowSources(NamedTuple):
-    """What batches are read from, as it is at one moment."""
-
-    table: RowTable
-    held: tuple[int, int]  # the first id, and the one behind the last
-    ring_rows: int
-    large: tuple[int, ...]  # observation leaves that lie in segments
-    cursors: list[NDArray[np.uint32]]  # rings, one a large field
-    first_ticks: NDArray[np.int64]  # of the segments
-    records: list[NDArray[np.int64]]  # by large field and segment, see `RECORD_FIELDS`
-    kept: object  # what the records point into
 
 
 # ---------------------------------------------------------------- which fields lie where

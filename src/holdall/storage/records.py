@@ -10,6 +10,7 @@ file's before anything is allocated, and a part is handed out only if its own ch
 
 from __future__ import annotations
 
+import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +23,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError, DamageError, NewerFormatError
-from holdall.json_state import (
-    counted,
-    decode_state,
-    dtype_name,
-    dtype_of,
-    encode_state,
-    malformed_refused,
-    parsed,
-    unparsed,
-)
+from holdall.json_state import counted, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform
@@ -127,6 +119,31 @@ def unpack(read: Read, start: int, file_bytes: int) -> Record:
         return Record(start, whole, head, _parts_of(head, start + PREAMBLE.size + head_bytes, body_bytes))
 
 
+_LIST_BYTES, _DICT_BYTES, _VALUE_BYTES = 64, 240, 48
+_FREE_BYTES, _BYTES_PER_CHARACTER = 2**26, 8
+
+
+def _is_modest(text: bytes) -> bool:
+    """Whether parsed JSON takes about as much memory as holdall's own does: an empty list is three bytes, or 64."""
+    takes = _LIST_BYTES * text.count(b"[") + _DICT_BYTES * text.count(b"{") + _VALUE_BYTES * text.count(b",")
+    return takes <= _FREE_BYTES + _BYTES_PER_CHARACTER * len(text)
+
+
+def parsed(text: bytes) -> Any:
+    """Parse JSON, unless that takes far more memory than the text."""
+    if not _is_modest(text):
+        raise DamageError(f"{len(text)} bytes of JSON hold far more values than holdall's does; nothing of it is used")
+    return json.loads(text)
+
+
+def unparsed(words: Any) -> bytes:
+    """Write JSON in one way, if `parsed` reads it again."""
+    text = json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    if not _is_modest(text):
+        raise CheckpointError(f"{len(text)} bytes of JSON hold too many values; a sampler keeps numbers in arrays")
+    return text
+
+
 def _parts_of(head: Any, start: int, body_bytes: int) -> dict[str, RecordPart]:
     """Lay the parts out as the head says, which must fill the body."""
     parts: dict[str, RecordPart] = {}
@@ -157,11 +174,6 @@ _MOST_DICTIONARY_BYTES = 16 * 2**20
 _MOST_SETTING = 2**32 - 1
 _LATER_METHODS = 16
 """Added to the method of a block with keys, places, or a dictionary for LZ4."""
-
-
-def dictionary_name(dictionary: Dictionary) -> str:
-    """Name a dictionary by its content."""
-    return dictionary.name
 
 
 def pack_dictionary(dictionary: Dictionary) -> list[Buffer]:
@@ -383,16 +395,9 @@ def pack_logs(parts: Sequence[ClosedPart], *, compresses: bool = True) -> list[B
     for number, part in enumerate(parts):
         if part.log is not None:
             written.put(f"log.{number}", part.log)
-        fields.append(
-            {
-                "window": window_words(part.window),
-                "log": None if part.log is None else dtype_name(part.log.dtype),
-                "log_rows": part.log_rows,
-                "slices": part.slice_count,
-                "steps": part.steps,
-                "new_slices": part.new_slices,
-            }
-        )
+        log = None if part.log is None else dtype_name(part.log.dtype)
+        counts = {"log_rows": part.log_rows, "slices": part.slice_count, "steps": part.steps}
+        fields.append({"window": part.window.words(), "log": log, **counts, "new_slices": part.new_slices})
     return written.packed(LOGS, {"fields": fields})
 
 
@@ -406,7 +411,7 @@ def unpack_logs(
         raise DamageError(f"the logs at byte {record.start} are of {len(fields)} fields, not {len(leaves)}")
     parts = []
     for number, (words, leaf, block) in enumerate(zip(fields, leaves, blocks, strict=True)):
-        window = window_of(words["window"], leaf)
+        window = Window.of_words(words["window"], leaf)
         rows, count, steps, new = (counted(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
         if block.slice_bytes != window.slice_bytes or count > block.used:
             raise DamageError(f"the logs at byte {record.start} name another block than their own")
@@ -471,21 +476,6 @@ def unpack_file(record: Record, read: Read) -> bytes:
     """Read a piece of a trainer's own file."""
     require_kind(record, FILE, read)
     return record.part("content", read)
-
-
-def window_words(window: Window) -> list[int] | None:
-    """Say along which axis a window slides and by how many elements; None if it does not."""
-    return None if window.count == 1 else [window.axis, window.shift * window.unit]
-
-
-def window_of(words: Any, leaf: Leaf) -> Window:
-    """Cut a leaf as `window_words` says; whatever it says, the window fits the leaf."""
-    if words is None:
-        return Window.whole(leaf)
-    axis, step = (counted(word) for word in words)
-    if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
-        raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
-    return Window.along(leaf, axis, step)
 
 
 def records_in(payload: bytes) -> Iterator[Record]:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Leaf, Schema, require_in_range
+from holdall.storage.batch_source import RowTable
 from holdall.storage.columns import NEVER, ColumnRuns, ObservationRing, new_ring
-from holdall.storage.layout import FLAG, RowTable, Window, WindowScout, as_bytes, row_bytes
+from holdall.storage.layout import FLAG, Window, WindowScout, as_bytes, row_bytes
 from holdall.storage.slices import Cursors, Kernels, Places
 from holdall.storage.snapshot import Apart, Ring, put_rows, rows_of
 from holdall.storage.ticks import Arguments, FlatField, Repair, Tick, TickWriter
@@ -61,12 +62,14 @@ class Rings:
         self._runs: ColumnRuns | None = None
         self.pause_tick = 0  # the tick before which observations may be packed
         self._table: RowTable | None = None
+        self.row_bytes = 0  # of one transition, once all that can come has come
         self._counted = (0, first_tick, first_tick)  # lanes that made no transition in ticks [first, end)
 
     def new_writer(self, kernels: Kernels, ticks: tuple[int, int], repair: Repair) -> TickWriter:
         """Return what writes ticks here; `ticks` are the numbers of the first one ever and of the next."""
         writer = kernels.new_writer(self.flat(), self.ring_ticks, ticks, repair)
         writer.pause_tick = self.pause_tick
+        self._count_row_bytes()  # another writer is made whenever fields lie elsewhere
         return writer
 
     def prepare(self, tick: Tick, first_tick: int, next_tick: int) -> list[Array]:
@@ -97,6 +100,22 @@ class Rings:
         """Save the next observations of the newest tick that these, by leaf, would be written over."""
         for i, ring in self.small.items():
             ring.keep_apart(next_tick - 1, obs[i])
+
+    def pair(self, first_tick: int, next_tick: int) -> None:
+        """Give next observations rings of their own, with those of the ticks held in them."""
+        for ring in self.small.values():
+            ring.pair(first_tick, next_tick)
+        self._count_row_bytes()
+
+    def give_up(self, i: int) -> ObservationRing:
+        """Return the ring of a leaf that will lie elsewhere."""
+        ring = self.small.pop(i)
+        self._count_row_bytes()
+        return ring
+
+    def _count_row_bytes(self) -> None:
+        following = sum(ring.leaf.nbytes for ring in self.small.values() if ring.paired is not None)
+        self.row_bytes = row_bytes(self.schema, (ring.leaf for ring in self.small.values())) + following
 
     def look_for_windows(self, tick: Tick, *, may_move: bool) -> dict[int, Window]:
         """Show a tick to all searches; return the windows that were found, by leaf. Without `may_move` all end."""
@@ -283,14 +302,10 @@ class Rings:
         leaves = self.schema.observation.leaves
         self.small = {i: self.small.get(i) or ObservationRing(leaves[i], self.lanes, self.ring_ticks) for i in small}
         self._runs, self.pause_tick = None, 0
+        self._count_row_bytes()
 
     def thaw(
-        self,
-        next_tick: int,
-        first_tick: int,
-        newest: dict[int, Array],
-        paired: Collection[int],
-        scouts: dict[str, Any],
+        self, next_tick: int, first_tick: int, newest: dict[int, Array], paired: Collection[int], scouts: dict[str, Any]
     ) -> None:
         """Begin to take over rows that were frozen elsewhere; they follow with `put`, oldest first."""
         self.scouts = {i: scout for i, scout in self.scouts.items() if str(i) in scouts}
@@ -298,6 +313,7 @@ class Rings:
             scout.restore(scouts[str(i)])
         for i, ring in self.small.items():
             ring.refill(next_tick, newest.get(i), is_paired=i in paired)
+        self._count_row_bytes()
         self._counted = (0, first_tick, next_tick)
 
     def put(
@@ -335,12 +351,6 @@ class Rings:
         rest = {"reward": self.reward, "terminated": self.terminated, "truncated": self.truncated}
         rest["invalid"] = self.invalid
         return found + [(name, ring) for name, ring in rest.items() if ring is not None]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one transition, once all that can come has come."""
-        following = sum(ring.leaf.nbytes for ring in self.small.values() if not ring.is_shared)
-        return row_bytes(self.schema, (ring.leaf for ring in self.small.values())) + following
 
     def slots(self, ids: NDArray[np.int64], ticks_later: int = 0) -> NDArray[np.int64]:
         """Where the rows of `ids` stand in a ring whose tick and lane axes are one."""

@@ -23,7 +23,7 @@ import numpy as np
 from holdall.report import GROWTH_CHECKS
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, reserve
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec import Codec, Method, stored
 from holdall.storage.codec_choice import BlockSample, choose, choose_quickly
 from holdall.storage.layout import Window
 from holdall.storage.seal_queue import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
@@ -329,7 +329,7 @@ class _Work:
             return None
         sealed = block.sealed
         if sealed is None:
-            sealed = self._coder.seal(block.raw, Codec(Method.STORED, 0, Transform(block.slice_bytes)))
+            sealed = self._coder.seal(block.raw, stored(block.slice_bytes))
         return None if sealed is None else self._write(sealed)
 
     def _seal(self, job: SealJob) -> SealedSlices | None:

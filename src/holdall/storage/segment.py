@@ -19,15 +19,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf
-from holdall.storage.blocks import (
-    ArenaPool,
-    CarriedSlices,
-    KeptBlock,
-    SealedSlices,
-    SegmentFile,
-    SliceBlock,
-    reserve,
-)
+from holdall.storage.blocks import ArenaPool, CarriedSlices, KeptBlock, SealedSlices, SegmentFile, SliceBlock, reserve
 from holdall.storage.layout import CURSOR_BYTES, Window, WindowSearches
 from holdall.storage.slices import (
     ClosedPart,
@@ -67,8 +59,6 @@ class Segments:
         first_tick: Number of the first tick that will be written.
     """
 
-    cursor_bytes = CURSOR_BYTES
-
     def __init__(
         self, kernels: Kernels, leaves: list[Leaf], lanes: int, capacity_ticks: int, most_bytes: int = 1 << 62,
         first_tick: int = 0, repair: Repair | None = None,
@@ -80,8 +70,8 @@ class Segments:
         self._ring_ticks = capacity_ticks + 1
         self._most_bytes = most_bytes
         self.frozen: list[FrozenBlock] = []  # blocks that are full, and were not asked for yet
-        self._index = self.index = SegmentIndex()
-        self._blocks_on_disk = 0
+        self.index = SegmentIndex()
+        self.blocks_on_disk = 0
         self._awaited: list[SegmentFile] = []
         self.overhead_bytes = 0  # closed logs, slices that lie in logs, and the indexes of blocks on disk
         self._most_ticks = max(capacity_ticks // _SEGMENTS_OF_A_MEMORY, _FEWEST_TICKS)
@@ -118,7 +108,7 @@ class Segments:
     @property
     def is_searching(self) -> bool:
         """Whether windows are looked for in every tick."""
-        return self._searches.under_way
+        return bool(self._searches.scouts)
 
     def lengthen_logs(self) -> None:
         """Make room for one more tick in the logs of the open segment."""
@@ -127,12 +117,12 @@ class Segments:
     def _lengthen_logs(self) -> None:
         for field, part in enumerate(self._open.parts):
             part.lengthen_log()
-            if self._index.held[field][-1][0] is not part.log:
-                self._index.update(field, -1, part)
+            if self.index.held[field][-1][0] is not part.log:
+                self.index.update(field, -1, part)
 
     def look(self, tick: int, obs: list[Array], next_obs: list[Array]) -> None:
         """Look for windows in a tick that was written."""
-        if not self._searches.under_way:
+        if not self._searches.scouts:
             return
         for field in self._searches.look(obs, next_obs):
             self._repair.begin(restoring(*self.changing()))
@@ -143,7 +133,7 @@ class Segments:
 
     def changing(self) -> tuple[object, ...]:
         """Return the objects whose attributes change with anything but a tick that is written."""
-        return self, self._index, self.arenas, self._searches
+        return self, self.index, self.arenas, self._searches
 
     @property
     def first_tick(self) -> int:
@@ -171,7 +161,7 @@ class Segments:
     def _evict(self, stale: int) -> list[SliceBlock]:
         leaving = [part for segment in self._closed[:stale] for part in segment.parts]
         del self._closed[:stale]
-        self._index.drop(stale)
+        self.index.drop(stale)
         gone: dict[int, SliceBlock] = {}
         for part in leaving:
             naming = self._naming[id(part.block)][1:]
@@ -184,7 +174,7 @@ class Segments:
         self.overhead_bytes -= sum(part.overhead_bytes for part in leaving)
         for block in gone.values():
             self.arenas.give_up(block.arena)
-            self._blocks_on_disk -= block.is_on_disk
+            self.blocks_on_disk -= block.is_on_disk
             self.overhead_bytes -= block.used_bytes if block.is_on_disk else 0
         self.frozen = [frozen for frozen in self.frozen if id(frozen.block) not in gone]
         return list(gone.values())
@@ -194,15 +184,15 @@ class Segments:
         if cursors is None:
             slot = ids % (self._ring_ticks * self._lanes)
             cursors = [rows.reshape(-1)[slot] for rows in self.cursors]
-        segment, lane = self._kernels.find(self._index.first_ticks, ids, self._lanes)
+        segment, lane = self._kernels.find(self.index.first_ticks, ids, self._lanes)
         return Places(
-            records=list(self._index.records),
+            records=list(self.index.records),
             segment=segment,
             cursors=cursors,
             lane=lane,
             lanes=self._lanes,
-            held=tuple(self._index.held),
-            reads_files=self._blocks_on_disk > 0,
+            held=tuple(self.index.held),
+            reads_files=self.blocks_on_disk > 0,
             awaits_files=self._awaits_files(),
         )
 
@@ -235,7 +225,7 @@ class Segments:
 
     def segment_at(self, tick: int, next_tick: int) -> Segment[ClosedPart]:
         """Return the segment that holds a tick, as it stands."""
-        number = int(np.searchsorted(self._index.first_ticks, tick, side="right")) - 1
+        number = int(np.searchsorted(self.index.first_ticks, tick, side="right")) - 1
         if number < len(self._closed):
             return self._closed[number]
         parts = [part.closed() for part in self._open.parts]
@@ -286,7 +276,7 @@ class Segments:
         blocks = [block for key, block in closed.items() if key != id(part.block)]
         raw = part.used_bytes + sum(block.used_bytes for block in blocks if block.sealed is None)
         sealed = sum(block.used_bytes for block in blocks if block.sealed is not None)
-        log = sum(part.log_bytes for part in self.parts(field)) + cursors * self.cursor_bytes
+        log = sum(part.log_bytes for part in self.parts(field)) + cursors * CURSOR_BYTES
         newest = part.window if part.steps or not self._closed else self._closed[-1].parts[field].window
         finding = describe_parts(self.parts(field), newest)
         return FieldReport(name, raw + sealed, log, 0, plain_bytes, finding, sealed, self.disk_bytes(field))
@@ -350,7 +340,7 @@ class Segments:
                     frozen[id(block)] = self._as_frozen(field, part.window, block)
         blocks = {id(part.block): part.block for segment in self._closed for part in segment.parts}
         on_disk = [block for block in blocks.values() if block.is_on_disk]
-        self._blocks_on_disk = len(on_disk)
+        self.blocks_on_disk = len(on_disk)
         files = {id(extent.file): extent.file for block in on_disk if (extent := block.extent) is not None}
         self._awaited = [file for file in files.values() if file.is_awaited]
         self.overhead_bytes += sum(block.used_bytes for block in on_disk)
@@ -363,7 +353,7 @@ class Segments:
         self._windows = [*self._windows, window]
         context = self._lanes * sum(leaf.nbytes for leaf in self._leaves)
         self._limit_bytes = min(max(SEGMENT_BYTES, _CONTEXT_FACTOR * context), self._most_bytes)
-        ring = reserve(self._ring_ticks * self._lanes * self.cursor_bytes)
+        ring = reserve(self._ring_ticks * self._lanes * CURSOR_BYTES)
         self.cursors = [*self.cursors, ring.view(np.uint32).reshape(-1, self._lanes)]
         part = self._new_part(len(self._leaves) - 1, window, replayed_ticks=replayed_ticks)
         self._open = Segment(self._open.first_tick, 0, [*self._open.parts, part])
@@ -413,7 +403,7 @@ class Segments:
         self._closed.append(closed)
         self._name(closed)
         self.overhead_bytes += sum(part.overhead_bytes for part in closed.parts)
-        self._index.open_next(tick, closed.parts, following)
+        self.index.open_next(tick, closed.parts, following)
 
     def _name(self, closed: Segment[ClosedPart]) -> None:
         for part in closed.parts:
@@ -452,12 +442,12 @@ class Segments:
         block.replace_by(sealed)
         naming = self._naming.get(id(block), [])
         for segment in naming:
-            number = int(np.searchsorted(self._index.first_ticks, segment.first_tick))
+            number = int(np.searchsorted(self.index.first_ticks, segment.first_tick))
             for field, part in enumerate(segment.parts):
                 if part.block is block:
-                    self._index.update(field, number, part)
+                    self.index.update(field, number, part)
         if naming and block.is_on_disk:  # it may have been evicted while it was written
-            self._blocks_on_disk += 1
+            self.blocks_on_disk += 1
             self.overhead_bytes += block.used_bytes
 
     def _apply(self, field: int, window: Window, tick: int) -> None:
@@ -483,18 +473,13 @@ class Segments:
         # The segments before may have begun the block that is left here.
         if old.block is not None and any(segment.parts[field].block is old.block for segment in self._closed):
             self._freeze(field, old.window, old.block)
-        self._index.update(field, -1, part)
+        self.index.update(field, -1, part)
         self._open = Segment(self._open.first_tick, 0, parts)
 
     def parts(self, field: int) -> list[OpenPart | ClosedPart]:
         """Return what all segments hold of one field, oldest first."""
         return [*(segment.parts[field] for segment in self._closed), self._open.parts[field]]
 
-    @property
-    def version(self) -> int:
-        """Of the tables that readers use: another one when segments or their blocks are others."""
-        return self._index.version
-
     def _rebuild_index(self) -> None:
         first_ticks = [*(segment.first_tick for segment in self._closed), self._open.first_tick]
-        self._index.rebuild(first_ticks, [self.parts(field) for field in range(len(self._leaves))])
+        self.index.rebuild(first_ticks, [self.parts(field) for field in range(len(self._leaves))])

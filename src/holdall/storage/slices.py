@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.batch_source import BatchReader
+from holdall.storage.batch_source import BatchReader, RowReader
 from holdall.storage.blocks import Coder, KeptBlock, Order, SealedSlices, SliceBlock, reserve
-from holdall.storage.layout import RowReader, Window
+from holdall.storage.layout import Window
 from holdall.storage.ticks import FastTick, FlatField, Repair, TickWriter
 
 if TYPE_CHECKING:
@@ -369,7 +369,7 @@ class SegmentIndex:
     """First tick of every segment, and per field a record of every part; the open segment's come last."""
 
     def __init__(self) -> None:
-        self.version = 0
+        self.version = 0  # another one when segments or their blocks are others
         self.is_changed = bytearray(b"\x01")  # 1 with every change; read by C, and set to 0 by who has seen it
         self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
         self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))

@@ -1,18 +1,18 @@
-"""The store: every field of every transition held, each where it costs least.
+"""All that a store holds at once: taken over from elsewhere, handed out, rewritten, accounted for.
 
-    write(tick)      rings and segments take a tick; blocks that are full go to the tiers
-    read(ids)        rows of small fields, and places of large ones
     freeze()         all of it at one moment, for checkpoints and pickles; `thaw` and `take_rows` take it over
+    adopt(segment)   ticks that were sealed elsewhere; `segment_at` hands such out
 
-Invariant: what is read under an id is, bit for bit, what was written under it. Control goes one way: the store asks
-the segments which blocks are full or dropped, the tiers what to do with them, and the sealer what became of them.
+A shard is a store of one lane that only adopts: a transition's id is the number of its row there. A segment that
+travels, over the network or to a journal, is bytes: the records that a checkpoint has of it, one after another.
+Invariant: a segment refers to nothing outside of itself but dictionaries, by name. Nothing that was received is
+trusted: every checksum is computed, and every number is held against the others before it is used.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -20,308 +20,104 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError
+from holdall.errors import ArgumentError, DamageError
+from holdall.json_state import counted, dtype_of, malformed_refused
 from holdall.report import FieldReport
-from holdall.schema import Array, Schema
-from holdall.storage.batch_source import StoredRows
-from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import TINY_BYTES, Window, WindowScout, field_layouts
-from holdall.storage.rings import Rings, field_name
-from holdall.storage.sealer import Sealer
-from holdall.storage.segment import Segments
-from holdall.storage.slices import Kernels
+from holdall.schema import Array, Leaf, Schema
+from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock, SliceBlock
+from holdall.storage.codec import Dictionary, stored
+from holdall.storage.layout import field_layouts
+from holdall.storage.records import (
+    ROWS,
+    Like,
+    pack_logs,
+    pack_rows,
+    pack_slices,
+    records_in,
+    require_kind,
+    unpack_logs,
+    unpack_rows,
+    unpack_slices_whole,
+)
+from holdall.storage.rings import field_name
+from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart
 from holdall.storage.snapshot import (
     FrozenRows,
     FrozenStore,
     FullBlock,
     Ring,
     RowChunk,
-    RowSnapshots,
     StoreContent,
     chunk_ticks_of,
     chunks_of,
     last_rows,
     put_rows,
+    rows_of,
 )
-from holdall.storage.spill import SpillFolder
-from holdall.storage.ticks import (
-    NO_ROOM,
-    NOT_CONTINUED,
-    Repair,
-    SlicedTick,
-    StepRuns,
-    Tick,
-    TickWriter,
-    restoring,
-)
-from holdall.storage.tiers import Budget, Tiers, warn_of_small_budget
+from holdall.storage.tick_store import TickStore
+
+_MOST_SEGMENT_ROWS = 2**20
 
 
-class Store(StoredRows):
-    """All fields of a memory. Not locked: the memory that owns it is.
+class Store(TickStore):
+    """All fields of a memory. Not locked: the memory that owns it is."""
 
-    Args:
-        lock: Guards every call of the store; its worker takes it to hand in what it did.
-        first_tick: Number of the first tick that will be held.
-        large: Observation leaves that lie in segments, and always will; None: by their size and what is found.
-        rings: Where all fields lie that are not large, if not in memory of the host.
-    """
+    def forget_before(self, tick: int) -> None:
+        """Drop the ticks before one."""
+        self._not_before = max(self._not_before, min(tick, self.next_tick))
+        self._evict_before(self._not_before)
 
-    def __init__(
-        self, schema: Schema, capacity_ticks: int, kernels: Kernels, lock: threading.Lock, budget: Budget,
-        folder: SpillFolder | None = None, *, first_tick: int = 0, large: Collection[int] | None = None,
-        rings: Rings | None = None,
-    ) -> None:  # fmt: skip
-        self._begun_at = self._not_before = first_tick
-        self.flags_changed, self.rewrites = 0, 0  # how often flags, or any rows, were written again
-        self.repair = Repair()
-        self.fast_tick = kernels.new_fast_tick(lock, self.repair)
-        self._schema, self._lanes = schema, schema.num_envs
-        self._capacity_ticks, self._ring_ticks = capacity_ticks, capacity_ticks + 1
-        self._kernels, self._lock, self._folder, self._budget = kernels, lock, folder, budget
-        leaves = schema.observation.leaves
-        self._large = budget.choose(field_layouts(schema, self._ring_ticks, large)).large
-        small = [i for i in range(len(leaves)) if i not in self._large]
-        searched = small if large is None else []
-        self._rings = Rings(schema, self._ring_ticks, small, first_tick) if rings is None else rings
-        self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > TINY_BYTES}
-        sliced = [leaves[i] for i in self._large]
-        self.large_segments = Segments(
-            kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick, self.repair
-        )
-        is_changed, staging = self.large_segments.index.is_changed, budget.staging_bytes // 2  # the rest: other batches
-        self.batch_reader = kernels.new_batch_reader(lock, self.repair, is_changed, staging, budget.threads)
-        self._writer = self._new_writer(first_tick, first_tick)
-        self._is_fit_known = budget.limit is None or folder is not None
-        self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
-        write = None if folder is None else folder.write
-        is_limited = budget.limit is not None
-        self.sealer = Sealer(
-            kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write, seals_quickly=not is_limited
-        )
-        self._snapshots = RowSnapshots(self._lanes)
+    def require(self, segment: SealedSegment) -> None:
+        """Refuse a segment that `adopt` would refuse."""
+        segment.require(self._lanes, self._large, self.reward_dtype)
 
-    @property
-    def next_tick(self) -> int:
-        """Number of the tick that is written next: what was written before it is held."""
-        return self._writer.next_tick
+    def adopt(self, segment: SealedSegment) -> int:
+        """Take over a segment that was sealed elsewhere as the newest ticks; return the number of its first one.
 
-    def write(self, tick: Tick) -> None:
-        """Write one tick whose arrays were checked; the oldest leaves if the store is full."""
-        now = self.next_tick
+        A store of one lane takes over the lanes of a segment one after another, tick by tick: row r of it becomes tick
+        first + r. Its slices stay as they came. The oldest ticks leave if the store is full.
+        """
+        self.require(segment)
+        if segment.lanes != self._lanes:
+            segment = segment.in_one_lane()
+        rings, first, ticks = self._rings, self.next_tick, segment.rows.ticks
         self.fast_tick.end()
+        self.forget_before(min(first, first + ticks - self._capacity_ticks))  # before anything is written over it
         for frozen in self._snapshots.pending:
-            frozen.before_ticks(now, now + 1)
-        rows = self._rings.prepare(tick, self.first_tick, now)
-        obs, next_obs = [tick.obs[i] for i in self._large], [tick.next_obs[i] for i in self._large]
-        sliced = self.large_segments.sliced(now, obs, next_obs) if self._large else None
-        self._write(tick.obs, rows, sliced)
-        if sliced is not None:
-            self.after_write(sliced)
-        if self._rings.scouts:
-            self._look_for_windows(tick)
-        self._pack(self.next_tick)
-        if not self._snapshots.pending and self._writer.writes(self._rings.flat()):
-            self.fast_tick.offer(self._writer, partial(self._rings.fast_arguments, self._large))
-
-    def _write(self, obs: list[Array], rows: list[Array], sliced: SlicedTick | None) -> None:
-        """Write a tick in one step, after what it would be written over is kept, and there is room for it."""
-        is_kept = False
-        for _ in range(3):
-            if not self._writer.writes(self._rings.flat()):
-                self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
-            ticks = self._writer.write(rows, sliced, is_kept=is_kept)
-            if ticks == NOT_CONTINUED:
-                self.batch_reader.end()
-                self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
-                is_kept = True
-            elif ticks == NO_ROOM:
-                self.large_segments.lengthen_logs()
-            else:
-                break
-        if ticks <= 0:
-            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
-
-    def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
-        self.batch_reader.end()
-        return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
-
-    def _pack(self, end_tick: int) -> None:
-        """Keep short observations up to a tick without what repeats in them, once enough ticks are complete."""
-        if end_tick >= self._rings.pause_tick:
-            self.batch_reader.end()
-            self._rings.pack(self._kernels, self.first_tick, end_tick, self._writer)
-
-    def write_fast(self, packed: bytes, obs: Any, next_obs: Any) -> int:
-        """Write a tick that `fast_tick` packed; return what `TickWriter.write` does."""
-        self.repair.run()
-        fast, write = self.fast_tick, self._writer.write_packed
-        given = fast.in_slices(obs), fast.in_slices(next_obs)
-        sliced = self.large_segments.sliced(self.next_tick, *given) if fast.fills_blocks else None
-        ticks = write(packed, sliced, is_kept=False)
-        if ticks == NO_ROOM:
-            self.large_segments.lengthen_logs()
-            ticks = write(packed, sliced, is_kept=False)
-        if ticks == NOT_CONTINUED:
-            self.batch_reader.end()
-            self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
-            if self._writer.writes(self._rings.flat()):
-                ticks = write(packed, sliced, is_kept=True)
-        if ticks > 0 and sliced is not None:
-            self.after_write(sliced)
-        self._pack(self.next_tick)
-        return ticks
-
-    def write_steps(self, runs: StepRuns, first: int) -> None:
-        """Write the step `first`, and those behind it that need nothing done in between."""
-        (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
-        if writer.has_runs and not (runs.steps.valid is not None or self._snapshots.pending or segments.is_searching):
-            written, sliced = runs.write(first, writer, self._rings, segments, self._large)
-        if not written:
-            self.write(runs.steps.cut(first))
-        elif sliced is not None:
-            self.after_write(sliced)
-        self._pack(self.next_tick)
-
-    def after_write(self, sliced: SlicedTick) -> None:
-        """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
-        segments, now = self.large_segments, self.next_tick
-        segments.look(now - 1, sliced.obs, sliced.next_obs)
-        if segments.frozen:
-            self.sealer.grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
-            self._settle(may_evict=True)
-        self._evict_before(now - self._capacity_ticks)
-
-    def _look_for_windows(self, tick: Tick) -> None:
-        """Show a tick to the searches in rings, and move fields in which a window was found."""
-        may_move = self.large_segments.can_admit(self.first_tick, self.next_tick)
-        self.repair.begin(self._restoring())
-        for i, window in self._rings.look_for_windows(tick, may_move=may_move).items():
-            self._move_to_segments(i, window)
+            frozen.before_ticks(first, first + ticks)
+        rings.pair(max(self.first_tick, first + 2 - self._ring_ticks), first)
+        staying = max(self.first_tick, first + ticks - self._capacity_ticks)
+        rings.count_invalid(staying, first)  # while the ticks that leave are still there
+        held = min(ticks, self._capacity_ticks)
+        columns = {name: column[ticks - held :] for name, column in segment.rows.columns.items()}
+        rings.begin(columns["reward.0"].dtype, has_invalid="invalid.0" in columns)
+        rings.put(first + ticks - held, columns, {})
+        restore = self._restoring()
+        self.repair.begin(lambda: restore() if self.next_tick == first else None)
+        if self._large:
+            self.large_segments.adopt(first, ticks, segment.parts, [columns[f"cursors.{i}"] for i in self._large])
+        self._writer.next_tick = first + ticks
         self.repair.end()
+        self._settle(may_evict=True)
+        self._evict_before(self.next_tick - self._capacity_ticks)
+        return first
 
-    def _move_to_segments(self, i: int, window: Window) -> None:
-        """Move a field in which a window was found."""
-        rings, first = self._rings, self.first_tick
-        ring = rings.small.pop(i)
-        ids = [np.arange(tick * self._lanes, (tick + 1) * self._lanes) for tick in range(first, self.next_tick)]
-        ticks = [ring.read(some, rings.slots(some), rings.slots(some, 1)) for some in ids]
-        self.large_segments.admit(ring.leaf, window, first, ticks)
-        self._large.append(i)
+    def segment_at(self, tick: int) -> SealedSegment:
+        """Return the segment that holds a tick, from its first tick that is held on, as one that another can adopt.
 
-    def _change(self, action: Callable[[], object]) -> None:
-        """Change where things lie; an interrupt leaves them where they were."""
-        self.repair.begin(self._restoring())
-        action()
-        self.repair.end()
-
-    def _restoring(self) -> Callable[[], None]:
-        return restoring(self, self._rings, *self.large_segments.changing(), *self._tiers.changing())
-
-    def _settle(self, *, may_evict: bool) -> None:
-        """Have blocks sealed, spilled and evicted as the budget says."""
-        self._change(lambda: self._decide(may_evict))
-        self.repair.do(self._send_orders)
-
-    def _decide(self, may_evict: bool) -> None:
-        """Decide what is sealed, spilled and evicted."""
-        tiers, segments = self._tiers, self.large_segments
-        for frozen in segments.take_frozen():
-            tiers.keep(frozen)
-        allowance = tiers.allowance(self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes)
-        tiers.settle(allowance)
-        freed = 0
-        while may_evict and tiers.is_over(allowance, freed):
-            gone = segments.evict_oldest()
-            if gone is None:
-                break
-            freed += self._let_go(gone)
-        tiers.try_again()
-        self.sealer.spare_bytes = tiers.spare_bytes(allowance)
-
-    def _send_orders(self) -> None:
-        """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
-        sealing, spilling = self._tiers.under_way()
-        self.sealer.withdraw(self.sealer.waiting - {id(frozen.block) for frozen in (*sealing, *spilling)})
-        for frozen in sealing:
-            self.sealer.submit(frozen)
-        for frozen in spilling:
-            self.sealer.spill(frozen)
-
-    def _let_go(self, gone: list[SliceBlock]) -> int:
-        """Forget blocks that were dropped; return the bytes that they had on disk."""
-        self._tiers.forget(gone)
-        return sum(block.sealed.disk_bytes for block in gone if block.sealed is not None)
-
-    def _evict_before(self, tick: int) -> None:
-        """Drop the segments whose last tick is older than `tick`."""
-        if self.large_segments.has_before(tick):
-            self._change(lambda: self._let_go(self.large_segments.evict_before(tick)))
-            self.repair.do(self._send_orders)
-
-    def _on_sealed(self) -> None:
-        """Collect what the worker did; called by its thread."""
-        with self._lock:
-            self.repair.run()
-            for block, sealed, _, is_again in self.sealer.collect():
-                if sealed is not None:
-                    self._tiers.exchange(block, partial(self.large_segments.seal, block, sealed), is_again=is_again)
-                if not is_again:  # then it may be on its way to disk
-                    self._tiers.take_back(block)
-            # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
-            self._settle(may_evict=False)
-            if self._is_fit_known or self.sealer.is_behind or self._ticks_that_fit is None:
-                return
-            self._is_fit_known = True
-            fits = self.capacity_that_fits
-        if fits is not None:
-            warn_of_small_budget(fits, self._capacity_ticks * self._lanes)
-
-    def relieve(self, nbytes: int) -> None:
-        """Hold that much less as the worker gets to it: raw blocks are sealed and spilled, and nothing is evicted."""
-        self._change(lambda: self._tiers.relieve(nbytes))
-        self._settle(may_evict=False)
-
-    @property
-    def _fixed_bytes(self) -> int:
-        """What rings and cursors take once all of their rows were written."""
-        row_bytes = self._rings.row_bytes + self.large_segments.cursor_bytes * len(self._large)
-        return self._ring_ticks * self._lanes * row_bytes
-
-    @property
-    def _ticks_that_fit(self) -> int | None:
-        segments = self.large_segments
-        return self._tiers.ticks_that_fit(
-            self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes, *segments.closed_ticks()
-        )
-
-    @property
-    def capacity_that_fits(self) -> int | None:
-        """Transitions that a budget in bytes holds without a disk tier; None if it is not known, or holds all."""
-        ticks = self._ticks_that_fit if self._large and self._folder is None else None
-        return None if ticks is None or ticks >= self._capacity_ticks else ticks * self._lanes
-
-    @property
-    def first_tick(self) -> int:
-        """Oldest tick held: by capacity, or by what fits the budget."""
-        by_capacity = max(self._not_before, self.next_tick - self._capacity_ticks)
-        return max(by_capacity, self.large_segments.first_tick) if self._large else by_capacity
-
-    @property
-    def transitions(self) -> int:
-        """Transitions held, without lanes that made none."""
-        first = self.first_tick
-        return (self.next_tick - first) * self._lanes - self._rings.count_invalid(first, self.next_tick)
-
-    @property
-    def all_valid(self) -> bool:
-        """Whether every lane made a transition in every tick held."""
-        return self._rings.invalid is None or self._rings.count_invalid(self.first_tick, self.next_tick) == 0
-
-    @property
-    def reward_dtype(self) -> np.dtype[Any] | None:
-        """Of all rewards: that of the first."""
-        return None if self._rings.reward is None else self._rings.reward.dtype
+        Walk over all of them by asking for `first_tick`, and then for the tick behind the last of each.
+        """
+        first, end = tick, min(self.next_tick, tick + self.chunk_ticks)
+        parts: list[ClosedPart] = []
+        if self._large:
+            found = self.large_segments.segment_at(tick, self.next_tick)
+            first, end = max(found.first_tick, self.first_tick), found.first_tick + found.ticks
+            fields = sorted(range(len(found.parts)), key=lambda field: self._large[field])
+            parts = [_travelling(found.parts[field], self._kernels.coder) for field in fields]
+        columns = self._rings.copy(first, end)
+        for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
+            columns[f"cursors.{i}"] = rows_of(cursors, first, end)
+        return SealedSegment(RowChunk(first, end - first, columns, {}), tuple(parts))
 
     def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
@@ -463,9 +259,145 @@ class Store(StoredRows):
             found += [(field_name("obs", leaf), array) for array in held]
         return found + self._rings.arrays() + [("spare", array) for array in self.large_segments.arenas.spare]
 
-    def close(self) -> None:
-        """End the sealer and delete what was spilled."""
-        self.batch_reader.close()
-        self.sealer.stop()
-        if self._folder is not None:
-            self._folder.close()
+
+# ---------------------------------------------------------------- segments that travel
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSegment:
+    """A run of ticks that can be moved: to another machine, to a journal, to another store.
+
+    It refers to nothing outside of itself but the dictionaries of its codecs. `Store.segment_at` and writers make it,
+    `pack_segment` and `unpack_segment` turn it into bytes and back, `Store.adopt` takes it over.
+
+    The columns of `rows` are named as a store names its own, each (ticks, lanes, ...): `action.0`, `extras.0`,
+    `reward.0`, `terminated.0`, `truncated.0`; `invalid.0` only if a lane made no transition; `cursors.3` for an
+    observation leaf that lies in slices, `obs.0` and `next.0` for one that does not. Nothing is kept apart.
+    """
+
+    rows: RowChunk
+    parts: tuple[ClosedPart, ...]  # by large leaf, in the order of the leaves: window, log (entries, lanes), block
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that advanced together."""
+        return int(self.rows.columns["terminated.0"].shape[1])
+
+    @property
+    def large(self) -> tuple[int, ...]:
+        """The observation leaves that lie in slices."""
+        return _large_leaves(self.rows.columns)
+
+    def require(self, lanes: int, large: Sequence[int], reward_dtype: np.dtype[Any] | None) -> None:
+        """Refuse to be adopted by a store of other fields; one of a single lane takes any number of lanes."""
+        dtype = self.rows.columns["reward.0"].dtype
+        if reward_dtype is not None and reward_dtype != dtype:
+            raise ArgumentError(
+                f"reward has dtype {dtype}, the first add had {reward_dtype}; holdall never casts, so have every "
+                f"writer pass np.asarray(reward, dtype=np.{reward_dtype.name})"
+            )
+        if self.large != tuple(large) or lanes not in (1, self.lanes):
+            raise ArgumentError(
+                f"a segment of {self.lanes} lanes whose leaves {self.large} are large came to a store of {lanes} lanes "
+                f"whose leaves {tuple(large)} are; make both of the same schema"
+            )
+
+    def in_one_lane(self) -> SealedSegment:
+        """Return the same transitions one after another: row r was tick r // lanes in lane r % lanes."""
+        rows, lanes = self.rows.ticks * self.lanes, self.lanes
+        columns = {name: column.reshape(rows, 1, *column.shape[2:]) for name, column in self.rows.columns.items()}
+        parts = []
+        for i, part in zip(self.large, self.parts, strict=True):
+            log: Any = part.log
+            entries = np.arange(lanes, dtype=np.uint32) * np.uint32(len(log))
+            columns[f"cursors.{i}"] = (self.rows.columns[f"cursors.{i}"] + entries).reshape(rows, 1)
+            parts.append(replace(part, log=np.ascontiguousarray(log.T).reshape(-1, 1), log_rows=log.size))
+        return SealedSegment(RowChunk(self.rows.first_tick * lanes, rows, columns, {}), tuple(parts))
+
+
+def _travelling(part: ClosedPart, coder: Coder) -> ClosedPart:
+    """Return a part with a log and with sealed slices in memory, whatever it has."""
+    block, log = part.block, part.log
+    if log is None:
+        lanes = part.slice_count // max(part.log_rows, 1)
+        log = np.arange(part.slice_count, dtype=np.uint32).reshape(part.log_rows, lanes)
+    sealed = block.sealed
+    if sealed is None:
+        raw = block.arena[: part.slice_count * block.slice_bytes].reshape(part.slice_count, block.slice_bytes)
+        sealed = coder.seal(raw, stored(block.slice_bytes))
+    if sealed is None:
+        raise DamageError("slices could not be stored as they are; report this")
+    carried = CarriedSlices(sealed.coded.in_memory())
+    return replace(part, log=log, block=KeptBlock(block.slice_bytes, carried.count, carried))
+
+
+def pack_segment(segment: SealedSegment, coder: Coder) -> bytes:
+    """Return a segment as bytes: the records that a checkpoint has of it, one after another.
+
+    These are its rows, its logs, and the slices of every large leaf. Dictionaries are records of their own, by name.
+    """
+    records = [pack_rows(segment.rows, compresses=False), pack_logs(segment.parts, compresses=False)]
+    for part in segment.parts:
+        if part.block.sealed is None:
+            raise TypeError("the slices of a segment that travels are sealed")
+        coded = part.block.sealed.coded
+        records.append(pack_slices(coded, coder.checksums(np.asarray(coded.data), coded.offsets)))
+    return b"".join(buffer for record in records for buffer in record)
+
+
+def unpack_segment(
+    payload: bytes, schema: Schema, dictionaries: Mapping[str, Dictionary], coder: Coder
+) -> SealedSegment:
+    """Read a segment that was received; DamageError if anything in it does not make sense.
+
+    Every checksum is computed and every number held against the others, so whatever was sent, reading the result
+    stays within it. Its lanes may be any number, whatever the schema says of its own.
+    """
+
+    def read(start: int, nbytes: int) -> bytes:
+        return payload[start : start + nbytes]
+
+    with malformed_refused("a segment"):
+        rows, logs, *slices = records_in(payload)
+        require_kind(rows, ROWS, read)
+        like = _columns_like(rows.head["columns"], schema)
+        ticks, first_tick = rows.head["ticks"], counted(rows.head["first_tick"])
+        lanes = like["terminated.0"][0][0]
+        if type(ticks) is not int or not 1 <= ticks * lanes <= _MOST_SEGMENT_ROWS:
+            raise DamageError(f"a segment claims {ticks!r} ticks of {lanes} lanes; nothing of it is used")
+        chunk = unpack_rows(rows, read, first_tick, ticks, like)
+        leaves = [schema.observation.leaves[i] for i in _large_leaves(like)]
+        coded = [unpack_slices_whole(record, read, dictionaries, coder) for record in slices]
+        blocks = [KeptBlock(each.codec.transform.slice_bytes, each.count, CarriedSlices(each)) for each in coded]
+        segment = SealedSegment(chunk, tuple(unpack_logs(logs, read, lanes, leaves, blocks)))
+        for i, part in zip(segment.large, segment.parts, strict=True):
+            _require_within(part, chunk.columns[f"cursors.{i}"])
+    return segment
+
+
+def _columns_like(described: Any, schema: Schema) -> Like:
+    """Return what the columns of a segment must be, where only lanes, large leaves and the reward's dtype are free."""
+    found = {name: (dtype_of(dtype), shape) for name, dtype, shape in described}
+    (lanes,) = {counted(shape[0]) for _, shape in found.values()}
+    large = _large_leaves(found)
+    flag, cursor = Leaf("", (), np.dtype(np.bool_)), Leaf("", (), np.dtype(np.uint32))
+    leaves = {f"action.{i}": leaf for i, leaf in enumerate(schema.action.leaves)}
+    leaves |= {f"extras.{i}": leaf for i, leaf in enumerate(schema.extras.leaves)}
+    leaves |= {"reward.0": schema.reward_leaf(found["reward.0"][0]), "terminated.0": flag, "truncated.0": flag}
+    leaves |= {"invalid.0": flag} if "invalid.0" in found else {}
+    for i, leaf in enumerate(schema.observation.leaves):
+        leaves |= {f"cursors.{i}": cursor} if i in large else {f"obs.{i}": leaf, f"next.{i}": leaf}
+    return {name: ((lanes, *leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
+
+
+def _large_leaves(columns: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(sorted(int(name.removeprefix("cursors.")) for name in columns if name.startswith("cursors.")))
+
+
+def _require_within(part: ClosedPart, cursors: NDArray[np.uint32]) -> None:
+    """Refuse cursors that point outside the log, and a log that points outside the block."""
+    window, log = part.window, part.log
+    start = (cursors & ~NEXT_IS_WHOLE).astype(np.int64)
+    end = start + window.count + np.where(cursors & NEXT_IS_WHOLE, window.count, window.shift)
+    if log is None or log.size >= NEXT_IS_WHOLE or end.max() > len(log) or int(log.max()) >= part.slice_count:
+        raise DamageError("a segment points outside itself; nothing of it is used")

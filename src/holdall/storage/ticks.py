@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from holdall.storage.rings import Rings
     from holdall.storage.segment import Segments
     from holdall.storage.slices import Cursors, OpenPart
-    from holdall.storage.store import Store
+    from holdall.storage.tick_store import TickStore
 
 
 class Tick(NamedTuple):
@@ -124,7 +124,7 @@ class StepsLeft:
     def __bool__(self) -> bool:
         return self._written < self._count
 
-    def write(self, store: Store) -> None:
+    def write(self, store: TickStore) -> None:
         """Write steps until none is left or blocks pile up; called under the lock. An interrupt waits for that."""
         before = store.next_tick - self._written
         try:
@@ -134,7 +134,7 @@ class StepsLeft:
             self._write_until_crowded(store, before)
             raise
 
-    def _write_until_crowded(self, store: Store, before: int) -> None:
+    def _write_until_crowded(self, store: TickStore, before: int) -> None:
         """Go on behind the last tick that the store counts: all since `before` are these steps."""
         while (done := store.next_tick - before) < self._count:
             store.write_steps(self._runs, done)
@@ -307,12 +307,10 @@ class FastTick:
 
     is_open = False  # whether ticks may be written this way now
     fills_blocks = False
-
-    def __init__(self) -> None:
-        self.add: Callable[..., int] = _nothing
-        self.pack: Callable[..., Any] = _nothing
-        self._is_dict = False
-        self._keys: tuple[list[str], list[str]] = [], []  # those in rings, and the others
+    add: Callable[..., int] = staticmethod(lambda *_: 0)
+    pack: Callable[..., Any] = add
+    _is_dict = False
+    _keys: tuple[Sequence[str], Sequence[str]] = (), ()  # those in rings, and the others
 
     def offer(self, _writer: TickWriter, _describe: Callable[[], Arguments | None]) -> None:
         """Write ticks this way, with the caller's writer, from now on, if there is such a way."""
@@ -325,12 +323,8 @@ class FastTick:
 
     def in_rings(self, obs: Any) -> list[Array]:
         """Return the observations that lie in rings, in their order."""
-        return [obs[key] if self._is_dict else obs for key in self._keys[0]]
+        return [obs[key] for key in self._keys[0]] if self._is_dict else [obs] * len(self._keys[0])
 
     def in_slices(self, obs: Any) -> list[Array]:
         """Return the observations that are cut into slices, in their order."""
-        return [obs[key] if self._is_dict else obs for key in self._keys[1]]
-
-
-def _nothing(*_: Any) -> int:
-    return 0
+        return [obs[key] for key in self._keys[1]] if self._is_dict else [obs] * len(self._keys[1])

@@ -17,7 +17,6 @@ from holdall.delivery import device
 from holdall.delivery.batches import Delivery
 from holdall.delivery.device import DeviceStream
 from holdall.native import native_kernels
-from holdall.sb3.on_device import OnDevice
 
 OBSERVATIONS = spaces.Dict(
     {"camera": spaces.Box(0, 255, (3, 40, 40), np.uint8), "state": spaces.Box(-9, 9, (7,), np.float32)}
@@ -38,7 +37,7 @@ def device_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let device="cpu" go the way of a GPU."""
     monkeypatch.setattr(Delivery, "is_remote", property(lambda self: self.torch_device is not None))
     monkeypatch.setattr(device, "DeviceStream", Launching)
-    monkeypatch.setattr(OnDevice, "_is_delivered", lambda self, env: env is None)
+    monkeypatch.setattr(holdall.sb3.ReplayBuffer, "_is_delivered", lambda self, env: env is None)
 
 
 def filled(*made: Any, steps: int = 150) -> None:

@@ -2,7 +2,8 @@
 
 A cluster of three machines, played by processes; a driver with a memory whose journals lie on a small disk; writers and
 a learner in processes of their own. One fault after another is chosen at random: a shard, a writer, the learner, the
-driver or a machine is killed, a shard is frozen, the disk is full, saves overlap, a shard is killed while it saves.
+roster, the driver or a machine is killed, a shard is frozen, the disk is full, saves overlap, a shard is killed while
+it saves.
 Out: one JSON line with how many faults of each kind there were. It fails if anything that was acknowledged is lost, if
 anything is there twice, if any bit differs, or if a checkpoint that was reported as complete lacks anything.
 """
@@ -31,7 +32,7 @@ from .telling import ROOT
 
 KINDS = {
     "kill shard": 5, "kill writer": 3, "kill learner": 2, "kill driver": 1, "kill machine": 1, "freeze shard": 3,
-    "full disk": 2, "overlapping saves": 2, "kill while saving": 3,
+    "full disk": 2, "overlapping saves": 2, "kill while saving": 3, "kill roster": 2,
 }  # fmt: skip
 """How often each fault is chosen."""
 _DISK_BYTES = 256 * 2**20
@@ -145,6 +146,9 @@ class Tormentor:
 
     def _kill_learner(self) -> None:
         self._kill("learners")
+
+    def _kill_roster(self) -> None:
+        self._kill("rosters")
 
     def _kill_driver(self) -> None:
         self._driver.kill()

@@ -160,7 +160,8 @@ class Life:
     def processes(self) -> dict[str, Any]:
         """Say which processes there are to kill."""
         shards = [self._memory._cluster.handle(number) for number in self._memory._cluster.numbers]
-        asked = {"shards": shards, "writers": self._writers, "learners": self._learners}
+        rosters = [self._memory._fleet.roster]
+        asked = {"shards": shards, "rosters": rosters, "writers": self._writers, "learners": self._learners}
         return {kind: [pid for pid in map(_pid, actors) if pid] for kind, actors in asked.items()}
 
     def save(self) -> dict[str, Any]:

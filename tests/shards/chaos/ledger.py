@@ -23,7 +23,7 @@ from holdall.cluster.slots import slots_at
 from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory, Writer
 from holdall.schema import Schema
-from holdall.storage.sealed_segment import unpack_segment
+from holdall.storage.store import unpack_segment
 
 Numbers = NDArray[np.int64]
 
@@ -95,7 +95,7 @@ def written(url: Path, shard: int) -> Numbers:
     schema, coder = Schema.of(OBSERVATION, ACTION, EXTRAS, 1), chosen_kernels().coder
     numbers = [np.empty(0, np.int64)]
     numbers += [
-        unpack_segment(entry.payload, schema, journal.dictionaries, coder).rows.columns["extras.0"].reshape(-1)
+        unpack_segment(entry.payload, schema, {}, coder).rows.columns["extras.0"].reshape(-1)
         for page in journal.open()
         for entry in page.entries
     ]

@@ -21,7 +21,7 @@ from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
 from holdall.sampling.draw import Uniform
 from holdall.schema import Schema
-from holdall.storage.sealed_segment import pack_segment
+from holdall.storage.store import pack_segment
 from holdall.storage.ticks import Tick
 
 from .ledger import ACTION, EXTRAS, OBSERVATION, step

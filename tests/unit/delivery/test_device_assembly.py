@@ -13,8 +13,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import NStep, Prioritized, ReplayMemory, Sequence, TransitionIdError
-from holdall.batch import Draw
-from holdall.delivery import SlotDraw, batch_layout, device, device_assembly, of_ids
+from holdall.batch import Draw, of_ids
+from holdall.delivery import SlotDraw, batch_layout, device, device_assembly
 from holdall.delivery.batches import Delivery
 from holdall.delivery.cuda_program import CudaProgramError
 from holdall.delivery.device import DeviceStream

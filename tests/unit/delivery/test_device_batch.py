@@ -26,7 +26,7 @@ from holdall.delivery.batches import BlockPool, Delivery
 from holdall.delivery.device import DeviceStream
 from holdall.delivery.device_batch import DeviceBatches
 from holdall.delivery.device_store import PinnedArenas
-from holdall.native import CopyPlan, SliceNamer, native_kernels, reading
+from holdall.native import CopyPlan, SliceNamer, native_kernels, sending
 from holdall.schema import Bytes
 from holdall.storage import segment
 from holdall.storage.slices import Places
@@ -188,7 +188,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PinnedArenas, "up_to_date", lambda *_: None)
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
     for name, nbytes in (("_PIECE_BYTES", 1), ("_BYTES_PER_COLLECTING_THREAD", 1), ("_WAVE_BYTES", 2_000)):
-        monkeypatch.setattr(reading, name, nbytes)
+        monkeypatch.setattr(sending, name, nbytes)
 
 
 @pytest.mark.usefixtures("small_pieces")

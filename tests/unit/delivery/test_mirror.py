@@ -15,7 +15,8 @@ import torch
 from gymnasium import spaces
 
 from holdall import ArgumentError, Hindsight, NStep, Prioritized, ReplayMemory, Sequence, TransitionIdError
-from holdall.delivery import MirroredBatches, device_mirror
+from holdall.delivery import device_mirror
+from holdall.delivery.device_mirror import MirroredBatches
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 from holdall.testing.strategies import box
 

@@ -119,7 +119,7 @@ def test_a_copier_puts_sources_where_they_belong(
 ) -> None:
     """Sources that share a slot and sources that take many, with a gap between them that stays as it was."""
     monkeypatch.setattr(to_device, "_PIECE_BYTES", 300)
-    monkeypatch.setattr("holdall.native.rollout._BYTES_PER_THREAD", 500)
+    monkeypatch.setattr("holdall.native.sending._BYTES_PER_THREAD", 500)
     copier = DeviceCopier(stream(torch), slot_bytes)
     target = torch.zeros(5_000, dtype=torch.uint8)
     spans = [CopySpan(10, 40), CopySpan(50, 3_000), CopySpan(3_050, 0), CopySpan(3_050, 800)]

@@ -132,7 +132,7 @@ def test_who_asks_for_numpy_is_not_warned(tmp_path: Path) -> None:
 def test_missing_compression_warns_and_stands_in_the_report(tmp_path: Path) -> None:
     """The loops are compiled, but there is no libzstd for them to call."""
     prepare = f"library.__file__ = {library.__file__!r}; library._load = lambda name: None"
-    prepare += "; from holdall.native import kernels; kernels.linked_libraries = lambda library: None"
+    prepare += "; from holdall import native; native.linked_libraries = lambda library: None"
     count, warning, reported = shown_without(tmp_path, prepare)
     assert count == "1"
     assert "libzstd or liblz4 was not found" in reported

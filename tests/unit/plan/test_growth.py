@@ -75,3 +75,9 @@ def test_what_the_heap_keeps_grows_with_the_batch_as_what_lives_in_it() -> None:
     measured = MeasuredCosts(traced_batch=64, traced=ONCE, traced_twice=TWICE, growth=half)
     (flatten,) = (phase for phase in host_phases(rollout, measured) if phase.name == "flatten")
     assert flatten.parts[-2].nbytes == 40 * MIB
+
+
+def test_what_does_not_grow_with_the_batch_is_not_scaled() -> None:
+    half = grown(32, 70 * MIB)._replace(fixed=6 * MIB)
+    assert activations(SPEC, half).nbytes == (2 * (30 - 6) + 6) * MIB
+    assert activations(SPEC, half._replace(batch=64)).nbytes == 30 * MIB

@@ -233,6 +233,9 @@ def test_the_line_to_paste_is_python() -> None:
     assert "replay_buffer_class=ReplayBuffer" in text
     assert "buffer_size=300_000" in text
     compile(planner.code_to_paste(_ppo(), holdall=False), "pasted", "exec")
+    long = planner.code_to_paste(spec.but(holdall_budget=9 * GB), holdall=True)
+    compile(long, "pasted", "exec")
+    assert max(map(len, long.splitlines())) <= 100
 
 
 def test_gpu_memory_is_counted_on_the_gpu_and_not_in_the_host() -> None:

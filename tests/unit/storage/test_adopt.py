@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError, DamageError, HoldallError
 from holdall.native import ThreadPool, chosen_kernels
 from holdall.schema import Schema
-from holdall.storage.adopting import AdoptingStore
 from holdall.storage.blocks import KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
-from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels
 from holdall.storage.spill import SpillFolder
+from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
 from holdall.storage.ticks import Tick
 from holdall.storage.tiers import Budget
 
@@ -70,9 +69,7 @@ class Writer:
 
     def segment(self, ticks: int, *, some_invalid: bool = False) -> tuple[SealedSegment, list[Row]]:
         kernels = chosen_kernels()
-        store = AdoptingStore(
-            schema(self.lanes), 1000, kernels, threading.Lock(), Budget.of(None, "memory", 1), large=LARGE
-        )
+        store = Store(schema(self.lanes), 1000, kernels, threading.Lock(), Budget.of(None, "memory", 1), large=LARGE)
         rows: list[Row] = []
         for _ in range(ticks):
             tick = self._tick(some_invalid)
@@ -117,18 +114,16 @@ def rows_of(tick: Tick, lanes: int) -> list[Row]:
     ]
 
 
-def new_store(space: Schema, capacity: int, budget: Budget, *rest: Any, **settings: Any) -> AdoptingStore:
-    return AdoptingStore(space, capacity, chosen_kernels(), threading.Lock(), budget, *rest, **settings)
+def new_store(space: Schema, capacity: int, budget: Budget, *rest: Any, **settings: Any) -> Store:
+    return Store(space, capacity, chosen_kernels(), threading.Lock(), budget, *rest, **settings)
 
 
-def shard(capacity: int, folder: SpillFolder | None = None, first: int = FIRST) -> AdoptingStore:
+def shard(capacity: int, folder: SpillFolder | None = None, first: int = FIRST) -> Store:
     budget = Budget.of(None, "memory", 1, spills=folder is not None)
-    return AdoptingStore(
-        schema(1), capacity, chosen_kernels(), threading.Lock(), budget, folder, first_tick=first, large=LARGE
-    )
+    return Store(schema(1), capacity, chosen_kernels(), threading.Lock(), budget, folder, first_tick=first, large=LARGE)
 
 
-def require_equal(store: AdoptingStore, rows: list[Row], kernels: Kernels | None = None) -> None:
+def require_equal(store: Store, rows: list[Row], kernels: Kernels | None = None) -> None:
     """Hold all of a store against the newest of all rows that were ever adopted."""
     held = store.next_tick - store.first_tick
     expected = rows[len(rows) - held :]
@@ -205,7 +200,7 @@ def test_rows_before_a_number_are_forgotten_one_by_one() -> None:
     require_equal(store, rows + added)
 
 
-def segments_of(store: AdoptingStore) -> Iterator[SealedSegment]:
+def segments_of(store: Store) -> Iterator[SealedSegment]:
     tick = store.first_tick
     while tick < store.next_tick:
         segment = store.segment_at(tick)
@@ -230,9 +225,7 @@ def test_all_segments_of_a_store_move_to_another(capacity: int) -> None:
 
 def test_a_store_that_is_written_to_can_adopt_too() -> None:
     writer = Writer(0, 2)
-    store = AdoptingStore(
-        schema(2), 1000, chosen_kernels(), threading.Lock(), Budget.of(None, "memory", 1), large=LARGE
-    )
+    store = Store(schema(2), 1000, chosen_kernels(), threading.Lock(), Budget.of(None, "memory", 1), large=LARGE)
     rows: list[Row] = []
     for ticks in (30, 7, 50):
         for _ in range(ticks):

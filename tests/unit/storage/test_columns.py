@@ -15,7 +15,6 @@ from holdall.machine import held_bytes
 from holdall.native import chosen_kernels, native_kernels
 from holdall.schema import Leaf, Schema
 from holdall.storage import columns
-from holdall.storage.adopting import AdoptingStore
 from holdall.storage.column_plan import ColumnPlan, find_plan
 from holdall.storage.store import Store
 from holdall.storage.ticks import Tick
@@ -152,13 +151,13 @@ def test_rows_frozen_before_they_are_packed_are_read_after_it() -> None:
 
 def test_a_store_adopts_behind_packed_ticks_and_hands_them_out() -> None:
     """A segment is made of packed ticks as of others; taking one over puts all rows back into rings."""
-    store, rows = new_store(AdoptingStore, 1), repeating(90, 1)
+    store, rows = new_store(Store, 1), repeating(90, 1)
     write(store, rows, 0, 40)
     assert packed(store) == [0, 1, 2, 3, 4]
     segment = store.segment_at(0)
     assert segment.rows.columns["obs.0"].tobytes() == rows[:40].tobytes()
     assert segment.rows.columns["next.0"].tobytes() == rows[1:41].tobytes()
-    other = new_store(AdoptingStore, 1)
+    other = new_store(Store, 1)
     write(other, rows[40:], 0, 20)
     store.adopt(other.segment_at(0))
     assert not packed(store)

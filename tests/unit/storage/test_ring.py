@@ -86,6 +86,17 @@ def test_where_nothing_is_shared_the_ring_is_paired(monkeypatch: pytest.MonkeyPa
     assert observed.row_bytes == 61 * 2 * 12 * 2
 
 
+def test_a_second_ring_counts_for_what_a_limit_sets_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What rows take when all have come is known anew as soon as next observations have rows of their own."""
+    monkeypatch.setattr(ring, "_UNSHARED_BEFORE_PAIRING", 4)
+    stream = vectors(Mishaps(foreign_next=1.0))
+    memory = ReplayMemory(stream.observation_space, stream.action_space, 100, stream.num_envs)
+    shared = memory._open()._rings.row_bytes
+    for _ in range(20):
+        memory.add(**stream.tick().arguments())
+    assert memory._open()._rings.row_bytes == shared + VECTOR.nbytes
+
+
 @pytest.mark.parametrize("capacity_ticks", [1, 5, 12, 100])
 def test_pairing_in_the_middle_of_a_wrap_around_loses_nothing(
     monkeypatch: pytest.MonkeyPatch, capacity_ticks: int

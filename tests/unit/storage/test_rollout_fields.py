@@ -7,8 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
-from holdall.native import ThreadPool, chosen_kernels
-from holdall.native.rollout import copy_in_order
+from holdall.native import ThreadPool, chosen_kernels, copy_in_order
 from holdall.schema import Leaf
 from holdall.storage.rollout import RolloutField, RolloutFields
 from holdall.storage.slices import OpenPart

@@ -28,7 +28,6 @@ from holdall.storage.records import (
     Record,
     codec_of,
     codec_words,
-    dictionary_name,
     pack_dictionary,
     pack_slices,
     unpack,
@@ -110,7 +109,7 @@ def test_a_block_is_read_back_as_it_was(codec: Codec, reader: Coder, writer: Cod
     assert [told.kind, block.kind] == [DICTIONARY, SLICES]
     dictionary = unpack_dictionary(told, file)
     assert dictionary.content == COMMON.content
-    coded = unpack_slices(block, file, {dictionary_name(COMMON): dictionary})
+    coded = unpack_slices(block, file, {COMMON.name: dictionary})
     assert isinstance(coded.data, Extent)
     assert replace(coded.codec, dictionary=None) == replace(codec, dictionary=None)
     assert (coded.codec.dictionary is dictionary) == (codec.dictionary is not None)
@@ -176,8 +175,8 @@ def test_a_block_that_lies_in_a_file_is_not_packed_again(tmp_path: Path) -> None
 
 def test_dictionaries_are_named_by_their_content() -> None:
     """The same bytes have one name, however often they are trained; others have another."""
-    assert dictionary_name(Dictionary(b"a" * 40)) == dictionary_name(Dictionary(b"a" * 40))
-    assert dictionary_name(Dictionary(b"a" * 40)) != dictionary_name(Dictionary(b"a" * 41))
+    assert Dictionary(b"a" * 40).name == Dictionary(b"a" * 40).name
+    assert Dictionary(b"a" * 40).name != Dictionary(b"a" * 41).name
 
 
 # ---------------------------------------------------------------- what makes no sense

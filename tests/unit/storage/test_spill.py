@@ -26,7 +26,6 @@ from holdall.storage.records import (
     DICTIONARY,
     SLICES,
     Record,
-    dictionary_name,
     unpack,
     unpack_dictionary,
     unpack_slices,
@@ -129,8 +128,8 @@ def test_a_dictionary_is_written_once_in_every_file(coder: Coder, tmp_path: Path
         for record in records_in(path):
             if record.kind == DICTIONARY:
                 dictionary = unpack_dictionary(record, file)
-                assert dictionary_name(dictionary) not in known, "once is enough"
-                known[dictionary_name(dictionary)] = dictionary
+                assert dictionary.name not in known, "once is enough"
+                known[dictionary.name] = dictionary
             else:
                 assert record.kind == SLICES
                 again = coder.adopt(unpack_slices(record, file, known))

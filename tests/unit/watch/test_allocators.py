@@ -54,3 +54,20 @@ assert done.returned > 100 * 2**20, done
 assert trim_self().returned < 2**20
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+_MAPPED = """
+import ctypes
+from holdall.tools.watch.allocators import heap, map_blocks_from
+allocate, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
+allocate.argtypes, allocate.restype, free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
+assert map_blocks_from(2**20)
+before = heap().mapped
+free(allocate(2**21))  # by itself the C library would now take blocks of this size from its heap
+large, small = allocate(2**21), allocate(2**19)
+assert 2**21 <= heap().mapped - before < 2**21 + 2**19
+"""
+
+
+def test_the_size_from_which_on_blocks_are_mapped_stays_where_it_was_put() -> None:
+    subprocess.run([sys.executable, "-c", _MAPPED], check=True)

@@ -137,6 +137,11 @@ class UpdateBytes(NamedTuple):
     heap: int  # at the peak, in smaller blocks
     live: int  # the most tensors that were alive at once, without what a CPU's convolutions copy: a GPU's need
 
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak, in blocks of every size."""
+        return self.mapped + self.heap
+
 
 class HeapGrowth(NamedTuple):
     """What real updates with a batch took."""
@@ -145,6 +150,7 @@ class HeapGrowth(NamedTuple):
     nbytes: int  # by which they stretched the process
     traced: UpdateBytes  # with the same batch
     kept: int = 0  # by which it was still larger after one of them, at most
+    fixed: int = 0  # of both: what does not grow with the batch, beside what a trace sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +343,9 @@ def _scaled_growth(networks: UpdateBytes, growth: HeapGrowth, *, is_same: bool) 
     held, kept = (max(size - growth.traced.settled, 0) for size in (growth.nbytes, growth.kept))
     if is_same or churn_then < MIB:
         return max(held, mapped + churn), kept
-    times = churn / churn_then
-    return mapped + int(max(held - mapped_then, churn_then) * times), int(kept * times)
+    times, fixed = churn / churn_then, max(growth.fixed, 0)
+    heap, kept = max(held - mapped_then - fixed, churn_then), max(kept - fixed, 0)
+    return mapped + fixed + int(heap * times), fixed + int(kept * times)
 
 
 class FitVerdict(IntEnum):

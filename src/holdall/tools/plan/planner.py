@@ -33,6 +33,7 @@ from holdall.tools.plan.spec import Spec
 from holdall.units import counted, format_bytes
 
 _LARGEST_SIZE = 1 << 40
+_CODE_COLUMNS = 80
 _GB, _GIB, _MB, _MIB = 10**9, 2**30, 10**6, 2**20
 _LEAST_BUDGET = 256 * _MIB  # a memory works in segments of some megabytes each
 PROFILES = {
@@ -227,7 +228,7 @@ def rounded_down(count: int) -> int:
 
 
 def code_to_paste(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False) -> str:
-    """Return the line to paste."""
+    """Return the lines to paste, each as short as a terminal."""
     algorithm = spec.algorithm
     settings = [f"n_steps={spec.rollout_steps}" if spec.on_policy else f"buffer_size={spec.capacity:_}"]
     if algorithm.batch_size is not None:
@@ -248,8 +249,11 @@ def code_to_paste(spec: Spec, *, holdall: bool, setup: str = "", compressed: boo
             settings.append(f"replay_buffer_kwargs={kwargs_text}")
     elif spec.optimize_memory_usage:
         settings += ["optimize_memory_usage=True", 'replay_buffer_kwargs={"handle_timeout_termination": False}']
-    lines.append(f'model = {algorithm.name}("{spec.policy_name}", env, {", ".join(settings)})')
-    return "\n".join(lines)
+    first = f'"{spec.policy_name}", env'
+    one_line = f"model = {algorithm.name}({', '.join([first, *settings])})"
+    if len(one_line) > _CODE_COLUMNS:
+        one_line = "\n    ".join([f"model = {algorithm.name}(", *(f"{part}," for part in (first, *settings))]) + "\n)"
+    return "\n".join([*lines, one_line])
 
 
 SCHEMA = "holdall.plan/1"
@@ -437,7 +441,7 @@ def _measure(
         traces = {"traced_batch": traced["batch"], "traced": once, "traced_twice": twice}
     if "growth" in base:
         batch, nbytes, same = base["growth"]
-        traces["growth"] = HeapGrowth(batch, nbytes, UpdateBytes(*same), base["kept"])
+        traces["growth"] = HeapGrowth(batch, nbytes, UpdateBytes(*same), base["kept"], base["fixed"])
     measured = MeasuredCosts(
         libraries=base.get("updated", base["imported"]),
         libraries_anonymous=base["imported_anonymous"],

@@ -42,6 +42,7 @@ _UPDATES = 40
 _BATCHES = 3  # batches in a shortened rollout
 _ROLLOUTS = 3
 _GROWTH_S = 1.5  # of this thread's own time: a busy machine makes as many updates
+_FEW_UPDATES = 6
 _GROWTH_UPDATES = 60  # the heap is stretched a little further by every update
 _LEAST_GROWTH_UPDATES, _MOST_GROWTH_S = 3, 4.0  # fewer where one takes seconds, as with TRPO's whole rollouts
 _TORCH_CLASSES = {"activation_fn": (torch.nn, torch.nn.Module), "optimizer_class": (torch.optim, torch.optim.Optimizer)}
@@ -151,6 +152,7 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
     fill_without_writing(tiny)
     for _ in range(2):
         tiny.train(**({} if spec.on_policy else {"gradient_steps": 1, "batch_size": _TINY_BATCH}))
+    tiny.learn(2 * _TINY_BATCH)  # some things are loaded by the first step
     del tiny  # a network of many quantiles is not so tiny
     give_back_free_memory()
     found["updated"] = held_bytes().resident
@@ -162,12 +164,20 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
     found["traced"] = {"batch": spec.batch, "once": list(once), "twice": list(twice_)}
     batch = _real_batch(spec.batch, once)
     if batch and spec.device == "cpu":
-        smaller = {"batch_size": batch} | ({"n_steps": batch, "num_envs": 1} if spec.on_policy else {})
-        real = spec if batch == spec.batch else spec.but(**smaller)
-        traced = once if batch == spec.batch else trace_update(real, _mapped_from(batch / spec.batch))
+        real, traced, found["fixed"] = spec, once, 0
+        if batch != spec.batch:
+            real, mapped_from = _with_batch(spec, batch), _mapped_from(batch / spec.batch)
+            traced, least = trace_update(real, mapped_from), _with_batch(spec, _TINY_BATCH)
+            # What updates take however small the batch is does not grow with it.
+            found["fixed"] = measure_growth(least, _FEW_UPDATES)[0] - trace_update(least, mapped_from).peak
         grown, found["kept"] = measure_growth(real)
         found["growth"] = [batch, grown, list(traced)]
     return found
+
+
+def _with_batch(spec: Spec, batch: int) -> Spec:
+    """Return the same run with another batch; a rollout is one batch then."""
+    return spec.but(batch_size=batch, **({"n_steps": batch, "num_envs": 1} if spec.on_policy else {}))
 
 
 def _mapped_from(share: float) -> int:
@@ -258,7 +268,7 @@ def _off_policy(model: Any, spec: Spec, steps: int) -> tuple[int, int]:
     return warm + _UPDATES * spec.num_envs, held_bytes().resident
 
 
-def measure_growth(spec: Spec) -> tuple[int, int]:
+def measure_growth(spec: Spec, most_updates: int = _GROWTH_UPDATES) -> tuple[int, int]:
     """Make real updates, and return by how much they stretch this process at most, while they run and after them.
 
     The heap keeps more than lives in it: blocks are aligned, what is cut off around them is used for small objects, and
@@ -272,7 +282,7 @@ def measure_growth(spec: Spec) -> tuple[int, int]:
     model = build_model(small, capacity=spec.batch)
     fill_without_writing(model)
     model.learning_starts = 0
-    for update in range(_GROWTH_UPDATES):  # with the steps in between, whose small blocks lie among the large ones
+    for update in range(most_updates):  # with the steps in between, whose small blocks lie among the large ones
         model.learn(rows if spec.on_policy else 1, reset_num_timesteps=False)
         if spec.on_policy:  # the heap shrinks after some updates, and after others not
             kept = max(kept, held_bytes().resident)

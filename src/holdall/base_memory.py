@@ -1,4 +1,4 @@
-"""Where a memory's batches are made, and where it lives if its data is born on a device.
+"""What all calls of a memory stand on: its store and the lock, the short ways in and out, and where batches are made.
 
 The first tensors that are added to a memory with a `store_device` say that everything lives on their device. From then
 on the store's rings are there, and batches are made of them, see `delivery.resident`.
@@ -7,6 +7,7 @@ on the store's rings are there, and batches are made of them, see `delivery.resi
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from holdall.delivery import (
     Batches,
     BatchJob,
     Delivery,
-    MirroredBatches,
     ObservationAssembler,
     ResidentBatches,
     SlotDraw,
@@ -29,14 +29,15 @@ from holdall.delivery import (
     is_on_device,
     rings_on,
 )
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.sampling import Sampler
 from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, on_host, require_held
 from holdall.storage import Budget, Kernels, Rows, StepsLeft, Store, StoreContent, Tick, last_rows
+from holdall.threads import left
 
 
-class MemoryOnDevice(SavedMemory):
-    """The part of `ReplayMemory` that knows devices."""
+class BaseMemory(SavedMemory):
+    """The part of `ReplayMemory` that has the store, and knows devices."""
 
     _store: Store | None
     _kernels: Kernels
@@ -46,6 +47,55 @@ class MemoryOnDevice(SavedMemory):
     _resident: ResidentBatches | None = None  # the same one's batches
     add_at_once: Callable[..., int]  # adds a tick in one step, see `FastTick.add`; for adapters
     draw_at_once: Callable[..., Any]  # draws a batch in one step, see `BatchReader`; for adapters
+
+    def _open(self) -> Store:
+        if self._store is None:
+            raise ClosedError("the memory was closed; make a new ReplayMemory")
+        return self._store
+
+    def _whole(self) -> Store:
+        store = self._open()
+        if store.repair.is_pending[0]:
+            store.repair.run()
+        return store
+
+    def _locked(self) -> Any:
+        if self._lock._is_owned():
+            self._leave_interrupted()
+        return self._lock
+
+    def _leave_interrupted(self) -> None:
+        """Release the lock for a call of this thread that was interrupted where it was about to do so.
+
+        Refuse to go on if the call is still under way: a signal handler, or a sampler, called the memory from inside.
+        """
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_locals.get("self") is self:
+            frame = frame.f_back
+        while frame is not None:
+            if frame.f_locals.get("self") is self:
+                raise HoldallError(
+                    "the memory was called from inside one of its own calls; let signal handlers and samplers do "
+                    "without it, and call it when they have returned"
+                )
+            frame = frame.f_back
+        left(self._lock)
+
+    @property
+    def first_id(self) -> int:
+        """Lowest transition id that is still held."""
+        return self._open().first_tick * self.num_envs
+
+    @property
+    def next_id(self) -> int:
+        """Id of the first transition of the next `add`."""
+        return self._open().next_tick * self.num_envs
+
+    def drain(self) -> None:
+        """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
+        with self._locked():
+            sealer = self._whole().sealer
+        sealer.drain()
 
     @functools.cached_property
     def _assembler(self) -> ObservationAssembler:
@@ -172,8 +222,8 @@ class MemoryOnDevice(SavedMemory):
             store, lanes = self._whole(), self.num_envs
             require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
             store.rewrite(wanted, copies)
-            if isinstance(batches := vars(self).get("_batches"), MirroredBatches):
-                batches.rewritten(wanted)
+            if "_batches" in vars(self):
+                self._batches.rewritten(wanted)
 
     def extra(self, name: str, ids: Any) -> Array:
         """Return one extra of `ids`, of any shape; nothing else is read. For adapters."""

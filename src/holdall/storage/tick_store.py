@@ -1,0 +1,366 @@
+"""The store: every field of every transition held, each where it costs least.
+
+    write(tick)      rings and segments take a tick; blocks that are full go to the tiers
+    read(ids)        rows of small fields, and places of large ones
+
+What is done with all of it at once, for checkpoints, pickles and shards, is in store.py.
+Invariant: what is read under an id is, bit for bit, what was written under it. Control goes one way: the store asks
+the segments which blocks are full or dropped, the tiers what to do with them, and the sealer what became of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.errors import DamageError
+from holdall.schema import Array, Bytes, Schema
+from holdall.storage.batch_source import BatchSource, RowSources, RowTable, fresh_bytes
+from holdall.storage.blocks import SliceBlock
+from holdall.storage.layout import CURSOR_BYTES, TINY_BYTES, Window, WindowScout, field_layouts
+from holdall.storage.rings import Rings, Rows
+from holdall.storage.sealer import Sealer
+from holdall.storage.segment import Segments
+from holdall.storage.slices import Kernels
+from holdall.storage.snapshot import RowSnapshots
+from holdall.storage.spill import SpillFolder
+from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, Repair, SlicedTick, StepRuns, Tick, TickWriter, restoring
+from holdall.storage.tiers import Budget, Tiers, warn_of_small_budget
+
+
+class TickStore:
+    """Writes and reads all fields of a memory, see `Store`. Not locked: the memory that owns it is.
+
+    Args:
+        lock: Guards every call of the store; its worker takes it to hand in what it did.
+        first_tick: Number of the first tick that will be held.
+        large: Observation leaves that lie in segments, and always will; None: by their size and what is found.
+        rings: Where all fields lie that are not large, if not in memory of the host.
+    """
+
+    def __init__(
+        self, schema: Schema, capacity_ticks: int, kernels: Kernels, lock: threading.Lock, budget: Budget,
+        folder: SpillFolder | None = None, *, first_tick: int = 0, large: Collection[int] | None = None,
+        rings: Rings | None = None,
+    ) -> None:  # fmt: skip
+        self._begun_at = self._not_before = first_tick
+        self.flags_changed, self.rewrites = 0, 0  # how often flags, or any rows, were written again
+        self.repair = Repair()
+        self.fast_tick = kernels.new_fast_tick(lock, self.repair)
+        self._schema, self._lanes = schema, schema.num_envs
+        self._capacity_ticks, self._ring_ticks = capacity_ticks, capacity_ticks + 1
+        self._kernels, self._lock, self._folder, self._budget = kernels, lock, folder, budget
+        leaves = schema.observation.leaves
+        self._large = budget.choose(field_layouts(schema, self._ring_ticks, large)).large
+        small = [i for i in range(len(leaves)) if i not in self._large]
+        searched = small if large is None else []
+        self._rings = Rings(schema, self._ring_ticks, small, first_tick) if rings is None else rings
+        self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > TINY_BYTES}
+        sliced = [leaves[i] for i in self._large]
+        self.large_segments = Segments(
+            kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick, self.repair
+        )
+        is_changed, staging = self.large_segments.index.is_changed, budget.staging_bytes // 2  # the rest: other batches
+        self.batch_reader = kernels.new_batch_reader(lock, self.repair, is_changed, staging, budget.threads)
+        self._writer = self._new_writer(first_tick, first_tick)
+        self._is_fit_known = budget.limit is None or folder is not None
+        self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
+        write = None if folder is None else folder.write
+        is_limited = budget.limit is not None
+        self.sealer = Sealer(
+            kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write, seals_quickly=not is_limited
+        )
+        self._snapshots = RowSnapshots(self._lanes)
+
+    @property
+    def next_tick(self) -> int:
+        """Number of the tick that is written next: what was written before it is held."""
+        return self._writer.next_tick
+
+    def write(self, tick: Tick) -> None:
+        """Write one tick whose arrays were checked; the oldest leaves if the store is full."""
+        now = self.next_tick
+        self.fast_tick.end()
+        for frozen in self._snapshots.pending:
+            frozen.before_ticks(now, now + 1)
+        rows = self._rings.prepare(tick, self.first_tick, now)
+        obs, next_obs = [tick.obs[i] for i in self._large], [tick.next_obs[i] for i in self._large]
+        sliced = self.large_segments.sliced(now, obs, next_obs) if self._large else None
+        self._write(tick.obs, rows, sliced)
+        if sliced is not None:
+            self.after_write(sliced)
+        if self._rings.scouts:
+            self._look_for_windows(tick)
+        self._pack(self.next_tick)
+        if not self._snapshots.pending and self._writer.writes(self._rings.flat()):
+            self.fast_tick.offer(self._writer, partial(self._rings.fast_arguments, self._large))
+
+    def _write(self, obs: list[Array], rows: list[Array], sliced: SlicedTick | None) -> None:
+        """Write a tick in one step, after what it would be written over is kept, and there is room for it."""
+        is_kept = False
+        for _ in range(3):
+            if not self._writer.writes(self._rings.flat()):
+                self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
+            ticks = self._writer.write(rows, sliced, is_kept=is_kept)
+            if ticks == NOT_CONTINUED:
+                self.batch_reader.end()
+                self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
+                is_kept = True
+            elif ticks == NO_ROOM:
+                self.large_segments.lengthen_logs()
+            else:
+                break
+        if ticks <= 0:
+            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+
+    def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
+        self.batch_reader.end()
+        return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
+
+    def _pack(self, end_tick: int) -> None:
+        """Keep short observations up to a tick without what repeats in them, once enough ticks are complete."""
+        if end_tick >= self._rings.pause_tick:
+            self.batch_reader.end()
+            self._rings.pack(self._kernels, self.first_tick, end_tick, self._writer)
+
+    def write_fast(self, packed: bytes, obs: Any, next_obs: Any) -> int:
+        """Write a tick that `fast_tick` packed; return what `TickWriter.write` does."""
+        if self.repair.is_pending[0]:
+            self.repair.run()
+        fast, write = self.fast_tick, self._writer.write_packed
+        sliced = None
+        if fast.fills_blocks:
+            sliced = self.large_segments.sliced(self.next_tick, fast.in_slices(obs), fast.in_slices(next_obs))
+        ticks = write(packed, sliced, is_kept=False)
+        if ticks == NO_ROOM:
+            self.large_segments.lengthen_logs()
+            ticks = write(packed, sliced, is_kept=False)
+        if ticks == NOT_CONTINUED:
+            self.batch_reader.end()
+            self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
+            if self._writer.writes(self._rings.flat()):
+                ticks = write(packed, sliced, is_kept=True)
+        if ticks > 0 and sliced is not None:
+            self.after_write(sliced)
+        self._pack(self.next_tick)
+        return ticks
+
+    def write_steps(self, runs: StepRuns, first: int) -> None:
+        """Write the step `first`, and those behind it that need nothing done in between."""
+        (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
+        if writer.has_runs and not (runs.steps.valid is not None or self._snapshots.pending or segments.is_searching):
+            written, sliced = runs.write(first, writer, self._rings, segments, self._large)
+        if not written:
+            self.write(runs.steps.cut(first))
+        elif sliced is not None:
+            self.after_write(sliced)
+        self._pack(self.next_tick)
+
+    def after_write(self, sliced: SlicedTick) -> None:
+        """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
+        segments, now = self.large_segments, self.next_tick
+        segments.look(now - 1, sliced.obs, sliced.next_obs)
+        if segments.frozen:
+            self.sealer.grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
+            self._settle(may_evict=True)
+        self._evict_before(now - self._capacity_ticks)
+
+    def _look_for_windows(self, tick: Tick) -> None:
+        """Show a tick to the searches in rings, and move fields in which a window was found."""
+        may_move = self.large_segments.can_admit(self.first_tick, self.next_tick)
+        self.repair.begin(self._restoring())
+        for i, window in self._rings.look_for_windows(tick, may_move=may_move).items():
+            self._move_to_segments(i, window)
+        self.repair.end()
+
+    def _move_to_segments(self, i: int, window: Window) -> None:
+        """Move a field in which a window was found."""
+        rings, first = self._rings, self.first_tick
+        ring = rings.give_up(i)
+        ids = [np.arange(tick * self._lanes, (tick + 1) * self._lanes) for tick in range(first, self.next_tick)]
+        ticks = [ring.read(some, rings.slots(some), rings.slots(some, 1)) for some in ids]
+        self.large_segments.admit(ring.leaf, window, first, ticks)
+        self._large.append(i)
+
+    def _change(self, action: Callable[[], object]) -> None:
+        """Change where things lie; an interrupt leaves them where they were."""
+        self.repair.begin(self._restoring())
+        action()
+        self.repair.end()
+
+    def _restoring(self) -> Callable[[], None]:
+        return restoring(self, self._rings, *self.large_segments.changing(), *self._tiers.changing())
+
+    def _settle(self, *, may_evict: bool) -> None:
+        """Have blocks sealed, spilled and evicted as the budget says."""
+        self._change(lambda: self._decide(may_evict))
+        self.repair.do(self._send_orders)
+
+    def _decide(self, may_evict: bool) -> None:
+        """Decide what is sealed, spilled and evicted."""
+        tiers, segments = self._tiers, self.large_segments
+        for frozen in segments.take_frozen():
+            tiers.keep(frozen)
+        allowance = tiers.allowance(self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes)
+        tiers.settle(allowance)
+        freed = 0
+        while may_evict and tiers.is_over(allowance, freed):
+            gone = segments.evict_oldest()
+            if gone is None:
+                break
+            freed += self._let_go(gone)
+        tiers.try_again()
+        self.sealer.spare_bytes = tiers.spare_bytes(allowance)
+
+    def _send_orders(self) -> None:
+        """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
+        sealing, spilling = self._tiers.under_way()
+        self.sealer.withdraw(self.sealer.waiting - {id(frozen.block) for frozen in (*sealing, *spilling)})
+        for frozen in sealing:
+            self.sealer.submit(frozen)
+        for frozen in spilling:
+            self.sealer.spill(frozen)
+
+    def _let_go(self, gone: list[SliceBlock]) -> int:
+        """Forget blocks that were dropped; return the bytes that they had on disk."""
+        self._tiers.forget(gone)
+        return sum(block.sealed.disk_bytes for block in gone if block.sealed is not None)
+
+    def _evict_before(self, tick: int) -> None:
+        """Drop the segments whose last tick is older than `tick`."""
+        if self.large_segments.has_before(tick):
+            self._change(lambda: self._let_go(self.large_segments.evict_before(tick)))
+            self.repair.do(self._send_orders)
+
+    def _on_sealed(self) -> None:
+        """Collect what the worker did; called by its thread."""
+        with self._lock:
+            self.repair.run()
+            for block, sealed, _, is_again in self.sealer.collect():
+                if sealed is not None:
+                    self._tiers.exchange(block, partial(self.large_segments.seal, block, sealed), is_again=is_again)
+                if not is_again:  # then it may be on its way to disk
+                    self._tiers.take_back(block)
+            # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
+            self._settle(may_evict=False)
+            if self._is_fit_known or self.sealer.is_behind or self._ticks_that_fit is None:
+                return
+            self._is_fit_known = True
+            fits = self.capacity_that_fits
+        if fits is not None:
+            warn_of_small_budget(fits, self._capacity_ticks * self._lanes)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The first id that is held, and the one behind the last."""
+        return self.first_tick * self._lanes, self.next_tick * self._lanes
+
+    @property
+    def row_table(self) -> RowTable:
+        """How rows are copied from rings: another object when fields lie elsewhere."""
+        return self._rings.table(self.large_segments.cursors)
+
+    def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
+        """Copy the small fields of `ids`, all of them held, and find the large ones.
+
+        Args:
+            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
+        """
+        held, large = self.held, tuple(self._large)
+        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
+        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
+        places = segments.places(wanted, columns[-len(large) :]) if large else None
+        return self._rings.rows(columns, large, places)
+
+    def offer_batches(self, rows: int) -> None:
+        """Have batches of up to so many rows drawn in one call from now on, if there is such a way."""
+        segments, reader = self.large_segments, self.batch_reader
+        if segments.blocks_on_disk or self._rings.reward is None or not reader.needs(rows):
+            return
+        ticks = max(self._not_before, segments.first_tick if self._large else 0), self._capacity_ticks
+        reader.offer(BatchSource.of(self.sources(), self._rings, self._writer, ticks), rows)
+
+    def sources(self) -> RowSources:
+        """Return what batches are read from, as it is now."""
+        held, segments, table = self.held, self.large_segments, self.row_table
+        cursors, index = segments.cursors, segments.index
+        rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
+        return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
+
+    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell real transitions from lanes that made none."""
+        return self._rings.are_valid(ids)
+
+    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell the last transitions of episodes."""
+        return np.asarray(np.logical_or(*self._rings.flags(ids)))
+
+    def rewards(self, ids: NDArray[np.int64]) -> Array:
+        """Copy the rewards of `ids`, of any shape."""
+        return self._rings.rewards(ids)
+
+    def outcomes(self, ids: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Copy rewards and flags of `ids`, of any shape."""
+        return self._rings.rewards(ids), *self._rings.flags(ids)
+
+    def extra(self, number: int, ids: NDArray[np.int64]) -> Array:
+        """Copy one extra of `ids`, of any shape."""
+        return self._rings.extra(number, ids)
+
+    def relieve(self, nbytes: int) -> None:
+        """Hold that much less as the worker gets to it: raw blocks are sealed and spilled, and nothing is evicted."""
+        self._change(lambda: self._tiers.relieve(nbytes))
+        self._settle(may_evict=False)
+
+    @property
+    def _fixed_bytes(self) -> int:
+        """What rings and cursors take once all of their rows were written."""
+        row_bytes = self._rings.row_bytes + CURSOR_BYTES * len(self._large)
+        return self._ring_ticks * self._lanes * row_bytes
+
+    @property
+    def _ticks_that_fit(self) -> int | None:
+        segments = self.large_segments
+        return self._tiers.ticks_that_fit(
+            self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes, *segments.closed_ticks()
+        )
+
+    @property
+    def capacity_that_fits(self) -> int | None:
+        """Transitions that a budget in bytes holds without a disk tier; None if it is not known, or holds all."""
+        ticks = self._ticks_that_fit if self._large and self._folder is None else None
+        return None if ticks is None or ticks >= self._capacity_ticks else ticks * self._lanes
+
+    @property
+    def first_tick(self) -> int:
+        """Oldest tick held: by capacity, or by what fits the budget."""
+        by_capacity = max(self._not_before, self.next_tick - self._capacity_ticks)
+        return max(by_capacity, self.large_segments.first_tick) if self._large else by_capacity
+
+    @property
+    def transitions(self) -> int:
+        """Transitions held, without lanes that made none."""
+        first = self.first_tick
+        return (self.next_tick - first) * self._lanes - self._rings.count_invalid(first, self.next_tick)
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every lane made a transition in every tick held."""
+        return self._rings.invalid is None or self._rings.count_invalid(self.first_tick, self.next_tick) == 0
+
+    @property
+    def reward_dtype(self) -> np.dtype[Any] | None:
+        """Of all rewards: that of the first."""
+        return None if self._rings.reward is None else self._rings.reward.dtype
+
+    def close(self) -> None:
+        """End the sealer and delete what was spilled."""
+        self.batch_reader.close()
+        self.sealer.stop()
+        if self._folder is not None:
+            self._folder.close()

@@ -1,0 +1,157 @@
+"""The roster and shards that are killed come back by themselves, whatever else is away and though nobody draws."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from holdall import CheckpointError
+from holdall.checkpoint import FileSystem
+from holdall.cluster.journal import Entry, Journal
+from holdall.cluster.protocol import CallOrderError, received
+from holdall.cluster.roster import NAMESPACE
+from holdall.cluster.shard import begun_life
+from holdall.cluster.slots import LocalSlots
+from holdall.ray import ReplayMemory, attach
+
+from .processes import kill, process_of, wait_until
+from .test_losses import ACTION, SPACE, held, numbered
+
+pytestmark = pytest.mark.usefixtures("cluster")
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types
+
+
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[ReplayMemory]:
+    settings: dict[str, Any] = {"durability": "segment", "url": tmp_path / "journals", "patience_s": 60.0}
+    with ReplayMemory(SPACE, ACTION, 40_000, shards=2, **settings) as memory:
+        yield memory
+
+
+def answers(actor: Any) -> bool:
+    try:
+        ray.get(actor.__ray_call__.remote(lambda _: None), timeout=1.0)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return False
+    return True
+
+
+def test_a_roster_that_was_restarted_knows_the_shards_though_nobody_draws(durable: ReplayMemory) -> None:
+    roster = durable._fleet.roster
+    known = ray.get(roster.shards.remote(-1))[1]
+    kill(process_of(roster))
+    wait_until(lambda: answers(roster))
+    assert ray.get(roster.shards.remote(-1))[1].keys() == known.keys()
+    with durable.writer() as writer:
+        numbered(writer, 0, 300)
+    with attach(durable.name) as handle:
+        assert len(handle) == 300
+        handle.sample(10)
+        kill(process_of(roster))
+        added = durable.add_shard()
+        with handle.writer() as late:
+            numbered(late, 300, 900)
+        assert len(handle) == 900
+    assert ray.get(roster.shards.remote(-1))[1].keys() == known.keys() | {added}
+    assert held(durable) == list(range(900))
+
+
+@pytest.mark.nightly
+def test_a_shard_that_was_drained_is_not_on_the_list_of_a_restarted_roster(durable: ReplayMemory) -> None:
+    numbered(durable, 0, 300)
+    durable.drain_shard(0)
+    roster = durable._fleet.roster
+    kill(process_of(roster))
+    wait_until(lambda: answers(roster))
+    assert list(ray.get(roster.shards.remote(-1))[1]) == [1]
+    assert held(durable) == list(range(300))
+
+
+class DyingRoster:
+    """Ends in its first life as soon as it is asked something, and answers in its second."""
+
+    def begin_life(self, shard: int, first: int) -> tuple[int, float]:
+        context = ray.get_runtime_context()
+        if not context.was_current_actor_reconstructed:
+            os._exit(1)
+        return first + shard, 0.5
+
+
+def test_a_shard_that_is_started_while_the_roster_is_away_waits_for_it() -> None:
+    remote: Any = ray.remote
+    made = remote(num_cpus=0, max_restarts=-1)(DyingRoster).options(name="dying", namespace=NAMESPACE)
+    roster = made.remote()
+    assert begun_life("dying", 3, 4, has_journal=True) == (7, 0.5)
+    ray.kill(roster)
+    wait_until(lambda: not answers(roster))
+    assert begun_life("dying", 3, 4, has_journal=True) == (4, 0.0)  # the memory was closed: nobody hears of it
+
+
+class FullDisk(FileSystem):
+    """Has no room for some time."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    def create(self, path: Path) -> Any:
+        if self.failures:
+            self.failures -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().create(path)
+
+
+def test_a_shard_that_is_restarted_waits_for_a_disk_that_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(LocalSlots(tmp_path))
+    list(journal.open())
+    journal.append([Entry(bytes(16), 0, b"segment")], 0)
+    with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
+        list(Journal(LocalSlots(tmp_path, FullDisk(1))).open())
+    disk = FullDisk(2)
+    with caplog.at_level(logging.WARNING, "holdall"):
+        pages = list(Journal(LocalSlots(tmp_path, disk)).open(waits=True))
+    assert not disk.failures
+    assert [page.entries[0].payload for page in pages if page.begins][-1] == b"segment"
+    assert "No space left" in caplog.text
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("durability", ["memory", "segment"])
+def test_a_shard_comes_back_whose_checkpoint_was_removed_since(durability: str, tmp_path: Path) -> None:
+    with ReplayMemory(SPACE, ACTION, 1_000, shards=1, patience_s=60.0) as memory:
+        numbered(memory, 0, 100)
+        memory.save(tmp_path / "saved").result()
+    settings: dict[str, Any] = {"journal_url": tmp_path / "journals"} if durability == "segment" else {}
+    loaded = ReplayMemory.load(tmp_path / "saved", durability=durability, patience_s=60.0, **settings)
+    with loaded as memory:
+        numbered(memory, 100, 200)
+        memory.save(tmp_path / "saved", keep=1).result()
+        kill(process_of(memory._cluster.handle(0)))
+        wait_until(lambda: bool(memory._cluster.refresh()))
+        numbered(memory, 200, 300)
+        assert held(memory) == list(range(0 if durability == "segment" else 200, 300))
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_of_a_shard_that_was_restarted_meanwhile_is_refused(durable: ReplayMemory, tmp_path: Path) -> None:
+    numbered(durable, 0, 300)
+    durable.flush()
+    shard = durable._cluster.handle(0)
+    begun = received(durable._cluster.call(0, "begin_save", str(tmp_path / "shard")))
+    kill(process_of(shard))
+    wait_until(lambda: len(durable._cluster.refresh()) == 2)
+    received(durable._cluster.call(0, "begin_save", str(tmp_path / "shard")))
+    with pytest.raises(CallOrderError, match="restarted"):
+        received(shard.end_save.remote(begun))
+    durable.save(tmp_path / "saved").result()
+    assert np.array_equal(held(durable), np.arange(300))

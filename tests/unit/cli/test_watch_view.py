@@ -1,0 +1,41 @@
+"""What `holdall watch` draws: figures are whole at 80 columns, and names, too, where the terminal is wider."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from holdall.cli.watch import process_view
+from holdall.tools.watch.process_watcher import WatchPass
+from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
+
+MIB = 2**20
+NAME = "/dev/shm/a-rather-long-name-of-the-frames-that-workers-share"
+PARTS = (
+    AttributedPart("buffers", "replay.observations", 700 * MIB, 900 * MIB, 0.75),
+    AttributedPart("shared", NAME, 1234 * MIB, 1234 * MIB),
+)
+
+
+def view(width: int) -> list[str]:
+    history = ReadingHistory()
+    history.add(MemoryReading(time=0.0, pss=1934 * MIB, peak=1934 * MIB, parts=PARTS))
+    printed = StringIO()
+    shown = process_view(WatchPass(history.newest, [], []), history, "train.py (7)", width)
+    Console(file=printed, width=width).print(shown)
+    return printed.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_every_figure_is_whole(width: int) -> None:
+    lines = view(width)
+    assert max(map(len, lines)) <= width
+    (row,) = (line.split() for line in lines if "replay.observations" in line)
+    assert [row[1:3], row[-4:]] == [["700.0", "MiB"], ["900.0", "MiB", "75", "%"]]
+
+
+def test_a_long_name_is_cut_only_where_there_is_no_room() -> None:
+    assert not any(NAME in line for line in view(80))
+    assert any(NAME in line for line in view(120))
