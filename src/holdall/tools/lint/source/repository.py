@@ -65,6 +65,7 @@ class Repository:
         self._data: dict[Path, Any] = {}
         self._texts: dict[Path, str] = {}
         self._named: dict[str, list[Path]] | None = None
+        self._settings: dict[tuple[Path, tuple[str, ...]], list[tuple[str, Any]]] = {}
 
     @classmethod
     def around(cls, path: Path) -> Repository:
@@ -182,9 +183,15 @@ class Repository:
         """Return the data files near a script that hold settings of a training, each with its name."""
         if self.root is None:
             return []
-        here = Path(importer).resolve().parent
-        places = dict.fromkeys(base / folder for base in (here, self.root) for folder in ("", *_SETTINGS_FOLDERS))
-        files = [file for place in places if place.is_dir() for file in sorted(place.iterdir())[:_MOST_LOOKED_AT]]
+        key = (self._directory(importer), suffixes)
+        if key not in self._settings:
+            self._settings[key] = self._settings_near(*key)
+        return self._settings[key]
+
+    def _settings_near(self, here: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Any]]:
+        root = self.root or here
+        places = dict.fromkeys(base / folder for base in (here, root) for folder in ("", *_SETTINGS_FOLDERS))
+        files = [Path(one.path) for place in places for one in _entries(str(place))[:_MOST_LOOKED_AT]]
         named = [file for file in files if file.suffix in suffixes and _SETTING.search(self._text(file))]
         found = [(file.name, read_data(file)) for file in named[: _MOST_SETTINGS + 1]]
         return found if len(found) <= _MOST_SETTINGS and all(isinstance(data, dict) for _, data in found) else []
