@@ -191,6 +191,8 @@ def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, 
     if last in {"reshape", "broadcast_to"} and (axes := fixed_shape(arguments.values[1:])) is not None:
         return ArrayValue(axes, getattr(first, "dtype", None), frozenset({node}))
     match last:
+        case "dot" | "matmul" if _is_luma(arguments.get(1, "b")):  # of a picture whose sides are not known
+            return ArrayValue((UNKNOWN, UNKNOWN), np.dtype("float64"), frozenset({node}))
         case "isscalar":
             return isinstance(first, int | float | str) if first is not UNKNOWN else UNKNOWN
         case "device":
@@ -211,6 +213,11 @@ def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, 
     if last[:1].isupper():
         return InstanceValue(Reference(f"{package}.{last}"), node=node)
     return ArrayValue(None, None, frozenset({node})) if _holds_arrays(first) else UNKNOWN
+
+
+def _is_luma(weights: Any) -> bool:
+    items = known_items(weights) or ()
+    return len(items) == 3 and all(isinstance(one, float) for one in items)
 
 
 def _holds_arrays(value: Any) -> bool:

@@ -17,6 +17,7 @@ from holdall.tools.lint.source.values import (
     InstanceValue,
     ListValue,
     TableValue,
+    is_key,
     known_items,
     length_of,
     likely,
@@ -160,7 +161,7 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
     if isinstance(base, arrays.ReturnedValues) and whole(index) is None:
         base = base.observation  # older environments return nothing else
     if isinstance(base, TableValue):
-        if isinstance(index, str | int | float | bool | None | Reference):
+        if is_key(index):
             return base.get(index, UNKNOWN)
         return one_of((one, f"for {key!r}") for key, one in base.items()) if base and base.is_complete else UNKNOWN
     if isinstance(base, Reference | ClassValue):

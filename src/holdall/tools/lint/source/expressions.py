@@ -29,6 +29,7 @@ from holdall.tools.lint.source.values import (
     SuperValue,
     TableValue,
     candidates_of,
+    is_key,
     known_items,
     length_of,
     likely,
@@ -94,7 +95,7 @@ class Expressions(Names):
                 containers.update(self, table, made)
                 continue
             name = self.value(key)
-            if isinstance(name, _PLAIN | Reference):
+            if is_key(name):
                 table[name] = made
             else:
                 table.is_complete = False
@@ -242,7 +243,7 @@ class Expressions(Names):
                 if known is not None:
                     self.assign(node.generators[0].target, item)
                 key, value = self.value(node.key), self.value(node.value)
-                if isinstance(key, _PLAIN):
+                if is_key(key):
                     table[key] = value
             table.is_complete = known is not None
         finally:

@@ -119,6 +119,9 @@ class Functions(Expressions):
             inside = self._inside[function.node]
             own = {one for one in value.origins if id(one[1] if type(one) is tuple else one) in inside}
             return replace(value, origins=(value.origins - own) | {(one, call) for one in own}) if own else value
+        if type(value) is TableValue:
+            for key, one in value.items():
+                value[key] = self._made_by_call(function, one, call)
         if isinstance(value, ReturnedValues):
             return ReturnedValues(self._made_by_call(function, one, call) for one in value)
         if type(value) is tuple:

@@ -50,7 +50,7 @@ _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported
 _CAPACITY = re.compile(
     r"_*(?:max(?:imum)?_*)?(?:replay|buffer|buf|mem|memory|experiences?)?_*(?:capacity|max|size|len|length|limit|maxlen|maxsize)"
 )
-_MOST_REGISTERED = 32  # rounds of a loop that are followed one by one
+_MOST_NAMED = 32  # rounds of a loop that are followed one by one
 _ENDS = {"sys.exit", "os._exit"}
 _FOLLOWED = InstanceValue | ClassValue | FunctionValue | ModuleValue
 
@@ -386,8 +386,8 @@ class Interpreter(Functions):
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         facts = self.loop_facts(node)
-        if facts.registers and isinstance(node, ast.For):  # environments by name: one after the other
-            for item in (known_items(self.value(node.iter)) or ())[:_MOST_REGISTERED]:
+        if facts.by_name and isinstance(node, ast.For) and (items := known_items(self.value(node.iter))):
+            for item in items[:_MOST_NAMED]:  # one after the other
                 self.assign(node.target, item)
                 self.block(node.body)
             return
@@ -431,7 +431,7 @@ class Interpreter(Functions):
         if items is None and isinstance(over, ListValue):
             return one_of((item, "") for item in over.items) if over.items else UNKNOWN
         if items is None and isinstance(over, OneOf):
-            return one_of((self.item_of_loop(one), condition) for one, condition in candidates_of(over))
+            return one_of(((self.item_of_loop(one), text) for one, text in candidates_of(over)), MOST_SETTINGS)
         if not items:
             return UNKNOWN
         most = MOST_SETTINGS if isinstance(items[-1], TableValue | tuple) else MOST_CANDIDATES

@@ -19,6 +19,7 @@ from holdall.tools.lint.source.repository import Module
 from holdall.tools.lint.source.script import subtree
 from holdall.tools.lint.source.values import (
     ArrayValue,
+    AttributeTable,
     BoundMethod,
     ClassValue,
     FunctionValue,
@@ -29,6 +30,7 @@ from holdall.tools.lint.source.values import (
     SuperValue,
     TableValue,
     candidates_of,
+    is_key,
     known_items,
     one_of,
     put,
@@ -38,7 +40,9 @@ from holdall.tools.lint.source.values import (
 _PLAIN = int | float | str | bool | bytes | None
 _NAMELESS = {int, float, str, bool, type(None), tuple, Reference, type(UNKNOWN), FunctionValue, ClassValue, BoundMethod}
 _MOST_PARENTS = 8
+_NAMING = {"register", "setattr"}
 _MOST_STEPS = 60_000
+_NOWHERE: tuple[Path, Any] = ((), UNKNOWN)
 _METHODS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {}  # that evaluate an expression, by its kind
 
 
@@ -97,7 +101,7 @@ class LoopFacts:
 
     counted: frozenset[str]  # changed by += and the like
     carried: frozenset[str]  # assigned in one round and read in the next
-    registers: bool = False  # environments
+    by_name: bool = False  # it registers environments, or sets attributes, by names that it goes through
 
 
 class Names:
@@ -114,6 +118,7 @@ class Names:
         self.seen_function: Any = UNKNOWN  # what the last call called
         self.names: dict[object, str] = {}  # of arrays by what made them
         self.environments: dict[int, Any] = {}  # those that have names
+        self._given_here: dict[tuple[InstanceValue, str], tuple[Path, Any]] = {}  # arrays, and under which conditions
         self.steps = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
 
@@ -261,6 +266,7 @@ class Names:
     def _set_attribute(self, owner: Any, name: str, value: Any) -> None:
         self._remember(name, value)
         if isinstance(owner, InstanceValue):
+            self._given_here[owner, name] = (self.path, value) if type(value) is ArrayValue else _NOWHERE
             put(owner.attributes, name, value, owner.path, self.path)
         elif isinstance(owner, ClassValue):
             put(owner.attributes, name, value, (), self.path)
@@ -269,7 +275,7 @@ class Names:
 
     def _set_item(self, owner: Any, key: Any, value: Any, node: ast.AST) -> None:
         if isinstance(owner, TableValue):
-            if isinstance(key, _PLAIN):
+            if is_key(key):
                 put(owner, key, value, owner.path, self.path)
             else:
                 owner.is_complete = False
@@ -344,7 +350,8 @@ class Names:
     def _instance_member(self, base: InstanceValue, name: str, node: ast.AST | None) -> Any:
         if name in base.attributes:
             self.is_soft = self.is_soft or base.is_default
-            return base.attributes[name]
+            path, value = self._given_here.get((base, name), _NOWHERE)
+            return value if path and self.path[: len(path)] == path else base.attributes[name]
         if isinstance(base.made_of, ClassValue):
             found = base.made_of.find(name)
             if isinstance(found, FunctionValue):
@@ -353,7 +360,18 @@ class Names:
                 return BoundMethod(base, name, found)
             if found is not UNKNOWN:
                 return found
+            if (found := self._delegated(base, name)) is not UNKNOWN:
+                return found
         return environments.instance_member(self, base, name, node)
+
+    def _delegated(self, base: InstanceValue, name: str) -> Any:
+        """Return an attribute that an object takes from another one, by `__getattr__`; `__dict__` too."""
+        if name == "__dict__":
+            return AttributeTable(base)
+        given = base.made_of.find("__getattr__") if isinstance(base.made_of, ClassValue) else UNKNOWN
+        if not isinstance(given, FunctionValue) or name.startswith("__") or environments.is_environment(base):
+            return UNKNOWN
+        return self.call_function(given, CallArguments([name]), base)
 
     def _super_member(self, owner: InstanceValue, above: ClassValue, name: str) -> Any:
         for base in above.bases:
@@ -399,10 +417,10 @@ class Names:
         if node not in self._loops:
             counted: set[str] = set()
             first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-            registers = False
+            by_name = False
             for part in subtree(node):
                 if type(part) is ast.Call:
-                    registers = registers or getattr(part.func, "id", getattr(part.func, "attr", "")) == "register"
+                    by_name = by_name or getattr(part.func, "id", getattr(part.func, "attr", "")) in _NAMING
                 elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
                     counted.add(part.target.id)
                 if isinstance(part, ast.Name):
@@ -413,5 +431,5 @@ class Names:
             carried = {
                 name for name, (loads, stores) in first.items() if loads and stores and min(loads) <= max(stores)
             }
-            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), registers)
+            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), by_name)
         return self._loops[node]

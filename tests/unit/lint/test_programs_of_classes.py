@@ -1,0 +1,168 @@
+"""Programs whose settings and objects go by other ways than arguments: dicts, hooks, delegation; each a small one."""
+
+from pathlib import Path
+
+import pytest
+
+from holdall.tools.lint.engine import FileChecker
+from holdall.tools.lint.finding import Finding
+from holdall.tools.lint.rule import REFERENCE_MACHINE
+from holdall.tools.lint.rules import RULES
+
+BUFFER = """
+import numpy as np
+
+class ReplayBuffer:
+    def __init__(self, capacity):
+        self.obs = np.zeros((capacity, 4, 84, 84), dtype=np.uint8)
+"""
+DQN = """
+from stable_baselines3 import DQN
+from stable_baselines3.common.env_util import make_atari_env
+from stable_baselines3.common.vec_env import VecFrameStack
+
+env = VecFrameStack(make_atari_env("PongNoFrameskip-v4"), 4)
+"""
+STACK = 4 * 84 * 84
+SEARCH = ", ".join(f"dict(lr=1e-{i})" for i in range(1, 20))
+LIGHTNING = """
+import numpy as np
+from collections import deque
+from pytorch_lightning import LightningModule, Trainer
+
+class Agent(LightningModule):
+    def __init__(self, capacity=1_000, start=10):
+        super().__init__()
+        self.save_hyperparameters()
+        self.memory = deque(maxlen=self.hparams.capacity)
+
+    def on_fit_start(self):
+        while len(self.memory) < self.hparams.start:
+            self.play()
+
+    def play(self):
+        self.memory.append((np.zeros((4, 84, 84), np.uint8), 0))
+
+Trainer(max_epochs=3).fit(Agent(capacity=100_000))
+"""
+DELEGATED = """
+import numpy as np
+from collections import deque
+
+class Game:
+    def frame(self):
+        return np.zeros((4, 84, 84), np.uint8)
+
+class Logged:
+    def __init__(self, game):
+        self.game = game
+
+    def __getattr__(self, name):
+        return getattr(self.game, name)
+
+game, memory = Logged(Game()), deque(maxlen=100_000)
+while True:
+    memory.append((game.frame(), 0))
+"""
+WINDOW = """
+import numpy as np
+from collections import deque
+
+class Window:
+    def __init__(self):
+        self.frames = np.zeros((4, 84, 84), np.uint8)
+
+    def state(self, frame):
+        self.frames = self.frames[1:]
+        self.frames = np.concatenate([self.frames, frame[np.newaxis]])
+        return {"screen": self.frames}
+
+window, memory = Window(), deque(maxlen=100_000)
+while True:
+    if input():
+        state = window.state(np.zeros((84, 84), np.uint8))
+        after = window.state(np.zeros((84, 84), np.uint8))
+        memory.append((state, 0, after))
+"""
+GREY = """
+import cv2
+import numpy as np
+from collections import deque
+
+def grey(frame):
+    return cv2.resize(np.dot(frame[..., :3], [0.299, 0.587, 0.114]), (84, 84))
+
+memory = deque(maxlen=100_000)
+while True:
+    memory.append((grey(camera.read()), 0))
+"""
+PROGRAMS = {
+    "more settings than a reader would list": (
+        DQN + f"for one in [{SEARCH}, dict(buffer_size=100_000)]:\n"
+        "    DQN('CnnPolicy', env, buffer_size=one.get('buffer_size', 1_000)).learn(1_000_000)\n",
+        100_000 * (2 * STACK + 20),
+    ),
+    "one of two lists of settings": (
+        DQN + f"import os\nall_of_them = [{SEARCH}, dict(buffer_size=100_000)]\n"
+        "chosen = all_of_them[:3] if os.getenv('QUICK') else all_of_them\nfor one in chosen:\n"
+        "    DQN('CnnPolicy', env, buffer_size=one.get('buffer_size', 1_000)).learn(1_000_000)\n",
+        100_000 * (2 * STACK + 20),
+    ),
+    "many sizes": (
+        DQN + "for size in [1_000, 2_000, 3_000, 4_000, 5_000, 6_000, 100_000, 7_000]:\n"
+        "    DQN('CnnPolicy', env, buffer_size=size).learn(1_000_000)\n",
+        100_000 * (2 * STACK + 20),
+    ),
+    "attributes from the names of a function": (
+        BUFFER + "class Agent:\n    def __init__(self, size=100_000, lr=1e-4):\n"
+        "        for key, value in locals().items():\n            if key == 'self':\n                continue\n"
+        "            setattr(self, key, value)\n        self.memory = ReplayBuffer(self.size)\nAgent()\n",
+        100_000 * STACK,
+    ),
+    "attributes from keywords": (
+        BUFFER + "class Agent:\n    def __init__(self, **kwargs):\n        self.__dict__.update(kwargs)\n"
+        "        self.memory = ReplayBuffer(self.size)\nAgent(size=100_000)\n",
+        100_000 * STACK,
+    ),
+    "attributes by vars": (
+        BUFFER + "class Agent:\n    def __init__(self, size):\n        vars(self).update(locals())\n"
+        "        self.memory = ReplayBuffer(self.size)\nAgent(100_000)\n",
+        100_000 * STACK,
+    ),
+    "a changed copy of a data class": (
+        BUFFER + "import dataclasses\n@dataclasses.dataclass\nclass Config:\n    size: int = 1_000\n"
+        "ReplayBuffer(dataclasses.replace(Config(), size=100_000).size)\n",
+        100_000 * STACK,
+    ),
+    "a dict with pairs as keys": (
+        BUFFER + "sizes = {('pong', 1): 100_000, ('pong', 2): 10}\nReplayBuffer(sizes[('pong', 1)])\n",
+        100_000 * STACK,
+    ),
+    "hooks of Lightning": (LIGHTNING, 100_000 * (STACK + 112)),
+    "a wrapper that asks what it wraps": (DELEGATED, 100_000 * (STACK + 112)),
+    "a window that is cut and filled under a condition": (WINDOW, 100_000 * 2 * (STACK + 112)),
+    "grey pictures of a camera": (GREY, 100_000 * (84 * 84 * 8 + 112)),
+}  # fmt: skip
+
+
+def found_in(folder: Path, source: str) -> list[Finding]:
+    (folder / "train.py").write_text(source, encoding="utf-8")
+    return FileChecker(RULES, REFERENCE_MACHINE).check(folder / "train.py")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_buffer_of_a_program_is_sized(name: str, tmp_path: Path) -> None:
+    source, nbytes = PROGRAMS[name]
+    (large,) = (one for one in found_in(tmp_path, source) if one.rule == "M19")
+    assert large.numbers["needed_bytes"] == pytest.approx(nbytes, rel=0.01)
+
+
+def test_settings_that_never_meet_are_not_compared(tmp_path: Path) -> None:
+    source = (
+        "from stable_baselines3 import PPO\n"
+        "for one in [dict(n=64, batch=32), dict(n=1024, batch=512)]:\n"
+        "    PPO('MlpPolicy', 'CartPole-v1', n_steps=one['n'], batch_size=one['batch'])\n"
+    )
+    assert "L05" not in {one.rule for one in found_in(tmp_path, source)}
+    wrong = source.replace("one['batch']", "one['n'] - 1").replace("[dict(n=64, batch=32), ", "[")
+    assert "L05" in {one.rule for one in found_in(tmp_path, wrong)}
