@@ -138,6 +138,18 @@ PROGRAMS = {
         BUFFER + "sizes = {('pong', 1): 100_000, ('pong', 2): 10}\nReplayBuffer(sizes[('pong', 1)])\n",
         100_000 * STACK,
     ),
+    "arrays that a function makes for a buffer": (
+        "import numpy as np\ndef zeros(n):\n    return np.zeros((n, 4, 84, 84), np.uint8)\n"
+        "class ReplayBuffer:\n    def __init__(self, n):\n"
+        "        self.obs = zeros(n)\n        self.next_obs = zeros(n)\nReplayBuffer(100_000)\n",
+        100_000 * 2 * STACK,
+    ),
+    "arrays that are made again": (
+        "import numpy as np\nclass ReplayBuffer:\n    def __init__(self, n):\n        self.n = n\n"
+        "        self.reset()\n    def reset(self):\n        self.obs = np.zeros((self.n, 4, 84, 84), np.uint8)\n"
+        "memory = ReplayBuffer(100_000)\nmemory.reset()\n",
+        100_000 * STACK,
+    ),
     "hooks of Lightning": (LIGHTNING, 100_000 * (STACK + 112)),
     "a wrapper that asks what it wraps": (DELEGATED, 100_000 * (STACK + 112)),
     "a window that is cut and filled under a condition": (WINDOW, 100_000 * 2 * (STACK + 112)),

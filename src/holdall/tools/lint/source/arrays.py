@@ -134,7 +134,9 @@ def _filled(interpreter: Any, package: str, last: str, arguments: Any, node: ast
 
 def _recorded(interpreter: Any, made: Any, node: ast.AST) -> Any:
     if isinstance(made, ArrayValue) and (made.nbytes or 0) >= WORTH_RECORDING:
-        interpreter.record("array", made, None, node, times=interpreter.times_since(interpreter.scope.rounds))
+        scope = interpreter.scope
+        times = interpreter.times_since(scope.rounds)
+        interpreter.record("array", made, None, node, times=times, call=scope.call, maker=scope.maker)
     return made
 
 

@@ -90,7 +90,8 @@ class Functions(Expressions):
             return UNKNOWN
         self.entered.add(function.node)
         scope = Scope(function.scope.module, {}, function.scope, instance=owner, owner=function.owner, path=self.path)
-        scope.rounds = len(self.rounds)
+        scope.rounds, scope.call = len(self.rounds), arguments.node
+        scope.maker = owner or self.scope.maker
         self._bind(function, arguments, owner, scope)
         outer, self.scope = self.scope, scope
         soft, self.is_soft = self.is_soft, False

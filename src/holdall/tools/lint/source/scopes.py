@@ -66,6 +66,8 @@ class Scope:
     returned: list[tuple[Any, str]] = field(default_factory=list)
     yielded: list[Any] = field(default_factory=list)
     rounds: int = 0  # how many loops were running when it was called
+    maker: Any = None  # the object whose method is running, also through functions that it calls
+    call: ast.AST | None = None
 
 
 @dataclass(eq=False, slots=True)
