@@ -96,6 +96,94 @@ memory = deque(maxlen=100_000)
 while True:
     memory.append((grey(camera.read()), 0))
 """
+CARRIED = """
+import numpy as np
+from collections import deque
+
+class Brain:
+    def __init__(self):
+        self.memory = deque(maxlen=100_000)
+        self.state = np.zeros((4, 84, 84), np.uint8)
+
+    def perceive(self, frame, action):
+        after = np.append(self.state[1:], frame, axis=0)
+        self.memory.append((self.state, action, after))
+        self.state = after
+
+brain = Brain()
+while True:
+    brain.perceive(np.zeros((1, 84, 84), np.uint8), 0)
+"""
+STEPS = """
+import gymnasium as gym
+import numpy as np
+import torch
+from collections import deque
+from gymnasium.wrappers import AtariPreprocessing
+
+env, memory = AtariPreprocessing(gym.make("PongNoFrameskip-v4")), deque(maxlen=200_000)
+state, _ = env.reset()
+while True:
+    after, reward, done, stopped, _ = env.step(0)
+    memory.append({stored})
+    state = after
+"""
+WAITING = """
+import gymnasium as gym
+import numpy as np
+from collections import deque
+from gymnasium.wrappers import AtariPreprocessing, FrameStack, LazyFrames
+
+env, memory = FrameStack(AtariPreprocessing(gym.make("PongNoFrameskip-v4")), 4), deque(maxlen=100_000)
+
+def copied(frames):
+    if isinstance(frames, LazyFrames):
+        frames = np.asarray(frames, dtype=np.uint8).copy()
+    return frames
+
+state, _ = env.reset()
+while True:
+    after, reward, done, stopped, _ = env.step(0)
+    memory.append((copied(state), 0, reward, copied(after)))
+    state = after
+"""
+GROWING = """
+import gymnasium as gym
+import numpy as np
+import torch
+import torchvision.transforms as T
+from collections import deque
+
+class Sequences:
+    def __init__(self, env):
+        self.env = env
+
+    def reset(self):
+        self.play = [self.env.reset()[0] for _ in range(4)]
+        return np.stack(self.play[-4:])
+
+    def step(self, action):
+        self.play.append(self.env.step(action)[0])
+        return np.stack(self.play[-4:])
+
+def grey(frames):
+    frames = T.functional.convert_image_dtype(torch.from_numpy(frames), dtype=torch.float)
+    return T.Compose([T.Grayscale(1), T.Resize((84, 84))])(frames.permute(0, 3, 1, 2)).squeeze(1)
+
+env, memory = Sequences(gym.make("ALE/Pong-v5")), deque(maxlen=30_000)
+state = env.reset()
+while True:
+    after = env.step(0)
+    memory.append((grey(state), 0, grey(after)))
+    state = after
+"""
+MEAN = """
+from collections import deque
+
+memory = deque(maxlen=100_000)
+while True:
+    memory.append((camera.read()[1:176:2, ::2].mean(axis=2).reshape(88, 80, 1), 0))
+"""
 PROGRAMS = {
     "more settings than a reader would list": (
         DQN + f"for one in [{SEARCH}, dict(buffer_size=100_000)]:\n"
@@ -139,13 +227,13 @@ PROGRAMS = {
         100_000 * STACK,
     ),
     "arrays that a function makes for a buffer": (
-        "import numpy as np\ndef zeros(n):\n    return np.zeros((n, 4, 84, 84), np.uint8)\n"
+        "import numpy as np\n" + "def zeros(n):\n    return np.zeros((n, 4, 84, 84), np.uint8)\n"
         "class ReplayBuffer:\n    def __init__(self, n):\n"
         "        self.obs = zeros(n)\n        self.next_obs = zeros(n)\nReplayBuffer(100_000)\n",
         100_000 * 2 * STACK,
     ),
     "arrays that are made again": (
-        "import numpy as np\nclass ReplayBuffer:\n    def __init__(self, n):\n        self.n = n\n"
+        "import numpy as np\n" + "class ReplayBuffer:\n    def __init__(self, n):\n        self.n = n\n"
         "        self.reset()\n    def reset(self):\n        self.obs = np.zeros((self.n, 4, 84, 84), np.uint8)\n"
         "memory = ReplayBuffer(100_000)\nmemory.reset()\n",
         100_000 * STACK,
@@ -153,6 +241,18 @@ PROGRAMS = {
     "hooks of Lightning": (LIGHTNING, 100_000 * (STACK + 112)),
     "a wrapper that asks what it wraps": (DELEGATED, 100_000 * (STACK + 112)),
     "a window that is cut and filled under a condition": (WINDOW, 100_000 * 2 * (STACK + 112)),
+    "a state that an object hands from step to step": (CARRIED, 100_000 * (STACK + 112)),
+    "an array that numpy need not copy": (
+        STEPS.replace("{stored}", "(np.array(state, copy=False), 0, np.array(after, copy=False))"),
+        200_000 * (84 * 84 + 112),
+    ),
+    "a tensor of an array's own dtype": (
+        STEPS.replace("{stored}", "(torch.ByteTensor(state), 0, torch.ByteTensor(after))"),
+        200_000 * (84 * 84 + 112),
+    ),
+    "frames that wait to be stacked, copied": (WAITING, 100_000 * 2 * (STACK + 112)),
+    "the latest frames of a list that grows": (GROWING, 30_000 * 2 * (4 * STACK + 112)),
+    "the mean of channels that nobody knows": (MEAN, 100_000 * (88 * 80 * 8 + 112)),
     "grey pictures of a camera": (GREY, 100_000 * (84 * 84 * 8 + 112)),
 }  # fmt: skip
 
@@ -178,3 +278,9 @@ def test_settings_that_never_meet_are_not_compared(tmp_path: Path) -> None:
     assert "L05" not in {one.rule for one in found_in(tmp_path, source)}
     wrong = source.replace("one['batch']", "one['n'] - 1").replace("[dict(n=64, batch=32), ", "[")
     assert "L05" in {one.rule for one in found_in(tmp_path, wrong)}
+
+
+def test_what_happens_once_in_thousands_of_rounds_is_no_mistake(tmp_path: Path) -> None:
+    source = "import torch\nfor step in range(10**6):\n    if step % {} == 0:\n        torch.cuda.empty_cache()\n"
+    assert found_in(tmp_path, source.format("(50_000 - n)")) == []
+    assert [one.rule for one in found_in(tmp_path, source.format(100))] == ["P02"]

@@ -42,7 +42,7 @@ _TENSORS = {
     "Tensor": "float32",
     "DoubleTensor": "float64",
 }
-_VIEWS = {"from_numpy", "asarray", "as_tensor", "ascontiguousarray", "asanyarray"}
+_VIEWS = {"from_numpy", "asarray", "as_tensor", "ascontiguousarray", "asanyarray", *_TENSORS}
 _NAMES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "byte": "uint8",
           "bfloat16": "float16", "short": "int16", "float_": "float64", "bool_": "bool", "int_": "int64",
           "single": "float32", "char": "int8", "long_": "int64"}  # fmt: skip
@@ -156,7 +156,8 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
         first = unwrapped(interpreter.converted_to_array(first))
     if isinstance(first, ArrayValue):
         is_same = wanted in {None, first.dtype} and first.shared_frames == 1
-        return first if last in _VIEWS and is_same else first.made_by(node, dtype=wanted or first.dtype)
+        is_view = last in _VIEWS or (last == "array" and arguments.get(None, "copy", True) in (False, None))
+        return first if is_view and is_same else first.made_by(node, dtype=wanted or first.dtype)
     if isinstance(first, int | float):
         return ArrayValue((), wanted or np.dtype("float32"), frozenset({node}))
     if wanted is not None and wanted.names and length_of(first) is not None:  # a record for each item

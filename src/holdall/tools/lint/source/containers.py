@@ -199,6 +199,10 @@ def sliced(base: Any, bounds: list[Any]) -> Any:
     if isinstance(base, ListValue) and base.is_known:
         part = base.items[slice(*numbers)]
         return ListValue(part, len(part))
+    count = -(numbers[0] or 0)
+    if isinstance(base, ListValue) and numbers[1:] == [None, None] and 0 < count <= _MOST_WRITTEN_OUT:
+        samples = (base.added or base.items)[-1:]  # the latest of a list that grows
+        return ListValue(samples * count, count if samples else None)
     return UNKNOWN
 
 

@@ -352,6 +352,8 @@ class Expressions(Names):
             return ArrayValue(axes, None, frozenset({node}))  # nothing but arrays has this method
         if name == "astype" and called is UNKNOWN and (dtype := arrays.dtype_of(arguments.get(0, "dtype"))) is not None:
             return ArrayValue(None, dtype, frozenset({node}))
+        if name == "mean" and called is UNKNOWN and "axis" in arguments.named:
+            return ArrayValue(None, np.dtype(np.float64), frozenset({node}))
         if name.startswith("suggest_"):
             return library.suggested(name, arguments)
         for value in (*arguments.values, *arguments.named.values()):

@@ -403,10 +403,10 @@ class Interpreter(Functions):
             over = self.value(node.iter)
             times = length_of(over)
             self.assign(node.target, self.item_of_loop(over))
-        self.rounds = (*self.rounds, times)
+        self.rounds, replaced = (*self.rounds, times), self.arrays_replaced
         self.block(node.body)
         changed = [n for n in facts.carried if n in before and before[n] is not self.scope.names.get(n, before[n])]
-        if changed:
+        if changed or replaced != self.arrays_replaced:  # what one round leaves is what the next one finds
             for name in changed:
                 self.scope.names[name] = one_of([(before[name], ""), (self.scope.names[name], "")])
             self.block(node.body)

@@ -249,6 +249,8 @@ def _is_instance(value: Any, kinds: Any) -> Any:
     given = known_items(kinds) or [kinds]
     names = [one.last for one in given if isinstance(one, Reference)]
     if isinstance(value, ArrayValue) and len(names) == len(given):
+        if value.shared_frames > 1:  # frames that are put together when they are read
+            return "LazyFrames" in names
         return bool({"ndarray", "generic"} & set(names) and not value.is_tensor) or bool(
             {"Tensor", "FloatTensor"} & set(names) and value.is_tensor
         )

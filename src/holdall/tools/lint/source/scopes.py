@@ -121,6 +121,7 @@ class Names:
         self.names: dict[object, str] = {}  # of arrays by what made them
         self.environments: dict[int, Any] = {}  # those that have names
         self._given_here: dict[tuple[InstanceValue, str], tuple[Path, Any]] = {}  # arrays, and under which conditions
+        self.arrays_replaced = 0  # attributes that held one array and got another
         self.steps = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
 
@@ -268,7 +269,9 @@ class Names:
     def _set_attribute(self, owner: Any, name: str, value: Any) -> None:
         self._remember(name, value)
         if isinstance(owner, InstanceValue):
-            self._given_here[owner, name] = (self.path, value) if type(value) is ArrayValue else _NOWHERE
+            is_array = type(value) is ArrayValue
+            self._given_here[owner, name] = (self.path, value) if is_array else _NOWHERE
+            self.arrays_replaced += is_array and type(owner.attributes.get(name)) is ArrayValue
             put(owner.attributes, name, value, owner.path, self.path)
         elif isinstance(owner, ClassValue):
             put(owner.attributes, name, value, (), self.path)
