@@ -184,6 +184,53 @@ memory = deque(maxlen=100_000)
 while True:
     memory.append((camera.read()[1:176:2, ::2].mean(axis=2).reshape(88, 80, 1), 0))
 """
+LISTS = """
+class Lists:
+    def __init__(self, n):
+        self.n, self.at, self.states, self.others = n, 0, [None] * n, [None] * n
+
+    def add(self, state, other):
+        self.states[self.at], self.others[self.at] = state, other
+        self.at = (self.at + 1) % self.n
+"""
+ACTORS = """
+import numpy as np
+import ray
+from collections import deque
+
+@ray.remote
+class Replay:
+    def __init__(self, n):
+        self.rows = deque(maxlen=n)
+
+    def add(self, *row):
+        self.rows.append(row)
+
+@ray.remote
+class Actor:
+    def run(self, replay):
+        while True:
+            replay.add.remote(np.zeros((4, 84, 84), np.uint8), 0)
+
+replay = Replay.remote(100_000)
+ray.get([Actor.remote().run.remote(replay) for _ in range(4)])
+"""
+PICTURES = """
+import skimage
+import torch
+import torch.nn.functional as F
+from collections import deque
+from skimage import color, exposure, transform
+
+def scaled(picture):
+    picture = transform.resize(color.rgb2gray(picture), (100, 100))
+    return exposure.rescale_intensity(picture, out_range=(0, 255)) / 255.0
+
+memory = deque(maxlen=100_000)
+while True:
+    frame = torch.from_numpy(scaled(camera.read())).float().reshape(1, 1, 100, 100)
+    memory.append((F.interpolate(frame, size=(84, 84)), 0))
+"""
 PROGRAMS = {
     "more settings than a reader would list": (
         DQN + f"for one in [{SEARCH}, dict(buffer_size=100_000)]:\n"
@@ -253,6 +300,19 @@ PROGRAMS = {
     "frames that wait to be stacked, copied": (WAITING, 100_000 * 2 * (STACK + 112)),
     "the latest frames of a list that grows": (GROWING, 30_000 * 2 * (4 * STACK + 112)),
     "the mean of channels that nobody knows": (MEAN, 100_000 * (88 * 80 * 8 + 112)),
+    "lists side by side, filled by number": (
+        LISTS + STEPS.replace("memory.append({stored})", "lists.add(state, after.copy())").replace(
+            "state, _ = env", "lists = Lists(200_000)\nstate, _ = env"
+        ),
+        200_000 * 2 * (84 * 84 + 112),
+    ),
+    "actors of Ray": (ACTORS, 100_000 * (STACK + 112)),
+    "pictures of skimage and torch": (PICTURES, 100_000 * (4 * 84 * 84 + 112)),
+    "all names of a library": (
+        DQN.replace("import VecFrameStack", "import *")
+        + "DQN('CnnPolicy', env, buffer_size=100_000).learn(1_000_000)\n",
+        100_000 * (2 * STACK + 20),
+    ),
     "grey pictures of a camera": (GREY, 100_000 * (84 * 84 * 8 + 112)),
 }  # fmt: skip
 

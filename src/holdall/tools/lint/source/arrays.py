@@ -185,7 +185,7 @@ def fixed_shape(given: list[Any]) -> tuple[Any, ...] | None:
     return None if axes is None or not all((whole(likely(one)) or 0) > 0 for one in axes) else axes
 
 
-def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each function
+def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
     if shapes.knows(last, package == "torch") and ".nn." not in dotted:
         made = shapes.call(last, arguments.values, arguments.named, node, package == "torch")
         wanted = dtype_of(arguments.named.get("dtype"), package)
@@ -194,6 +194,9 @@ def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, 
     if last in {"reshape", "broadcast_to"} and (axes := fixed_shape(arguments.values[1:])) is not None:
         return ArrayValue(axes, getattr(first, "dtype", None), frozenset({node}))
     match last:
+        case "interpolate" if isinstance(first, ArrayValue) and first.shape:
+            sides = shape_of(arguments.get(1, "size", None)) or (UNKNOWN, UNKNOWN)
+            return first.made_by(node, shape=(*first.shape[:-2], sides[0], sides[-1]))
         case "dot" | "matmul" if _is_luma(arguments.get(1, "b")):  # of a picture whose sides are not known
             return ArrayValue((UNKNOWN, UNKNOWN), np.dtype("float64"), frozenset({node}))
         case "isscalar":

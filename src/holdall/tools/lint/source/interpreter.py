@@ -207,7 +207,9 @@ class Interpreter(Functions):
         first, here = package.partition(".")[0], (self.scope.module or self.main).path
         for alias in node.names:
             if alias.name == "*":
-                if isinstance(source, ModuleValue):
+                if isinstance(source, Reference) and first in _LIBRARIES and self.scope.module is not None:
+                    self.scope.module.stars.append(package)
+                elif isinstance(source, ModuleValue):
                     self.scope.names |= {n: v for n, v in source.module.names.items() if not n.startswith("_")}
                 continue
             value = self.member(source, alias.name)
@@ -452,8 +454,7 @@ class Interpreter(Functions):
 
     def _enter_alone(self, node: Any, scope: Scope) -> None:
         self.scope, self.path, self.rounds = scope, (), ()
-        value = scope.names.get(node.name, UNKNOWN)
-        value = likely(value)
+        value = likely(scope.names.get(node.name, UNKNOWN))
         if isinstance(value, FunctionValue) and value.node is node:
             self._call_alone(value, None)
         elif isinstance(value, ClassValue) and value.node is node:

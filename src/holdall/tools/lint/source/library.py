@@ -121,6 +121,8 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return InstanceValue(first.made_of, changed, node=node, path=interpreter.path)
         case "math.prod" | "numpy.prod":
             return spread(_product, first)
+        case "ray.get" | "ray.put" | "ray.remote" if arguments.values:
+            return first
         case "itertools.count":
             return UNKNOWN
         case _ if dotted.endswith("Manager.register"):

@@ -204,7 +204,8 @@ class Names:
             if names is not None and name in names:
                 return names[name]
             scope, is_own = scope.parent, False
-        return library.BUILTINS.get(name, UNKNOWN)
+        stars = self.scope.module.stars if self.scope.module is not None and name not in library.BUILTINS else ()
+        return Reference(f"{stars[-1]}.{name}") if stars else library.BUILTINS.get(name, UNKNOWN)
 
     def bind(self, name: str, value: Any) -> None:
         """Give a name a value."""
@@ -290,7 +291,8 @@ class Names:
                 owner.items[number] = value
             elif len(owner.added) < containers.MOST_SAMPLES:
                 owner.added.append(value)
-            if isinstance(value, tuple | TableValue | InstanceValue | ListValue):
+            is_row = owner.is_fixed and isinstance(value, ArrayValue)
+            if is_row or isinstance(value, tuple | TableValue | InstanceValue | ListValue):
                 self.record("appended", owner, None, node, item=value)
         elif isinstance(owner, InstanceValue) and isinstance(key, str):  # of a class that extends dict
             self._set_attribute(owner, key, value)
@@ -326,6 +328,8 @@ class Names:
                     self.is_soft = True
                     return getattr(self, "flags", {}).get(name, UNKNOWN)
                 return Reference(f"{dotted}.{name}")
+            case ClassValue() | FunctionValue() | BoundMethod() if name == "remote":
+                return base  # an actor of Ray, or a call of one
             case ClassValue():
                 if (found := base.find(name)) is UNKNOWN:
                     return next((Reference(f"{one}.{name}") for one in base.libraries()), UNKNOWN)
