@@ -81,7 +81,7 @@ def _origin(made: Any) -> tuple[Any, Any]:
 
 
 def _name(interpreter: Any, origin: tuple[Any, Any]) -> str:
-    return interpreter.name_of(origin) or interpreter.name_of(origin[0])
+    return str(interpreter.name_of(origin) or interpreter.name_of(origin[0]))
 
 
 def _alternatives(interpreter: Any, made: dict[Any, Any]) -> list[Any]:
