@@ -166,7 +166,7 @@ class Expressions(Names):
         is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer or self.is_soft
         if truth is not None and not is_soft:
             return self.value(node.body if truth else node.orelse)
-        text, path, pairs = ast.unparse(node.test), self.path, []
+        text, path, pairs = self.text_of(node.test), self.path, []
         conditions = ("" if truth else text, "" if truth is False else f"not ({text})")
         for branch, condition in zip((node.body, node.orelse), conditions, strict=True):
             self.path = (*path, condition) if condition else path

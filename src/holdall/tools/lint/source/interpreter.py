@@ -280,7 +280,7 @@ class Interpreter(Functions):
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 self.scope.outer |= set(names)
             case ast.Match(subject=subject, cases=cases):
-                self._match(self.value(subject), ast.unparse(subject), cases)
+                self._match(self.value(subject), self.text_of(subject), cases)
             case ast.Delete(targets=targets):
                 for target in targets:
                     if isinstance(target, ast.Name):
@@ -367,7 +367,7 @@ class Interpreter(Functions):
         for case in cases:
             value = self.value(case.pattern.value) if isinstance(case.pattern, ast.MatchValue) else UNKNOWN
             if value is UNKNOWN or subject is UNKNOWN or value == subject:
-                branches.append((f"{text} is {ast.unparse(case.pattern)}"[:LONGEST_CONDITION], case.body))
+                branches.append((f"{text} is {self.text_of(case.pattern)}"[:LONGEST_CONDITION], case.body))
         if branches:
             self._branches(branches)
 

@@ -42,7 +42,7 @@ _NAMELESS = {int, float, str, bool, type(None), tuple, Reference, type(UNKNOWN),
 _MOST_PARENTS = 8
 _NAMING = {"register", "setattr"}
 _MOST_STEPS = 60_000
-_NOWHERE: tuple[Path, Any] = ((), UNKNOWN)
+_CONSTANT: list[Any] = []  # what was seen of a constant
 _METHODS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {}  # that evaluate an expression, by its kind
 
 
@@ -121,6 +121,7 @@ class Names:
         self.names: dict[object, str] = {}  # of arrays by what made them
         self.environments: dict[int, Any] = {}  # those that have names
         self._given_here: dict[tuple[InstanceValue, str], tuple[Path, Any]] = {}  # arrays, and under which conditions
+        self._texts: dict[ast.AST, str] = {}
         self.arrays_replaced = 0  # attributes that held one array and got another
         self.steps = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
@@ -156,10 +157,12 @@ class Names:
         if self.steps > _MOST_STEPS:
             raise OutOfStepsError
         kind = type(node)
+        if kind is ast.Constant:
+            if self.scope.module is self.main:
+                self._seen[node] = _CONSTANT
+            return node.value  # type: ignore[attr-defined]
         if kind is ast.Name:
             value = self.lookup(node.id)  # type: ignore[attr-defined]
-        elif kind is ast.Constant:
-            value = node.value  # type: ignore[attr-defined]
         else:
             method = _METHODS.get(kind) or self._method(kind)
             value = method(self, node)
@@ -184,7 +187,15 @@ class Names:
     def seen(self, node: ast.AST | None) -> Any:
         """Return what an expression of the script is, over all the times that it was reached."""
         found = self._seen.get(node, ()) if node is not None else ()
+        if found is _CONSTANT:
+            return node.value  # type: ignore[union-attr]
         return found[0] if len(found) == 1 else one_of((one, "") for one in found)
+
+    def text_of(self, node: ast.AST) -> str:
+        """Return the source of a condition."""
+        if node not in self._texts:
+            self._texts[node] = ast.unparse(node)
+        return self._texts[node]
 
     def _other(self, node: ast.expr) -> Any:
         for child in ast.iter_child_nodes(node):
@@ -270,9 +281,10 @@ class Names:
     def _set_attribute(self, owner: Any, name: str, value: Any) -> None:
         self._remember(name, value)
         if isinstance(owner, InstanceValue):
-            is_array = type(value) is ArrayValue
-            self._given_here[owner, name] = (self.path, value) if is_array else _NOWHERE
-            self.arrays_replaced += is_array and type(owner.attributes.get(name)) is ArrayValue
+            self._given_here.pop((owner, name), None)
+            if type(value) is ArrayValue:
+                self._given_here[owner, name] = (self.path, value)
+                self.arrays_replaced += type(owner.attributes.get(name)) is ArrayValue
             put(owner.attributes, name, value, owner.path, self.path)
         elif isinstance(owner, ClassValue):
             put(owner.attributes, name, value, (), self.path)
@@ -328,10 +340,10 @@ class Names:
                     self.is_soft = True
                     return getattr(self, "flags", {}).get(name, UNKNOWN)
                 return Reference(f"{dotted}.{name}")
-            case ClassValue() | FunctionValue() | BoundMethod() if name == "remote":
-                return base  # an actor of Ray, or a call of one
             case ClassValue():
                 if (found := base.find(name)) is UNKNOWN:
+                    if name == "remote":
+                        return base  # an actor of Ray
                     return next((Reference(f"{one}.{name}") for one in base.libraries()), UNKNOWN)
                 if isinstance(found, FunctionValue) and "classmethod" in found.decorators:
                     return BoundMethod(base, name, found)
@@ -354,13 +366,17 @@ class Names:
                 return folders if name == "parents" else str(PurePath(base).parent)
             case ListValue() | TableValue() | str() | tuple():
                 return BoundMethod(base, name)
+            case FunctionValue() | BoundMethod() if name == "remote":
+                return base
         return UNKNOWN
 
     def _instance_member(self, base: InstanceValue, name: str, node: ast.AST | None) -> Any:
         if name in base.attributes:
             self.is_soft = self.is_soft or base.is_default
-            path, value = self._given_here.get((base, name), _NOWHERE)
-            return value if path and self.path[: len(path)] == path else base.attributes[name]
+            if self.path and (given := self._given_here.get((base, name))) is not None:
+                path, value = given
+                return value if self.path[: len(path)] == path else base.attributes[name]
+            return base.attributes[name]
         if isinstance(base.made_of, ClassValue):
             found = base.made_of.find(name)
             if isinstance(found, FunctionValue):

@@ -224,25 +224,26 @@ def best_array(value: OneOf) -> Any:
     return max(arrays, key=lambda one: one.nbytes or 0) if arrays else likely(value)
 
 
-def one_of(pairs: Iterable[tuple[Any, str]], most: int = MOST_CANDIDATES) -> Any:
+def one_of(pairs: Iterable[tuple[Any, str]], most: int = MOST_CANDIDATES) -> Any:  # noqa: C901  called most of all
     """Join candidates: one value if they are all the same."""
     if type(pairs) is list and len(pairs) == 1 and type(pairs[0][0]) is not OneOf:
         return pairs[0][0]
     kept: list[tuple[Any, str]] = []
     can_join = False
     for value, condition in _each(pairs):
-        at = next((i for i, (other, _) in enumerate(kept) if other is value or _is_same(value, other)), None)
-        if at is not None:
-            if can_join and isinstance(value, ArrayValue):
-                joined = replace(kept[at][0], origins=kept[at][0].origins | value.origins)
-                kept[at] = (joined, kept[at][1])
-        elif len(kept) < most:
-            kept.append((value, condition))
-            can_join = can_join or isinstance(value, ArrayValue)
-        elif type(value) is int and type(kept[-1][0]) is int:  # of many sizes, the largest is one
-            kept[-1] = max(kept[-1], (value, condition), key=lambda one: one[0])
-        elif not can_join:
-            break
+        for at, (other, text) in enumerate(kept):
+            if other is value or _is_same(value, other):
+                if can_join and isinstance(value, ArrayValue):
+                    kept[at] = (replace(other, origins=other.origins | value.origins), text)
+                break
+        else:
+            if len(kept) < most:
+                kept.append((value, condition))
+                can_join = can_join or isinstance(value, ArrayValue)
+            elif type(value) is int and type(kept[-1][0]) is int:  # of many sizes, the largest is one
+                kept[-1] = max(kept[-1], (value, condition), key=lambda one: one[0])
+            elif not can_join:
+                break
     if not kept:
         return UNKNOWN
     if len(kept) == 1:
