@@ -293,6 +293,20 @@ PROGRAMS = {
         STEPS.replace("{stored}", "(np.array(state, copy=False), 0, np.array(after, copy=False))"),
         200_000 * (84 * 84 + 112),
     ),
+    "a state that is copied for the next step": (
+        STEPS.replace("{stored}", "(state, 0, after)").replace("state = after", "state = after.copy()"),
+        200_000 * 2 * (84 * 84 + 112),
+    ),
+    "an array of objects": (
+        STEPS.replace("{stored}", "np.array([state, 0, reward, after], dtype=object)"),
+        200_000 * (84 * 84 + 112),
+    ),
+    "transitions of an episode": (
+        STEPS.replace("memory.append({stored})", "played.append((state, 0, after))")
+        .replace("state, _ = env", "played = []\nstate, _ = env")
+        + "    if done:\n        memory.extend(played)\n        played = []\n",
+        200_000 * (84 * 84 + 112),
+    ),
     "a tensor of an array's own dtype": (
         STEPS.replace("{stored}", "(torch.ByteTensor(state), 0, torch.ByteTensor(after))"),
         200_000 * (84 * 84 + 112),
@@ -344,3 +358,15 @@ def test_what_happens_once_in_thousands_of_rounds_is_no_mistake(tmp_path: Path) 
     source = "import torch\nfor step in range(10**6):\n    if step % {} == 0:\n        torch.cuda.empty_cache()\n"
     assert found_in(tmp_path, source.format("(50_000 - n)")) == []
     assert [one.rule for one in found_in(tmp_path, source.format(100))] == ["P02"]
+
+
+def test_the_number_of_environments_is_the_one_by_default(tmp_path: Path) -> None:
+    source = (
+        "import argparse\nfrom stable_baselines3 import PPO\n"
+        "from stable_baselines3.common.callbacks import CheckpointCallback\n"
+        "from stable_baselines3.common.env_util import make_vec_env\n"
+        "parser = argparse.ArgumentParser()\nparser.add_argument('--test', action='store_true')\n"
+        "env = make_vec_env('CartPole-v1', n_envs=1 if parser.parse_args().test else 8)\n"
+        "PPO('MlpPolicy', env).learn(10**7, callback=CheckpointCallback(save_freq=100_000, save_path='models'))\n"
+    )
+    assert "L02" in {one.rule for one in found_in(tmp_path, source)}

@@ -255,6 +255,8 @@ class ConfiguredRun:
         is_search = isinstance(counts, OneOf) and not any(counts.conditions)  # all of them happen, one after the other
         if isinstance(counts, OneOf) and is_search and not self.algorithm.on_policy:  # M14 is about rollouts
             found = [replace(self, environments=replace(self.environments, count=one)) for one in counts.values]
+        elif isinstance(counts, OneOf) and not is_search and counts.conditions[0] == "":  # what holds by default
+            found = [replace(self, environments=replace(self.environments, count=counts.values[0]))]
         for name, setting in sorted(self.given.items(), key=lambda one: one[0] not in _SIZES):  # what memory depends on
             if isinstance(setting.value, OneOf) and len(found) <= _MOST_VARIANTS:
                 found = [run.chosen(name, at) for run in found for at in range(len(setting.value.values))]

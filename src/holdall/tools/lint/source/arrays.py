@@ -140,7 +140,13 @@ def _recorded(interpreter: Any, made: Any, node: ast.AST) -> Any:
     return made
 
 
-def _converted(interpreter: Any, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:
+def _is_mixed(items: Iterable[Any]) -> bool:
+    """Whether a sequence has arrays among other things."""
+    kinds = {isinstance(one, ArrayValue) and bool(one.shape) for one in items}
+    return len(kinds) == 2
+
+
+def _converted(interpreter: Any, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901  one case a kind
     """Return an array or tensor that is made of another one, of a sequence or of a number."""
     given = arguments.get(None, "dtype", None)
     if package == "numpy" and len(arguments.values) > 1 and given is None:
@@ -162,6 +168,8 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
         return ArrayValue((), wanted or np.dtype("float32"), frozenset({node}))
     if wanted is not None and wanted.names and length_of(first) is not None:  # a record for each item
         return _recorded(interpreter, ArrayValue((length_of(first),), wanted, frozenset({node})), node)
+    if _is_mixed(items := known_items(first) or ()):
+        return tuple(items)  # an array of objects
     made = shapes.call("array", [_of_arrays(interpreter, first)], {}, node, package == "torch")
     if not isinstance(made, ArrayValue):
         return ArrayValue(None, wanted, frozenset({node}))

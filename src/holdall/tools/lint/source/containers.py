@@ -99,6 +99,9 @@ def list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, n
         return None
     if name == "extend":
         extend(interpreter, owner, value)
+        sample = (value.added or value.items)[-1:] if isinstance(value, ListValue) else ()
+        if sample and isinstance(sample[0], tuple | InstanceValue):  # transitions of an episode
+            interpreter.record("appended", owner, arguments, node, item=sample[0])
     elif name in {"pop", "popleft"}:
         return _popped(owner, 0 if name == "popleft" or value == 0 else -1)
     elif name == "copy":

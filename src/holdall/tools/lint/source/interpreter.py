@@ -34,6 +34,7 @@ from holdall.tools.lint.source.values import (
     Path,
     TableValue,
     candidates_of,
+    carried,
     either,
     joined_names,
     known_items,
@@ -410,7 +411,7 @@ class Interpreter(Functions):
         changed = [n for n in facts.carried if n in before and before[n] is not self.scope.names.get(n, before[n])]
         if changed or replaced != self.arrays_replaced:  # what one round leaves is what the next one finds
             for name in changed:
-                self.scope.names[name] = one_of([(before[name], ""), (self.scope.names[name], "")])
+                self.scope.names[name] = carried(before[name], self.scope.names[name])
             self.block(node.body)
         self.rounds = self.rounds[:-1]
         self.scope.names = joined_names([("", self.scope.names), ("", before)])

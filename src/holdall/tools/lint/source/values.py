@@ -325,6 +325,12 @@ def put(table: dict[Any, Any], key: object, value: Any, made: Path, here: Path) 
     table[key] = value
 
 
+def carried(first: Any, second: Any) -> Any:
+    """Return what a name is in the later rounds of a loop: of arrays that are alike, the one that a round leaves."""
+    is_array = type(first) is ArrayValue and type(second) is ArrayValue
+    return second if is_array and _is_same(first, second) else one_of([(first, ""), (second, "")])
+
+
 def either(first: Any, second: Any) -> Any:
     """Return what a name is after a `try` that gave it one value and a handler that gave it another."""
     if isinstance(second, InstanceValue):
