@@ -231,6 +231,45 @@ while True:
     frame = torch.from_numpy(scaled(camera.read())).float().reshape(1, 1, 100, 100)
     memory.append((F.interpolate(frame, size=(84, 84)), 0))
 """
+SENSOR = """
+import numpy as np
+{imported}
+from collections import deque
+
+class Car:
+    picture = None
+
+    def __init__(self):
+        {listen}
+
+    def keep(self, image):
+        rows = np.array(image.raw_data).reshape((100, 200, 4))
+        self.picture = rows[:, :, :3]
+
+    def step(self):
+        return self.picture
+
+car, memory = Car(), deque(maxlen=50_000)
+state = car.step()
+while True:
+    after = car.step()
+    memory.append((state, 0, after))
+    state = after
+"""
+BYTES = """
+import cv2
+import numpy as np
+import pygame
+from collections import deque
+
+def seen():
+    one = np.frombuffer(camera.read(), dtype=np.uint8).reshape((84, 84, 3))
+    return one, cv2.resize(pygame.surfarray.array3d(pygame.display.get_surface()), (84, 84))
+
+memory = deque(maxlen=100_000)
+while True:
+    memory.append((*seen(), 0))
+"""
 PROGRAMS = {
     "more settings than a reader would list": (
         DQN + f"for one in [{SEARCH}, dict(buffer_size=100_000)]:\n"
@@ -320,6 +359,15 @@ PROGRAMS = {
         ),
         200_000 * 2 * (84 * 84 + 112),
     ),
+    "a camera of CARLA": (
+        SENSOR.format(imported="import carla", listen="self.camera.listen(lambda image: self.keep(image))"),
+        50_000 * (100 * 200 * 3 + 112),
+    ),
+    "a camera of ROS": (
+        SENSOR.format(imported="import rospy", listen="rospy.Subscriber('/camera', Image, self.keep)"),
+        50_000 * (100 * 200 * 3 + 112),
+    ),
+    "pictures from bytes and windows": (BYTES, 100_000 * 2 * (84 * 84 * 3 + 112)),
     "actors of Ray": (ACTORS, 100_000 * (STACK + 112)),
     "pictures of skimage and torch": (PICTURES, 100_000 * (4 * 84 * 84 + 112)),
     "all names of a library": (

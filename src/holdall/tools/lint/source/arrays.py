@@ -172,7 +172,8 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
         return tuple(items)  # an array of objects
     made = shapes.call("array", [_of_arrays(interpreter, first)], {}, node, package == "torch")
     if not isinstance(made, ArrayValue):
-        return ArrayValue(None, wanted, frozenset({node}))
+        is_raw = first is UNKNOWN and getattr(arguments.nodes.get(0), "attr", "") == "raw_data"  # bytes of CARLA
+        return ArrayValue(None, wanted or (np.dtype(np.uint8) if is_raw else None), frozenset({node}))
     return replace(made, dtype=wanted or made.dtype)
 
 
@@ -205,6 +206,9 @@ def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, 
         case "interpolate" if isinstance(first, ArrayValue) and first.shape:
             sides = shape_of(arguments.get(1, "size", None)) or (UNKNOWN, UNKNOWN)
             return first.made_by(node, shape=(*first.shape[:-2], sides[0], sides[-1]))
+        case "frombuffer" | "fromstring":
+            dtype = dtype_of(arguments.get(1, "dtype", "float64"), package)
+            return ArrayValue((UNKNOWN,), dtype, frozenset({node}))
         case "dot" | "matmul" if _is_luma(arguments.get(1, "b")):  # of a picture whose sides are not known
             return ArrayValue((UNKNOWN, UNKNOWN), np.dtype("float64"), frozenset({node}))
         case "isscalar":

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source import arrays, command_line, containers, environments, library
+from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, library
 from holdall.tools.lint.source.scopes import CallArguments, Names, Scope
 from holdall.tools.lint.source.values import (
     ArrayValue,
@@ -356,12 +356,20 @@ class Expressions(Names):
             return ArrayValue(None, np.dtype(np.float64), frozenset({node}))
         if name.startswith("suggest_"):
             return library.suggested(name, arguments)
+        if name in frameworks.LISTENING:
+            self.follow_callbacks(arguments, node)
         for value in (*arguments.values, *arguments.named.values()):
             if isinstance(value, TableValue):
                 value.forget()
             elif isinstance(value, ListValue):
                 value.length = None
         return UNKNOWN
+
+    def follow_callbacks(self, arguments: CallArguments, node: ast.AST) -> None:
+        """Follow functions of the program that something else calls: with what a sensor saw, nobody knows when."""
+        for value in (*arguments.values, *arguments.named.values()):
+            if isinstance(getattr(value, "function", value), FunctionValue):
+                self.call(value, CallArguments(is_complete=False), node)
 
     def fresh_default(self, value: Any) -> Any:
         """Return the default of a field of a data class; what a factory makes is made anew."""

@@ -32,6 +32,7 @@ _TIANSHOU_BUFFERS = {
     "ReplayBuffer", "VectorReplayBuffer", "PrioritizedReplayBuffer", "PrioritizedVectorReplayBuffer",
     "CachedReplayBuffer",
 }  # fmt: skip
+LISTENING = {"listen", "subscribe", "create_subscription", "Subscriber"}  # functions that take callbacks of sensors
 _FLOAT32 = np.dtype(np.float32)
 # Buffers that keep what an environment returns: the argument with their size, by position and name, and how often each
 # observation is kept.
@@ -128,6 +129,8 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
         kept = ((key, value) for key, value in entries if value is not owner)
         owner.attributes["hparams"] = given if isinstance(given, InstanceValue) else TableValue(kept, attributes=True)
         return None
+    if name in LISTENING:
+        interpreter.follow_callbacks(arguments, node)
     if name == "get_env":
         return owner.attributes.get("env", UNKNOWN)
     if name == "append_transform":

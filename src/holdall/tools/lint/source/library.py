@@ -123,6 +123,8 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return spread(_product, first)
         case "ray.get" | "ray.put" | "ray.remote" if arguments.values:
             return first
+        case "rospy.Subscriber" | "message_filters.Subscriber":
+            interpreter.follow_callbacks(arguments, node)
         case "itertools.count":
             return UNKNOWN
         case _ if dotted.endswith("Manager.register"):

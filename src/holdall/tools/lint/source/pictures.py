@@ -18,7 +18,7 @@ from holdall.tools.lint.source.values import ArrayValue, InstanceValue, best_arr
 
 PICTURE = Reference("PIL.Image.Image")
 _UINT8, _FLOAT32, _FLOAT64 = np.dtype("uint8"), np.dtype("float32"), np.dtype("float64")
-_PACKAGES = {"cv2", "PIL", "skimage", "torchvision", "scipy", "tensorflow", "imageio"}
+_PACKAGES = {"cv2", "PIL", "skimage", "torchvision", "scipy", "tensorflow", "imageio", "pygame"}
 _SAME_SHAPE = {
     "GaussianBlur", "medianBlur", "blur", "bitwise_not", "flip", "absdiff", "normalize", "equalizeHist", "dilate",
     "erode", "adaptiveThreshold", "bitwise_and", "bitwise_or", "filter2D", "rotate", "convertScaleAbs",
@@ -39,6 +39,8 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         if last in {"fromarray", "grayscale"}:
             return _picture(image if last == "fromarray" else grey(image, node), node)
         return UNKNOWN
+    if last in {"array3d", "pixels3d"}:
+        return ArrayValue((UNKNOWN, UNKNOWN, 3), _UINT8, frozenset({node}))
     is_torch = package == "torchvision"
     match last:
         case "resize" | "imresize":
@@ -57,7 +59,7 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
             return image.made_by(node, dtype=_FLOAT32)
         case "to_tensor" | "pil_to_tensor":
             return _tensor(image, node, _FLOAT32 if last == "to_tensor" else _UINT8)
-    return NotImplemented if package in {"scipy", "torchvision"} else UNKNOWN
+    return NotImplemented if package in {"scipy", "torchvision", "pygame"} else UNKNOWN
 
 
 def _all_grey(package: str, image: Any, node: ast.AST) -> Any:
