@@ -17,6 +17,7 @@ class ReplayBuffer:
         self.obs = np.zeros((capacity, 4, 84, 84), dtype=np.uint8)
 """
 DQN = """
+import os
 from stable_baselines3 import DQN
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import VecFrameStack
@@ -280,6 +281,27 @@ PROGRAMS = {
         DQN + f"import os\nall_of_them = [{SEARCH}, dict(buffer_size=100_000)]\n"
         "chosen = all_of_them[:3] if os.getenv('QUICK') else all_of_them\nfor one in chosen:\n"
         "    DQN('CnnPolicy', env, buffer_size=one.get('buffer_size', 1_000)).learn(1_000_000)\n",
+        100_000 * (2 * STACK + 20),
+    ),
+    "settings without those that are None": (
+        DQN + "given = {'buffer_size': 100_000, 'tau': None}\n"
+        "DQN('CnnPolicy', env, **{k: v for k, v in given.items() if v is not None}).learn(1_000_000)\n",
+        100_000 * (2 * STACK + 20),
+    ),
+    "an option that a function reads": (
+        DQN + "import argparse\nparser = argparse.ArgumentParser()\n"
+        "parser.add_argument('--size', type=lambda text: int(float(text)), default='1e5')\n"
+        "DQN('CnnPolicy', env, buffer_size=parser.parse_args().size).learn(1_000_000)\n",
+        100_000 * (2 * STACK + 20),
+    ),
+    "settings that a tracker was given": (
+        DQN + "import wandb\nrun = wandb.init(config={'size': 100_000, 'steps': 1_000_000})\n"
+        "DQN('CnnPolicy', env, buffer_size=wandb.config.size).learn(run.config['steps'])\n",
+        100_000 * (2 * STACK + 20),
+    ),
+    "as many environments as there are cores": (
+        DQN.replace('-v4")', '-v4", n_envs=os.cpu_count())')
+        + "DQN('CnnPolicy', env, buffer_size=100_000).learn(1_000_000)\n",
         100_000 * (2 * STACK + 20),
     ),
     "many sizes": (

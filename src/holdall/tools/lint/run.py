@@ -405,8 +405,8 @@ def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     """Return what the buffer of a run takes, or None if that is not known."""
     observation, count = run.environments.observation, run.environments.number
     counts = run.environments.count
-    if count is None and isinstance(counts, OneOf) and not run.algorithm.on_policy:
-        count = next(filter(None, map(whole, counts.values)), None)  # a replay buffer has the same size with any number
+    if count is None and not run.algorithm.on_policy:  # a replay buffer has the same size with any number
+        count = next(filter(None, map(whole, counts.values)), 1) if isinstance(counts, OneOf) else 1
     if observation is None or count is None:
         return None
     try:

@@ -254,5 +254,7 @@ def _add_option(interpreter: Any, options: TableValue, arguments: Any) -> None:
     kind = arguments.get(None, "type", None)
     if isinstance(default, str) and isinstance(kind, Reference) and kind.last in {"int", "float"}:
         default = as_number(kind.last, (default,))
+    elif isinstance(default, str) and isinstance(kind, FunctionValue):
+        default = interpreter.call(kind, type(arguments)([default]), interpreter.anchor or interpreter.main.tree)
     if isinstance(name, str) and name:
         options[name] = default

@@ -238,14 +238,16 @@ class Expressions(Names):
         _, over = self._enter_comprehension(node.generators)
         table = TableValue(path=self.path)
         try:
-            known = known_items(over) if len(node.generators) == 1 and not node.generators[0].ifs else None
+            known = known_items(over) if len(node.generators) == 1 else None
+            table.is_complete = known is not None
             for item in known or [UNKNOWN]:
                 if known is not None:
                     self.assign(node.generators[0].target, item)
+                truths = {self.truth(self.value(test)) for test in node.generators[0].ifs}
+                table.is_complete = table.is_complete and None not in truths
                 key, value = self.value(node.key), self.value(node.value)
-                if is_key(key):
+                if is_key(key) and truths <= {True}:
                     table[key] = value
-            table.is_complete = known is not None
         finally:
             self.scope = self.scope.parent or self.scope
         return table

@@ -123,6 +123,8 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return spread(_product, first)
         case "ray.get" | "ray.put" | "ray.remote" if arguments.values:
             return first
+        case "wandb.init":
+            return _tracked(interpreter, arguments, node)
         case "rospy.Subscriber" | "message_filters.Subscriber":
             interpreter.follow_callbacks(arguments, node)
         case "itertools.count":
@@ -131,6 +133,16 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             interpreter.managed[str(arguments.get(0, "typeid"))] = arguments.get(1, "callable")
             return None
     return command_line.command_line(interpreter, dotted, last, arguments, node)
+
+
+def _tracked(interpreter: Any, arguments: Any, node: ast.AST) -> InstanceValue:
+    """Return a run of Weights & Biases: the configuration that it was given is read back from it."""
+    given = likely(arguments.get(None, "config", None))
+    given = given.attributes if isinstance(given, InstanceValue) else given
+    table = TableValue(given.items() if isinstance(given, dict) else (), path=interpreter.path, attributes=True)
+    table.is_complete = getattr(given, "is_complete", True)
+    interpreter.tracked = table
+    return InstanceValue(Reference("wandb.Run"), {"config": table}, node=node)
 
 
 def _product(value: Any) -> Any:

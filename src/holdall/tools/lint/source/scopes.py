@@ -122,6 +122,7 @@ class Names:
         self.environments: dict[int, Any] = {}  # those that have names
         self._given_here: dict[tuple[InstanceValue, str], tuple[Path, Any]] = {}  # arrays, and under which conditions
         self._texts: dict[ast.AST, str] = {}
+        self.tracked: TableValue | None = None  # the configuration of a run of Weights & Biases
         self.arrays_replaced = 0  # attributes that held one array and got another
         self.steps = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
@@ -339,7 +340,8 @@ class Names:
                 if dotted.endswith("flags.FLAGS"):
                     self.is_soft = True
                     return getattr(self, "flags", {}).get(name, UNKNOWN)
-                return Reference(f"{dotted}.{name}")
+                is_tracked = name == "config" and dotted == "wandb" and self.tracked is not None
+                return self.tracked if is_tracked else Reference(f"{dotted}.{name}")
             case ClassValue():
                 if (found := base.find(name)) is UNKNOWN:
                     if name == "remote":
