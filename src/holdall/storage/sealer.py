@@ -8,6 +8,7 @@ changes no block: it lists what became of each, and who owns the sealer collects
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -220,13 +221,27 @@ class Sealer:
         if self._process != os.getpid():  # the parent's worker is not here, and holds its locks for ever
             self._busy, self._queue.begun = threading.Lock(), ()
             self._work.choosing, self._process = None, os.getpid()
-        self._thread = threading.Thread(
-            target=self._work.run,
-            args=(self._busy,),
-            name="holdall-sealer",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._work.run, args=(self._busy,), name="holdall-sealer", daemon=True)
+        _WORKERS[self._thread] = self._queue
         self._thread.start()
+
+
+_WORKERS: weakref.WeakKeyDictionary[threading.Thread, SealQueue] = weakref.WeakKeyDictionary()
+"""All that were started, and the queues that they work at: also of memories that are gone."""
+
+
+@atexit.register
+def _end_workers() -> None:
+    """End them before the interpreter does: in the middle of a call, which C++ answers by aborting the process."""
+    workers = [(worker, queue) for worker, queue in tuple(_WORKERS.items()) if worker.is_alive()]
+    for _, queue in workers:
+        queue.stop()
+    for worker, _ in workers:
+        worker.join(_STOP_S)
+
+
+class _StoppedError(Exception):
+    """The worker is to end: what it was choosing is not needed."""
 
 
 class _Work:
@@ -286,6 +301,8 @@ class _Work:
         try:
             self._do(job)
             queue.failure = "" if job.spill else queue.failure
+        except _StoppedError:
+            pass
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             if failure != queue.failure:
@@ -421,6 +438,8 @@ class _Work:
     def _see_to_others(self) -> None:
         """Seal blocks that came while a codec is chosen, if somebody waits for room; first the one it is chosen for."""
         queue, job = self._queue, self.choosing
+        if queue.stopped:
+            raise _StoppedError
         if not (queue.is_pressed and self.seals_quickly):
             return
         if job is not None and job in queue.begun and not job.again:
