@@ -8,7 +8,6 @@ changes no block: it lists what became of each, and who owns the sealer collects
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -29,6 +28,7 @@ from holdall.storage.codec_choice import BlockSample, choose, choose_quickly
 from holdall.storage.layout import Window
 from holdall.storage.seal_queue import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
 from holdall.storage.slices import FrozenBlock
+from holdall.threads import end_before_python
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
@@ -222,22 +222,8 @@ class Sealer:
             self._busy, self._queue.begun = threading.Lock(), ()
             self._work.choosing, self._process = None, os.getpid()
         self._thread = threading.Thread(target=self._work.run, args=(self._busy,), name="holdall-sealer", daemon=True)
-        _WORKERS[self._thread] = self._queue
+        end_before_python(self._thread, self._queue.stop)
         self._thread.start()
-
-
-_WORKERS: weakref.WeakKeyDictionary[threading.Thread, SealQueue] = weakref.WeakKeyDictionary()
-"""All that were started, and the queues that they work at: also of memories that are gone."""
-
-
-@atexit.register
-def _end_workers() -> None:
-    """End them before the interpreter does: in the middle of a call, which C++ answers by aborting the process."""
-    workers = [(worker, queue) for worker, queue in tuple(_WORKERS.items()) if worker.is_alive()]
-    for _, queue in workers:
-        queue.stop()
-    for worker, _ in workers:
-        worker.join(_STOP_S)
 
 
 class _StoppedError(Exception):
