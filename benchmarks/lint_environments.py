@@ -48,6 +48,7 @@ OLDER = {
         for version in range(4)
         for stage in ("", "2", "RandomStages", *(f"-{world}-{level}" for world in range(1, 9) for level in range(1, 5)))
     ),
+    "64x64x3:uint8 discrete(17)": ("CrafterReward-v1", "CrafterNoReward-v1"),
     "64x64x3:uint8 discrete(15)": tuple(f"procgen-{game}-v0" for game in PROCGEN),
 }  # fmt: skip
 

@@ -51,6 +51,7 @@ def environments(expression: str, before: str = "") -> Environments:
     [
         ("'CartPole-v1'", 1, "single", (4,)),
         ("gym.make('CartPole-v1')", 1, "single", (4,)),
+        ("gym.make('CrafterReward-v7')", 1, "single", (64, 64, 3)),  # of another version
         ("Screen()", 1, "single", (84, 84, 3)),
         ("Monitor(Screen())", 1, "single", (84, 84, 3)),
         ("Sized(64)", 1, "single", (64, 64, 3)),

@@ -207,6 +207,7 @@ class ConfiguredRun:
     place: SourceRange
     has_more: bool = False  # further arguments were passed that could not be read
     condition: str = ""  # under which the model is made so
+    picked: frozenset[str] = frozenset()  # arguments that have several values: two of them may never meet
 
     def setting(self, name: str) -> Setting:
         """What an argument is: given, the default, or UNKNOWN."""
@@ -254,6 +255,8 @@ class ConfiguredRun:
         is_search = isinstance(counts, OneOf) and not any(counts.conditions)  # all of them happen, one after the other
         if isinstance(counts, OneOf) and is_search and not self.algorithm.on_policy:  # M14 is about rollouts
             found = [replace(self, environments=replace(self.environments, count=one)) for one in counts.values]
+        elif isinstance(counts, OneOf) and not is_search and counts.conditions[0] == "":  # what holds by default
+            found = [replace(self, environments=replace(self.environments, count=counts.values[0]))]
         for name, setting in sorted(self.given.items(), key=lambda one: one[0] not in _SIZES):  # what memory depends on
             if isinstance(setting.value, OneOf) and len(found) <= _MOST_VARIANTS:
                 found = [run.chosen(name, at) for run in found for at in range(len(setting.value.values))]
@@ -267,7 +270,7 @@ class ConfiguredRun:
         given = {**self.given, name: replace(setting, value=setting.value.values[at])}
         text = setting.value.conditions[at] if setting.value.conditions else ""
         both = " and ".join(dict.fromkeys(filter(None, (self.condition, text))))
-        return replace(self, given=given, condition=both)
+        return replace(self, given=given, condition=both, picked=self.picked | {name})
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +292,7 @@ class StoredField:
         sides = sorted(self.shape)
         if len(sides) == 2:
             return sides[0] >= 32 and (sides[0] == sides[1] >= _SQUARE or bool(_PICTURE.search(self.name)))
-        return len(sides) >= 3 and sides[-2] >= 32 and sides[0] <= 16
+        return len(sides) >= 3 and sides[-1] >= 32 and sides[-2] >= 24 and sides[0] <= 16
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script, subtree
 
 # Methods that a training calls once a step or once an update.
+_RARE = 10_000  # rounds of a loop between two calls
 _REPEATED = ("update", "step", "_on_step", "_on_rollout", "train_step", "training_step", "optimize", "optimise")
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 _POOLS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
@@ -200,6 +201,17 @@ def non_blocking_without_pinning(script: Script, training: TrainingReader, machi
             yield Match("non_blocking=True, and nothing in this file is pinned", script.place(call))
 
 
+def _is_rare(script: Script, node: ast.AST) -> bool:
+    """Whether a condition such as `step % 50_000 == 0` lets a node be reached only once in thousands of rounds."""
+    tests = [parent.test for parent in script.ancestors(node) if isinstance(parent, ast.If)]
+    periods = [
+        one.right for test in tests for one in ast.walk(test)
+        if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod)
+    ]  # fmt: skip
+    numbers = [one.value for period in periods for one in ast.walk(period) if isinstance(one, ast.Constant)]
+    return any(isinstance(number, int) and number >= _RARE for number in numbers)
+
+
 def _is_repeated(script: Script, node: ast.AST) -> str | None:
     """Say what repeats a node: a loop, a method of every step, or a loop that calls its function; None if nothing."""
     if script.loop(node) is not None:
@@ -288,7 +300,7 @@ def synchronize_in_loop(script: Script, training: TrainingReader, machine: Machi
 
 def _repeated_calls(script: Script, dotted: str) -> Iterator[Match]:
     for call in script.calls_of(dotted):
-        if where := _is_repeated(script, call):
+        if (where := _is_repeated(script, call)) and not _is_rare(script, call):
             yield Match(f"{dotted}() {where}", script.place(call))
 
 

@@ -90,7 +90,7 @@ def batch_does_not_divide_rollout(run: ConfiguredRun, machine: Machine) -> Itera
           batch_size: 2048
     """
     collected, batch = samples_per_rollout(run), run.count("batch_size")
-    if collected is None or not batch or collected % batch == 0:
+    if collected is None or not batch or collected % batch == 0 or {"n_steps", "batch_size"} <= run.picked:
         return
     better = ", ".join(f"{divisor:,}" for divisor in _divisors_near(collected, batch)) or "none found"
     text = (

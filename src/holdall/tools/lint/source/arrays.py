@@ -42,7 +42,7 @@ _TENSORS = {
     "Tensor": "float32",
     "DoubleTensor": "float64",
 }
-_VIEWS = {"from_numpy", "asarray", "as_tensor", "ascontiguousarray", "asanyarray"}
+_VIEWS = {"from_numpy", "asarray", "as_tensor", "ascontiguousarray", "asanyarray", *_TENSORS}
 _NAMES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "byte": "uint8",
           "bfloat16": "float16", "short": "int16", "float_": "float64", "bool_": "bool", "int_": "int64",
           "single": "float32", "char": "int8", "long_": "int64"}  # fmt: skip
@@ -134,11 +134,19 @@ def _filled(interpreter: Any, package: str, last: str, arguments: Any, node: ast
 
 def _recorded(interpreter: Any, made: Any, node: ast.AST) -> Any:
     if isinstance(made, ArrayValue) and (made.nbytes or 0) >= WORTH_RECORDING:
-        interpreter.record("array", made, None, node, times=interpreter.times_since(interpreter.scope.rounds))
+        scope = interpreter.scope
+        times = interpreter.times_since(scope.rounds)
+        interpreter.record("array", made, None, node, times=times, call=scope.call, maker=scope.maker)
     return made
 
 
-def _converted(interpreter: Any, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:
+def _is_mixed(items: Iterable[Any]) -> bool:
+    """Whether a sequence has arrays among other things."""
+    kinds = {isinstance(one, ArrayValue) and bool(one.shape) for one in items}
+    return len(kinds) == 2
+
+
+def _converted(interpreter: Any, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901  one case a kind
     """Return an array or tensor that is made of another one, of a sequence or of a number."""
     given = arguments.get(None, "dtype", None)
     if package == "numpy" and len(arguments.values) > 1 and given is None:
@@ -154,11 +162,14 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
         first = unwrapped(interpreter.converted_to_array(first))
     if isinstance(first, ArrayValue):
         is_same = wanted in {None, first.dtype} and first.shared_frames == 1
-        return first if last in _VIEWS and is_same else first.made_by(node, dtype=wanted or first.dtype)
+        is_view = last in _VIEWS or (last == "array" and arguments.get(None, "copy", True) in (False, None))
+        return first if is_view and is_same else first.made_by(node, dtype=wanted or first.dtype)
     if isinstance(first, int | float):
         return ArrayValue((), wanted or np.dtype("float32"), frozenset({node}))
     if wanted is not None and wanted.names and length_of(first) is not None:  # a record for each item
         return _recorded(interpreter, ArrayValue((length_of(first),), wanted, frozenset({node})), node)
+    if _is_mixed(items := known_items(first) or ()):
+        return tuple(items)  # an array of objects
     made = shapes.call("array", [_of_arrays(interpreter, first)], {}, node, package == "torch")
     if not isinstance(made, ArrayValue):
         return ArrayValue(None, wanted, frozenset({node}))
@@ -182,7 +193,7 @@ def fixed_shape(given: list[Any]) -> tuple[Any, ...] | None:
     return None if axes is None or not all((whole(likely(one)) or 0) > 0 for one in axes) else axes
 
 
-def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each function
+def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
     if shapes.knows(last, package == "torch") and ".nn." not in dotted:
         made = shapes.call(last, arguments.values, arguments.named, node, package == "torch")
         wanted = dtype_of(arguments.named.get("dtype"), package)
@@ -191,6 +202,11 @@ def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, 
     if last in {"reshape", "broadcast_to"} and (axes := fixed_shape(arguments.values[1:])) is not None:
         return ArrayValue(axes, getattr(first, "dtype", None), frozenset({node}))
     match last:
+        case "interpolate" if isinstance(first, ArrayValue) and first.shape:
+            sides = shape_of(arguments.get(1, "size", None)) or (UNKNOWN, UNKNOWN)
+            return first.made_by(node, shape=(*first.shape[:-2], sides[0], sides[-1]))
+        case "dot" | "matmul" if _is_luma(arguments.get(1, "b")):  # of a picture whose sides are not known
+            return ArrayValue((UNKNOWN, UNKNOWN), np.dtype("float64"), frozenset({node}))
         case "isscalar":
             return isinstance(first, int | float | str) if first is not UNKNOWN else UNKNOWN
         case "device":
@@ -211,6 +227,11 @@ def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, 
     if last[:1].isupper():
         return InstanceValue(Reference(f"{package}.{last}"), node=node)
     return ArrayValue(None, None, frozenset({node})) if _holds_arrays(first) else UNKNOWN
+
+
+def _is_luma(weights: Any) -> bool:
+    items = known_items(weights) or ()
+    return len(items) == 3 and all(isinstance(one, float) for one in items)
 
 
 def _holds_arrays(value: Any) -> bool:

@@ -52,16 +52,10 @@ def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
     groups: dict[Any, list[Any]] = {}
     for made in interpreter.made:
         if made.what == "array":
-            groups.setdefault(id(made.owner), []).append(made)
-    for group in groups.values():
-        by_node = {
-            (id(one.value.origins), one.value.shape, id(one.node), next(iter(one.value.origins), 0)): one
-            for one in group
-        }
-        origins = {next(iter(one.value.origins), id(one)): one for one in by_node.values()}
-        unique = _alternatives(interpreter, origins)
+            groups.setdefault(_owner(made), []).append(made)
+    for owner, group in groups.items():
+        unique = _alternatives(interpreter, {_origin(one): one for one in group})
         rows = _leading(unique)
-        owner = unique[0].owner
         kept = [one for one in unique if rows is None or whole((one.value.shape or (None,))[0]) == rows]
         fields = tuple(_field(interpreter, one, rows) for one in kept)
         total = sum(one.value.nbytes * max(one.detail.get("times") or 1, 1) for one in kept)
@@ -75,12 +69,27 @@ def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
         )  # fmt: skip
 
 
+def _owner(made: Any) -> Any:
+    """Return the object that an array belongs to: a buffer, also where a function makes the array for it."""
+    maker = made.detail["maker"]
+    return maker if isinstance(maker, InstanceValue) and _NAMED_BUFFER.search(maker.kind) else made.owner
+
+
+def _origin(made: Any) -> tuple[Any, Any]:
+    """Return what made an array: a line, in one call of the function that it stands in."""
+    return (next(iter(made.value.origins), id(made)), made.detail["call"])
+
+
+def _name(interpreter: Any, origin: tuple[Any, Any]) -> str:
+    return str(interpreter.name_of(origin) or interpreter.name_of(origin[0]))
+
+
 def _alternatives(interpreter: Any, made: dict[Any, Any]) -> list[Any]:
     """Of arrays that one name is given in turn, or in branches, return one: the default, otherwise the largest."""
     ordered = sorted(made.items(), key=lambda one: (len(one[1].path), -one[1].value.nbytes))
     kept: dict[Any, Any] = {}
     for origin, one in ordered:
-        kept.setdefault(interpreter.name_of(origin) or origin, one)
+        kept.setdefault(_name(interpreter, origin) or origin, one)
     return [one for one in made.values() if one in kept.values()]
 
 
@@ -92,8 +101,7 @@ def _leading(group: list[Any]) -> int | None:
 
 def _field(interpreter: Any, made: Any, rows: int | None) -> StoredField:
     shape = tuple(whole(one) or 0 for one in made.value.shape or ())
-    origin = next(iter(made.value.origins), None)
-    name = interpreter.name_of(origin)
+    name = _name(interpreter, _origin(made))
     return StoredField(name, shape[1:] if rows else shape, made.value.dtype)
 
 

@@ -17,6 +17,7 @@ from holdall.tools.lint.source.values import (
     InstanceValue,
     ListValue,
     TableValue,
+    is_key,
     known_items,
     length_of,
     likely,
@@ -98,6 +99,9 @@ def list_method(interpreter: Any, owner: ListValue, name: str, arguments: Any, n
         return None
     if name == "extend":
         extend(interpreter, owner, value)
+        sample = (value.added or value.items)[-1:] if isinstance(value, ListValue) else ()
+        if sample and isinstance(sample[0], tuple | InstanceValue):  # transitions of an episode
+            interpreter.record("appended", owner, arguments, node, item=sample[0])
     elif name in {"pop", "popleft"}:
         return _popped(owner, 0 if name == "popleft" or value == 0 else -1)
     elif name == "copy":
@@ -160,7 +164,7 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
     if isinstance(base, arrays.ReturnedValues) and whole(index) is None:
         base = base.observation  # older environments return nothing else
     if isinstance(base, TableValue):
-        if isinstance(index, str | int | float | bool | None | Reference):
+        if is_key(index):
             return base.get(index, UNKNOWN)
         return one_of((one, f"for {key!r}") for key, one in base.items()) if base and base.is_complete else UNKNOWN
     if isinstance(base, Reference | ClassValue):
@@ -198,6 +202,10 @@ def sliced(base: Any, bounds: list[Any]) -> Any:
     if isinstance(base, ListValue) and base.is_known:
         part = base.items[slice(*numbers)]
         return ListValue(part, len(part))
+    count = -(numbers[0] or 0)
+    if isinstance(base, ListValue) and numbers[1:] == [None, None] and 0 < count <= _MOST_WRITTEN_OUT:
+        samples = (base.added or base.items)[-1:]  # the latest of a list that grows
+        return ListValue(samples * count, count if samples else None)
     return UNKNOWN
 
 

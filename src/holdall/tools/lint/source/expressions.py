@@ -29,6 +29,7 @@ from holdall.tools.lint.source.values import (
     SuperValue,
     TableValue,
     candidates_of,
+    is_key,
     known_items,
     length_of,
     likely,
@@ -94,7 +95,7 @@ class Expressions(Names):
                 containers.update(self, table, made)
                 continue
             name = self.value(key)
-            if isinstance(name, _PLAIN | Reference):
+            if is_key(name):
                 table[name] = made
             else:
                 table.is_complete = False
@@ -165,7 +166,7 @@ class Expressions(Names):
         is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer or self.is_soft
         if truth is not None and not is_soft:
             return self.value(node.body if truth else node.orelse)
-        text, path, pairs = ast.unparse(node.test), self.path, []
+        text, path, pairs = self.text_of(node.test), self.path, []
         conditions = ("" if truth else text, "" if truth is False else f"not ({text})")
         for branch, condition in zip((node.body, node.orelse), conditions, strict=True):
             self.path = (*path, condition) if condition else path
@@ -242,7 +243,7 @@ class Expressions(Names):
                 if known is not None:
                     self.assign(node.generators[0].target, item)
                 key, value = self.value(node.key), self.value(node.value)
-                if isinstance(key, _PLAIN):
+                if is_key(key):
                     table[key] = value
             table.is_complete = known is not None
         finally:
@@ -351,6 +352,8 @@ class Expressions(Names):
             return ArrayValue(axes, None, frozenset({node}))  # nothing but arrays has this method
         if name == "astype" and called is UNKNOWN and (dtype := arrays.dtype_of(arguments.get(0, "dtype"))) is not None:
             return ArrayValue(None, dtype, frozenset({node}))
+        if name == "mean" and called is UNKNOWN and "axis" in arguments.named:
+            return ArrayValue(None, np.dtype(np.float64), frozenset({node}))
         if name.startswith("suggest_"):
             return library.suggested(name, arguments)
         for value in (*arguments.values, *arguments.named.values()):

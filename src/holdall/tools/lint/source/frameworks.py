@@ -18,7 +18,7 @@ from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, Reference, SpaceInfo, algorithm_by_import, whole
 from holdall.tools.lint.source import environments
 from holdall.tools.lint.source.spaces import by_id
-from holdall.tools.lint.source.values import InstanceValue, TableValue, known_items, likely
+from holdall.tools.lint.source.values import ClassValue, FunctionValue, InstanceValue, TableValue, known_items, likely
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
 _SB3_BUFFERS = {
@@ -58,6 +58,8 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         return _torchrl(interpreter, dotted, last, arguments, node)
     if package == "tianshou":
         return _tianshou(interpreter, dotted, last, arguments, node)
+    if package in {"lightning", "pytorch_lightning"} and last == "Trainer":
+        return InstanceValue(Reference(dotted), {}, {}, node, interpreter.path)
     if package in KEEPING or package in {"cpprb", "dopamine"}:
         if last.endswith(("Buffer", "Memory")) or last == "create_fifo_buffer":
             return _made(interpreter, "buffer", dotted, arguments, node)
@@ -117,6 +119,15 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
         owner.attributes["added"] = arguments.get(0, "data")
         owner.attributes["is_batch"] = name == "extend"
         return UNKNOWN
+    if name == "fit" and owner.kind.endswith(".Trainer"):
+        _fitted(interpreter, likely(arguments.get(0, "model")), node)
+        return None
+    if name == "save_hyperparameters":
+        given = likely(arguments.get(0, "", None))
+        entries = given.items() if isinstance(given, TableValue) else interpreter.scope.names.items()
+        kept = ((key, value) for key, value in entries if value is not owner)
+        owner.attributes["hparams"] = given if isinstance(given, InstanceValue) else TableValue(kept, attributes=True)
+        return None
     if name == "get_env":
         return owner.attributes.get("env", UNKNOWN)
     if name == "append_transform":
@@ -125,6 +136,20 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
         if isinstance(held, Environments):
             owner.attributes["env"] = interpreter.torchrl_env = transformed(held, transform)
     return UNKNOWN
+
+
+_HOOKS = (
+    "setup", "on_fit_start", "on_train_start", "train_dataloader", "on_train_epoch_start", "on_train_batch_start",
+    "training_step",
+)  # fmt: skip
+
+
+def _fitted(interpreter: Any, model: Any, node: ast.AST) -> None:
+    """Follow what a trainer of PyTorch Lightning calls of a model of the program, in its order."""
+    if isinstance(model, InstanceValue) and isinstance(model.made_of, ClassValue):
+        for name in _HOOKS:
+            if isinstance(found := model.made_of.find(name), FunctionValue):
+                interpreter.call_function(found, type(interpreter.no_arguments)(is_complete=False), model)
 
 
 # ------------------------------------------------------------ TorchRL

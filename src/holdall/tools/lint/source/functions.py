@@ -90,7 +90,8 @@ class Functions(Expressions):
             return UNKNOWN
         self.entered.add(function.node)
         scope = Scope(function.scope.module, {}, function.scope, instance=owner, owner=function.owner, path=self.path)
-        scope.rounds = len(self.rounds)
+        scope.rounds, scope.call = len(self.rounds), arguments.node
+        scope.maker = owner or self.scope.maker
         self._bind(function, arguments, owner, scope)
         outer, self.scope = self.scope, scope
         soft, self.is_soft = self.is_soft, False
@@ -119,6 +120,9 @@ class Functions(Expressions):
             inside = self._inside[function.node]
             own = {one for one in value.origins if id(one[1] if type(one) is tuple else one) in inside}
             return replace(value, origins=(value.origins - own) | {(one, call) for one in own}) if own else value
+        if type(value) is TableValue:
+            for key, one in value.items():
+                value[key] = self._made_by_call(function, one, call)
         if isinstance(value, ReturnedValues):
             return ReturnedValues(self._made_by_call(function, one, call) for one in value)
         if type(value) is tuple:

@@ -34,6 +34,7 @@ from holdall.tools.lint.source.values import (
     Path,
     TableValue,
     candidates_of,
+    carried,
     either,
     joined_names,
     known_items,
@@ -50,7 +51,7 @@ _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported
 _CAPACITY = re.compile(
     r"_*(?:max(?:imum)?_*)?(?:replay|buffer|buf|mem|memory|experiences?)?_*(?:capacity|max|size|len|length|limit|maxlen|maxsize)"
 )
-_MOST_REGISTERED = 32  # rounds of a loop that are followed one by one
+_MOST_NAMED = 32  # rounds of a loop that are followed one by one
 _ENDS = {"sys.exit", "os._exit"}
 _FOLLOWED = InstanceValue | ClassValue | FunctionValue | ModuleValue
 
@@ -207,7 +208,9 @@ class Interpreter(Functions):
         first, here = package.partition(".")[0], (self.scope.module or self.main).path
         for alias in node.names:
             if alias.name == "*":
-                if isinstance(source, ModuleValue):
+                if isinstance(source, Reference) and first in _LIBRARIES and self.scope.module is not None:
+                    self.scope.module.stars.append(package)
+                elif isinstance(source, ModuleValue):
                     self.scope.names |= {n: v for n, v in source.module.names.items() if not n.startswith("_")}
                 continue
             value = self.member(source, alias.name)
@@ -278,7 +281,7 @@ class Interpreter(Functions):
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 self.scope.outer |= set(names)
             case ast.Match(subject=subject, cases=cases):
-                self._match(self.value(subject), ast.unparse(subject), cases)
+                self._match(self.value(subject), self.text_of(subject), cases)
             case ast.Delete(targets=targets):
                 for target in targets:
                     if isinstance(target, ast.Name):
@@ -365,7 +368,7 @@ class Interpreter(Functions):
         for case in cases:
             value = self.value(case.pattern.value) if isinstance(case.pattern, ast.MatchValue) else UNKNOWN
             if value is UNKNOWN or subject is UNKNOWN or value == subject:
-                branches.append((f"{text} is {ast.unparse(case.pattern)}"[:LONGEST_CONDITION], case.body))
+                branches.append((f"{text} is {self.text_of(case.pattern)}"[:LONGEST_CONDITION], case.body))
         if branches:
             self._branches(branches)
 
@@ -386,8 +389,8 @@ class Interpreter(Functions):
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         facts = self.loop_facts(node)
-        if facts.registers and isinstance(node, ast.For):  # environments by name: one after the other
-            for item in (known_items(self.value(node.iter)) or ())[:_MOST_REGISTERED]:
+        if facts.by_name and isinstance(node, ast.For) and (items := known_items(self.value(node.iter))):
+            for item in items[:_MOST_NAMED]:  # one after the other
                 self.assign(node.target, item)
                 self.block(node.body)
             return
@@ -403,12 +406,12 @@ class Interpreter(Functions):
             over = self.value(node.iter)
             times = length_of(over)
             self.assign(node.target, self.item_of_loop(over))
-        self.rounds = (*self.rounds, times)
+        self.rounds, replaced = (*self.rounds, times), self.arrays_replaced
         self.block(node.body)
         changed = [n for n in facts.carried if n in before and before[n] is not self.scope.names.get(n, before[n])]
-        if changed:
+        if changed or replaced != self.arrays_replaced:  # what one round leaves is what the next one finds
             for name in changed:
-                self.scope.names[name] = one_of([(before[name], ""), (self.scope.names[name], "")])
+                self.scope.names[name] = carried(before[name], self.scope.names[name])
             self.block(node.body)
         self.rounds = self.rounds[:-1]
         self.scope.names = joined_names([("", self.scope.names), ("", before)])
@@ -431,7 +434,7 @@ class Interpreter(Functions):
         if items is None and isinstance(over, ListValue):
             return one_of((item, "") for item in over.items) if over.items else UNKNOWN
         if items is None and isinstance(over, OneOf):
-            return one_of((self.item_of_loop(one), condition) for one, condition in candidates_of(over))
+            return one_of(((self.item_of_loop(one), text) for one, text in candidates_of(over)), MOST_SETTINGS)
         if not items:
             return UNKNOWN
         most = MOST_SETTINGS if isinstance(items[-1], TableValue | tuple) else MOST_CANDIDATES
@@ -452,8 +455,7 @@ class Interpreter(Functions):
 
     def _enter_alone(self, node: Any, scope: Scope) -> None:
         self.scope, self.path, self.rounds = scope, (), ()
-        value = scope.names.get(node.name, UNKNOWN)
-        value = likely(value)
+        value = likely(scope.names.get(node.name, UNKNOWN))
         if isinstance(value, FunctionValue) and value.node is node:
             self._call_alone(value, None)
         elif isinstance(value, ClassValue) and value.node is node:

@@ -14,6 +14,7 @@ from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, Spac
 from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, pictures, shapes
 from holdall.tools.lint.source.values import (
     ArrayValue,
+    AttributeTable,
     BoundMethod,
     ClassValue,
     FunctionValue,
@@ -33,7 +34,7 @@ from holdall.tools.lint.source.values import (
 array_member, calculated = arrays.array_member, shapes.calculated
 _NAMES = (
     "dict list tuple set len range open vars zip enumerate super getattr setattr isinstance print sorted reversed map "
-    "filter type object exit quit any all hasattr globals "
+    "filter type object exit quit any all hasattr globals locals "
     "input iter next repr eval callable property staticmethod classmethod"
 )
 BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
@@ -113,10 +114,15 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
             return arguments.get(1, "default", None)
         case "dataclasses.field":
             return InstanceValue(Reference(dotted), {}, dict(arguments.named), node)
-        case "dataclasses.asdict" | "dataclasses.replace":
-            return _vars(interpreter, first)
+        case "dataclasses.asdict" if isinstance(first, InstanceValue):
+            return TableValue(first.attributes.items(), path=interpreter.path)
+        case "dataclasses.replace" if isinstance(first, InstanceValue):
+            changed = first.attributes | arguments.named
+            return InstanceValue(first.made_of, changed, node=node, path=interpreter.path)
         case "math.prod" | "numpy.prod":
             return spread(_product, first)
+        case "ray.get" | "ray.put" | "ray.remote" if arguments.values:
+            return first
         case "itertools.count":
             return UNKNOWN
         case _ if dotted.endswith("Manager.register"):
@@ -175,7 +181,7 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
             named = {str(i): value for i, value in enumerate(values)} | arguments.named
             return InstanceValue(Reference("builtins.open"), {}, named, node)
         case "vars":
-            return _vars(interpreter, first)
+            return AttributeTable(first) if isinstance(first, InstanceValue) else first
         case "getattr":
             found = interpreter.member(first, values[1]) if len(values) > 1 and isinstance(values[1], str) else UNKNOWN
             return values[2] if found is UNKNOWN and len(values) > 2 else found
@@ -202,6 +208,8 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
             return interpreter.item_of_loop(first)
         case "globals" if interpreter.scope.module is not None:
             return TableValue(interpreter.scope.module.names.items())
+        case "locals":
+            return TableValue(interpreter.scope.names.items(), path=interpreter.path)
         case "eval" if isinstance(likely(first), str) and likely(first).isidentifier():
             return interpreter.lookup(likely(first))
         case "isinstance" if len(values) == 2:
@@ -243,6 +251,8 @@ def _is_instance(value: Any, kinds: Any) -> Any:
     given = known_items(kinds) or [kinds]
     names = [one.last for one in given if isinstance(one, Reference)]
     if isinstance(value, ArrayValue) and len(names) == len(given):
+        if value.shared_frames > 1:  # frames that are put together when they are read
+            return "LazyFrames" in names
         return bool({"ndarray", "generic"} & set(names) and not value.is_tensor) or bool(
             {"Tensor", "FloatTensor"} & set(names) and value.is_tensor
         )
@@ -287,12 +297,6 @@ def _sequence(name: str, first: Any, is_given: bool) -> Any:
     if items is None:
         return ListValue(list(first.items), first.length) if isinstance(first, ListValue) else UNKNOWN
     return tuple(items) if name == "tuple" else ListValue(items, len(items))
-
-
-def _vars(interpreter: Any, value: Any) -> Any:
-    if isinstance(value, InstanceValue):
-        return TableValue(value.attributes.items(), path=interpreter.path)
-    return value if isinstance(value, TableValue) else UNKNOWN
 
 
 # ------------------------------------------------------------ methods

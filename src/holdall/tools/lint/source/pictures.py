@@ -25,7 +25,7 @@ _SAME_SHAPE = {
 }  # fmt: skip
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a function
+def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a function
     """Return what a function of a library of pictures makes; NotImplemented if it is none of these."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if package not in _PACKAGES or (last[:1].isupper() and package != "cv2"):
@@ -51,6 +51,10 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
             return _resized(image, (sides, sides) if whole(sides) is not None else sides, node, channels_first=True)
         case "rgb2gray" | "rgb_to_grayscale" | "to_grayscale":
             return _all_grey(package, image, node)
+        case "rescale_intensity" | "img_as_float" | "equalize_hist" | "img_as_ubyte" if isinstance(image, ArrayValue):
+            return image.made_by(node, dtype=_UINT8 if last == "img_as_ubyte" else _FLOAT64)
+        case "convert_image_dtype" | "to_dtype" if isinstance(image, ArrayValue):
+            return image.made_by(node, dtype=_FLOAT32)
         case "to_tensor" | "pil_to_tensor":
             return _tensor(image, node, _FLOAT32 if last == "to_tensor" else _UINT8)
     return NotImplemented if package in {"scipy", "torchvision"} else UNKNOWN
@@ -202,8 +206,8 @@ def transformed(interpreter: Any, transform: InstanceValue, value: Any, node: as
             if is_picture:
                 return _picture(grey(image, node), node)
             count = whole(transform.arguments.get("num_output_channels", 1 if first is UNKNOWN else first)) or 1
-            axes = image.shape[-2:] if isinstance(image, ArrayValue) and image.shape else (UNKNOWN, UNKNOWN)
-            return replace(grey(image, node), shape=(count, *axes), is_tensor=True)
+            axes = image.shape if isinstance(image, ArrayValue) and image.shape else (UNKNOWN, UNKNOWN)
+            return replace(grey(image, node), shape=(*axes[:-3], count, *axes[-2:]), is_tensor=True)
         case "Resize" | "CenterCrop" | "RandomCrop":
             size = transform.arguments.get("size", first)
             if is_picture:

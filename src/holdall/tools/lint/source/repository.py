@@ -48,6 +48,7 @@ class Module:
     is_main: bool = False
     names: dict[str, Any] = field(default_factory=dict)
     is_run: bool = False
+    stars: list[str] = field(default_factory=list)  # modules of libraries whose names it has all
 
 
 class Repository:

@@ -19,6 +19,7 @@ from holdall.tools.lint.source.repository import Module
 from holdall.tools.lint.source.script import subtree
 from holdall.tools.lint.source.values import (
     ArrayValue,
+    AttributeTable,
     BoundMethod,
     ClassValue,
     FunctionValue,
@@ -29,6 +30,7 @@ from holdall.tools.lint.source.values import (
     SuperValue,
     TableValue,
     candidates_of,
+    is_key,
     known_items,
     one_of,
     put,
@@ -38,7 +40,9 @@ from holdall.tools.lint.source.values import (
 _PLAIN = int | float | str | bool | bytes | None
 _NAMELESS = {int, float, str, bool, type(None), tuple, Reference, type(UNKNOWN), FunctionValue, ClassValue, BoundMethod}
 _MOST_PARENTS = 8
+_NAMING = {"register", "setattr"}
 _MOST_STEPS = 60_000
+_CONSTANT: list[Any] = []  # what was seen of a constant
 _METHODS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {}  # that evaluate an expression, by its kind
 
 
@@ -62,6 +66,8 @@ class Scope:
     returned: list[tuple[Any, str]] = field(default_factory=list)
     yielded: list[Any] = field(default_factory=list)
     rounds: int = 0  # how many loops were running when it was called
+    maker: Any = None  # the object whose method is running, also through functions that it calls
+    call: ast.AST | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -97,7 +103,7 @@ class LoopFacts:
 
     counted: frozenset[str]  # changed by += and the like
     carried: frozenset[str]  # assigned in one round and read in the next
-    registers: bool = False  # environments
+    by_name: bool = False  # it registers environments, or sets attributes, by names that it goes through
 
 
 class Names:
@@ -114,6 +120,9 @@ class Names:
         self.seen_function: Any = UNKNOWN  # what the last call called
         self.names: dict[object, str] = {}  # of arrays by what made them
         self.environments: dict[int, Any] = {}  # those that have names
+        self._given_here: dict[tuple[InstanceValue, str], tuple[Path, Any]] = {}  # arrays, and under which conditions
+        self._texts: dict[ast.AST, str] = {}
+        self.arrays_replaced = 0  # attributes that held one array and got another
         self.steps = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
 
@@ -148,10 +157,12 @@ class Names:
         if self.steps > _MOST_STEPS:
             raise OutOfStepsError
         kind = type(node)
+        if kind is ast.Constant:
+            if self.scope.module is self.main:
+                self._seen[node] = _CONSTANT
+            return node.value  # type: ignore[attr-defined]
         if kind is ast.Name:
             value = self.lookup(node.id)  # type: ignore[attr-defined]
-        elif kind is ast.Constant:
-            value = node.value  # type: ignore[attr-defined]
         else:
             method = _METHODS.get(kind) or self._method(kind)
             value = method(self, node)
@@ -176,7 +187,15 @@ class Names:
     def seen(self, node: ast.AST | None) -> Any:
         """Return what an expression of the script is, over all the times that it was reached."""
         found = self._seen.get(node, ()) if node is not None else ()
+        if found is _CONSTANT:
+            return node.value  # type: ignore[union-attr]
         return found[0] if len(found) == 1 else one_of((one, "") for one in found)
+
+    def text_of(self, node: ast.AST) -> str:
+        """Return the source of a condition."""
+        if node not in self._texts:
+            self._texts[node] = ast.unparse(node)
+        return self._texts[node]
 
     def _other(self, node: ast.expr) -> Any:
         for child in ast.iter_child_nodes(node):
@@ -196,7 +215,8 @@ class Names:
             if names is not None and name in names:
                 return names[name]
             scope, is_own = scope.parent, False
-        return library.BUILTINS.get(name, UNKNOWN)
+        stars = self.scope.module.stars if self.scope.module is not None and name not in library.BUILTINS else ()
+        return Reference(f"{stars[-1]}.{name}") if stars else library.BUILTINS.get(name, UNKNOWN)
 
     def bind(self, name: str, value: Any) -> None:
         """Give a name a value."""
@@ -261,6 +281,10 @@ class Names:
     def _set_attribute(self, owner: Any, name: str, value: Any) -> None:
         self._remember(name, value)
         if isinstance(owner, InstanceValue):
+            self._given_here.pop((owner, name), None)
+            if type(value) is ArrayValue:
+                self._given_here[owner, name] = (self.path, value)
+                self.arrays_replaced += type(owner.attributes.get(name)) is ArrayValue
             put(owner.attributes, name, value, owner.path, self.path)
         elif isinstance(owner, ClassValue):
             put(owner.attributes, name, value, (), self.path)
@@ -269,7 +293,7 @@ class Names:
 
     def _set_item(self, owner: Any, key: Any, value: Any, node: ast.AST) -> None:
         if isinstance(owner, TableValue):
-            if isinstance(key, _PLAIN):
+            if is_key(key):
                 put(owner, key, value, owner.path, self.path)
             else:
                 owner.is_complete = False
@@ -279,7 +303,8 @@ class Names:
                 owner.items[number] = value
             elif len(owner.added) < containers.MOST_SAMPLES:
                 owner.added.append(value)
-            if isinstance(value, tuple | TableValue | InstanceValue | ListValue):
+            is_row = owner.is_fixed and isinstance(value, ArrayValue)
+            if is_row or isinstance(value, tuple | TableValue | InstanceValue | ListValue):
                 self.record("appended", owner, None, node, item=value)
         elif isinstance(owner, InstanceValue) and isinstance(key, str):  # of a class that extends dict
             self._set_attribute(owner, key, value)
@@ -317,6 +342,8 @@ class Names:
                 return Reference(f"{dotted}.{name}")
             case ClassValue():
                 if (found := base.find(name)) is UNKNOWN:
+                    if name == "remote":
+                        return base  # an actor of Ray
                     return next((Reference(f"{one}.{name}") for one in base.libraries()), UNKNOWN)
                 if isinstance(found, FunctionValue) and "classmethod" in found.decorators:
                     return BoundMethod(base, name, found)
@@ -339,11 +366,16 @@ class Names:
                 return folders if name == "parents" else str(PurePath(base).parent)
             case ListValue() | TableValue() | str() | tuple():
                 return BoundMethod(base, name)
+            case FunctionValue() | BoundMethod() if name == "remote":
+                return base
         return UNKNOWN
 
     def _instance_member(self, base: InstanceValue, name: str, node: ast.AST | None) -> Any:
         if name in base.attributes:
             self.is_soft = self.is_soft or base.is_default
+            if self.path and (given := self._given_here.get((base, name))) is not None:
+                path, value = given
+                return value if self.path[: len(path)] == path else base.attributes[name]
             return base.attributes[name]
         if isinstance(base.made_of, ClassValue):
             found = base.made_of.find(name)
@@ -353,7 +385,18 @@ class Names:
                 return BoundMethod(base, name, found)
             if found is not UNKNOWN:
                 return found
+            if (found := self._delegated(base, name)) is not UNKNOWN:
+                return found
         return environments.instance_member(self, base, name, node)
+
+    def _delegated(self, base: InstanceValue, name: str) -> Any:
+        """Return an attribute that an object takes from another one, by `__getattr__`; `__dict__` too."""
+        if name == "__dict__":
+            return AttributeTable(base)
+        given = base.made_of.find("__getattr__") if isinstance(base.made_of, ClassValue) else UNKNOWN
+        if not isinstance(given, FunctionValue) or name.startswith("__") or environments.is_environment(base):
+            return UNKNOWN
+        return self.call_function(given, CallArguments([name]), base)
 
     def _super_member(self, owner: InstanceValue, above: ClassValue, name: str) -> Any:
         for base in above.bases:
@@ -399,10 +442,10 @@ class Names:
         if node not in self._loops:
             counted: set[str] = set()
             first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-            registers = False
+            by_name = False
             for part in subtree(node):
                 if type(part) is ast.Call:
-                    registers = registers or getattr(part.func, "id", getattr(part.func, "attr", "")) == "register"
+                    by_name = by_name or getattr(part.func, "id", getattr(part.func, "attr", "")) in _NAMING
                 elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
                     counted.add(part.target.id)
                 if isinstance(part, ast.Name):
@@ -413,5 +456,5 @@ class Names:
             carried = {
                 name for name, (loads, stores) in first.items() if loads and stores and min(loads) <= max(stores)
             }
-            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), registers)
+            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), by_name)
         return self._loops[node]

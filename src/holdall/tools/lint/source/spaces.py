@@ -76,6 +76,9 @@ def known_environments() -> dict[str, tuple[str, int | None]]:
     return {name: (pair, table["steps"].get(name)) for pair, names in table["spaces"].items() for name in names.split()}
 
 
+_MOST_VERSIONS = 8
+
+
 def by_id(name: str) -> tuple[SpaceInfo | None, SpaceInfo | None, object]:
     """Return the spaces of a known environment, and its time limit."""
     plain = name.rpartition(":")[2]
@@ -86,6 +89,10 @@ def by_id(name: str) -> tuple[SpaceInfo | None, SpaceInfo | None, object]:
         if alike and "-ram" in plain:
             alike = ("128:uint8 " + alike[0].rpartition(" ")[2], alike[1])
         found = alike
+    if found is None:  # other versions of a game show the same pictures
+        game_name = plain.rpartition("-v")[0]
+        others = (known.get(f"{game_name}-v{version}") for version in range(_MOST_VERSIONS))
+        found = next((one for one in others if one is not None and "x3:uint8" in one[0]), None)
     console = _CONSOLES.get(plain.rpartition("-")[2].partition("@")[0].removesuffix("-v0"))
     if found is None and console is not None:
         found = (f"{console}x3:uint8 multibinary(12)", None)

@@ -19,8 +19,8 @@ import numpy as np
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 
 MOST_CANDIDATES = 6
-MOST_SETTINGS = 16  # tables of settings that a loop tries
-_MOST_COMBINATIONS = 24
+MOST_SETTINGS = 32  # tables of settings that a loop tries
+_MOST_COMBINATIONS = 32
 _LONGEST_DEQUE = 16  # whose items are written out: a stack of frames
 Path = tuple[str, ...]
 """The conditions under which a line is reached, from the outside in."""
@@ -158,6 +158,20 @@ class InstanceValue:
         return self.made_of.dotted if isinstance(self.made_of, Reference) else self.made_of.node.name
 
 
+class AttributeTable(TableValue):
+    """`vars(instance)`, or `instance.__dict__`: what is put into it becomes an attribute."""
+
+    __slots__ = ("instance",)
+
+    def __init__(self, instance: InstanceValue) -> None:
+        super().__init__(instance.attributes.items(), path=instance.path)
+        self.instance = instance
+
+    def __setitem__(self, key: object, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.instance.attributes[str(key)] = value
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundMethod:
     """A method with the object that it belongs to; `function` is None for one of a library."""
@@ -182,6 +196,13 @@ class ModuleValue:
     module: Any
 
 
+def is_key(value: Any) -> bool:
+    """Whether a value is one that a dict can be asked for: a constant, a name of a library, or a tuple of them."""
+    if isinstance(value, tuple):
+        return all(map(is_key, value))
+    return isinstance(value, str | int | float | bytes | None | Reference)
+
+
 def candidates_of(value: Any) -> tuple[tuple[Any, str], ...]:
     """Return what a value can be, each with its condition."""
     if isinstance(value, OneOf):
@@ -203,23 +224,26 @@ def best_array(value: OneOf) -> Any:
     return max(arrays, key=lambda one: one.nbytes or 0) if arrays else likely(value)
 
 
-def one_of(pairs: Iterable[tuple[Any, str]], most: int = MOST_CANDIDATES) -> Any:
+def one_of(pairs: Iterable[tuple[Any, str]], most: int = MOST_CANDIDATES) -> Any:  # noqa: C901  called most of all
     """Join candidates: one value if they are all the same."""
     if type(pairs) is list and len(pairs) == 1 and type(pairs[0][0]) is not OneOf:
         return pairs[0][0]
     kept: list[tuple[Any, str]] = []
     can_join = False
     for value, condition in _each(pairs):
-        at = next((i for i, (other, _) in enumerate(kept) if other is value or _is_same(value, other)), None)
-        if at is not None:
-            if can_join and isinstance(value, ArrayValue):
-                joined = replace(kept[at][0], origins=kept[at][0].origins | value.origins)
-                kept[at] = (joined, kept[at][1])
-        elif len(kept) < most:
-            kept.append((value, condition))
-            can_join = can_join or isinstance(value, ArrayValue)
-        elif not can_join:
-            break
+        for at, (other, text) in enumerate(kept):
+            if other is value or _is_same(value, other):
+                if can_join and isinstance(value, ArrayValue):
+                    kept[at] = (replace(other, origins=other.origins | value.origins), text)
+                break
+        else:
+            if len(kept) < most:
+                kept.append((value, condition))
+                can_join = can_join or isinstance(value, ArrayValue)
+            elif type(value) is int and type(kept[-1][0]) is int:  # of many sizes, the largest is one
+                kept[-1] = max(kept[-1], (value, condition), key=lambda one: one[0])
+            elif not can_join:
+                break
     if not kept:
         return UNKNOWN
     if len(kept) == 1:
@@ -259,7 +283,8 @@ def spread(function: Callable[..., Any], *values: Any) -> Any:
             for chosen, condition in combinations
             for one, inner in candidates_of(value)
         ][:_MOST_COMBINATIONS]
-    return one_of([(function(*chosen), condition) for chosen, condition in combinations])
+    made = [(function(*chosen), condition) for chosen, condition in combinations]
+    return one_of(made, MOST_SETTINGS if isinstance(made[0][0], BoundMethod | TableValue) else MOST_CANDIDATES)
 
 
 def known_items(value: Any) -> list[Any] | None:
@@ -298,6 +323,12 @@ def put(table: dict[Any, Any], key: object, value: Any, made: Path, here: Path) 
     if further and key in table and not _is_same(table[key], value):
         value = one_of([(table[key], ""), (value, " and ".join(further))])
     table[key] = value
+
+
+def carried(first: Any, second: Any) -> Any:
+    """Return what a name is in the later rounds of a loop: of arrays that are alike, the one that a round leaves."""
+    is_array = type(first) is ArrayValue and type(second) is ArrayValue
+    return second if is_array and _is_same(first, second) else one_of([(first, ""), (second, "")])
 
 
 def either(first: Any, second: Any) -> Any:
