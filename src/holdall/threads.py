@@ -1,4 +1,4 @@
-"""Threads: how many cores there are to use, and a limit for the pools of other libraries.
+"""Threads: how many cores there are to use, a limit for the pools of other libraries, forks, and the end of a program.
 
 In:  how many threads a pool may have, or how many workers share the cores.  Out: nothing changes unless asked.
 Every Python thread that runs torch operations gets an OpenMP pool of its own, so a process has about as many threads
@@ -8,13 +8,14 @@ memory; what they cost is time, once more of them run than there are cores.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -207,3 +208,27 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+# ---------------------------------------------------------------- the end of a program
+
+_END_S = 30.0
+"""How long the end of a program waits for a thread: a disk may hang."""
+_ENDED: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+
+
+def end_before_python(thread: threading.Thread, stop: Callable[[], object] = lambda: None) -> None:
+    """Have a daemon thread stopped and waited for when the program ends.
+
+    Python would end it in the middle of a call, which C++ inside NumPy answers by aborting the process.
+    """
+    _ENDED[thread] = stop
+
+
+@atexit.register
+def _end_threads() -> None:
+    alive = [(thread, stop) for thread, stop in tuple(_ENDED.items()) if thread.is_alive()]
+    for _, stop in alive:
+        stop()
+    for thread, _ in alive:
+        thread.join(_END_S)

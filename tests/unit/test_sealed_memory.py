@@ -378,3 +378,24 @@ def test_what_was_raw_when_it_was_pickled_is_sealed_later() -> None:
         sealed, closed = sealed_segments(pair.memory, "obs.camera")
         assert sealed == closed
         pair.check_all()
+
+
+AT_THE_END = """
+import atexit, threading
+atexit.register(lambda: print([thread.name for thread in threading.enumerate() if thread.name == "holdall-sealer"]))
+import numpy as np, holdall
+from gymnasium import spaces
+
+memory = holdall.ReplayMemory(spaces.Box(0, 255, (84, 84), np.uint8), spaces.Discrete(2), 10_000, budget=None)
+frames = np.random.default_rng(0).integers(0, 4, (2, 1, 84, 84), np.uint8)
+done = np.zeros(1, bool)
+while not memory.report().backlog:
+    memory.add(frames[0], np.zeros(1, np.int64), np.zeros(1), frames[1], done, done)
+    frames = np.roll(frames, 1, axis=-1)
+"""
+
+
+def test_a_program_ends_its_worker_before_python_does() -> None:
+    """Python ends threads in the middle of a call, and C++ inside NumPy then aborts the process."""
+    done = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[]", "")

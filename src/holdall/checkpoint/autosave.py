@@ -25,7 +25,7 @@ from holdall.checkpoint.objects import Objects
 from holdall.checkpoint.waiting import JobThread, Waiting
 from holdall.errors import CheckpointError, ClosedError, HoldallError
 from holdall.storage import Extent, SegmentFile
-from holdall.threads import left
+from holdall.threads import end_before_python, left
 
 if TYPE_CHECKING:
     from holdall.checkpoint.save import SaveHandle
@@ -84,6 +84,7 @@ class Autosave:
         self._stopped = threading.Event()
         arguments = (weakref.ref(owner), save, write_ahead, interval, owner.next_id, self._stopped)
         self._thread = threading.Thread(target=_run_autosave, args=arguments, name="holdall-autosave", daemon=True)
+        end_before_python(self._thread, self._stopped.set)
         self._thread.start()
 
     def stop(self) -> None:

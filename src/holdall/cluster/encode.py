@@ -17,6 +17,7 @@ import ray
 
 from holdall import storage
 from holdall.schema import Array, Bytes, Leaf, Schema
+from holdall.threads import end_before_python
 
 ROW_BYTES = 256
 """Observation leaves up to this size are sent as rows, obs and next_obs: cutting them into slices saves nothing."""
@@ -288,7 +289,9 @@ class SharedCodecs:
             return
         self._codecs[key] = None
         work = (key, np.concatenate(self._samples.pop(key)))
-        threading.Thread(target=self._choose, args=work, name="holdall-codec", daemon=True).start()
+        thread = threading.Thread(target=self._choose, args=work, name="holdall-codec", daemon=True)
+        end_before_python(thread)
+        thread.start()
 
     def _choose(self, key: _Key, slices: Bytes) -> None:
         """Ask for the codec of a field, and choose one if there is none; if that fails, it is tried again later."""

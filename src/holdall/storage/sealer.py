@@ -28,6 +28,7 @@ from holdall.storage.codec_choice import BlockSample, choose, choose_quickly
 from holdall.storage.layout import Window
 from holdall.storage.seal_queue import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
 from holdall.storage.slices import FrozenBlock
+from holdall.threads import end_before_python
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
@@ -220,13 +221,13 @@ class Sealer:
         if self._process != os.getpid():  # the parent's worker is not here, and holds its locks for ever
             self._busy, self._queue.begun = threading.Lock(), ()
             self._work.choosing, self._process = None, os.getpid()
-        self._thread = threading.Thread(
-            target=self._work.run,
-            args=(self._busy,),
-            name="holdall-sealer",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._work.run, args=(self._busy,), name="holdall-sealer", daemon=True)
+        end_before_python(self._thread, self._queue.stop)
         self._thread.start()
+
+
+class _StoppedError(Exception):
+    """The worker is to end: what it was choosing is not needed."""
 
 
 class _Work:
@@ -286,6 +287,8 @@ class _Work:
         try:
             self._do(job)
             queue.failure = "" if job.spill else queue.failure
+        except _StoppedError:
+            pass
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             if failure != queue.failure:
@@ -421,6 +424,8 @@ class _Work:
     def _see_to_others(self) -> None:
         """Seal blocks that came while a codec is chosen, if somebody waits for room; first the one it is chosen for."""
         queue, job = self._queue, self.choosing
+        if queue.stopped:
+            raise _StoppedError
         if not (queue.is_pressed and self.seals_quickly):
             return
         if job is not None and job in queue.begun and not job.again:

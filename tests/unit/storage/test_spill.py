@@ -30,7 +30,9 @@ from holdall.storage.records import (
     unpack_dictionary,
     unpack_slices,
 )
-from holdall.storage.spill import SpillFolder
+from holdall.storage.spill import SpillFolder, _take_lock
+
+LOCKS = Path("/proc/locks")
 
 COUNT, SIZE = 12, 700
 CODERS: list[Coder] = [PortableCoder()]
@@ -356,3 +358,27 @@ def test_nobody_else_enters_the_folder_whatever_the_umask(coder: Coder, tmp_path
     assert path.stat().st_mode & 0o777 == 0o700
     assert files_in(tmp_path / "spill")[0].stat().st_mode & 0o777 == 0o644 & ~mask
     folder.close()
+
+
+@pytest.mark.skipif(not LOCKS.exists(), reason="this system does not say who waits for a lock")
+def test_a_lock_whose_file_was_replaced_meanwhile_is_none(tmp_path: Path) -> None:
+    """Who sweeps a folder deletes its lock; who waited for that one would lock nothing that others see."""
+    fcntl = pytest.importorskip("fcntl")
+    lock, raised = tmp_path / "lock", threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(FileNotFoundError):
+            _take_lock(tmp_path, is_patient=True)
+        raised.set()
+
+    with lock.open("w") as swept:
+        fcntl.flock(swept, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        inode = f":{lock.stat().st_ino} "
+        while not any("->" in line and inode in line for line in LOCKS.read_text(encoding="ascii").splitlines()):
+            assert waiting.is_alive()
+        lock.unlink()
+        lock.touch()
+    waiting.join(60)
+    assert raised.is_set()
