@@ -7,6 +7,7 @@ command line, 3 something was found.
 from __future__ import annotations
 
 import json as json_
+import math
 import os
 from collections.abc import Iterable
 from enum import StrEnum
@@ -104,9 +105,9 @@ def _check(files: list[Path], named: list[Path], settings: engine.LintSettings, 
 
 
 def _idle_cores() -> int:
-    """Return how many cores there are that nobody uses, at most a few."""
+    """Return how many cores there are that nobody uses all the time, at most a few."""
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return max(1, min(_MOST_PROCESSES, round(usable_cores() - busy)))
+    return max(1, min(_MOST_PROCESSES, math.ceil(usable_cores() - busy)))
 
 
 def check_in_processes(
