@@ -92,7 +92,7 @@ class BaseMemory(SavedMemory):
         return self._open().next_tick * self.num_envs
 
     def drain(self) -> None:
-        """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
+        """Wait until no block waits to be compressed or spilled; for measurements and tests."""
         with self._locked():
             sealer = self._whole().sealer
         sealer.drain()

@@ -144,7 +144,7 @@ FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
          + LOOP},
         [20_000 * (4 * FRAME * 4 + 112)],
     ),
-    "states that are made anew for both ends of a step": (
+    "states that are made twice, for both ends of a step": (
         {"train.py": "import gymnasium as gym\nimport numpy as np\nfrom collections import deque\n"
          "env = gym.make('CarRacing-v3')\nframe, _ = env.reset()\nframes = deque([frame[..., 0]] * 4, maxlen=4)\n"
          "def stacked(frames):\n    return np.stack(frames, axis=0)\nmemory = deque(maxlen=50_000)\nwhile True:\n"

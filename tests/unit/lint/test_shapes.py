@@ -80,6 +80,8 @@ def test_the_bytes_are_those_that_numpy_takes(expression: str) -> None:
 @pytest.mark.parametrize("text", [
     "np.tile(state, (1_000_000_000, 1, 1))", "np.dot(np.zeros((10**6, 4)), np.zeros((4, 10**6)))",
     "np.zeros((10**6, 1)) + np.zeros((1, 10**6))", "state.reshape(5, 5)", "state[0, 0, 0, 0]",
+    "np.array_split(np.zeros(11), 200_000_000)[0]", "np.diff(np.zeros(11), 3_000_000_000)",
+    "np.pad(np.zeros((4, 4)), ((0, 2_000_000_000), (0, 0)))",
 ])  # fmt: skip
 def test_what_is_too_large_to_try_or_refused_is_not_known(text: str, tmp_path: Path) -> None:
     assert findings(tmp_path, f"{START}\nmemory.append(({text}, 0, 1.0))\n") in ([], [ROWS * 10**12 * 8 + ROWS * 112])
@@ -91,3 +93,8 @@ def test_an_axis_that_is_not_known_stays_unknown(tmp_path: Path) -> None:
     assert findings(tmp_path, START + "\nmemory.append((cv2.resize(unknown, (84, 84)), 0))\n") == []
     assert findings(tmp_path, START + "\nx = torch.zeros(1, unknown, 84, 84)\nmemory.append((x, 0))\n") == []
     assert findings(tmp_path, START + "\nx = torch.zeros(84 * 84, *unknown)\nmemory.append((x, 0))\n") == []
+
+
+def test_a_part_of_a_large_array_is_tried_without_its_memory(tmp_path: Path) -> None:
+    made = "\nmemory.append((np.ravel(np.zeros((10**6, 10**6))), 0, 1.0))\n"
+    assert ROWS * (8 * 10**12 + 112) in findings(tmp_path, START + made)

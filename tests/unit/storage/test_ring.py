@@ -87,7 +87,7 @@ def test_where_nothing_is_shared_the_ring_is_paired(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_second_ring_counts_for_what_a_limit_sets_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rows take when all have come is known anew as soon as next observations have rows of their own."""
+    """What rows take when all have come is counted again as soon as next observations have rows of their own."""
     monkeypatch.setattr(ring, "_UNSHARED_BEFORE_PAIRING", 4)
     stream = vectors(Mishaps(foreign_next=1.0))
     memory = ReplayMemory(stream.observation_space, stream.action_space, 100, stream.num_envs)

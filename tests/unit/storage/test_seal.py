@@ -135,7 +135,7 @@ def append(segments: Segments, tick: int, obs: list[Any], next_obs: list[Any]) -
 def wait_until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE_S
     while not holds():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "waited for ever"
         time.sleep(0.002)
 
 

@@ -184,7 +184,7 @@ def _is_replay(container: ListValue, limit: int | None) -> bool:
         return (container.length or 0) >= MANY
     if not container.is_deque:
         if limit is None and 0 < (container.length or 0) < MANY:
-            return False  # it is made anew, and never gets longer
+            return False  # it is made again each time, and never gets longer
         return bool(_BUFFER.search(container.name)) and not _SHORT.search(container.name)
     if limit is not None:
         return limit >= MANY

@@ -24,6 +24,8 @@ from holdall.tools.lint.source.values import ArrayValue, ListValue, best_array, 
 _LENGTHS = (11, 13)  # that an axis is tried with if it is not known
 _MOST_ELEMENTS = 2**21
 _LONGEST_LIST = 64
+_MOST_ROUNDS = 1024
+_ROUND_BY_ROUND = {"split", "array_split", "diff"}  # numpy goes through a loop of its own, as long as is asked for
 
 _FUNCTIONS = frozenset({
     "reshape", "transpose", "moveaxis", "swapaxes", "rollaxis", "squeeze", "expand_dims", "flip", "fliplr", "flipud",
@@ -158,10 +160,14 @@ def _checked(name: str, values: list[Any]) -> None:
     """Refuse what would make something large."""
     sizes = [one.size for one in values if isinstance(one, np.ndarray)]
     sizes += [sum(np.size(inner) for inner in one) for one in values if isinstance(one, list | tuple)]
-    numbers = [n for one in values for n in (one if isinstance(one, list | tuple) else [one]) if isinstance(n, int)]
+    numbers = [abs(number) for number in _numbers(values)]
     total = sum(sizes)
-    if name in {"tile", "repeat", "pad"}:
-        total *= prod(max(abs(number), 1) + 1 for number in numbers)
+    if name in _ROUND_BY_ROUND and max(numbers, default=0) > _MOST_ROUNDS:
+        raise _NotKnownError
+    if name in {"tile", "repeat"}:
+        total *= prod(max(number, 1) + 1 for number in numbers)
+    elif name == "pad":
+        total = prod(side + 2 * max(numbers, default=0) for side in np.shape(values[0]))
     elif name == "dot":
         total = prod(sizes)
     elif name not in _SAME_MEMORY and name not in {"broadcast_to", "squeeze", "expand_dims", "swapaxes", "moveaxis"}:
@@ -171,6 +177,15 @@ def _checked(name: str, values: list[Any]) -> None:
         return  # a view
     if total > _MOST_ELEMENTS or (name in _REDUCING and 0 in sizes):
         raise _NotKnownError
+
+
+def _numbers(values: Any) -> Iterator[int]:
+    """Return the whole numbers among arguments, also those in pairs of pairs."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _numbers(value)
+        elif isinstance(value, int):
+            yield value
 
 
 def _broadcast_size(shapes: list[tuple[int, ...]]) -> int:
@@ -200,7 +215,7 @@ def call(name: str, values: list[Any], named: Mapping[str, Any], node: object, i
             given = _axes_together(plain, given)
         extra = {_keyword(key): trial.argument(one) for key, one in named.items()
                  if key not in {"dtype", "out", "casting", "order", "interpolation", "device", "copy"}}  # fmt: skip
-        if plain == "flatten":
+        if plain in {"flatten", "ravel"}:  # numpy would copy what is spread out
             return given[0].reshape(_flattened(given, extra) if is_torch else -1)
         if is_torch and plain == "squeeze" and not _is_one(given, extra):
             return given[0]  # torch leaves an axis that is longer than 1
