@@ -25,7 +25,7 @@ from holdall.cli.conventions import AsJson, OptInt, OptPath, OptText, OptTexts, 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.bench import compare_buffers
 from holdall.tools.bench.buffer_libraries import setups_named
-from holdall.tools.bench.child_process import OnProgress
+from holdall.tools.bench import OnProgress
 from holdall.tools.bench.compare_buffers import CASES, BufferCase
 from holdall.tools.bench.run import (
     ResultWriter,

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.child_process import ChildError, OnProgress, header_of, run_task
+from holdall.tools.bench import ChildError, OnProgress, header_of, run_task
 from holdall.tools.bench.settings import BenchSettings, Calibration
 from holdall.tools.report import results
 from holdall.tools.report.json_lines import JsonLine
