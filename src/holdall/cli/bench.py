@@ -21,11 +21,10 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from holdall.cli.conventions import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
+from holdall.cli import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.bench import compare_buffers
+from holdall.tools.bench import OnProgress, compare_buffers
 from holdall.tools.bench.buffer_libraries import setups_named
-from holdall.tools.bench import OnProgress
 from holdall.tools.bench.compare_buffers import CASES, BufferCase
 from holdall.tools.bench.run import (
     ResultWriter,

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from holdall.cli.conventions import AsJson, OptText, Verbose, option
+from holdall.cli import AsJson, OptText, Verbose, option
 from holdall.errors import ArgumentError, HoldallError, MissingPackageError
 from holdall.machine import Limit, memory_limits
 from holdall.tools.bench import messages, module_command

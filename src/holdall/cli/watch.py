@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from holdall.cli.conventions import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
+from holdall.cli import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError, WatchError
 from holdall.tools.watch.agent_files import trim_process, trim_self
 from holdall.tools.watch.process_watcher import ProcessWatcher, WatchLoop, WatchPass

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.plan.buffer_layout import REPLAY_CLASSES, installed_version, parse_version
 from holdall.tools.plan.environments import (
     parse_observation,
     parse_space,
@@ -25,7 +24,14 @@ from holdall.tools.plan.environments import (
     space_from_dict,
     stacked_space,
 )
-from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Spec
+from holdall.tools.plan.spec import (
+    ALGORITHM_CLASSES,
+    ALGORITHMS,
+    REPLAY_CLASSES,
+    Spec,
+    installed_version,
+    parse_version,
+)
 
 _COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
 _SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "saves_buffer", "uses_holdall", "preloads")

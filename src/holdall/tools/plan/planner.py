@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from holdall.machine import Limit, disk, largest_mapping, memory_limits, shared_memory
-from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES, installed_version
 from holdall.tools.plan.environments import run_probe
 from holdall.tools.plan.phases import (
     FitVerdict,
@@ -29,7 +28,7 @@ from holdall.tools.plan.phases import (
     largest_phase,
     vram_phases,
 )
-from holdall.tools.plan.spec import Spec
+from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, Spec, installed_version
 from holdall.units import counted, format_bytes
 
 _LARGEST_SIZE = 1 << 40

@@ -23,7 +23,7 @@ import psutil
 
 from holdall.errors import WatchError
 from holdall.machine import held_bytes
-from holdall.tools.watch.allocators import GrowingLine, Heap, PythonObjects, heap, return_free_heap
+from holdall.tools.watch.reading import GrowingLine, Heap, PythonObjects, heap, return_free_heap
 
 _FOLDER_VARIABLE = "HOLDALL_RUNTIME_DIR"
 LARGEST_FILE_BYTES = 16 * 2**20

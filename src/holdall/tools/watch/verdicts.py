@@ -14,9 +14,9 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
-from holdall.tools.watch.allocators import GrowingLine
 from holdall.tools.watch.reading import (
     AttributedPart,
+    GrowingLine,
     MemoryReading,
     ReadingHistory,
     Trend,
