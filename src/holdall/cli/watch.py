@@ -30,6 +30,7 @@ from typer.core import TyperCommand
 
 from holdall.cli import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError, WatchError
+from holdall.tools.report import read_report
 from holdall.tools.watch.agent_files import trim_process, trim_self
 from holdall.tools.watch.process_watcher import ProcessWatcher, WatchLoop, WatchPass
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
@@ -421,8 +422,6 @@ def report(
     verbose: Verbose = False,
 ) -> None:
     """Turn a recorded run, or the results of a bench, into one HTML page that needs nothing else."""
-    from holdall.tools.report import read_report  # noqa: PLC0415  NumPy is loaded with it, and a watch is small
-
     found = read_report(file)
     if json:
         typer.echo(json_.dumps({"file": str(file), "format": found.form} | found.summary()))

@@ -4,7 +4,7 @@ import pytest
 
 from holdall.errors import ArgumentError
 from holdall.tools.bench.run import ResultWriter, rankings, read_results, runs_of
-from holdall.tools.report.results import BENCH_FORMAT as FORMAT
+from holdall.tools.report import BENCH_FORMAT as FORMAT
 from holdall.tools.report.results import TrainingRun
 
 RUN = TrainingRun("fast", "sb3", 0, "done", 100, 32, peaks={"train": 7}, rewards=(1.0,), checkpoint={"seconds": 1.0})

@@ -45,7 +45,7 @@ from holdall.tools.bench import (
 )
 from holdall.tools.bench.buffer_libraries import BUFFER_SETUPS, BufferAdapter, BufferSetup
 from holdall.tools.bench.trace import Trace, TraceStep
-from holdall.tools.report.results import BUFFERS_FORMAT
+from holdall.tools.report import BUFFERS_FORMAT
 from holdall.units import format_bytes
 
 HEADINGS = ("", "memory", "`add`", "`sample(256)`", "save", "load", "came back right")

@@ -22,8 +22,7 @@ from rich.text import Text
 from holdall.errors import ArgumentError
 from holdall.tools.bench import ChildError, OnProgress, header_of, run_task
 from holdall.tools.bench.settings import BenchSettings, Calibration
-from holdall.tools.report import results
-from holdall.tools.report.json_lines import JsonLine
+from holdall.tools.report import BENCH_FORMAT, JsonLine, results
 from holdall.units import counted, format_bytes
 
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}
@@ -43,7 +42,7 @@ def header(settings: BenchSettings, calibration: Calibration, seconds: float) ->
     """Describe what is measured, where, and how long it is expected to take."""
     measured = {"env": settings.env, "algo": settings.algo, "limit": settings.limit_bytes, "announced_seconds": seconds}
     full = {"settings": asdict(settings), "calibration": asdict(calibration)}
-    return header_of(results.BENCH_FORMAT) | measured | full
+    return header_of(BENCH_FORMAT) | measured | full
 
 
 def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
@@ -131,7 +130,7 @@ class ResultWriter:
             self._file.flush()
 
 
-def read_results(path: Path, form: str = results.BENCH_FORMAT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_results(path: Path, form: str = BENCH_FORMAT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Read a file: its header, and its other records; a last line that was cut off is passed over."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[:MAX_LINES]
