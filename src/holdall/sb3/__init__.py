@@ -15,14 +15,6 @@ from holdall.sb3.replay import ReplayBuffer
 from holdall.sb3.rollout import RolloutBuffer
 
 __all__ = [
-    "CheckpointCallback",
-    "HerReplayBuffer",
-    "LintCallback",
-    "PrioritizedDQN",
-    "PrioritizedReplay",
-    "PrioritizedReplayBuffer",
-    "ReplayBuffer",
-    "RolloutBuffer",
-    "WatchCallback",
-    "resume",
-]
+    "CheckpointCallback", "HerReplayBuffer", "LintCallback", "PrioritizedDQN", "PrioritizedReplay",
+    "PrioritizedReplayBuffer", "ReplayBuffer", "RolloutBuffer", "WatchCallback", "resume",
+]  # fmt: skip

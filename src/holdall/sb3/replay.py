@@ -31,8 +31,7 @@ from holdall.errors import ArgumentError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.sb3.arrays import BufferArrays, cast, cut_flags
-from holdall.sb3.on_device import MadeAhead, OnDevice, n_step_returns
+from holdall.sb3.buffer_parts import BufferArrays, MadeAhead, OnDevice, cast, cut_flags
 from holdall.schema import stored_space
 from holdall.storage import fresh_bytes
 from holdall.units import require_count, whole
@@ -208,7 +207,7 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
         if self.n_steps == 1:
             return of_ids(ids)
         rewards, ends = self._following(ids)
-        returns, discounts, steps = n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
+        returns, discounts, steps = _n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
         last = ids + steps * self.n_envs
         return Draw(ids, np.ones(len(ids), np.float32), last, reward=returns[:, 0], discount=discounts[:, 0])
 
@@ -227,7 +226,7 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
     def _samples(self, ids: NDArray[np.int64], env: VecNormalize | None) -> Any:
         """Gather transitions, or the n-step returns that begin with them."""
         if self._is_delivered(env):
-            return self._followed(self._recipe(ids))
+            return self._samples_on_device(self.memory.follow(self._recipe(ids), str(self.device)))
         if self.n_steps > 1:
             batch = self.memory.follow(self._recipe(ids, env))
             return self._as_samples(batch, batch.reward.reshape(-1, 1), env, batch.discount.reshape(-1, 1))
@@ -440,3 +439,24 @@ def _require_steps(n_steps: int) -> int:
             f"returns; this is {stable_baselines3.__version__}: run 'pip install -U stable-baselines3'"
         )
     return n_steps
+
+
+def _n_step_returns(
+    rewards: NDArray[np.float32], ends: NDArray[np.bool_], gamma: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """Add up the rewards of each row until its first end, in Stable-Baselines3's order of operations.
+
+    Args:
+        rewards: (batch, n), of the steps from some transitions on.
+        ends: (batch, n): last steps of episodes, and the newest step.
+
+    Returns:
+        Returns and discounts, (batch, 1); and how many steps lie between the first and the last, (batch,).
+    """
+    n = ends.shape[1]
+    last = np.where(ends.any(axis=1), ends.argmax(axis=1), n - 1)
+    counts = np.arange(n).reshape(1, -1) <= last[:, None]
+    powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
+    returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
+    discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
+    return returns, discounts, last

@@ -25,7 +25,7 @@ from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages, fallback
 from holdall.report import FieldReport, MemoryReport
-from holdall.sb3.arrays import SlotArray
+from holdall.sb3.buffer_parts import SlotArray
 from holdall.schema import Leaf
 from holdall.storage import RolloutFields
 
