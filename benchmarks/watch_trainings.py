@@ -30,8 +30,7 @@ from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
 
 from holdall.sb3 import ReplayBuffer, WatchCallback
 from holdall.tools.watch.reading import LEG_S, trace_growth
-from holdall.tools.watch.session import MemoryGuard
-from holdall.watch import start
+from holdall.watch import MemoryGuard, start
 
 BYTES_OBJECT = 33  # what Python takes for an empty one
 

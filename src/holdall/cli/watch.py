@@ -34,10 +34,10 @@ from holdall.tools.report import read_report
 from holdall.tools.watch.agent_files import trim_process, trim_self
 from holdall.tools.watch.process_watcher import ProcessWatcher, WatchLoop, WatchPass
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
-from holdall.tools.watch.session import LaunchedCommand
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
 from holdall.units import counted, format_bytes, parse_bytes
+from holdall.watch import LaunchedCommand
 
 _TARGET = "A process id; or, after --, a command to start and watch; or, with --ray, the address of Ray's head."
 _JSON = (

@@ -20,7 +20,7 @@ from holdall.sb3.checkpoint import CheckpointCallback
 from holdall.tools.lint.engine import as_line
 from holdall.tools.lint.finding import Finding, Severity
 from holdall.tools.watch.reading import GROUPS, MemoryReading
-from holdall.tools.watch.session import OnPressure, Watch, start
+from holdall.watch import OnPressure, Watch, start
 
 _MIB = 2.0**20
 _LOG = logging.getLogger("holdall")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from holdall.machine import Limit
-from holdall.tools.watch.session import LimitTracker
+from holdall.watch import LimitTracker
 
 MIB = 2**20
 

@@ -27,8 +27,7 @@ from holdall.errors import WatchError
 from holdall.machine import LINUX, disk, held_bytes, mappings, memory_limits, page_cache, peak_bytes
 from holdall.threads import usable_cores
 from holdall.tools.watch import agent_files
-from holdall.tools.watch.address_ranges import ProcessMemory
-from holdall.tools.watch.attribution import attribute_memory
+from holdall.tools.watch.attribution import ProcessMemory, attribute_memory
 from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import LIVE_OBJECTS, WatchVerdict, verdicts_for
 
