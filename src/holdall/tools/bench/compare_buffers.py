@@ -33,16 +33,8 @@ from rich.table import Table
 
 from holdall.errors import ArgumentError
 from holdall.machine import held_bytes
-from holdall.tools.bench import (
-    ChildError,
-    OnProgress,
-    emit,
-    header_of,
-    measured_save,
-    messages,
-    module_command,
-    version_of,
-)
+from holdall.tools import bench
+from holdall.tools.bench import ChildError, OnProgress
 from holdall.tools.bench.buffer_libraries import BUFFER_SETUPS, BufferAdapter, BufferSetup
 from holdall.tools.bench.trace import Trace, TraceStep
 from holdall.tools.report import BUFFERS_FORMAT
@@ -65,7 +57,7 @@ class BufferCase:
     @property
     def missing(self) -> str | None:
         """Say why it cannot be played; None: it can."""
-        return f"{self.needs} is not installed" if self.needs and version_of(self.needs) is None else None
+        return f"{self.needs} is not installed" if self.needs and bench.version_of(self.needs) is None else None
 
 
 CASES = {
@@ -91,8 +83,8 @@ def record_case(
         return case.file, transitions or len(Trace.load(case.file))
     count = transitions or 20_000
     file = folder / f"{case.name}.npz"
-    options = ("--env", case.env, "--wrapper", case.wrapper, "--stack", case.stack)
-    for message in messages(module_command("tools.bench.trace", *options, "--transitions", count, "--out", file)):
+    options = ("--env", case.env, "--wrapper", case.wrapper, "--stack", case.stack, "--transitions", count)
+    for message in bench.messages(bench.module_command("tools.bench.trace", *options, "--out", file)):
         on_progress(message["done"] / message["total"])
     return file, count
 
@@ -102,7 +94,7 @@ def measure_buffers(
 ) -> Iterator[Any]:
     """Measure everything; yield the header, then records as they come."""
     distributions = sorted({setup.distribution for setup in setups if setup.distribution != "holdall"})
-    yield header_of(BUFFERS_FORMAT, *distributions) | {"rounds": rounds}
+    yield bench.header_of(BUFFERS_FORMAT, *distributions) | {"rounds": rounds}
     with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
         for case in cases:
             if case.missing is not None:
@@ -157,7 +149,7 @@ def _measure_round(
 ) -> dict[str, Any]:
     task = {"setup_name": setup.name, "file": str(file), "transitions": count, "checks": checks}
     found: dict[str, Any] = {}
-    for message in messages(module_command("tools.bench.compare_buffers", json.dumps(task))):
+    for message in bench.messages(bench.module_command("tools.bench.compare_buffers", json.dumps(task))):
         found = message.get("result", found)
         if "done" in message:
             on_progress(message["done"] / message["total"])
@@ -346,7 +338,7 @@ def measure(setup_name: str, file: str, transitions: int, *, checks: bool) -> di
     if checks:
         found["rows"] = compare_rows(buffer, trace.repeated(), transitions).as_dict()
     with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
-        saved = measured_save(buffer.save, Path(folder))
+        saved = bench.measured_save(buffer.save, Path(folder))
         found |= {"save_s": saved["seconds"], "save_extra_bytes": saved["extra"], "file_bytes": saved["bytes"]}
         reopen = buffer.load
         buffer.close()
@@ -378,7 +370,7 @@ def _time_adds(buffer: BufferAdapter, steps: Iterator[TraceStep], transitions: i
             add(one)
         blocks.append((time.perf_counter() - start) / len(prepared))
         if begin % _EMIT_EVERY == 0:
-            emit({"done": begin, "total": transitions})
+            bench.emit({"done": begin, "total": transitions})
     del prepared
     buffer.wait()
     return float(np.median(blocks))
@@ -408,9 +400,9 @@ def _measure_load(reopen: Any, folder: Path, trace: Trace, compared: int) -> dic
 def main() -> None:
     """Read the task, measure, and print the result."""
     task = json.loads(sys.argv[1])
-    emit({"done": 0, "total": task["transitions"]})
+    bench.emit({"done": 0, "total": task["transitions"]})
     warnings.simplefilter("ignore")  # what other libraries warn of is no figure
-    emit({"result": measure(**task)})
+    bench.emit({"result": measure(**task)})
 
 
 if __name__ == "__main__":
