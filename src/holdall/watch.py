@@ -440,14 +440,11 @@ class LimitTracker:
 
     def follow(self, limits: Iterable[Limit], now: float) -> list[ApproachedLimit]:
         """Return all limits, with what is left of each and how fast it goes."""
-        return [ApproachedLimit(limit, self._spare(limit), self._rate(limit, now)) for limit in limits]
-
-    def nearest(self, limits: Iterable[Limit], now: float) -> ApproachedLimit:
-        """Return the limit that is near first, as a share of its size."""
-        return nearest_of(self.follow(limits, now))
-
-    def _spare(self, limit: Limit) -> float:
-        return limit.free_bytes - (1.0 - self._at) * limit.total_bytes
+        share = 1.0 - self._at
+        return [
+            ApproachedLimit(limit, limit.free_bytes - share * limit.total_bytes, self._rate(limit, now))
+            for limit in limits
+        ]
 
     def _rate(self, limit: Limit, now: float) -> float:
         moment, left, before = self._before.get(limit.name, (now, limit.free_bytes, 0.0))

@@ -95,7 +95,8 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
-        self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+        self.tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+        """Of the memory, and of the next one after a `reset`."""
         self.handle_timeout_termination = handle_timeout_termination
         self.prefetch, self._ahead = require_count("prefetch", prefetch, 0), MadeAhead()
         self.n_steps = _require_steps(n_steps)
@@ -148,10 +149,6 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
             done,
             cut,
         )
-        return self._ticks_added()
-
-    def _ticks_added(self) -> int:
-        """Return how many ticks were added in all, after one was."""
         return self.memory.next_id // self.n_envs
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
@@ -347,20 +344,9 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
             self.memory.extend(obs, buffer.actions[slots], buffer.rewards[slots], following, ended, cut)
         self.pos, self.full = buffer.pos, buffer.full
 
-    @property
-    def tiers(self) -> dict[str, Any]:
-        """budget, prefer and spill_dir of the memory, and of the next one after a `reset`."""
-        return self._tiers
-
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
         return self.memory.report()
-
-    def _stored_spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-        """Describe observations and actions as they are stored."""
-        stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
-        observed = spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""]  # a plain dict would be sorted
-        return observed, stored_space((self.action_dim,), self._action_dtype)
 
     def _warn_of_ignored_steps(self) -> None:
         """Warn if the model that makes this buffer wants n-step returns: it sets them up in buffers of its own only."""
@@ -384,8 +370,9 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
             frame = frame.f_back
 
     def _new_memory(self) -> ReplayMemory:
-        observed, action = self._stored_spaces()
-        settings = self._tiers | self._own_draws()
+        stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
+        observed = spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""]  # a plain dict would be sorted
+        action, settings = stored_space((self.action_dim,), self._action_dtype), self.tiers | self._own_draws()
         return ReplayMemory(observed, action, self.buffer_size * self.n_envs, self.n_envs, **settings)
 
     def _own_draws(self) -> dict[str, Any]:

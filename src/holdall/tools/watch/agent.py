@@ -149,7 +149,7 @@ class Agent:
         while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s)):
             with contextlib.suppress(OSError, WatchError):
                 agent_files.answer_trim_request()
-                if agent_files.take_trace_request():
+                if agent_files.take_request("trace"):
                     self._trace()
             silent = time.monotonic() - self.due > _SILENT_INTERVALS * self.interval_s
             if time.monotonic() >= self.due and (silent or not self._is_called_by_loop):

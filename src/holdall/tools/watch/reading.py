@@ -92,13 +92,10 @@ def python_objects() -> PythonObjects | None:
 
 def return_free_heap() -> bool:
     """Let the C library return free pages to the system; False where it cannot."""
-    library = _c_library()
-    trim = getattr(library, "malloc_trim", None)
-    if trim is None:
-        return False
-    trim.argtypes, trim.restype = (ctypes.c_size_t,), ctypes.c_int
-    trim(0)
-    return True
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    return trim is not None
 
 
 def map_blocks_from(nbytes: int) -> bool:
@@ -107,10 +104,9 @@ def map_blocks_from(nbytes: int) -> bool:
     False where it cannot. As with the threshold that moves, twice as much stays free at the end of the heap.
     """
     option = getattr(_c_library(), "mallopt", None)
-    if option is None:
-        return False
-    option.argtypes, option.restype = (ctypes.c_int, ctypes.c_int), ctypes.c_int
-    return bool(option(_M_MMAP_THRESHOLD, nbytes)) and bool(option(_M_TRIM_THRESHOLD, 2 * nbytes))
+    return (
+        option is not None and bool(option(_M_MMAP_THRESHOLD, nbytes)) and bool(option(_M_TRIM_THRESHOLD, 2 * nbytes))
+    )
 
 
 def _pymalloc_report() -> bytes:
