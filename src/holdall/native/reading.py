@@ -60,7 +60,7 @@ class ThreadPool:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or pool_threads()
         self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to the call that has `helping`
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
         self._process = 0
         self._address = 0
         self._end: weakref.finalize[Any, Any] | None = None
@@ -74,7 +74,9 @@ class ThreadPool:
         """
         helpers = min(wanted, self.threads - 1)
         self._forget_parent()
-        if helpers < 1 or not left(self._lock).acquire(blocking=False):
+        if self._lock._is_owned():  # this thread was interrupted in it
+            left(self._lock)
+        if helpers < 1 or not self._lock.acquire(blocking=False):
             yield 0, 0
             return
         try:
