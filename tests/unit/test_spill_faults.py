@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
 from holdall.native import native_kernels
+from holdall.storage import records, segment
 from holdall.storage import sealer as seal
-from holdall.storage import segment, spill
 from holdall.storage.blocks import Extent, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.tiers import Budget
@@ -51,7 +51,7 @@ def _small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def make_small(patch: pytest.MonkeyPatch) -> None:
     """Small segments, one block a file, and little room in memory, so that much is spilled soon."""
     patch.setattr(segment, "SEGMENT_BYTES", SEGMENT_BYTES)
-    patch.setattr(spill, "_FILE_BYTES", 1)
+    patch.setattr(records, "_FILE_BYTES", 1)
     patch.setattr(Budget, "closed_allowed", lambda *_: CLOSED_BYTES)
     patch.setattr(seal, "choose", lambda *_: Codec(Method.ZSTD, 3, Transform(SHAPE[0] * SHAPE[1])))
 
@@ -205,7 +205,7 @@ def test_training_goes_on_when_the_folder_is_deleted(tmp_path: Path) -> None:
         assert film.memory.first_id == 0
         assert film.memory.report().failure == ""
         assert (folder / "lock").exists(), "whoever is killed now leaves a folder that is swept"
-        spill._sweep(place)
+        records._sweep(place)
         assert list(folder.glob("*.seg")), "and who is not, one that is not"
     assert not list(place.iterdir())
 

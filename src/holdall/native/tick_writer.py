@@ -224,8 +224,8 @@ class NativeFastTick(FastTick):
 
     def _describe(self, arguments: Arguments, writer: TickWriterStruct, kept: Any) -> None:
         """Say what arguments must be and where they go, while nothing is written this way."""
-        self.fills_blocks, self._is_dict = bool(arguments.large), arguments.is_dict
-        self._keys = list(arguments.small), list(arguments.large)
+        self.fills_blocks, self.is_dict = bool(arguments.large), arguments.is_dict
+        self.small_keys, self.large_keys = list(arguments.small), list(arguments.large)
         observed = [_form(form, key) for fields in (arguments.small, arguments.large) for key, form in fields.items()]
         rest = [arguments.action, arguments.reward, *[_flags(arguments)] * 2]
         forms, packed = (ArgumentFormStruct * len(observed))(*observed), np.empty(writer.packed_bytes, np.uint8)

@@ -17,7 +17,7 @@ from holdall.errors import ArgumentError
 from holdall.machine import memory_limits
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.codec_choice import COST_CAPS
-from holdall.storage.layout import FieldLayout
+from holdall.storage.rings import FieldLayout
 from holdall.storage.slices import FrozenBlock
 from holdall.units import format_bytes, parse_bytes
 

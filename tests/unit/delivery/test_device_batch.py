@@ -29,7 +29,7 @@ from holdall.delivery.device_store import PinnedArenas
 from holdall.native import CopyPlan, SliceNamer, native_kernels, sending
 from holdall.schema import Bytes
 from holdall.storage import segment
-from holdall.storage.slices import Places
+from holdall.storage.batch_source import Places
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 from holdall.testing.oracle import as_array, map_leaves
 from holdall.testing.strategies import box
