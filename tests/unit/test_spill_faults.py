@@ -90,13 +90,13 @@ class Film:
 
     def blocks(self) -> list[SliceBlock]:
         assert self.memory._store is not None
-        return [closed.parts[0].block for closed in self.memory._store.large_segments._closed]
+        return [closed.parts[0].block for closed in self.memory._store.large_segments.closed]
 
     def extents(self) -> list[tuple[Extent, NDArray[np.int64]]]:
         """Return the blocks on disk, each with the ids that lie in it."""
         assert self.memory._store is not None
         found = []
-        for closed in self.memory._store.large_segments._closed:
+        for closed in self.memory._store.large_segments.closed:
             sealed = closed.parts[0].block.sealed
             if sealed is not None and sealed.extent is not None:
                 first = closed.first_tick

@@ -132,8 +132,8 @@ def blocks_of(memory: ReplayMemory) -> list[SliceBlock]:
     """Return the closed blocks of all fields, each once."""
     assert memory._store is not None
     segments = memory._store.large_segments
-    parts = [part for closed in segments._closed for part in closed.parts if part.log is not None]
-    going_on = {id(part.block) for part in segments._open.parts}
+    parts = [part for closed in segments.closed for part in closed.parts if part.log is not None]
+    going_on = {id(part.block) for part in segments.open.parts}
     return list({id(part.block): part.block for part in parts if id(part.block) not in going_on}.values())
 
 

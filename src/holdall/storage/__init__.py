@@ -49,7 +49,6 @@ from holdall.storage.records import (
     pack_dictionary,
     pack_slices,
     parsed,
-    records_in,
     unpack,
     unpack_dictionary,
     unpack_slices,
@@ -100,7 +99,7 @@ from holdall.storage.snapshot import (
     put_rows,
     rows_of,
 )
-from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
+from holdall.storage.store import SealedSegment, Store, pack_segment, records_in, unpack_segment
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import (
     NO_ROOM,

@@ -21,7 +21,7 @@ import struct
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -286,15 +286,6 @@ def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) ->
         return Codec(Method(method), level, transform, dictionary, group)
     key, raw_keys = (counted(head[name], _MOST_SETTING) for name in ("key", "raw_keys"))
     return Codec(Method(method - _LATER_METHODS), level, transform, dictionary, group, key, bool(raw_keys))
-
-
-def records_in(payload: bytes) -> Iterator[Record]:
-    """Read the heads of records that stand one after another."""
-    start = 0
-    while start < len(payload):
-        record = unpack(lambda first, nbytes: payload[first : first + nbytes], start, len(payload))
-        yield record
-        start += record.nbytes
 
 
 # ---------------------------------------------------------------- the disk tier

@@ -160,11 +160,6 @@ class Segments:
             self._sure_until = tick + self._ticks_that_fit(tick)
         return self._sure_until - tick
 
-    @property
-    def is_searching(self) -> bool:
-        """Whether windows are looked for in every tick."""
-        return bool(self.searches.scouts)
-
     def lengthen_logs(self) -> None:
         """Make room for one more tick in the logs of the open segment."""
         self._repair.do(self._lengthen_logs)
@@ -299,12 +294,6 @@ class Segments:
         smallest = min((window.slice_bytes for window in self.windows), default=1)
         whole = self._limit_bytes + 2 * most_in_a_tick
         return whole + whole * _TABLE_BYTES // max(smallest, _TABLE_BYTES)
-
-    def closed_ticks(self) -> tuple[int, float]:
-        """Count the ticks of closed segments, and the bytes of unique slices that each brought, as they came."""
-        ticks = sum(segment.ticks for segment in self.closed)
-        parts = [part for segment in self.closed for part in segment.parts if part.log is not None]
-        return ticks, sum(part.new_slices * part.window.slice_bytes for part in parts) / max(ticks, 1)
 
     def thaw(
         self, next_tick: int, leaves: list[Leaf], windows: Sequence[Window], segments: Sequence[Segment[ClosedPart]],

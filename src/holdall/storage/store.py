@@ -11,7 +11,7 @@ trusted: every checksum is computed, and every number is held against the others
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema
 from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock
 from holdall.storage.codec import Dictionary, stored
-from holdall.storage.records import pack_slices, records_in, unpack_slices_whole
+from holdall.storage.records import Record, pack_slices, unpack, unpack_slices_whole
 from holdall.storage.rings import CURSOR_BYTES, field_name
 from holdall.storage.saved_store import (
     ROWS,
@@ -304,6 +304,15 @@ def unpack_segment(
         for i, part in zip(segment.large, segment.parts, strict=True):
             _require_within(part, chunk.columns[f"cursors.{i}"])
     return segment
+
+
+def records_in(payload: bytes) -> Iterator[Record]:
+    """Read the heads of records that stand one after another."""
+    start = 0
+    while start < len(payload):
+        record = unpack(lambda first, nbytes: payload[first : first + nbytes], start, len(payload))
+        yield record
+        start += record.nbytes
 
 
 def _columns_like(described: Any, schema: Schema) -> Like:

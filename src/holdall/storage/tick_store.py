@@ -10,6 +10,7 @@ the segments which blocks are full or dropped, the tiers what to do with them, a
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -30,7 +31,9 @@ from holdall.storage.segment import Segments
 from holdall.storage.slices import Window, WindowScout
 from holdall.storage.snapshot import RowSnapshots
 from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, Kernels, SlicedTick, StepRuns, Tick, TickWriter
-from holdall.storage.tiers import Budget, Tiers, warn_of_small_budget
+from holdall.storage.tiers import Budget, Tiers
+
+_LOG = logging.getLogger("holdall")
 
 
 class Repair:
@@ -208,7 +211,9 @@ class TickStore:
     def write_steps(self, runs: StepRuns, first: int) -> None:
         """Write the step `first`, and those behind it that need nothing done in between."""
         (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
-        if writer.has_runs and not (runs.steps.valid is not None or self._snapshots.pending or segments.is_searching):
+        if writer.has_runs and not (
+            runs.steps.valid is not None or self._snapshots.pending or segments.searches.scouts
+        ):
             written, sliced = runs.write(first, writer, self._rings, segments, self._large)
         if not written:
             self.write(runs.steps.cut(first))
@@ -308,7 +313,10 @@ class TickStore:
             self._is_fit_known = True
             fits = self.capacity_that_fits
         if fits is not None:
-            warn_of_small_budget(fits, self._capacity_ticks * self._lanes)
+            _LOG.warning(
+                "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
+                "raise budget, name a spill_dir, or lower capacity", fits, self._capacity_ticks * self._lanes,
+            )  # fmt: skip
 
     @property
     def held(self) -> tuple[int, int]:
@@ -381,8 +389,11 @@ class TickStore:
     @property
     def _ticks_that_fit(self) -> int | None:
         segments = self.large_segments
+        ticks = sum(segment.ticks for segment in segments.closed)
+        parts = [part for segment in segments.closed for part in segment.parts if part.log is not None]
+        slice_bytes = sum(part.new_slices * part.window.slice_bytes for part in parts) / max(ticks, 1)  # as they came
         return self._tiers.ticks_that_fit(
-            self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes, *segments.closed_ticks()
+            self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes, ticks, slice_bytes
         )
 
     @property

@@ -217,7 +217,7 @@ def sealed(**options: Any) -> ReplayMemory:
 def coded(memory: ReplayMemory) -> list[NDArray[np.uint8]]:
     """Return the bytes of all sealed blocks."""
     assert memory._store is not None
-    blocks = [closed.parts[0].block for closed in memory._store.large_segments._closed]
+    blocks = [closed.parts[0].block for closed in memory._store.large_segments.closed]
     found = [block.sealed.coded.data for block in blocks if block.sealed is not None]
     return [data for data in found if isinstance(data, np.ndarray)]
 

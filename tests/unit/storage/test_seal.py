@@ -27,11 +27,11 @@ from holdall.storage.batch_source import Places
 from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, address
 from holdall.storage.codec import Codec, Method, Predictor, Transform
 from holdall.storage.saved_store import frozen_segments
-from holdall.storage.seal_queue import SealQueue
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Window
 from holdall.storage.tick_store import Repair
+from holdall.storage.tiers import SealQueue
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 

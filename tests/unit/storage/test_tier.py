@@ -32,15 +32,20 @@ class Waiting:
         self.submitted: list[FrozenBlock] = []
         self.spilled: list[FrozenBlock] = []
         self.withdrawn: set[int] = set()
+        self.waiting: dict[tuple[int, bool], FrozenBlock] = {}
 
-    def submit(self, frozen: FrozenBlock) -> None:
-        self.submitted.append(frozen)
+    def send(self, sealing: list[FrozenBlock], spilling: list[FrozenBlock]) -> None:
+        """Take what is new of the orders, and forget what is not wanted any more."""
+        orders = {(id(frozen.block), False): frozen for frozen in sealing}
+        orders |= {(id(frozen.block), True): frozen for frozen in spilling}
+        self.withdrawn |= {key[0] for key in self.waiting} - {key[0] for key in orders}
+        for key, frozen in orders.items():
+            if key not in self.waiting:
+                (self.spilled if key[1] else self.submitted).append(frozen)
+        self.waiting = orders
 
-    def spill(self, frozen: FrozenBlock) -> None:
-        self.spilled.append(frozen)
-
-    def withdraw(self, evicted: set[int]) -> None:
-        self.withdrawn |= evicted
+    def done(self, block: SliceBlock) -> None:
+        self.waiting = {key: frozen for key, frozen in self.waiting.items() if key[0] != id(block)}
 
 
 def append(segments: Segments, tick: int, obs: list[Any], next_obs: list[Any]) -> None:
@@ -86,10 +91,13 @@ class Memory:
         self.blocks: deque[SliceBlock] = deque()
 
     def forget(self, *blocks: SliceBlock) -> None:
-        self.sealer.withdraw(self.tiers.forget(blocks))
+        self.tiers.forget(blocks)
+        self.sealer.send(*self.tiers.under_way())
 
     def take_back(self, block: SliceBlock) -> None:
-        self.sealer.withdraw(self.tiers.take_back(block))
+        self.sealer.done(block)
+        self.tiers.take_back(block)
+        self.sealer.send(*self.tiers.under_way())
 
     def keep(self, frozen: FrozenBlock, raw: int, closed: int = MUCH) -> None:
         self.blocks.append(frozen.block)
@@ -99,19 +107,15 @@ class Memory:
     def settle(self, raw: int, closed: int, at_most: int | None = None, *, may_evict: bool = True) -> None:
         """Carry out what the tiers say, as a store does."""
         allowance = Allowance(raw, closed, closed if at_most is None else at_most)
-        orders = self.tiers.settle(allowance)
-        for frozen in orders.seal:
-            self.sealer.submit(frozen)
-        for frozen in orders.spill:
-            self.sealer.spill(frozen)
+        self.tiers.settle(allowance)
+        self.sealer.send(*self.tiers.under_way())
         freed = 0
         while may_evict and self.blocks and self.tiers.is_over(allowance, freed):
             oldest = self.blocks.popleft()
             self.forget(oldest)
             freed += 0 if oldest.sealed is None else oldest.sealed.disk_bytes
-        again = self.tiers.try_again()
-        if again is not None:
-            self.sealer.spill(again)
+        self.tiers.try_again()
+        self.sealer.send(*self.tiers.under_way())
 
 
 # ---------------------------------------------------------------- raw
