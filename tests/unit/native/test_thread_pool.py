@@ -263,11 +263,11 @@ def test_a_process_ends_while_threads_wait() -> None:
 
 
 def test_a_pool_has_no_more_threads_than_cores() -> None:
-    """By default as many as the process may use, four at most."""
-    assert ThreadPool().threads == min(threads.pool_threads(), 4)
+    """By default as many as the process may use, eight at most."""
+    assert ThreadPool().threads == min(threads.usable_cores(), 8)
 
 
-@pytest.mark.parametrize(("content", "number"), [("max 100000", 4), ("250000 100000", 2), ("100000 100000", 1)])
+@pytest.mark.parametrize(("content", "number"), [("max 100000", 8), ("250000 100000", 2), ("100000 100000", 1)])
 def test_a_containers_quota_counts_for_the_pools(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, number: int
 ) -> None:
@@ -282,4 +282,4 @@ def test_a_containers_quota_counts_for_the_pools(
     namer = kernels.namer()
     assert namer is not None
     assert ThreadPool().threads == number
-    assert namer.pool.threads == (16 if number == 4 else number)
+    assert namer.pool.threads == (16 if number == 8 else number)
