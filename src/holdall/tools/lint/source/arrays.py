@@ -34,7 +34,9 @@ INDEX = ArrayValue((), np.dtype(np.int64))  # what counts the rounds of a loop
 _FILLED = {"zeros", "ones", "empty", "full", "rand", "randn", "random", "uniform", "normal", "memmap"}
 _LIKE = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 _NUMBERS = {"float32", "uint8", "float64", "float16", "int64", "int32"}  # called as functions
-_FROM = _NUMBERS | {"array", "asarray", "ascontiguousarray", "tensor", "as_tensor", "from_numpy", "asanyarray"}
+_FROM = _NUMBERS | {
+    "array", "asarray", "ascontiguousarray", "tensor", "as_tensor", "from_numpy", "asanyarray", "convert_to_tensor", "constant",
+}  # fmt: skip
 _TENSORS = {
     "FloatTensor": "float32",
     "ByteTensor": "uint8",
@@ -46,7 +48,7 @@ _VIEWS = {"from_numpy", "asarray", "as_tensor", "ascontiguousarray", "asanyarray
 _NAMES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "byte": "uint8",
           "bfloat16": "float16", "short": "int16", "float_": "float64", "bool_": "bool", "int_": "int64",
           "single": "float32", "char": "int8", "long_": "int64"}  # fmt: skip
-_PACKAGES = {"numpy", "torch", "jax", "cupy"}
+_PACKAGES = {"numpy", "torch", "jax", "cupy", "tensorflow"}
 
 
 def dtype_of(value: Any, package: str = "numpy") -> np.dtype[Any] | None:
@@ -97,8 +99,11 @@ def shape_of(value: Any) -> tuple[Any, ...] | None:
 def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
     """Return what a function of an array library makes; NotImplemented if it is none that is known here."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
-    if package not in _PACKAGES or last == "prod":
+    is_other = package == "tensorflow" and (".image" in dotted or ".keras" in dotted or last[:1].isupper())
+    if package not in _PACKAGES or last == "prod" or is_other:
         return NotImplemented
+    if last == "placeholder":  # what a session will be given
+        return ArrayValue(shape_of(arguments.get(1, "shape")), dtype_of(arguments.get(0, "dtype")), frozenset({node}))
     if last in _FILLED and not (package == "numpy" and last in {"rand", "randn"} and not arguments.values):
         return _filled(interpreter, package, last, arguments, node)
     first = unwrapped(arguments.get(0, "", UNKNOWN))
@@ -120,7 +125,7 @@ def _filled(interpreter: Any, package: str, last: str, arguments: Any, node: ast
     if last in {"uniform", "normal"}:
         shape = arguments.get(2, "size", UNKNOWN)
     axes = shape_of(likely(shape)) if arguments.is_complete else None
-    default = "float32" if package == "torch" else "float64"
+    default = "float32" if package in {"torch", "tensorflow", "jax"} else "float64"
     at = {"full": 2}.get(last, 1) if package != "torch" else None
     given = arguments.get(at, "dtype", None)
     if isinstance(given, Reference) and given.last in {"object", "object_"}:
@@ -218,8 +223,10 @@ def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, 
         case "dtype":
             found = dtype_of(first)
             return UNKNOWN if found is None else found if found.names else Reference(f"numpy.{found.name}")
-        case "copy" if isinstance(first, ArrayValue):
+        case "copy" | "identity" if isinstance(first, ArrayValue):
             return first.made_by(node)
+        case "cast" if isinstance(first, ArrayValue):
+            return first.made_by(node, dtype=dtype_of(likely(arguments.get(1, "dtype"))))
         case "arange" | "linspace":
             count = whole(first) if last == "arange" else whole(arguments.get(2, "num", 50))
             return ArrayValue((count if count is not None else UNKNOWN,), np.dtype("int64"), frozenset({node}))
@@ -283,7 +290,7 @@ def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> 
             return array.made_by(node, device="cuda")
         case "cpu":
             return array.made_by(node, device="") if array.device else array
-        case "copy" | "clone" | "__array__" | "_force":
+        case "copy" | "clone" | "__array__" | "_force" | "eval":
             return array.made_by(node)
         case "numpy" | "tolist" | "detach" | "contiguous" | "requires_grad_" | "pin_memory" | "share_memory_":
             return UNKNOWN if name == "tolist" else replace(array, is_tensor=array.is_tensor and name != "numpy")

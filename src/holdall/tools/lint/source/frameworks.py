@@ -18,7 +18,7 @@ from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, Reference, SpaceInfo, algorithm_by_import, whole
 from holdall.tools.lint.source import environments
 from holdall.tools.lint.source.spaces import by_id
-from holdall.tools.lint.source.values import ClassValue, FunctionValue, InstanceValue, TableValue, known_items, likely
+from holdall.tools.lint.source.values import ArrayValue, ClassValue, FunctionValue, InstanceValue, TableValue, known_items, likely
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
 _SB3_BUFFERS = {
@@ -131,6 +131,8 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
         return None
     if name in LISTENING:
         interpreter.follow_callbacks(arguments, node)
+    if name == "run":
+        return session_result(arguments, node)
     if name == "get_env":
         return owner.attributes.get("env", UNKNOWN)
     if name == "append_transform":
@@ -139,6 +141,12 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
         if isinstance(held, Environments):
             owner.attributes["env"] = interpreter.torchrl_env = transformed(held, transform)
     return UNKNOWN
+
+
+def session_result(arguments: Any, node: ast.AST) -> Any:
+    """Return what a session of TensorFlow computes: an array like the one that stands for it in the graph."""
+    wanted = likely(arguments.get(0, "fetches"))
+    return wanted.made_by(node) if isinstance(wanted, ArrayValue) else UNKNOWN
 
 
 _HOOKS = (

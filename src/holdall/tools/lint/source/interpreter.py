@@ -13,7 +13,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from holdall.tools.lint.finding import SourceRange
@@ -26,6 +26,7 @@ from holdall.tools.lint.source.script import LONGEST_CONDITION, Script, conditio
 from holdall.tools.lint.source.values import (
     MOST_CANDIDATES,
     MOST_SETTINGS,
+    ArrayValue,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -36,6 +37,7 @@ from holdall.tools.lint.source.values import (
     candidates_of,
     carried,
     either,
+    grouped_settings,
     joined_names,
     known_items,
     length_of,
@@ -405,7 +407,11 @@ class Interpreter(Functions):
         else:
             over = self.value(node.iter)
             times = length_of(over)
-            self.assign(node.target, self.item_of_loop(over))
+            groups = grouped_settings(over)
+            for one in groups[:-1]:
+                self.assign(node.target, self.item_of_loop(one))
+                self.block(node.body)
+            self.assign(node.target, self.item_of_loop(groups[-1]))
         self.rounds, replaced = (*self.rounds, times), self.arrays_replaced
         self.block(node.body)
         changed = [n for n in facts.carried if n in before and before[n] is not self.scope.names.get(n, before[n])]
@@ -433,6 +439,8 @@ class Interpreter(Functions):
             items = list(over)
         if items is None and isinstance(over, ListValue):
             return one_of((item, "") for item in over.items) if over.items else UNKNOWN
+        if isinstance(over, ArrayValue) and over.shape and len(over.shape) > 1:
+            return replace(over, shape=over.shape[1:])
         if items is None and isinstance(over, OneOf):
             return one_of(((self.item_of_loop(one), text) for one, text in candidates_of(over)), MOST_SETTINGS)
         if not items:

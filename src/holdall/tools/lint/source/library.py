@@ -207,7 +207,8 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
             if several and all(several):
                 return ListValue(pairs := [tuple(one) for one in zip(*several, strict=False)], len(pairs))
             lengths = [length_of(one) for one in values]
-            return ListValue([], min(lengths) if lengths and None not in lengths else None)  # type: ignore[type-var]
+            sample = tuple(interpreter.item_of_loop(one) for one in values)
+            return ListValue([sample], min(lengths) if lengths and None not in lengths else None)  # type: ignore[type-var]
         case "enumerate":
             items = known_items(first)
             if items is not None:

@@ -21,6 +21,7 @@ from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 MOST_CANDIDATES = 6
 MOST_SETTINGS = 32  # tables of settings that a loop tries
 _MOST_COMBINATIONS = 32
+_MOST_GROUPS = 4  # of settings that a loop tries
 _LONGEST_DEQUE = 16  # whose items are written out: a stack of frames
 Path = tuple[str, ...]
 """The conditions under which a line is reached, from the outside in."""
@@ -313,6 +314,21 @@ def length_of(value: Any) -> int | None:
     if isinstance(value, ArrayValue):
         return whole(value.shape[0]) if value.shape else None
     return len(value) if isinstance(value, tuple | str | list) else None
+
+
+def grouped_settings(over: Any) -> list[Any]:
+    """Split tables of settings that a loop goes through by the words and flags in them, which a program branches on."""
+    items = known_items(over) or []
+    tables = [one[-1] if isinstance(one, tuple) and one else one for one in items]
+    if len(tables) < 2 or not all(isinstance(one, TableValue) for one in tables):
+        return [over]
+    keys = {key for one in tables for key, value in one.items() if isinstance(value, str | bool)}
+    rows = {key: [str(one.get(key)) for one in tables] for key in sorted(map(str, keys))}
+    chosen = [row for row in rows.values() if len(set(row)) < min(len(row), _MOST_GROUPS + 1)]
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for index, item in enumerate(items):
+        groups.setdefault(tuple(row[index] for row in chosen), []).append(item)
+    return [over] if not 1 < len(groups) <= _MOST_GROUPS else [ListValue(one, len(one)) for one in groups.values()]
 
 
 def put(table: dict[Any, Any], key: object, value: Any, made: Path, here: Path) -> None:
