@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
     for (_, limit), groups in beside.items():
         items = sorted(map(_fullest, groups), key=lambda one: -_size(one.detail["item"]))
         parts = [part for one in items for part in _parts_once(one.detail["item"])]
-        arrays = _distinct([array for part in parts for array in leaf_arrays(part)])
+        arrays = _distinct(_alike([array for part in parts for array in leaf_arrays(part)]))
         known = [(one, one.nbytes) for one in arrays if one.nbytes and one.shape]  # a number is no array of its own
         if not known:
             continue
@@ -172,6 +173,20 @@ def _fullest(group: list[Any]) -> Any:
 
 def _size(item: Any) -> int:
     return sum(array.nbytes or 0 for array in leaf_arrays(item))
+
+
+def _alike(arrays: list[ArrayValue]) -> list[ArrayValue]:
+    """Give an array of which an axis is not known the shape of one beside it that has the known axes: both are seen."""
+    largest = max(arrays, key=lambda one: one.nbytes or 0, default=None)
+    if largest is None or (largest.nbytes or 0) < _LEAST_STATE:
+        return arrays
+    known = [whole(axis) for axis in largest.shape or ()]
+
+    def like(one: ArrayValue) -> bool:
+        axes = [whole(axis) for axis in one.shape or ()]
+        return one.nbytes is None and one.dtype == largest.dtype and [a for a in axes if a is not None] == known
+
+    return [replace(one, shape=largest.shape) if like(one) else one for one in arrays]
 
 
 def _distinct(arrays: list[ArrayValue]) -> list[ArrayValue]:

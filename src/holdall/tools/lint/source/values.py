@@ -336,7 +336,7 @@ def put(table: dict[Any, Any], key: object, value: Any, made: Path, here: Path) 
     further = here[len(made) :] if here[: len(made)] == made else ()
     if further and key not in table and (value is None or value is UNKNOWN):
         return  # an option that was not given is not passed on
-    if further and key in table and not _is_same(table[key], value):
+    if further and key in table and table[key] is not value:
         value = one_of([(table[key], ""), (value, " and ".join(further))])
     table[key] = value
 
