@@ -132,7 +132,7 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
         items = sorted(map(_fullest, groups), key=lambda one: -_size(one.detail["item"]))
         parts = [part for one in items for part in _parts_once(one.detail["item"])]
         arrays = _distinct(_alike([array for part in parts for array in leaf_arrays(part)]))
-        known = [(one, one.nbytes) for one in arrays if one.nbytes and one.shape]  # a number is no array of its own
+        known = [(one, one.kept) for one in arrays if one.nbytes and one.shape]  # a number is no array of its own
         if not known:
             continue
         is_whole = known[0][1] >= _LEAST_STATE or not any(_has_unknown(one.detail["item"]) for one in items)

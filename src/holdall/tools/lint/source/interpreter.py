@@ -27,6 +27,7 @@ from holdall.tools.lint.source.values import (
     MOST_CANDIDATES,
     MOST_SETTINGS,
     ArrayValue,
+    BoundMethod,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -56,6 +57,11 @@ _CAPACITY = re.compile(
 _MOST_NAMED = 32  # rounds of a loop that are followed one by one
 _ENDS = {"sys.exit", "os._exit"}
 _FOLLOWED = InstanceValue | ClassValue | FunctionValue | ModuleValue
+
+
+def _is_callable(item: Any) -> bool:
+    first = item[0] if isinstance(item, tuple) and item else item
+    return isinstance(first, ClassValue | FunctionValue | Reference | BoundMethod)
 
 
 @dataclass(eq=False, slots=True)
@@ -391,8 +397,9 @@ class Interpreter(Functions):
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
         facts = self.loop_facts(node)
-        if facts.by_name and isinstance(node, ast.For) and (items := known_items(self.value(node.iter))):
-            for item in items[:_MOST_NAMED]:  # one after the other
+        items = known_items(self.value(node.iter)) if isinstance(node, ast.For) and (facts.by_name or facts.carried) else None
+        if items and (facts.by_name or any(map(_is_callable, items))):  # wrappers, one around the other
+            for item in items[:_MOST_NAMED]:
                 self.assign(node.target, item)
                 self.block(node.body)
             return

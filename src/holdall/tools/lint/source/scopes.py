@@ -450,6 +450,9 @@ class Names:
                     by_name = by_name or getattr(part.func, "id", getattr(part.func, "attr", "")) in _NAMING
                 elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
                     counted.add(part.target.id)
+                elif type(part) is ast.Assign and isinstance(part.targets[0], ast.Name):  # read before it is assigned
+                    _, stores = first.setdefault(part.targets[0].id, ([], []))
+                    stores.append((part.end_lineno or 0, part.end_col_offset or 0))
                 if isinstance(part, ast.Name):
                     at = (part.lineno, part.col_offset)
                     is_load = isinstance(part.ctx, ast.Load)

@@ -287,7 +287,17 @@ def item(array: ArrayValue, index: Any, node: object = None) -> Any:
         return held[chosen]
 
     found = _tried(attempt, node)
-    return found if isinstance(found, ArrayValue) else replace(array, shape=None)
+    if not isinstance(found, ArrayValue):
+        return replace(array, shape=None)
+    is_part = found.origins == array.origins and _is_fixed_part(index)
+    return replace(found, held=array.kept) if is_part else found
+
+
+def _is_fixed_part(index: Any) -> bool:
+    """Whether an index cuts the same part out of every array: not one of many rows, nor a window that moves."""
+    parts = index if isinstance(index, tuple) else (index,)
+    bounds = [one for part in parts if isinstance(part, slice) for one in (part.start, part.stop, part.step)]
+    return not isinstance(parts[0], int) and bool(bounds) and all(one is None or isinstance(one, int) for one in bounds)
 
 
 def calculated(op: ast.operator, left: Any, right: Any, node: object) -> Any:

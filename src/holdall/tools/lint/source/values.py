@@ -37,6 +37,7 @@ class ArrayValue:
     device: str = ""
     shared_frames: int = 1  # of a stack whose frames are objects of their own, shared with the stacks around it
     is_tensor: bool = False  # of torch
+    held: int = 0  # bytes that a part of another array keeps alive: all of that one
 
     @property
     def nbytes(self) -> int | None:
@@ -47,9 +48,14 @@ class ArrayValue:
         known = [axis for axis in axes if axis is not None and axis >= 0]
         return prod(known) * self.dtype.itemsize if len(known) == len(axes) else None
 
+    @property
+    def kept(self) -> int:
+        """Bytes that are in memory as long as the array is; 0 if they are not known."""
+        return max(self.nbytes or 0, self.held) if self.nbytes else 0
+
     def made_by(self, node: object, **changes: Any) -> ArrayValue:
         """Return an array in memory of its own, which a copy or a calculation made."""
-        return replace(self, origins=frozenset({node}), shared_frames=1, **changes)
+        return replace(self, origins=frozenset({node}), shared_frames=1, held=0, **changes)
 
 
 @dataclass(eq=False, slots=True)
