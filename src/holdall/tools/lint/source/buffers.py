@@ -142,9 +142,12 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
             for one, _ in known
         )
         group = next(group for group in groups if items[0] in group)
+        made = group[0].value.node  # of several that one line adds to, each stands where it is made
+        is_one_of = sum(other[0].node is group[0].node for other in appended.values()) > 1
+        node = made if is_one_of and interpreter.was_reached(made) else group[0].node
         yield PlainBuffer(
             title=group[0].value.name or "deque", rows=limit, nbytes=limit * per_item, fields=fields,
-            place=interpreter.place(group[0].node), condition=" and ".join(group[0].path), is_container=True,
+            place=interpreter.place(node), condition=" and ".join(group[0].path), is_container=True,
             is_buffer=True, is_exact=is_whole and all(one.shape is not None for one in arrays),
         )  # fmt: skip
 
@@ -223,8 +226,8 @@ def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
         return None
     action = acted.leaves[0] if isinstance(acted, SpaceInfo) else Leaf("", (0,), np.dtype(np.uint8))
     options = {
-        name: given.get(None, name, default)
-        for name, default in (("optimize_memory_usage", False), ("handle_timeout_termination", True))
+        name: given.get(at, name, default)
+        for at, name, default in ((5, "optimize_memory_usage", False), (6, "handle_timeout_termination", True))
     }
     try:
         if "Rollout" in last:

@@ -121,6 +121,8 @@ class Expressions(Names):
         """Return the result of an operator."""
         if isinstance(left, ArrayValue) or isinstance(right, ArrayValue):
             return library.calculated(op, left, right, node)
+        if isinstance(op, ast.Add) and isinstance(left, InstanceValue):
+            return self.special(left, "__add__", right)
         if isinstance(op, ast.Mult) and (repeated := _repeated(left, right)) is not None:
             return repeated
         if isinstance(op, ast.Add) and isinstance(left, tuple | ListValue) and isinstance(right, tuple | ListValue):

@@ -108,7 +108,7 @@ def _resized(image: Any, size: Any, node: ast.AST, dtype: Any = None, channels_f
         sides = _shorter_side(known[-2:], whole(size) or 0)
     if sides is None:
         return ArrayValue(None, dtype, frozenset({node}))
-    wanted = dtype or (image.dtype if isinstance(image, ArrayValue) else _UINT8)
+    wanted = dtype or (image.dtype if isinstance(image, ArrayValue) else None) or _UINT8
     tensor = isinstance(image, ArrayValue) and image.is_tensor
     if channels_first:
         shape = (*(known[:-2] if known else (UNKNOWN,)), *sides[:2])
