@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from holdall.schema import Bytes, Leaf
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates
-from holdall.storage.layout import Window
 
 if TYPE_CHECKING:
     from holdall.storage.blocks import Coder, SealedSlices
+    from holdall.storage.slices import Window
 
 Training = tuple[int, dict[str, int]]
 

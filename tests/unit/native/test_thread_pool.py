@@ -20,10 +20,10 @@ from holdall import threads
 from holdall.errors import DamageError
 from holdall.native import NativeKernels, ThreadPool, compiled_library, native_kernels, reading
 from holdall.schema import Bytes, Leaf
+from holdall.storage.batch_source import Places
 from holdall.storage.blocks import reserve
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.layout import Window
-from holdall.storage.slices import ClosedPart, Places
+from holdall.storage.slices import ClosedPart, Window
 
 LIBRARY = compiled_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="threads wait in the compiled loops")

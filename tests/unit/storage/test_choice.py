@@ -32,7 +32,7 @@ from holdall.storage.codec_choice import (
     measure_together,
     train,
 )
-from holdall.storage.layout import Window
+from holdall.storage.slices import Window
 
 CODERS: list[Any] = [
     pytest.param(chosen_kernels().coder, id="chosen"),
