@@ -41,7 +41,7 @@ def random_rows(leaf: Leaf, leading: tuple[int, ...], generator: np.random.Gener
         if leaf.dtype.itemsize in _RARE_BITS:
             unsigned = rows.view(f"u{leaf.dtype.itemsize}")
             unsigned[where == 1] = _RARE_BITS[leaf.dtype.itemsize] + generator.integers(0, 256)
-    return rows.reshape(*leading, *leaf.shape)
+    return rows.reshape((*leading, *leaf.shape))
 
 
 @dataclass(frozen=True, slots=True)
