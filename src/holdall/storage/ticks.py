@@ -141,7 +141,7 @@ class StepsLeft:
         """Go on behind the last tick that the store counts: all since `before` are these steps."""
         while (done := store.next_tick - before) < self._count:
             store.write_steps(self._runs, done)
-            if store.sealer.is_crowded:
+            if store.sealer is not None and store.sealer.is_crowded:
                 break
         self._written = store.next_tick - before
 
@@ -155,11 +155,6 @@ class FlatField(NamedTuple):
     rows: Array
     following: Array | None  # the ring of next observations, if they have one of their own
     is_observation: bool
-
-    @property
-    def tick_bytes(self) -> int:
-        """Bytes of a tick in one ring."""
-        return int(self.rows[0].nbytes)
 
 
 class SlicedTick(NamedTuple):
@@ -175,20 +170,11 @@ NOT_CONTINUED, NO_ROOM = 0, -1
 
 
 class TickWriter(ABC):
-    """Writes all fields of a tick in one step, and counts the ticks: the count alone says what is held.
+    """Writes all fields of a tick in one step, and counts the ticks: the count alone says what is held."""
 
-    Args:
-        flat: The fields in rings, in the order in which a tick brings them.
-        next_tick: Number of the tick that is written next.
-        first_tick: Number of the first one ever: it continues nothing.
-    """
-
-    def __init__(self, flat: Sequence[FlatField], ring_ticks: int, first_tick: int) -> None:
-        self.flat = tuple(flat)
-        self.ring_ticks = ring_ticks
-        self.first_tick = first_tick
-
-    next_tick: int
+    flat: tuple[FlatField, ...]  # the fields in rings, in the order in which a tick brings them
+    first_tick: int  # number of the first one ever: it continues nothing
+    next_tick: int  # number of the one that is written next
     pause_tick: int  # before this tick is written, there is more to do than a short way does
 
     @abstractmethod
