@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import left
 from holdall.checkpoint import Restored, RowsKey, SavedMemory, Snapshot
 from holdall.delivery import (
     Batches,
@@ -33,7 +34,6 @@ from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.sampling import Sampler
 from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, on_host, require_held
 from holdall.storage import Budget, Kernels, Rows, StepsLeft, Store, StoreContent, Tick, last_rows
-from holdall.threads import left
 
 
 class BaseMemory(SavedMemory):

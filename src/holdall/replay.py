@@ -22,6 +22,7 @@ from holdall.batch import Batch, Draw, of_ids
 from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, SavedDraws
 from holdall.errors import ArgumentError
 from holdall.json_state import generator_of
+from holdall.machine import pool_threads
 from holdall.native import chosen_kernels, fallback
 from holdall.report import LIVING, MemoryReport
 from holdall.resets import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
@@ -37,7 +38,6 @@ from holdall.sampling import (
 )
 from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
 from holdall.storage import Budget, SpillFolder, StepsLeft, Store, steps_in
-from holdall.threads import pool_threads
 from holdall.units import require_count, whole
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from holdall.background import tell_of_forks
 from holdall.native.library import (
     KEPT_MEMORIES,
     MOST_DIMENSIONS,
@@ -48,7 +49,6 @@ from holdall.storage import (
     Repair,
     address,
 )
-from holdall.threads import tell_of_forks
 
 _MOST_ARGUMENTS = 32
 """Observation fields that arguments.c has room for."""

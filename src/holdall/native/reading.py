@@ -20,7 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import left
 from holdall.errors import DamageError
+from holdall.machine import pool_threads
 from holdall.native.library import (
     MOST_DIMENSIONS,
     CompressionLibraries,
@@ -32,7 +34,6 @@ from holdall.native.library import (
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Array, Bytes
 from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices
-from holdall.threads import left, pool_threads
 
 _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
