@@ -1,6 +1,7 @@
 """Reading: batches are filled with observations by gather.c, and slices decoded by decode.c, without the GIL.
 
-In:  places, or numbers of slices.  Out: rows of bytes. Ids of slots are drawn here, too.
+In:  places, or numbers of slices.  Out: rows of bytes. Ids of slots are drawn here, too, and arrays whose axes were
+transposed are described to C.
 Invariant: every thread decodes with a context and scratch memory of its own. Nothing outside the blocks that the
 places hold is read: C checks every index, and one that is wrong is a `DamageError`.
 """

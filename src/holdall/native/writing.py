@@ -1,6 +1,6 @@
 """Writing: ticks become unique slices by append.c, and blocks of slices are compressed by encode.c, without the GIL.
 
-In:  contiguous arrays, whose sizes are checked here.  Out: parts of the open segment, and sealed slices.
+In:  arrays, whose sizes are checked here.  Out: ticks written and counted, parts of the open segment, sealed slices.
 Invariant: a slice that was numbered never moves; what is sealed has the bytes that numpy_codec.py reads, too.
 """
 

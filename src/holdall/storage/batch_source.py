@@ -1,4 +1,4 @@
-"""What batches are read from: a table of where short rows lie, and all of it, for who draws and copies at once.
+"""What batches are read from: places of large fields, a table of short rows, and all of it for who draws at once.
 
 In:  where the fields of a memory lie.  Out: columns of rows; or a function that draws rows and returns new arrays.
 Invariant: what is drawn and returned is what the general way draws and returns. Whatever changes where fields lie ends

@@ -1,4 +1,4 @@
-"""Flat rings: the small fields of a transition, addressed by tick.
+"""Flat rings: the small fields of a transition, addressed by tick; and which fields are small.
 
 In:  rows of every lane, tick by tick.  Out: rows of given ticks and lanes.
 Invariant: the row of tick t stands at t modulo the ring's length, which is one more than the
@@ -219,8 +219,9 @@ class Rings:
             return None
         forms = {i: ((self.lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
         return Arguments(
-            action=(self.action[0].shape[1:], self.action[0].dtype),
-            reward=(self.reward.shape[1:], self.reward.dtype),
+            rest=[
+                (ring.shape[1:], ring.dtype) for ring in (self.action[0], self.reward, self.terminated, self.truncated)
+            ],
             small={keys[i]: forms[i] for i in self.small},
             large={keys[i]: forms[i] for i in large},
             is_dict=is_dict,

@@ -1,9 +1,9 @@
-"""Parts: what one segment holds of one large field.
+"""Slices: how observations are cut so that they overlap (windows), and what a segment holds of a field (parts).
 
 In:  observations and next observations of all lanes, as rows of bytes, tick by tick.
-Out: a cursor per transition, and a record from which kernels read the observations back.
-Invariant: an observation is a range of its lane's log. It continues the last one only where
-the bytes say so; where they do not, it is written whole. A closed part never changes.
+Out: a window; a cursor per transition, and a record from which kernels read the observations back.
+Invariant: a window is a proposal. An observation is a range of its lane's log, and continues the last one only where
+the bytes say so; else it is written whole: a wrong window costs memory, never truth. A closed part never changes.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
     write(tick)      rings and segments take a tick; blocks that are full go to the tiers
     read(ids)        rows of small fields, and places of large ones
 
-What is done with all of it at once, for checkpoints, pickles and shards, is in store.py.
+What is done with all of it at once is in saved_store.py, for checkpoints and pickles, and in store.py, for shards.
 Invariant: what is read under an id is, bit for bit, what was written under it. Control goes one way: the store asks
 the segments which blocks are full or dropped, the tiers what to do with them, and the sealer what became of them.
+A signal handler may raise between any two instructions: a tick is then written whole or not at all, and everything else
+that a call was in the middle of is undone or finished by the next call, see `Repair`.
 """
 
 from __future__ import annotations
@@ -313,8 +315,10 @@ class TickStore:
             self.repair.run()
             sealer = self._sealer()
             for block, sealed, _, is_again in sealer.collect():
-                if sealed is not None:
-                    self._tiers.exchange(block, partial(self.large_segments.seal, block, sealed), is_again=is_again)
+                if sealed is not None and is_again:
+                    self._tiers.exchange_again(block, partial(self.large_segments.seal, block, sealed))
+                elif sealed is not None:
+                    self.large_segments.seal(block, sealed)
                 if not is_again:  # then it may be on its way to disk
                     self._tiers.take_back(block)
             # Nothing leaves here: ids that the caller was just given must stay good until it adds more.

@@ -1,9 +1,8 @@
-"""Ticks: one `add` on its way in, checked, and written in one step.
+"""Ticks: one `add` on its way in, checked; and the contracts of the loops that write and read them.
 
-In:  a user's arguments.  Out: ticks whose arrays fit; all fields of a tick written together, and counted.
-Invariant: what does not fit is refused before anything is written. A signal handler may raise between any two
-instructions: a tick is then written whole or not at all, and everything else that a call was in the middle of is undone
-or finished by the next call, see `Repair`.
+In:  a user's arguments.  Out: ticks whose arrays fit; steps of an `extend`, several at once.
+Invariant: what does not fit is refused before anything is written. Storage knows loops only as `Kernels`, `TickWriter`
+and `FastTick`, which native/ implements: compiled, and in NumPy.
 """
 
 from __future__ import annotations
@@ -219,8 +218,7 @@ Form = tuple[tuple[int, ...], np.dtype[Any]]
 class Arguments(NamedTuple):
     """What the arguments of an `add` must be to be written as they are."""
 
-    action: Form
-    reward: Form
+    rest: list[Form]  # action, reward, terminated, truncated
     small: dict[str, Form]  # observations in rings, by key; "" is the key of one that is no Dict
     large: dict[str, Form]
     is_dict: bool
