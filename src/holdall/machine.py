@@ -24,8 +24,6 @@ _COUNTED = {
 }  # fmt: skip
 """The lines of smaps that are read, and where they are added up."""
 _HEXADECIMAL = frozenset(bytes([digit]) for digit in b"0123456789abcdef")
-
-
 _MOST_THREADS = 8
 """Decoding a batch still gains from so many; four copy raw slices as fast, see RAW_HELPERS in C."""
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")

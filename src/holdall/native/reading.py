@@ -369,6 +369,9 @@ def number_function(generator: Any) -> tuple[int, int]:
     return ctypes.cast(interface.next_uint32, ctypes.c_void_p).value or 0, interface.state_address
 
 
+# ---------------------------------------------------------------- arrays that are transposed
+
+
 class DenseLayout:
     """How C walks through an array whose elements fill its memory, but in another order.
 

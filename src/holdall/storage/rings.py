@@ -30,24 +30,17 @@ if TYPE_CHECKING:
 
 TINY_BYTES = 256
 """Observation fields up to this size always lie in a flat ring: nothing beats it."""
-
-
 _SMALL_BYTES = 4096
 """Fields up to this size lie in a flat ring, unless a window is found in their first steps, or a budget is small."""
-
-
 CURSOR_BYTES = 4
 """What a transition of a field in segments takes beside them: where it lies there."""
-
-
 _FEWEST_TICKS = 2
 """What the smallest segment has to hold."""
-
-
 FLAG = Leaf("", (), np.dtype(np.bool_))
-
-
 _REWARD_BYTES = 8
+
+
+# ---------------------------------------------------------------- which fields lie where
 
 
 class FieldLayout(NamedTuple):
@@ -81,6 +74,9 @@ def row_bytes(schema: Schema, small: Iterable[Leaf]) -> int:
     """Count the bytes of a transition in rings, if each of the small fields lies there once."""
     leaves = (*schema.action.leaves, *schema.extras.leaves, *small)
     return sum(leaf.nbytes for leaf in leaves) + prod(schema.reward_shape) * _REWARD_BYTES + 3 * FLAG.nbytes
+
+
+# ---------------------------------------------------------------- rings
 
 
 class Rows(NamedTuple):

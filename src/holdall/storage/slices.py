@@ -29,29 +29,22 @@ Cursors = NDArray[np.uint32]
 
 NEXT_IS_WHOLE = np.uint32(1 << 31)
 """Set in a cursor whose next observation does not continue the window but follows it."""
-
-
 _DIRECT_BYTES = 32
 """Slices up to this size lie in the log itself: a number would cost as much."""
 _REUSE_THAT_PAYS = 0.25
 """Share of known slices from which on the next segment goes on in the same block."""
 _FIRST_LOG_ROWS = 64
-
-
 _ENOUGH = 8
 """Informative pairs after which a window may be named."""
-
-
 _PATIENCE = 32
 """Informative pairs after which the search is given up."""
-
-
 _AGREEMENT = 0.75
 """Share of the pairs that a window must explain; resets and skipped steps are the rest."""
-
-
 _PAIRS_PER_TICK = 4
 """Lanes looked at in one tick: more of them would say the same."""
+
+
+# ---------------------------------------------------------------- windows
 
 
 def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
@@ -195,6 +188,9 @@ class WindowScout:
             *_, axis, step = min(explaining)
             self.finding = Window.along(self._leaf, axis, step)
         self.done = bool(explaining) or self._pairs >= _PATIENCE
+
+
+# ---------------------------------------------------------------- parts
 
 
 def lies_direct(window: Window) -> bool:
