@@ -16,8 +16,8 @@ import numpy as np
 import ray
 
 from holdall import storage
+from holdall.background import end_before_python
 from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.threads import end_before_python
 
 ROW_BYTES = 256
 """Observation leaves up to this size are sent as rows, obs and next_obs: cutting them into slices saves nothing."""
