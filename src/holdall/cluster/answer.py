@@ -212,7 +212,7 @@ class Deliverer:
 
     def __init__(self, schema: Schema, kernels: Kernels, device: str | None, large: Sequence[int]) -> None:
         self._leaves = schema.observation.leaves
-        self.blocks = BatchBlocks({i: self._leaves[i] for i in large})
+        self.blocks = BatchBlocks(block_leaves(schema, large))
         assembler = ObservationAssembler(kernels, 1 << 62, 1)
         self._room = assembler.staging
         self._batches = HostBatches(schema, assembler, Delivery(device, schema.leaves))
@@ -452,6 +452,11 @@ class BatchBlocks:
         """Bytes kept for the next batches."""
         with self._lock:
             return sum(len(block) for block, _ in self._spare)
+
+
+def block_leaves(schema: Schema, large: Sequence[int]) -> dict[int, Leaf]:
+    """Return the observation leaves that lie in a block: all, where any is large; small ones alone travel as well."""
+    return dict(enumerate(schema.observation.leaves)) if large else {}
 
 
 def block_bytes(leaves: Iterable[Leaf], rows: int) -> int:

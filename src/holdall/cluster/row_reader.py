@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall import storage
-from holdall.cluster.answer import BlockPlace, Pair, block_bytes, pairs_in
+from holdall.cluster.answer import BlockPlace, Pair, block_bytes, block_leaves, pairs_in
 from holdall.schema import Bytes, Leaf, Schema
 
 _KEPT_FROM = 0.05
@@ -23,6 +23,8 @@ _KEPT_FROM = 0.05
 _NEWLY_DECODED = 16
 """Segments that one answer decodes and keeps so."""
 _SLICES, _SEALED = (storage.RECORD_FIELDS.index(name) for name in ("slices", "sealed"))
+_BlockPart = tuple[dict[int, Pair], slice, NDArray[np.int64] | None]
+"""A batch in a block, which rows of an answer are its, and where they go in it; None: they are all of it."""
 
 
 class DecodedSegments:
@@ -90,11 +92,11 @@ class ShardReader:
         self, schema: Schema, large: Sequence[int], kernels: storage.Kernels, decoded_bytes: int = 0,
         neighbours: int = 1,
     ) -> None:  # fmt: skip
-        self._leaves = {i: schema.observation.leaves[i] for i in large}
+        self._leaves = schema.observation.leaves
         self._kernels = kernels
         self._threads = kernels.new_pool(max(1, (os.cpu_count() or 1) // neighbours))
         self._kept = DecodedSegments(kernels.coder, decoded_bytes)
-        self._blocks = OpenedBlocks(self._leaves)
+        self._blocks = OpenedBlocks(block_leaves(schema, large))
 
     def read(self, found: storage.Rows, counts: Sequence[int], blocks: Sequence[BlockPlace]) -> storage.Rows:
         """Return rows with all of their observations; those that could be written to blocks are not among them.
@@ -108,22 +110,34 @@ class ShardReader:
             return found._replace(large=())
         if places.awaits_files:
             storage.bring_places(places)
-        opened = [pairs for place in blocks if (pairs := self._blocks.pairs(place)) is not None]
-        is_shared, small = bool(blocks) and len(opened) == len(blocks), dict(found.small)
+        parts, small = self._opened(counts, blocks), dict(found.small)
         for field, i in enumerate(found.large):
             leaf, kept = self._leaves[i], self._kept.instead(places, field)
-            if not is_shared:
+            if not parts:
                 count = len(found.reward)
                 obs, next_obs = np.empty((2, count, *leaf.shape), leaf.dtype)
                 small[i] = obs, next_obs
                 self._fill(small[i], leaf, kept)
                 continue
-            end = 0
-            for pairs, count, place in zip(opened, counts, blocks, strict=True):
-                begin, end = end, end + count
-                rows = np.frombuffer(place.positions, np.int64).copy() if place.positions else None
-                self._fill(pairs[i], leaf, _part(kept, slice(begin, end), rows))
-        return found._replace(small=small, large=(), places=None)
+            for pairs, some, rows in parts:
+                self._fill(pairs[i], leaf, _part(kept, some, rows))
+        for pairs, some, rows in parts:
+            for i, sides in found.small.items():
+                for side, part in zip(pairs[i], sides, strict=True):
+                    side[slice(None) if rows is None else rows] = part[some]
+        return found._replace(small={} if parts else small, large=(), places=None)
+
+    def _opened(self, counts: Sequence[int], blocks: Sequence[BlockPlace]) -> list[_BlockPart]:
+        """Return where the rows of every batch are written; nothing if one of the blocks is not within reach."""
+        parts, end = list[_BlockPart](), 0
+        for place, count in zip(blocks, counts if blocks else (), strict=True):
+            pairs = self._blocks.pairs(place)
+            if pairs is None:
+                return []
+            rows = np.frombuffer(place.positions, np.int64).copy() if place.positions else None
+            begin, end = end, end + count
+            parts.append((pairs, slice(begin, end), rows))
+        return parts
 
     def _fill(self, pair: Pair, leaf: Leaf, places: storage.Places) -> None:
         """Decode rows of one field to where they belong in a batch."""
