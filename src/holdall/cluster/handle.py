@@ -19,7 +19,6 @@ import ray
 
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
-from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, checked, together
 from holdall.cluster.protocol import ShardCounters, asked
 from holdall.cluster.roster import NAMESPACE, WaitNotice
@@ -33,6 +32,7 @@ from holdall.native import chosen_kernels, fallback
 from holdall.report import FieldReport, MemoryReport
 from holdall.sampling import ComposedSampler, Hindsight, Sampler
 from holdall.schema import as_ids
+from holdall.storage import sliced_leaves
 from holdall.units import require_count
 
 _ASK_AGAIN_S = 0.005

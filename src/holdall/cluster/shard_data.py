@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from holdall import storage
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
 from holdall.cluster.answer import Answer, AnswerPacker, BlockPlace, Payload, RowDraw
-from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.row_reader import ShardReader
@@ -62,7 +61,9 @@ class ShardData:
         self._lock = lock
         self._kernels = chosen_kernels()
         decoded_bytes = memory_limits()[0].free_bytes // _SHARE_OF_AVAILABLE // neighbours
-        self._reader = ShardReader(self._schema, sliced_leaves(self._schema), self._kernels, decoded_bytes, neighbours)
+        self._reader = ShardReader(
+            self._schema, storage.sliced_leaves(self._schema), self._kernels, decoded_bytes, neighbours
+        )
         self._packer = AnswerPacker()
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[storage.Codec, storage.Codec] = {}
@@ -83,7 +84,7 @@ class ShardData:
             self._lock,
             storage.Budget.of(None, "balanced", 1),
             first_tick=first_row,
-            large=sliced_leaves(self._schema),
+            large=storage.sliced_leaves(self._schema),
         )
         return self.store
 

@@ -22,7 +22,7 @@ import numpy as np
 import ray
 import xxhash
 
-from holdall.cluster.encode import Encoder, SharedCodecs
+from holdall.cluster.encode import SharedCodecs
 from holdall.cluster.protocol import (
     GoneError,
     SegmentStream,
@@ -37,7 +37,7 @@ from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
 from holdall.schema import Schema
-from holdall.storage import Tick, pack_segment
+from holdall.storage import Encoder, Tick, pack_segment
 
 _SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01
@@ -88,7 +88,7 @@ class LaneGroup:
         self._roster, self._kernels = address.roster(), chosen_kernels()
         count = schema.num_envs
         self.encoder = Encoder(schema, count, max(1, _SEGMENT_ROWS // count), self._kernels)
-        self._codecs = SharedCodecs(self._roster, self._kernels.coder, self.encoder.leaves, count, address.prefer)
+        self._codecs = SharedCodecs(self._roster, self._kernels.coder, self.encoder, count, address.prefer)
         self._generator = np.random.default_rng()
         self._home = -1  # the shard on which it stays while episodes go on
         self.streams: dict[int, SegmentStream] = {}
@@ -122,7 +122,7 @@ class LaneGroup:
         if self.streams.get(stream.number) is not stream:  # its shard was closed or lost while a grant was waited for
             stream = self._roomy()
         self.waited_s += time.monotonic() - start
-        codecs, rows = self._codecs.of(self.encoder.fields), self.encoder.rows
+        codecs, rows = self._codecs.of_fields(), self.encoder.rows
         stays = self._address.stay_rows and not self.encoder.ends_episodes
         self._home, self._first = stream.number if stays else -1, -1
         payload = pack_segment(self.encoder.close(codecs), self._kernels.coder)

@@ -67,6 +67,7 @@ from holdall.storage.records import (
 from holdall.storage.remote_file import AwaitedFile, Demand, bring, bring_places, bring_slices
 from holdall.storage.rings import Rows
 from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
+from holdall.storage.sealed_segment import Encoder, SealedSegment, pack_segment, sliced_leaves, unpack_segment
 from holdall.storage.segment import SEGMENT_BYTES
 from holdall.storage.slices import (
     NEXT_IS_WHOLE,
@@ -97,7 +98,7 @@ from holdall.storage.snapshot import (
     rows_of,
 )
 from holdall.storage.spill import SpillFolder
-from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
+from holdall.storage.store import Store
 from holdall.storage.ticks import (
     NO_ROOM,
     NOT_CONTINUED,
