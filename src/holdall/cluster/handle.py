@@ -24,7 +24,7 @@ from holdall.cluster.protocol import ShardCounters, asked
 from holdall.cluster.roster import NAMESPACE, WaitNotice
 from holdall.cluster.security import join_cluster, require_safe_cluster
 from holdall.cluster.status import Cluster, Gauges, ShardStatus
-from holdall.cluster.writer import Address, Writer
+from holdall.cluster.writer import Address, Writer, roster_of
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, schema_of
@@ -320,7 +320,7 @@ def attach(
         require_safe_cluster()
     else:
         join_cluster(address, NAMESPACE)
-    find_roster = functools.partial(Address.roster_of, name)  # which refuses a memory that was closed
+    find_roster = functools.partial(roster_of, name)  # which refuses a memory that was closed
     terms: MemoryTerms = asked(find_roster, "terms", patience_s=_ROSTER_S, timeout_s=None)
     if sampler is not None or isinstance(terms.sampler, Hindsight):
         terms = replace(terms, sampler=_same(terms.sampler, sampler))

@@ -263,7 +263,9 @@ class ShardList:
 
 
 @dataclass(slots=True)
-class _SentSegment:
+class SentSegment:
+    """A segment on its way to a shard."""
+
     sequence: int
     payload: bytes
     rows: int
@@ -287,7 +289,7 @@ class SegmentStream:
         self._writer = writer
         self._survives = survives
         self._patience_s = patience_s
-        self._under_way: deque[_SentSegment] = deque()
+        self.under_way: deque[SentSegment] = deque()
         self.sequence = 0  # of the next segment
         self._epoch = -1
         self._credits = 1
@@ -302,28 +304,23 @@ class SegmentStream:
     def inserted(self) -> int:
         """Transitions that the shard ever took, as far as is known, with those under way."""
         taken = 0 if self.counters is None else self.counters.inserted
-        return taken + sum(segment.rows for segment in self._under_way)
-
-    @property
-    def unacknowledged_bytes(self) -> int:
-        """Bytes of the segments under way."""
-        return sum(len(segment.payload) for segment in self._under_way)
+        return taken + self.unacknowledged_rows
 
     @property
     def unacknowledged_rows(self) -> int:
         """Rows of the segments under way."""
-        return sum(segment.rows for segment in self._under_way)
+        return sum(segment.rows for segment in self.under_way)
 
     @property
     def has_room(self) -> bool:
         """Whether the shard allows another segment under way."""
-        return len(self._under_way) < self._credits
+        return len(self.under_way) < self._credits
 
     def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
         """Send a segment; it is kept until the shard has acknowledged it."""
-        segment = _SentSegment(self.sequence, payload, rows, lease)
+        segment = SentSegment(self.sequence, payload, rows, lease)
         self.sequence += 1
-        self._under_way.append(segment)
+        self.under_way.append(segment)
         if self._is_unsure:
             self.poll()
         else:
@@ -331,11 +328,11 @@ class SegmentStream:
 
     def flush(self) -> None:
         """Wait until every segment is acknowledged."""
-        left, since = len(self._under_way), time.monotonic()
-        while self._under_way:
+        left, since = len(self.under_way), time.monotonic()
+        while self.under_way:
             self.poll(min(1.0, self._patience_s))
-            if len(self._under_way) < left:
-                left, since = len(self._under_way), time.monotonic()
+            if len(self.under_way) < left:
+                left, since = len(self.under_way), time.monotonic()
             elif time.monotonic() - since > self._patience_s:
                 raise self.silence()
 
@@ -351,18 +348,17 @@ class SegmentStream:
             "way are kept: call flush() to try again"
         )
 
-    def take_back(self) -> list[tuple[bytes, int]]:
+    def take_back(self) -> deque[SentSegment]:
         """Give up the segments that were not acknowledged, of a shard that is gone with all that it held."""
-        left = [(segment.payload, segment.rows) for segment in self._under_way]
-        self._under_way.clear()
+        left, self.under_way = self.under_way, deque()
         return left
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Go on with what the shard said meanwhile; wait so long for its next word at most."""
         if self._is_unsure:
             self._ask(wait_s)
-        while self._under_way and not self._is_unsure:
-            oldest = self._under_way[0]
+        while self.under_way and not self._is_unsure:
+            oldest = self.under_way[0]
             if not ray.wait([oldest.call], timeout=wait_s)[0]:
                 return
             wait_s = 0.0
@@ -375,15 +371,15 @@ class SegmentStream:
                 return
             self._hear(ack, oldest)
 
-    def _hear(self, ack: Ack, oldest: _SentSegment) -> None:
+    def _hear(self, ack: Ack, oldest: SentSegment) -> None:
         """Take over what the shard said of the oldest segment."""
         self._credits, self.counters = max(1, ack.credits), ack.counters
         if ack.kind is AckKind.ACCEPTED:
-            self._under_way.popleft()
+            self.under_way.popleft()
             if oldest.lease >= 0:
                 self._roster.end_insert.remote(oldest.lease, self.number, ack.counters)
         elif ack.kind is AckKind.REFUSED:
-            self._under_way.popleft()
+            self.under_way.popleft()
             self._number_from(oldest.sequence)
             self._doubt(None)
             raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.reason}")
@@ -401,7 +397,7 @@ class SegmentStream:
     def _ask(self, wait_s: float) -> None:
         """Ask which segment the shard expects, once no call runs that could still be accepted; go on from there."""
         if self._question is None:
-            calls = [segment.call for segment in self._under_way if segment.call is not None]
+            calls = [segment.call for segment in self.under_way if segment.call is not None]
             if calls and time.monotonic() < self._settled_by:
                 ready, _ = ray.wait(calls, num_returns=len(calls), timeout=wait_s)
                 if len(ready) < len(calls):
@@ -430,19 +426,19 @@ class SegmentStream:
         self._epoch, self._credits, self.counters = ack.counters.epoch, max(1, ack.credits), ack.counters
         if lost_all:
             self._number_from(ack.expected)
-        while self._under_way and self._under_way[0].sequence < ack.expected:
-            self._under_way.popleft()
+        while self.under_way and self.under_way[0].sequence < ack.expected:
+            self.under_way.popleft()
         if ack.kind is AckKind.CLOSED:
             raise ShardClosedError(f"shard {self.number} takes nothing more")
         self._is_unsure, self._trouble = False, ""
-        for segment in self._under_way:
+        for segment in self.under_way:
             self._call(segment)
 
     def _number_from(self, sequence: int) -> None:
         self.sequence = sequence
-        for segment in self._under_way:
+        for segment in self.under_way:
             segment.sequence, self.sequence = self.sequence, self.sequence + 1
 
-    def _call(self, segment: _SentSegment) -> None:
+    def _call(self, segment: SentSegment) -> None:
         header = SegmentHeader(self._writer, self._epoch, segment.sequence)
         segment.call = self._shard.insert.remote(header, segment.payload)
