@@ -24,9 +24,9 @@ from holdall import checkpoint
 from holdall.cluster.fleet import ClusterSettings, Fleet, shared
 from holdall.cluster.handle import MemoryHandle, MemoryTerms
 from holdall.cluster.learner import saved_by
-from holdall.cluster.roster import RateLimit
+from holdall.cluster.roster import Address, RateLimit
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.writer import Address, LaneGroup, Writer
+from holdall.cluster.writer import LaneGroup, Writer
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory

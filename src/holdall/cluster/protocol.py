@@ -63,13 +63,6 @@ def rows_of(ids: Ids) -> Ids:
     return ids & _ROW_MASK
 
 
-def whole(value: Any, most: int) -> int:
-    """Return a whole number that was received, if it is one within bounds."""
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{value!r} is no count up to {most}")
-    return value
-
-
 class ShardCounters(NamedTuple):
     """One shard at one moment."""
 

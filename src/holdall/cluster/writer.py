@@ -16,7 +16,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -31,9 +32,8 @@ from holdall.cluster.protocol import (
     ShardCounters,
     ShardList,
     is_newer,
-    received,
 )
-from holdall.cluster.roster import NAMESPACE, RateLimit, WaitNotice
+from holdall.cluster.roster import Address, wait_for_grant
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
@@ -41,36 +41,8 @@ from holdall.schema import Bytes, Schema
 from holdall.threads import end_before_python
 
 _SEGMENT_ROWS = 128
-_ASK_AGAIN_S = 0.01
 _WAIT_S = 0.05
 _LOG = logging.getLogger("holdall")
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a memory is, for writers and learners in other processes."""
-
-    words: dict[str, Any]  # of the schema
-    name: str  # of the roster; a handle in its place could not be had again by an actor that is restarted
-    survives: bool  # whether shards hold after a restart what they acknowledged
-    prefer: str
-    patience_s: float  # of a process that asks something
-    writer_patience_s: float  # of writers, whose error comes when Ray has given a machine up
-    limit: RateLimit | None = None
-    stay_rows: int = 0  # rows after which a writer may leave a shard within an episode; 0: after every segment
-    lane_groups: int = 1  # in which a writer's lanes go to the shards, as episodes of a group stay on one
-
-    def roster(self) -> Any:
-        """Find the roster."""
-        return roster_of(self.name)
-
-
-def roster_of(name: str) -> Any:
-    """Find the roster of a memory."""
-    try:
-        return ray.get_actor(name, NAMESPACE)
-    except ValueError as error:
-        raise ShardError(f"the memory {name} is not there; was it closed?") from error
 
 
 class LaneGroup:
@@ -169,17 +141,9 @@ class LaneGroup:
         if limit is None:
             return -1
         limit.require("block", rows * limit.samples_per_insert)
-        notice = WaitNotice("add")
-        while True:
-            try:
-                lease: int | None = ray.get(self._roster.lease_insert.remote(rows), timeout=self._address.patience_s)
-                if lease is not None:
-                    return lease
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                self._address.roster()  # it refuses a memory that was closed
-            notice.give(lambda: received(self._roster.limiter.remote(), self._address.patience_s))
-            time.sleep(_ASK_AGAIN_S)
-            self._each(SegmentStream.poll)  # what has arrived does not count as under way any more
+        ask, poll = partial(self._address.ask, self._roster), partial(self._each, SegmentStream.poll)
+        # What has arrived meanwhile does not count as under way any more.
+        return int(wait_for_grant("add", ask, "lease_insert", rows, poll))
 
     @contextmanager
     def _rerouting(self, stream: SegmentStream) -> Iterator[None]:
@@ -289,7 +253,7 @@ class SharedCodecs:
         thread.start()
 
     def _choose(self, key: _Key, slices: Bytes) -> None:
-        """Ask for the codec of a field, and storage.choose one if there is none; if that fails, it is tried again later."""
+        """Ask for the codec of a field, and choose one if there is none; if that fails, it is tried again later."""
         (field, window), asked = key, json.dumps([key[0], key[1].words()])
         try:
             words = ray.get(self._roster.codec.remote(asked))

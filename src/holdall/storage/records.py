@@ -23,8 +23,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError, DamageError, NewerFormatError
-from holdall.json_state import counted, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
-from holdall.schema import Array, Bytes, Leaf
+from holdall.json_state import counted, decode_state, dtype_of, encode_state, malformed_refused
+from holdall.schema import Array, Bytes, Leaf, dtype_name
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform
 from holdall.storage.layout import Window
