@@ -197,11 +197,11 @@ class _OpenField:
     """One sliced leaf of the segment that is being filled."""
 
     def __init__(self, kernels: Kernels, window: Window, lanes: int, ticks: int, leaf: Leaf) -> None:
-        self.leaf, self.window = leaf, window
+        self.leaf, self.window, size = leaf, window, window.slice_bytes
+        together = max(1, min(8, 2**18 // size))
+        self._plain = Codec(Method.ZSTD, 1, Transform(size), None, together)
         arena_bytes = (ticks + 1) * 2 * lanes * leaf.nbytes
-        self.part = kernels.new_part(
-            window, lanes, kernels.new_block(window.slice_bytes, reserve(arena_bytes)), arena_bytes
-        )
+        self.part = kernels.new_part(window, lanes, kernels.new_block(size, reserve(arena_bytes)), arena_bytes)
 
     @property
     def raw(self) -> Bytes:
@@ -217,8 +217,7 @@ class _OpenField:
         if codec is not None and codec.transform.slice_bytes == size:
             sealed = coder.seal(raw, codec)
         if sealed is None:
-            together = max(1, min(8, 2**18 // size))
-            sealed = coder.seal(raw, Codec(Method.ZSTD, 1, Transform(size), None, together))
+            sealed = coder.seal(raw, self._plain)
         assert sealed is not None  # without a palette
         # Behind the end of a short lane's log stand numbers of older segments, which nothing points to.
         log = np.minimum(closed.log, closed.log.dtype.type(len(raw) - 1))
