@@ -68,18 +68,13 @@ class MemoryHandle:
         self.schema = schema_of(self._address.words)
         self.num_envs, self.name = self.schema.num_envs, self._address.name
         self._deliverer = Deliverer(self.schema, chosen_kernels(), device, sliced_leaves(self.schema))
-        self._device = device
-        self._lock = threading.RLock()
-        self._closed = False
+        self._device, self._lock, self._closed = device, threading.RLock(), False
         self._asked: tuple[int, BatchesAhead] | None = None  # by `sample`: rows of a batch, and what draws them
         self._metrics = Gauges("learner", memory=self.name)
-        patience_s = self._address.patience_s
         self._cluster = Cluster(self._address, learner)
         self._writer = Writer(self._address, self.num_envs)
-        self._drawing = Drawing(
-            self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss, patience_s
-        )
-        self._priorities = Priorities(self._cluster, self.sampler, patience_s)
+        self._drawing = Drawing(self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss)
+        self._priorities = Priorities(self._cluster, self.sampler)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the name: a copy is a handle of its own, in whatever process it is."""

@@ -12,14 +12,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from holdall.cluster.slots import LocalSlots, RemoteSlots, folders_at, slots_at
-from holdall.errors import CheckpointError, DamageError, FencedError, HoldallError
+from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.json_state import counted, malformed_refused
 from holdall.storage import SealedSegment, pack, records_in
 
@@ -265,20 +266,12 @@ _OWNED_S = 5.0
 _LOG = logging.getLogger("holdall")
 
 
-@dataclass(slots=True)
-class Staged:
+class Staged(NamedTuple):
     """A segment on its way to the journal."""
 
     entry: Entry
     segment: SealedSegment
-    done: threading.Event = field(default_factory=threading.Event)
-    error: HoldallError | None = None
-
-    def wait(self) -> None:
-        """Return when the segment can be drawn; raise if it never will be."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
+    done: Future[None]  # when it can be drawn; or never will be
 
 
 class Committer:
@@ -293,15 +286,10 @@ class Committer:
         self, journal: Journal, next_row: int, apply: Callable[[list[Staged]], int],
         priorities: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.journal = journal
-        self._apply = apply
-        self._priorities = priorities
-        self._priorities_due = 0.0
-        self._next_row = next_row
+        self.journal, self._apply, self._priorities = journal, apply, priorities
+        self._next_row, self._commits, self._priorities_due = next_row, 0, 0.0
         self._staged: list[Staged] = []
-        self._changed = threading.Condition()
-        self._writing = threading.Lock()
-        self._commits = 0
+        self._changed, self._writing = threading.Condition(), threading.Lock()
         self.backlog = 0  # bytes
         self.trouble = ""  # why nothing is written, as long as that lasts
         self.fenced: FencedError | None = None  # as soon as another shard has the journal
@@ -351,8 +339,7 @@ class Committer:
                 self.fenced = error
         with self._changed:
             for each in self._staged:
-                each.error = self.fenced
-                each.done.set()
+                each.done.set_exception(self.fenced)
 
     def _taken(self) -> list[Staged]:
         with self._changed:

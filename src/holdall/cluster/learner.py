@@ -102,15 +102,13 @@ class Drawing:
 
     Args:
         policy: What is done while a shard does not answer, see `ReplayMemory`.
-        patience_s: Seconds after which a shard that says nothing counts as lost.
     """
 
     def __init__(
-        self, cluster: Cluster, deliverer: Deliverer, sampler: Sampler,
-        generator: np.random.Generator, policy: str, patience_s: float,
+        self, cluster: Cluster, deliverer: Deliverer, sampler: Sampler, generator: np.random.Generator, policy: str
     ) -> None:  # fmt: skip
         self._cluster, self._deliverer, self._sampler, self.generator = cluster, deliverer, sampler, generator
-        self._policy, self._patience_s, self._lock = policy, patience_s, threading.Lock()
+        self._policy, self._lock, self._patience_s = policy, threading.Lock(), cluster.patience_s
         self.updates = 0  # how often this handle has sent something that draws depend on
 
     def state(self) -> tuple[Any, ...] | None:
@@ -266,9 +264,10 @@ def _away(shards: list[int], why: str) -> ShardError:
     )
 
 
-def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any], patience_s: float) -> dict[int, Checkpoint]:
+def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any]) -> dict[int, Checkpoint]:
     """Wait for the checkpoints of all shards, each for as long as it answers."""
     found: dict[int, Checkpoint] = {}
+    patience_s = cluster.patience_s
     for shard, call in calls.items():
         handle = cluster.handle(shard)
         try:
@@ -357,10 +356,8 @@ _MOST_UNDER_WAY = 16
 class Priorities:
     """Sends shards the priorities of their rows, and has all of them know the highest."""
 
-    def __init__(self, cluster: Cluster, sampler: Sampler, patience_s: float) -> None:
-        self._cluster = cluster
-        self._by = followed(sampler)
-        self._patience_s = patience_s
+    def __init__(self, cluster: Cluster, sampler: Sampler) -> None:
+        self._cluster, self._by, self._patience_s = cluster, followed(sampler), cluster.patience_s
         self._under_way: deque[tuple[int, Any]] = deque()
         self._lock = threading.Lock()
 

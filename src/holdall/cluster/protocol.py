@@ -99,18 +99,14 @@ _MACHINE_BYTES = 6
 
 def client_name() -> bytes:
     """Return a new name for a client of shards; it begins with the machine that the client runs on."""
-    return _machine() + secrets.token_bytes(16 - _MACHINE_BYTES)
+    node: str = ray.get_runtime_context().get_node_id()
+    machine = hashlib.blake2b(node.encode(), digest_size=_MACHINE_BYTES).digest()
+    return machine + secrets.token_bytes(16 - _MACHINE_BYTES)
 
 
 def machine_of(client: bytes) -> bytes:
     """Return the part of a client's name that is the machine's."""
     return client[:_MACHINE_BYTES]
-
-
-def _machine() -> bytes:
-    """Name the machine that this process runs on, as Ray counts machines."""
-    node: str = ray.get_runtime_context().get_node_id()
-    return hashlib.blake2b(node.encode(), digest_size=_MACHINE_BYTES).digest()
 
 
 class CallQueue:
@@ -130,12 +126,8 @@ class CallQueue:
             self._next.move_to_end(client)
             while len(self._next) > _MOST_CLIENTS:
                 self._next.popitem(last=False)
-            until = time.monotonic() + self._patience_s
-            while self._next.get(client, number) < number:
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise CallOrderError(f"call {number} came, but {self._next.get(client)} of the same client did not")
-                self._changed.wait(left)
+            if not self._changed.wait_for(lambda: self._next.get(client, number) >= number, self._patience_s):
+                raise CallOrderError(f"call {number} came, but {self._next.get(client)} of the same client did not")
         try:
             yield
         finally:
@@ -277,11 +269,8 @@ class SegmentStream:
     def __init__(
         self, shard: Any, number: int, writer: bytes, survives: bool, patience_s: float, roster: Any = None
     ) -> None:  # fmt: skip
-        self._shard, self._roster = shard, roster
-        self.number = number
-        self._writer = writer
-        self._survives = survives
-        self._patience_s = patience_s
+        self._shard, self._roster, self.number, self._writer = shard, roster, number, writer
+        self._survives, self._patience_s = survives, patience_s
         self.under_way: deque[SentSegment] = deque()
         self.sequence = 0  # of the next segment
         self._epoch = -1
@@ -321,13 +310,13 @@ class SegmentStream:
 
     def flush(self) -> None:
         """Wait until every segment is acknowledged."""
-        left, since = len(self.under_way), time.monotonic()
+        left, until = 0, 0.0
         while self.under_way:
-            self.poll(min(1.0, self._patience_s))
-            if len(self.under_way) < left:
-                left, since = len(self.under_way), time.monotonic()
-            elif time.monotonic() - since > self._patience_s:
+            if len(self.under_way) != left:
+                left, until = len(self.under_way), time.monotonic() + self._patience_s
+            elif time.monotonic() > until:
                 raise self.silence()
+            self.poll(min(1.0, self._patience_s))
 
     def silence(self) -> ShardError:
         """Return the error that says that the shard takes nothing, and why, as far as it says so."""
@@ -382,10 +371,9 @@ class SegmentStream:
     def _doubt(self, error: Exception | None) -> None:
         """Ask the shard what it expects before anything else is sent."""
         self._is_unsure, self._question = True, None
-        now = time.monotonic()
-        self._settled_by = now + self._patience_s
+        self._settled_by = time.monotonic() + self._patience_s
         if error is not None:
-            self._trouble, self._ask_at = type(error).__name__, now + _PAUSE_S
+            self._trouble, self._ask_at = type(error).__name__, time.monotonic() + _PAUSE_S
 
     def _ask(self, wait_s: float) -> None:
         """Ask which segment the shard expects, once no call runs that could still be accepted; go on from there."""

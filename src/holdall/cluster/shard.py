@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -138,7 +139,7 @@ class Shard:
                 if self._is_closed.is_set():
                     return self._ack(sent.writer, protocol.AckKind.CLOSED)
             segment = self._data.unpacked(payload)
-            staged = Staged(Entry(sent.writer, sent.sequence, payload), segment)
+            staged = Staged(Entry(sent.writer, sent.sequence, payload), segment, Future())
             with self._changed:
                 self._changed.wait_for(lambda: sent.sequence <= self._expected.get(sent.writer, 0), _OVERTAKEN_S)
                 if self._is_closed.is_set():
@@ -153,7 +154,7 @@ class Shard:
                     self._staged[sent.writer] += 1
                     self._committer.stage(staged)
                 self._changed.notify_all()
-            staged.wait()
+            staged.done.result()
             with self._lock:
                 return self._ack(sent.writer, protocol.AckKind.ACCEPTED)
         except (ArgumentError, DamageError) as error:
@@ -394,7 +395,7 @@ class Shard:
     def _take(self, staged: Staged) -> None:
         self._data.take(staged.entry.writer, staged.segment)
         self._changes.raise_by_one()
-        staged.done.set()
+        staged.done.set_result(None)
 
     def _ack(self, writer: bytes, kind: protocol.AckKind, reason: str = "") -> protocol.Ack:
         counters = self._counters()

@@ -254,7 +254,7 @@ class Cluster:
     """All shards of a memory."""
 
     def __init__(self, address: Address, learner: int = 0) -> None:
-        self._address, self._patience_s, roster = address, address.patience_s, address.roster()
+        self.patience_s, roster = address.patience_s, address.roster()
         self.ask_roster, self._list = partial(address.ask, roster), ShardList(roster, address.patience_s)
         self._learner, self._handle = learner, secrets.randbits(63)
         self._members: dict[int, _Member] = {}  # in its place another is put when shards come or go
@@ -355,7 +355,7 @@ class Cluster:
         found = {}
         for number, call in calls.items():
             try:
-                found[number] = received(call, self._patience_s)
+                found[number] = received(call, self.patience_s)
             except LOSSES:
                 self.lose(number)
         return found
