@@ -21,10 +21,10 @@ from holdall.base_memory import BaseMemory
 from holdall.batch import Batch, Draw, of_ids
 from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, SavedDraws
 from holdall.errors import ArgumentError
+from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels, fallback
 from holdall.report import LIVING, MemoryReport
-from holdall.resets import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.sampling import (
     Held,
     Prioritized,

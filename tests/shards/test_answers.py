@@ -30,9 +30,8 @@ from holdall.schema import Schema
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.codec_choice import choose
 from holdall.storage.sealed_segment import Encoder, SealedSegment, pack_segment, sliced_leaves, unpack_segment
-from holdall.storage.slices import Kernels
 from holdall.storage.store import Store
-from holdall.storage.ticks import Tick
+from holdall.storage.ticks import Kernels, Tick
 from holdall.storage.tiers import Budget
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams

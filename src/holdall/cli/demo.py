@@ -23,11 +23,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from holdall.cli.conventions import AsJson, OptText, Verbose, option
+from holdall.cli import AsJson, OptText, Verbose, option
 from holdall.errors import ArgumentError, HoldallError, MissingPackageError
 from holdall.machine import Limit, memory_limits
-from holdall.tools.bench.child_process import messages, module_command
-from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
+from holdall.tools.bench import messages, module_command
+from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
 from holdall.tools.plan.environments import run_probe
 from holdall.tools.plan.measure_memory import need_from_spaces
 from holdall.tools.plan.phases import MachineLimits, MeasuredCosts, PlanInputs

@@ -28,15 +28,16 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from holdall.cli.conventions import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
+from holdall.cli import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError, WatchError
+from holdall.tools.report import read_report
 from holdall.tools.watch.agent_files import trim_process, trim_self
 from holdall.tools.watch.process_watcher import ProcessWatcher, WatchLoop, WatchPass
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
-from holdall.tools.watch.session import LaunchedCommand
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
 from holdall.units import counted, format_bytes, parse_bytes
+from holdall.watch import LaunchedCommand
 
 _TARGET = "A process id; or, after --, a command to start and watch; or, with --ray, the address of Ray's head."
 _JSON = (
@@ -421,8 +422,6 @@ def report(
     verbose: Verbose = False,
 ) -> None:
     """Turn a recorded run, or the results of a bench, into one HTML page that needs nothing else."""
-    from holdall.tools.report import read_report  # noqa: PLC0415  NumPy is loaded with it, and a watch is small
-
     found = read_report(file)
     if json:
         typer.echo(json_.dumps({"file": str(file), "format": found.form} | found.summary()))

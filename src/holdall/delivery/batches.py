@@ -67,7 +67,7 @@ class BlockPool:
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
-        self._lock = fork_safe(threading.RLock())
+        self._lock: Any = fork_safe(threading.RLock())
 
     def take(self, nbytes: int) -> Any:
         """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""
@@ -75,7 +75,9 @@ class BlockPool:
 
     def claim(self, nbytes: int) -> Any:
         """Return the user of `nbytes` bytes: `see` shows them, as long as the user is referred to."""
-        with left(self._lock):
+        if self._lock._is_owned():  # this thread was interrupted in it
+            left(self._lock)
+        with self._lock:
             blocks = self._blocks_by_size[nbytes] = self._blocks_by_size.pop(nbytes, [])
             if len(self._blocks_by_size) > _POOLED_SIZES:
                 del self._blocks_by_size[next(iter(self._blocks_by_size))]  # the size that was not used for longest

@@ -11,9 +11,12 @@ import functools
 import hashlib
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from holdall.schema import Leaf
-from holdall.storage.layout import Window
+
+if TYPE_CHECKING:
+    from holdall.storage.slices import Window
 
 _WIDEST_CHANNELS = 4
 _SMALLEST_IMAGE = 8

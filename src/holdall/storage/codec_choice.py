@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from holdall.schema import Bytes, Leaf
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates
-from holdall.storage.layout import Window
 
 if TYPE_CHECKING:
     from holdall.storage.blocks import Coder, SealedSlices
+    from holdall.storage.slices import Window
 
 Training = tuple[int, dict[str, int]]
 
@@ -65,6 +65,9 @@ _LARGE_MEMORY = 1.9
 memories of 0.4 GB, against cold copies of single slices."""
 _RAW_SPEED_UP = 1.3
 """What a second core adds to a raw gather, which waits for memory; decoding scales with cores."""
+_SHARED_BY = 2
+"""Threads that decoding is expected to have. More make batches faster, and leave the choice of a codec as it is: the
+same data gives the same bytes on a workstation and on a large server, whose other cores run environments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ def choose(
     """
     sample = block if isinstance(block, BlockSample) else BlockSample.of(block, window, lanes)
     raw_us = _raw_us(sample.spread)
-    worth = _Worth(cap, raw_us, cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP))
+    worth = _Worth(cap, raw_us, cap * raw_us * (1 if threads == 1 else _SHARED_BY / _RAW_SPEED_UP))
     measured = measure(coder, leaf, window, sample.spread, has_dictionary=has_dictionary)
     affordable = [m for m in measured if worth.allows(m)]
     found = affordable + measure_together(coder, _leading(affordable), window, sample, worth)

@@ -20,21 +20,22 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError, DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf
+from holdall.storage.batch_source import RECORD_FIELDS, Places
 from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.columns import new_ring
-from holdall.storage.layout import Window, WindowScout, as_bytes
 from holdall.storage.sealer import Sealer
 from holdall.storage.slices import (
-    RECORD_FIELDS,
     ClosedPart,
     Cursors,
     FrozenBlock,
-    Kernels,
     OpenPart,
-    Places,
+    Window,
+    WindowScout,
+    as_bytes,
     lies_direct,
 )
+from holdall.storage.ticks import Kernels
 from holdall.threads import pool_threads
 
 Copy = Callable[[Array, Array], None]

@@ -9,7 +9,7 @@ against the others before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,22 +21,13 @@ from holdall.json_state import counted, dtype_of, malformed_refused
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock, reserve
 from holdall.storage.codec import Codec, Dictionary, Method, Transform, stored
-from holdall.storage.layout import FLAG, TINY_BYTES, Window, WindowSearches
-from holdall.storage.records import (
-    ROWS,
-    Like,
-    pack_logs,
-    pack_rows,
-    pack_slices,
-    records_in,
-    require_kind,
-    unpack_logs,
-    unpack_rows,
-    unpack_slices_whole,
-)
-from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Kernels
+from holdall.storage.records import Record, pack_slices, unpack, unpack_slices_whole
+from holdall.storage.rings import FLAG, TINY_BYTES
+from holdall.storage.saved_store import ROWS, Like, pack_logs, pack_rows, require_kind, unpack_logs, unpack_rows
+from holdall.storage.segment import WindowSearches
+from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window
 from holdall.storage.snapshot import RowChunk
-from holdall.storage.ticks import Tick
+from holdall.storage.ticks import Kernels, Tick
 
 _MOST_SEGMENT_ROWS = 2**20
 _SEGMENT_BYTES = 4 * 2**20
@@ -154,6 +145,15 @@ def unpack_segment(
         for i, part in zip(segment.large, segment.parts, strict=True):
             _require_within(part, chunk.columns[f"cursors.{i}"])
     return segment
+
+
+def records_in(payload: bytes) -> Iterator[Record]:
+    """Read the heads of records that stand one after another."""
+    start = 0
+    while start < len(payload):
+        record = unpack(lambda first, nbytes: payload[first : first + nbytes], start, len(payload))
+        yield record
+        start += record.nbytes
 
 
 def _columns_like(described: Any, schema: Schema) -> Like:

@@ -25,9 +25,8 @@ from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, reserve
 from holdall.storage.codec import Codec, Method, stored
 from holdall.storage.codec_choice import BlockSample, choose, choose_quickly
-from holdall.storage.layout import Window
-from holdall.storage.seal_queue import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
-from holdall.storage.slices import FrozenBlock
+from holdall.storage.slices import FrozenBlock, Window
+from holdall.storage.tiers import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
 from holdall.threads import end_before_python
 
 _WAIT_FROM = 1

@@ -10,8 +10,10 @@ the segments which blocks are full or dropped, the tiers what to do with them, a
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,15 +24,69 @@ from holdall.errors import DamageError
 from holdall.schema import Array, Bytes, Schema
 from holdall.storage.batch_source import BatchSource, RowSources, RowTable, fresh_bytes
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import CURSOR_BYTES, TINY_BYTES, Window, WindowScout, field_layouts
-from holdall.storage.rings import Rings, Rows
+from holdall.storage.records import SpillFolder
+from holdall.storage.rings import CURSOR_BYTES, TINY_BYTES, Rings, Rows, field_layouts
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
-from holdall.storage.slices import Kernels
+from holdall.storage.slices import Window, WindowScout
 from holdall.storage.snapshot import RowSnapshots
-from holdall.storage.spill import SpillFolder
-from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, Repair, SlicedTick, StepRuns, Tick, TickWriter, restoring
-from holdall.storage.tiers import Budget, Tiers, warn_of_small_budget
+from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, Kernels, SlicedTick, StepRuns, Tick, TickWriter
+from holdall.storage.tiers import Budget, Tiers
+
+_LOG = logging.getLogger("holdall")
+
+
+class Repair:
+    """What the next call has to do first if this one does not get to its end.
+
+    A change of several steps names, before its first one, the action that undoes it, or the one that does all of it
+    again. The action gives the same result however often it is run, and whenever it was interrupted itself.
+    """
+
+    def __init__(self) -> None:
+        self._action: Callable[[], None] | None = None
+        self.is_pending = bytearray(1)  # 0: there is nothing to do; read by C
+
+    def begin(self, action: Callable[[], None]) -> None:
+        """Name what the next call does if the change that follows is interrupted; it replaces what was named before."""
+        self.is_pending[0] = 1
+        self._action = action
+
+    def end(self) -> None:
+        """The change is complete."""
+        self._action = None
+        self.is_pending[0] = 0
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Do something that the next call does again if it is interrupted."""
+        self.begin(action)
+        action()
+        self.end()
+
+    def run(self) -> None:
+        """Do what an interrupted call left to do, if there is any."""
+        if self.is_pending[0]:
+            if self._action is not None:
+                self._action()
+            self.end()
+
+    @staticmethod
+    def restoring(*changing: object) -> Callable[[], None]:
+        """Return an action that sets all attributes of some objects to what they are now.
+
+        Lists, dicts and the like are copied; what they hold is not, so a change must replace it, not write to it.
+        """
+        copied = (list, dict, set, deque)
+        saved = [
+            (vars(each), {k: v.copy() if isinstance(v, copied) else v for k, v in vars(each).items()})
+            for each in changing
+        ]
+
+        def restore() -> None:
+            for attributes, values in saved:
+                attributes.update(values)
+
+        return restore
 
 
 class TickStore:
@@ -63,7 +119,7 @@ class TickStore:
         self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > TINY_BYTES}
         sliced = [leaves[i] for i in self._large]
         self.large_segments = Segments(
-            kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick, self.repair
+            kernels, sliced, self._lanes, capacity_ticks, self.repair, budget.segment_bytes, first_tick
         )
         is_changed, staging = self.large_segments.index.is_changed, budget.staging_bytes // 2  # the rest: other batches
         self.batch_reader = kernels.new_batch_reader(lock, self.repair, is_changed, staging, budget.threads)
@@ -135,14 +191,16 @@ class TickStore:
         fast, write = self.fast_tick, self._writer.write_packed
         sliced = None
         if fast.fills_blocks:
-            sliced = self.large_segments.sliced(self.next_tick, fast.in_slices(obs), fast.in_slices(next_obs))
+            large = [_picked(each, fast.large_keys, is_dict=fast.is_dict) for each in (obs, next_obs)]
+            sliced = self.large_segments.sliced(self.next_tick, *large)
         ticks = write(packed, sliced, is_kept=False)
         if ticks == NO_ROOM:
             self.large_segments.lengthen_logs()
             ticks = write(packed, sliced, is_kept=False)
         if ticks == NOT_CONTINUED:
             self.batch_reader.end()
-            self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
+            small = _picked(obs, fast.small_keys, is_dict=fast.is_dict)
+            self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, small, strict=True)))
             if self._writer.writes(self._rings.flat()):
                 ticks = write(packed, sliced, is_kept=True)
         if ticks > 0 and sliced is not None:
@@ -153,7 +211,9 @@ class TickStore:
     def write_steps(self, runs: StepRuns, first: int) -> None:
         """Write the step `first`, and those behind it that need nothing done in between."""
         (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
-        if writer.has_runs and not (runs.steps.valid is not None or self._snapshots.pending or segments.is_searching):
+        if writer.has_runs and not (
+            runs.steps.valid is not None or self._snapshots.pending or segments.searches.scouts
+        ):
             written, sliced = runs.write(first, writer, self._rings, segments, self._large)
         if not written:
             self.write(runs.steps.cut(first))
@@ -194,7 +254,7 @@ class TickStore:
         self.repair.end()
 
     def _restoring(self) -> Callable[[], None]:
-        return restoring(self, self._rings, *self.large_segments.changing(), *self._tiers.changing())
+        return self.repair.restoring(self, self._rings, *self.large_segments.changing(), *self._tiers.changing())
 
     def _settle(self, *, may_evict: bool) -> None:
         """Have blocks sealed, spilled and evicted as the budget says."""
@@ -253,7 +313,10 @@ class TickStore:
             self._is_fit_known = True
             fits = self.capacity_that_fits
         if fits is not None:
-            warn_of_small_budget(fits, self._capacity_ticks * self._lanes)
+            _LOG.warning(
+                "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
+                "raise budget, name a spill_dir, or lower capacity", fits, self._capacity_ticks * self._lanes,
+            )  # fmt: skip
 
     @property
     def held(self) -> tuple[int, int]:
@@ -326,8 +389,11 @@ class TickStore:
     @property
     def _ticks_that_fit(self) -> int | None:
         segments = self.large_segments
+        ticks = sum(segment.ticks for segment in segments.closed)
+        parts = [part for segment in segments.closed for part in segment.parts if part.log is not None]
+        slice_bytes = sum(part.new_slices * part.window.slice_bytes for part in parts) / max(ticks, 1)  # as they came
         return self._tiers.ticks_that_fit(
-            self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes, *segments.closed_ticks()
+            self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes, ticks, slice_bytes
         )
 
     @property
@@ -364,3 +430,8 @@ class TickStore:
         self.sealer.stop()
         if self._folder is not None:
             self._folder.close()
+
+
+def _picked(obs: Any, keys: Sequence[str], *, is_dict: bool) -> list[Array]:
+    """Return some leaves of an observation, in the order of their keys."""
+    return [obs[key] for key in keys] if is_dict else [obs] * len(keys)

@@ -40,7 +40,7 @@ FLOWS: dict[str, tuple[dict[str, str], list[int]]] = {
          "        obs, reward, done, truncated, info = super().step(action)\n"
          "        return obs[::2, ::2, 0], reward, done, truncated, info\n"
          "env = Half(gym.make('PongNoFrameskip-v4'))\nmemory = deque(maxlen=200_000)\n" + LOOP},
-        [200_000 * (105 * 80 + 112)],
+        [200_000 * (210 * 160 * 3 + 112)],  # a view keeps the whole picture
     ),
     "one of many environments, by the number of a loop": (
         {"train.py": "import gymnasium as gym\nfrom collections import deque\nmemory = deque(maxlen=100_000)\n"

@@ -383,11 +383,11 @@ PROGRAMS = {
     ),
     "a camera of CARLA": (
         SENSOR.format(imported="import carla", listen="self.camera.listen(lambda image: self.keep(image))"),
-        50_000 * (100 * 200 * 3 + 112),
+        50_000 * (100 * 200 * 4 + 112),  # three channels are a view of four
     ),
     "a camera of ROS": (
         SENSOR.format(imported="import rospy", listen="rospy.Subscriber('/camera', Image, self.keep)"),
-        50_000 * (100 * 200 * 3 + 112),
+        50_000 * (100 * 200 * 4 + 112),  # three channels are a view of four
     ),
     "pictures from bytes and windows": (BYTES, 100_000 * 2 * (84 * 84 * 3 + 112)),
     "actors of Ray": (ACTORS, 100_000 * (STACK + 112)),

@@ -9,8 +9,7 @@ from holdall.native import PortableKernels
 from holdall.schema import Leaf
 from holdall.storage.blocks import reserve
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.layout import Window
-from holdall.storage.slices import AnyPart, ClosedPart, OpenPart, SegmentIndex
+from holdall.storage.slices import AnyPart, ClosedPart, OpenPart, SegmentIndex, Window
 
 FIELDS = [Leaf("a", (40,), np.dtype("u1")), Leaf("b", (50,), np.dtype("u1"))]
 KERNELS = PortableKernels()

@@ -26,9 +26,9 @@ from holdall.machine import peak_bytes
 from holdall.replay import ReplayMemory
 from holdall.sb3 import CheckpointCallback, WatchCallback, resume
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
-from holdall.tools.bench.child_process import emit, folder_bytes
+from holdall.tools.bench import emit, folder_bytes
 from holdall.tools.bench.training import CameraExtractor, MeasureCallback
-from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
+from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}
 RANDOM_STEPS = 100  # before the first gradient step

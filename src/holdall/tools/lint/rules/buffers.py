@@ -160,7 +160,7 @@ def buffer_of_tuples(script: Script, training: TrainingReader, machine: Machine)
         is_next = len(parts) >= _MANY_PARTS and (
             any(_NEXT.search(part) for part in parts) or _is_pair(made.detail["item"])
         )
-        if not is_next or call in seen or not _is_replay(container, limit):
+        if not is_next or call in seen or not _is_replay(container, limit) or _is_batch(training, container):
             continue
         seen.add(call)
         name = _written(call) or container.name
@@ -190,6 +190,13 @@ def _is_replay(container: ListValue, limit: int | None) -> bool:
         return limit >= MANY
     given = argument_of(node, "maxlen", 1) if isinstance(node, ast.Call) else None
     return given is None or not _SHORT.search(ast.unparse(given))
+
+
+def _is_batch(training: TrainingReader, container: ListValue) -> bool:
+    """Whether another module makes a list anew in every round of a loop, and no object keeps it."""
+    is_made_anew = not container.is_deque and container.rounds > 0
+    interpreter = training.interpreter
+    return is_made_anew and not interpreter.was_reached(container.node) and interpreter.owner_of(container) is None
 
 
 def _parts(script: Script, call: ast.AST, item: object) -> list[str]:

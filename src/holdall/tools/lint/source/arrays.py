@@ -30,11 +30,14 @@ from holdall.tools.lint.source.values import (
 )
 
 WORTH_RECORDING = 2**20
+_MANY_ROWS = 5_000  # more than a batch has
 INDEX = ArrayValue((), np.dtype(np.int64))  # what counts the rounds of a loop
 _FILLED = {"zeros", "ones", "empty", "full", "rand", "randn", "random", "uniform", "normal", "memmap"}
 _LIKE = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 _NUMBERS = {"float32", "uint8", "float64", "float16", "int64", "int32"}  # called as functions
-_FROM = _NUMBERS | {"array", "asarray", "ascontiguousarray", "tensor", "as_tensor", "from_numpy", "asanyarray"}
+_FROM = _NUMBERS | {
+    "array", "asarray", "ascontiguousarray", "tensor", "as_tensor", "from_numpy", "asanyarray", "convert_to_tensor", "constant",
+}  # fmt: skip
 _TENSORS = {
     "FloatTensor": "float32",
     "ByteTensor": "uint8",
@@ -46,7 +49,7 @@ _VIEWS = {"from_numpy", "asarray", "as_tensor", "ascontiguousarray", "asanyarray
 _NAMES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "byte": "uint8",
           "bfloat16": "float16", "short": "int16", "float_": "float64", "bool_": "bool", "int_": "int64",
           "single": "float32", "char": "int8", "long_": "int64"}  # fmt: skip
-_PACKAGES = {"numpy", "torch", "jax", "cupy"}
+_PACKAGES = {"numpy", "torch", "jax", "cupy", "tensorflow"}
 
 
 def dtype_of(value: Any, package: str = "numpy") -> np.dtype[Any] | None:
@@ -97,8 +100,11 @@ def shape_of(value: Any) -> tuple[Any, ...] | None:
 def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
     """Return what a function of an array library makes; NotImplemented if it is none that is known here."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
-    if package not in _PACKAGES or last == "prod":
+    is_other = package == "tensorflow" and (".image" in dotted or ".keras" in dotted or last[:1].isupper())
+    if package not in _PACKAGES or last == "prod" or is_other:
         return NotImplemented
+    if last == "placeholder":  # what a session will be given
+        return ArrayValue(shape_of(arguments.get(1, "shape")), dtype_of(arguments.get(0, "dtype")), frozenset({node}))
     if last in _FILLED and not (package == "numpy" and last in {"rand", "randn"} and not arguments.values):
         return _filled(interpreter, package, last, arguments, node)
     first = unwrapped(arguments.get(0, "", UNKNOWN))
@@ -108,7 +114,7 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
     if last in _FROM or last in _TENSORS:
         made = _converted(interpreter, package, last, first, arguments, node)
         return replace(made, is_tensor=package == "torch") if isinstance(made, ArrayValue) else made
-    return _function(dotted, package, last, first, arguments, node)
+    return _function(interpreter, dotted, package, last, first, arguments, node)
 
 
 def _filled(interpreter: Any, package: str, last: str, arguments: Any, node: ast.AST) -> Any:
@@ -120,7 +126,7 @@ def _filled(interpreter: Any, package: str, last: str, arguments: Any, node: ast
     if last in {"uniform", "normal"}:
         shape = arguments.get(2, "size", UNKNOWN)
     axes = shape_of(likely(shape)) if arguments.is_complete else None
-    default = "float32" if package == "torch" else "float64"
+    default = "float32" if package in {"torch", "tensorflow", "jax"} else "float64"
     at = {"full": 2}.get(last, 1) if package != "torch" else None
     given = arguments.get(at, "dtype", None)
     if isinstance(given, Reference) and given.last in {"object", "object_"}:
@@ -138,6 +144,12 @@ def _recorded(interpreter: Any, made: Any, node: ast.AST) -> Any:
         times = interpreter.times_since(scope.rounds)
         interpreter.record("array", made, None, node, times=times, call=scope.call, maker=scope.maker)
     return made
+
+
+def _copied(interpreter: Any, array: ArrayValue, made: ArrayValue, node: ast.AST) -> ArrayValue:
+    """Record a copy of an array that has a row for each transition: it is allocated as that one was."""
+    rows = whole(array.shape[0]) if array.shape else None
+    return made if (rows or 0) < _MANY_ROWS else _recorded(interpreter, made, node)
 
 
 def _is_mixed(items: Iterable[Any]) -> bool:
@@ -163,7 +175,8 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
     if isinstance(first, ArrayValue):
         is_same = wanted in {None, first.dtype} and first.shared_frames == 1
         is_view = last in _VIEWS or (last == "array" and arguments.get(None, "copy", True) in (False, None))
-        return first if is_view and is_same else first.made_by(node, dtype=wanted or first.dtype)
+        made = first.made_by(node, dtype=wanted or first.dtype)
+        return first if is_view and is_same else _copied(interpreter, first, made, node)
     if isinstance(first, int | float):
         return ArrayValue((), wanted or np.dtype("float32"), frozenset({node}))
     if wanted is not None and wanted.names and length_of(first) is not None:  # a record for each item
@@ -194,7 +207,7 @@ def fixed_shape(given: list[Any]) -> tuple[Any, ...] | None:
     return None if axes is None or not all((whole(likely(one)) or 0) > 0 for one in axes) else axes
 
 
-def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
+def _function(interpreter: Any, dotted: str, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
     if shapes.knows(last, package == "torch") and ".nn." not in dotted:
         made = shapes.call(last, arguments.values, arguments.named, node, package == "torch")
         wanted = dtype_of(arguments.named.get("dtype"), package)
@@ -218,8 +231,10 @@ def _function(dotted: str, package: str, last: str, first: Any, arguments: Any, 
         case "dtype":
             found = dtype_of(first)
             return UNKNOWN if found is None else found if found.names else Reference(f"numpy.{found.name}")
-        case "copy" if isinstance(first, ArrayValue):
-            return first.made_by(node)
+        case "copy" | "identity" if isinstance(first, ArrayValue):
+            return _copied(interpreter, first, first.made_by(node), node)
+        case "cast" if isinstance(first, ArrayValue):
+            return first.made_by(node, dtype=dtype_of(likely(arguments.get(1, "dtype"))))
         case "arange" | "linspace":
             count = whole(first) if last == "arange" else whole(arguments.get(2, "num", 50))
             return ArrayValue((count if count is not None else UNKNOWN,), np.dtype("int64"), frozenset({node}))
@@ -264,7 +279,7 @@ def array_member(array: ArrayValue, name: str) -> Any:
     return BoundMethod(array, name)
 
 
-def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each method
+def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each method
     """Return what a method of an array returns."""
     match name:
         case "astype" | "type":
@@ -283,8 +298,10 @@ def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> 
             return array.made_by(node, device="cuda")
         case "cpu":
             return array.made_by(node, device="") if array.device else array
-        case "copy" | "clone" | "__array__" | "_force":
-            return array.made_by(node)
+        case "copy" | "clone" | "__array__" | "_force" | "eval":
+            return _copied(interpreter, array, array.made_by(node), node)
+        case "tobytes":
+            return array.made_by(node, shape=(array.nbytes or UNKNOWN,), dtype=np.dtype(np.uint8))
         case "numpy" | "tolist" | "detach" | "contiguous" | "requires_grad_" | "pin_memory" | "share_memory_":
             return UNKNOWN if name == "tolist" else replace(array, is_tensor=array.is_tensor and name != "numpy")
         case "size" | "dim":
@@ -300,8 +317,24 @@ def call_method(array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> 
     made = shapes.call(name, [array, *arguments.values], arguments.named, node, array.is_tensor)
     if made is UNKNOWN and name in {"reshape", "view"} and (axes := fixed_shape(arguments.values)) is not None:
         return replace(array, shape=axes)
+    if made is UNKNOWN and name == "mean" and array.nbytes is None:
+        return ArrayValue(None, np.dtype(np.float64), frozenset({node}))
     is_number = made is UNKNOWN and array.nbytes is not None
     return made if made is not UNKNOWN or is_number else ArrayValue(None, array.dtype, array.origins)
+
+
+def copied(value: Any, node: ast.AST) -> Any:
+    """Return a copy of a value: its arrays are others."""
+    value = unwrapped(value)
+    if isinstance(value, ArrayValue):
+        return value.made_by(node)
+    if isinstance(value, tuple):
+        return tuple(copied(one, node) for one in value)
+    if isinstance(value, ListValue) and not value.is_deque:
+        return replace(value, items=[copied(one, node) for one in value.items])
+    if isinstance(value, OneOf):
+        return OneOf(tuple(copied(one, node) for one in value.values), value.conditions)
+    return value
 
 
 def unwrapped(value: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ from holdall.tools.lint.source.values import (
     known_items,
     likely,
 )
-from holdall.tools.plan import buffer_layout
+from holdall.tools.plan import spec as buffer_layout
 
 _NAMED_BUFFER = re.compile(r"buffer|memory|replay|experience|rollout|transition|storage|dataset", re.IGNORECASE)
 _LEAST_STATE = 512  # bytes, from which on an array is taken for the observation
@@ -130,8 +131,8 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
     for (_, limit), groups in beside.items():
         items = sorted(map(_fullest, groups), key=lambda one: -_size(one.detail["item"]))
         parts = [part for one in items for part in _parts_once(one.detail["item"])]
-        arrays = _distinct([array for part in parts for array in leaf_arrays(part)])
-        known = [(one, one.nbytes) for one in arrays if one.nbytes and one.shape]  # a number is no array of its own
+        arrays = _distinct(_alike([array for part in parts for array in leaf_arrays(part)]))
+        known = [(one, one.kept) for one in arrays if one.nbytes and one.shape]  # a number is no array of its own
         if not known:
             continue
         is_whole = known[0][1] >= _LEAST_STATE or not any(_has_unknown(one.detail["item"]) for one in items)
@@ -141,9 +142,12 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
             for one, _ in known
         )
         group = next(group for group in groups if items[0] in group)
+        made = group[0].value.node  # of several that one line adds to, each stands where it is made
+        is_one_of = sum(other[0].node is group[0].node for other in appended.values()) > 1
+        node = made if is_one_of and interpreter.was_reached(made) else group[0].node
         yield PlainBuffer(
             title=group[0].value.name or "deque", rows=limit, nbytes=limit * per_item, fields=fields,
-            place=interpreter.place(group[0].node), condition=" and ".join(group[0].path), is_container=True,
+            place=interpreter.place(node), condition=" and ".join(group[0].path), is_container=True,
             is_buffer=True, is_exact=is_whole and all(one.shape is not None for one in arrays),
         )  # fmt: skip
 
@@ -172,6 +176,20 @@ def _fullest(group: list[Any]) -> Any:
 
 def _size(item: Any) -> int:
     return sum(array.nbytes or 0 for array in leaf_arrays(item))
+
+
+def _alike(arrays: list[ArrayValue]) -> list[ArrayValue]:
+    """Give an array of which an axis is not known the shape of one beside it that has the known axes: both are seen."""
+    largest = max(arrays, key=lambda one: one.nbytes or 0, default=None)
+    if largest is None or (largest.nbytes or 0) < _LEAST_STATE:
+        return arrays
+    known = [whole(axis) for axis in largest.shape or ()]
+
+    def like(one: ArrayValue) -> bool:
+        axes = [whole(axis) for axis in one.shape or ()]
+        return one.nbytes is None and one.dtype == largest.dtype and [a for a in axes if a is not None] == known
+
+    return [replace(one, shape=largest.shape) if like(one) else one for one in arrays]
 
 
 def _distinct(arrays: list[ArrayValue]) -> list[ArrayValue]:
@@ -208,8 +226,8 @@ def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
         return None
     action = acted.leaves[0] if isinstance(acted, SpaceInfo) else Leaf("", (0,), np.dtype(np.uint8))
     options = {
-        name: given.get(None, name, default)
-        for name, default in (("optimize_memory_usage", False), ("handle_timeout_termination", True))
+        name: given.get(at, name, default)
+        for at, name, default in ((5, "optimize_memory_usage", False), (6, "handle_timeout_termination", True))
     }
     try:
         if "Rollout" in last:

@@ -139,6 +139,8 @@ def text_method(text: str, name: str, arguments: Any) -> Any:
     plain = [one for one in arguments.values if isinstance(one, str | int)]
     if name in {"resolve", "absolute", "expanduser", "as_posix"}:
         return text  # a path
+    if name in {"read_text", "open"}:
+        return InstanceValue(Reference("builtins.open"), {}, {"0": text})
     if name == "joinpath" and len(plain) == len(arguments.values):
         return str(PurePath(text, *map(str, plain)))
     if name not in {"lower", "upper", "strip", "replace", "startswith", "endswith", "removesuffix", "removeprefix"}:
@@ -186,7 +188,9 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
         return base[number]
     if isinstance(base, InstanceValue) and isinstance(index, str) and index in base.attributes:
         return base.attributes[index]
-    return UNKNOWN
+    if base is UNKNOWN and isinstance(index, tuple) and len(index) > 2 and any(isinstance(one, slice) for one in index):
+        return shapes.cut_out(index)
+    return interpreter.special(base, "__getitem__", index)
 
 
 def sliced(base: Any, bounds: list[Any]) -> Any:

@@ -121,6 +121,8 @@ class Expressions(Names):
         """Return the result of an operator."""
         if isinstance(left, ArrayValue) or isinstance(right, ArrayValue):
             return library.calculated(op, left, right, node)
+        if isinstance(op, ast.Add) and isinstance(left, InstanceValue):
+            return self.special(left, "__add__", right)
         if isinstance(op, ast.Mult) and (repeated := _repeated(left, right)) is not None:
             return repeated
         if isinstance(op, ast.Add) and isinstance(left, tuple | ListValue) and isinstance(right, tuple | ListValue):
@@ -198,7 +200,8 @@ class Expressions(Names):
         return value
 
     def _on_lambda(self, node: ast.Lambda) -> Any:
-        return FunctionValue(node, self.scope, None, tuple(self.value(one) for one in node.args.defaults))
+        keyword = tuple(UNKNOWN if one is None else self.value(one) for one in node.args.kw_defaults)
+        return FunctionValue(node, self.scope, None, tuple(self.value(one) for one in node.args.defaults), keyword)
 
     def _on_await(self, node: ast.Await) -> Any:
         return self.value(node.value)
@@ -356,6 +359,8 @@ class Expressions(Names):
             return ArrayValue(None, dtype, frozenset({node}))
         if name == "mean" and called is UNKNOWN and "axis" in arguments.named:
             return ArrayValue(None, np.dtype(np.float64), frozenset({node}))
+        if name == "run":
+            return frameworks.session_result(arguments, node)
         if name.startswith("suggest_"):
             return library.suggested(name, arguments)
         if name in frameworks.LISTENING:
@@ -436,6 +441,10 @@ def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # no
         if items is None or not isinstance(left, _PLAIN) or not all(isinstance(one, _PLAIN) for one in items):
             return UNKNOWN
         return (left in items) is isinstance(op, ast.In)
+    if isinstance(left, ListValue) and isinstance(right, ListValue):
+        left, right = (tuple(known_items(one) or [one]) for one in (left, right))
+        if not all(isinstance(one, _PLAIN) for one in (*left, *right)):
+            return UNKNOWN
     if not isinstance(left, _PLAIN | tuple) or not isinstance(right, _PLAIN | tuple):
         return UNKNOWN
     return bounded(_COMPARED[type(op)], left, right)

@@ -8,6 +8,7 @@ package, CleanRL's buffer, TorchRL, Tianshou; other programs' own buffers are fo
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, Reference, SpaceInfo, algorithm_by_import, whole
 from holdall.tools.lint.source import environments
 from holdall.tools.lint.source.spaces import by_id
-from holdall.tools.lint.source.values import ClassValue, FunctionValue, InstanceValue, TableValue, known_items, likely
+from holdall.tools.lint.source.values import ArrayValue, ClassValue, FunctionValue, InstanceValue, TableValue, known_items, likely
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
 _SB3_BUFFERS = {
@@ -131,6 +132,10 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
         return None
     if name in LISTENING:
         interpreter.follow_callbacks(arguments, node)
+    if name == "run":
+        return session_result(arguments, node)
+    if owner.kind in _DOOM:
+        return _doom(interpreter, owner, name, arguments, node)
     if name == "get_env":
         return owner.attributes.get("env", UNKNOWN)
     if name == "append_transform":
@@ -139,6 +144,40 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
         if isinstance(held, Environments):
             owner.attributes["env"] = interpreter.torchrl_env = transformed(held, transform)
     return UNKNOWN
+
+
+def session_result(arguments: Any, node: ast.AST) -> Any:
+    """Return what a session of TensorFlow computes: an array like the one that stands for it in the graph."""
+    wanted = likely(arguments.get(0, "fetches"))
+    return wanted.made_by(node) if isinstance(wanted, ArrayValue) else UNKNOWN
+
+
+_DOOM = {"vizdoom.DoomGame", "vizdoom.vizdoom.DoomGame"}
+_RESOLUTION = re.compile(r"RES_(\d+)X(\d+)", re.IGNORECASE)
+
+
+def _doom(interpreter: Any, game: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
+    """Follow the settings of a game of ViZDoom, and return what its state shows."""
+    given = likely(arguments.get(0, "", ""))
+    if name in {"set_screen_format", "set_screen_resolution"}:
+        game.attributes[name.removeprefix("set_")] = getattr(given, "last", "")
+    elif name == "load_config" and isinstance(given, str):
+        here = (interpreter.scope.module or interpreter.main).path
+        for line in interpreter.repository.text_of(given, here).splitlines():
+            key, _, value = (one.strip() for one in line.partition("="))
+            game.attributes.setdefault(key, value)
+        game.attributes.setdefault("screen_format", "CRCGCB")  # as in the games that come with it
+    if name != "get_state":
+        return UNKNOWN
+    sides = _RESOLUTION.search(game.attributes.get("screen_resolution", "")) or ("", 320, 240)
+    width, height = int(sides[1]), int(sides[2])
+    kind = str(game.attributes.get("screen_format", ""))
+    flat = (height, width) if kind.endswith("8") else (height, width, 3)
+    shape = (3, height, width) if kind.startswith("C") else flat if kind else None
+    picture = ArrayValue(shape, np.dtype(np.uint8), frozenset({node}))
+    depth = replace(picture, shape=(height, width) if kind else None)
+    shown = {"screen_buffer": picture, "depth_buffer": depth, "labels_buffer": depth, "automap_buffer": picture}
+    return InstanceValue(Reference("vizdoom.GameState"), shown, node=node)
 
 
 _HOOKS = (

@@ -33,6 +33,14 @@ _DEEPEST_CALL = 14
 _DATA_CLASSES = {"dataclass", "NamedTuple", "struct", "define", "frozen", "s", "attrs"}
 
 
+def _inner(origin: object) -> object:
+    return origin[0] if type(origin) is tuple else origin
+
+
+def _maker(origin: object) -> object:
+    return origin[1] if type(origin) is tuple else origin
+
+
 class Functions(Expressions):
     """Follows definitions and calls; how statements are followed is the interpreter's."""
 
@@ -93,6 +101,9 @@ class Functions(Expressions):
         scope.rounds, scope.call = len(self.rounds), arguments.node
         scope.maker = owner or self.scope.maker
         self._bind(function, arguments, owner, scope)
+        for name, value in scope.names.items():
+            if type(value) is ArrayValue and any(type(one) is tuple for one in value.origins):
+                scope.names[name] = self._handed_back(function, value)
         outer, self.scope = self.scope, scope
         soft, self.is_soft = self.is_soft, False
         self._active[function.node] += 1
@@ -110,15 +121,24 @@ class Functions(Expressions):
             self._active[function.node] -= 1
             self.scope, self.is_soft = outer, soft
 
+    def _nodes_of(self, function: FunctionValue) -> frozenset[int]:
+        if function.node not in self._inside:
+            self._inside[function.node] = frozenset(map(id, subtree(function.node)))
+        return self._inside[function.node]
+
+    def _handed_back(self, function: FunctionValue, array: ArrayValue) -> ArrayValue:
+        """Return an array that a function gets as what it was there: an earlier call of the function made it."""
+        inside = self._nodes_of(function)
+        origins = {_inner(one) if id(_maker(_inner(one))) in inside else one for one in array.origins}
+        return replace(array, origins=frozenset(origins))
+
     def _made_by_call(self, function: FunctionValue, value: Any, call: ast.AST | None) -> Any:
         """Return a value whose new arrays are those of one call: another call makes other arrays."""
         if value is None or value is UNKNOWN or call is None:
             return value
         if isinstance(value, ArrayValue):
-            if function.node not in self._inside:
-                self._inside[function.node] = frozenset(map(id, subtree(function.node)))
-            inside = self._inside[function.node]
-            own = {one for one in value.origins if id(one[1] if type(one) is tuple else one) in inside}
+            inside = self._nodes_of(function)
+            own = {one for one in value.origins if id(_maker(one)) in inside}
             return replace(value, origins=(value.origins - own) | {(one, call) for one in own}) if own else value
         if type(value) is TableValue:
             for key, one in value.items():

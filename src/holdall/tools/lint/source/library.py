@@ -98,7 +98,7 @@ def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.A
         case "functools.reduce":
             return _reduced(interpreter, arguments, node)
         case "copy.deepcopy" | "copy.copy":
-            return first
+            return arrays.copied(first, node)
         case "os.path.join":
             parts = arguments.values
             return str(PurePath(*parts)) if parts and all(isinstance(one, str) for one in parts) else UNKNOWN
@@ -186,8 +186,10 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
         case "dict":
             return _table(interpreter, arguments)
         case "list" | "tuple" | "set" | "sorted" | "reversed":
-            return _sequence(name, first, bool(values))
+            return _sequence(interpreter, name, first, bool(values))
         case "len":
+            if isinstance(first, InstanceValue):
+                return interpreter.special(first, "__len__")
             return spread(lambda one: UNKNOWN if length_of(one) is None else length_of(one), first)
         case "range":
             return spread(_range, *values)
@@ -207,7 +209,8 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
             if several and all(several):
                 return ListValue(pairs := [tuple(one) for one in zip(*several, strict=False)], len(pairs))
             lengths = [length_of(one) for one in values]
-            return ListValue([], min(lengths) if lengths and None not in lengths else None)  # type: ignore[type-var]
+            sample = tuple(interpreter.item_of_loop(one) for one in values)
+            return ListValue([sample], min(lengths) if lengths and None not in lengths else None)  # type: ignore[type-var]
         case "enumerate":
             items = known_items(first)
             if items is not None:
@@ -301,13 +304,15 @@ def _range(*bounds: Any) -> Any:
     return ListValue(list(found), len(found)) if len(found) <= 8 else ListValue([arrays.INDEX], min(len(found), 2**62))
 
 
-def _sequence(name: str, first: Any, is_given: bool) -> Any:
+def _sequence(interpreter: Any, name: str, first: Any, is_given: bool) -> Any:
     if not is_given:
         return () if name == "tuple" else ListValue([], 0)
     if isinstance(first, OneOf):
-        return spread(lambda one: _sequence(name, one, True), first)
-    first = filled_deque(first)
+        return spread(lambda one: _sequence(interpreter, name, one, True), first)
+    first = filled_deque(arrays.unwrapped(first))
     items = known_items(first)
+    if isinstance(first, ArrayValue) and 0 < (length_of(first) or 0) <= _MOST_FOLLOWED:
+        items = [interpreter.item_of_loop(first)] * (length_of(first) or 0)
     if items is None:
         return ListValue(list(first.items), first.length) if isinstance(first, ListValue) else UNKNOWN
     return tuple(items) if name == "tuple" else ListValue(items, len(items))
@@ -328,7 +333,7 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
         case tuple():
             return UNKNOWN
         case ArrayValue():
-            return arrays.call_method(owner, name, arguments, node)
+            return arrays.call_method(interpreter, owner, name, arguments, node)
         case Environments() if name == "configure":
             interpreter.exchange(owner, frameworks.configured(owner, arguments.get(0, "config")))
             return None
@@ -349,6 +354,8 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
                 _started(interpreter, owner, node)
             if name in interpreter.managed:
                 return spread(lambda one: interpreter.call(one, arguments, node), interpreter.managed[name])
+            if name == "read" and owner.kind == "builtins.open":
+                return owner  # its text, which is parsed next
             if owner.kind == pictures.PICTURE.dotted:
                 return pictures.picture_method(owner, name, arguments, node)
             if name == "__call__" and owner.kind.startswith("torchvision."):

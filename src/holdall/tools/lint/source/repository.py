@@ -224,6 +224,11 @@ class Repository:
             self._data[file] = read_data(file)
         return self._data[file]
 
+    def text_of(self, name: str, importer: str) -> str:
+        """Return what a file says that a program names; nothing if it is not there."""
+        found = self._located(name, importer)
+        return self._text(found) if found is not None else ""
+
     def says(self, words: str, name: str, importer: str) -> bool:
         """Whether a file beside a script has these words."""
         file = self._located(name, importer)

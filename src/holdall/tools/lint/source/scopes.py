@@ -41,6 +41,8 @@ _PLAIN = int | float | str | bool | bytes | None
 _NAMELESS = {int, float, str, bool, type(None), tuple, Reference, type(UNKNOWN), FunctionValue, ClassValue, BoundMethod}
 _MOST_PARENTS = 8
 _NAMING = {"register", "setattr"}
+_JOINING = {"concatenate", "append", "cat", "concat", "vstack", "hstack", "dstack"}
+_MOST_ENTRIES = 8  # of a dict, one of which may be changed
 _MOST_STEPS = 60_000
 _CONSTANT: list[Any] = []  # what was seen of a constant
 _METHODS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {}  # that evaluate an expression, by its kind
@@ -103,6 +105,7 @@ class LoopFacts:
 
     counted: frozenset[str]  # changed by += and the like
     carried: frozenset[str]  # assigned in one round and read in the next
+    joins: bool = False  # it puts arrays together, one after the other
     by_name: bool = False  # it registers environments, or sets attributes, by names that it goes through
 
 
@@ -296,6 +299,9 @@ class Names:
         if isinstance(owner, TableValue):
             if is_key(key):
                 put(owner, key, value, owner.path, self.path)
+            elif 0 < len(owner) <= _MOST_ENTRIES:  # one of them
+                for each in owner:
+                    owner[each] = one_of([(value, ""), (owner[each], "")])
             else:
                 owner.is_complete = False
         elif isinstance(owner, ListValue):
@@ -307,8 +313,17 @@ class Names:
             is_row = owner.is_fixed and isinstance(value, ArrayValue)
             if is_row or isinstance(value, tuple | TableValue | InstanceValue | ListValue):
                 self.record("appended", owner, None, node, item=value)
-        elif isinstance(owner, InstanceValue) and isinstance(key, str):  # of a class that extends dict
-            self._set_attribute(owner, key, value)
+        elif self.special(owner, "__setitem__", key, value) is UNKNOWN and isinstance(owner, InstanceValue):
+            if isinstance(key, str):  # of a class that extends dict
+                self._set_attribute(owner, key, value)
+
+    def special(self, owner: Any, name: str, *values: Any) -> Any:
+        """Return what an operator means for an object whose class defines it; UNKNOWN if it does not."""
+        made_of = owner.made_of if isinstance(owner, InstanceValue) else None
+        method = made_of.find(name) if isinstance(made_of, ClassValue) else UNKNOWN
+        if not isinstance(method, FunctionValue):
+            return UNKNOWN
+        return self.call_function(method, CallArguments(list(values)), owner)
 
     def augmented(self, target: ast.expr, op: ast.operator, value: Any) -> Any:
         """Return what `target op= value` leaves in the target."""
@@ -319,6 +334,8 @@ class Names:
         if isinstance(old, TableValue) and isinstance(op, ast.BitOr):
             containers.update(self, old, value)
             return old
+        if isinstance(op, ast.Add) and (found := self.special(old, "__iadd__", value)) is not UNKNOWN:
+            return found
         return spread(lambda left, right: self.binary(op, left, right, target), old, value)
 
     # ------------------------------------------------------------ attributes
@@ -444,12 +461,16 @@ class Names:
         if node not in self._loops:
             counted: set[str] = set()
             first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-            by_name = False
+            by_name = joins = False
             for part in subtree(node):
                 if type(part) is ast.Call:
                     by_name = by_name or getattr(part.func, "id", getattr(part.func, "attr", "")) in _NAMING
                 elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
                     counted.add(part.target.id)
+                elif type(part) is ast.Assign and isinstance(part.targets[0], ast.Name):  # read before it is assigned
+                    _, stores = first.setdefault(part.targets[0].id, ([], []))
+                    stores.append((part.end_lineno or 0, part.end_col_offset or 0))
+                    joins = joins or getattr(getattr(part.value, "func", None), "attr", "") in _JOINING
                 if isinstance(part, ast.Name):
                     at = (part.lineno, part.col_offset)
                     is_load = isinstance(part.ctx, ast.Load)
@@ -458,5 +479,5 @@ class Names:
             carried = {
                 name for name, (loads, stores) in first.items() if loads and stores and min(loads) <= max(stores)
             }
-            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), by_name)
+            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), joins, by_name)
         return self._loops[node]

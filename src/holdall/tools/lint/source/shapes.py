@@ -287,7 +287,31 @@ def item(array: ArrayValue, index: Any, node: object = None) -> Any:
         return held[chosen]
 
     found = _tried(attempt, node)
-    return found if isinstance(found, ArrayValue) else replace(array, shape=None)
+    if not isinstance(found, ArrayValue):
+        return replace(array, shape=None)
+    is_part = found.origins == array.origins and _is_fixed_part(index)
+    return replace(found, held=array.kept) if is_part else found
+
+
+def cut_out(index: tuple[Any, ...]) -> ArrayValue:
+    """Return what `x[:, :, :3]` is of something that is not known: nothing but arrays has several axes."""
+    if Ellipsis in index:
+        return ArrayValue()
+    axes = [_side(one) if isinstance(one, slice) else 1 for one in index if isinstance(one, slice | None)]
+    return ArrayValue(tuple(axes))
+
+
+def _side(part: slice) -> Any:
+    start, stop = whole(0 if part.start is None else part.start), whole(part.stop)
+    is_known = start is not None and stop is not None and 0 <= start < stop and part.step is None
+    return (stop or 0) - (start or 0) if is_known else UNKNOWN
+
+
+def _is_fixed_part(index: Any) -> bool:
+    """Whether an index cuts the same part out of every array: not one of many rows, nor a window that moves."""
+    parts = index if isinstance(index, tuple) else (index,)
+    bounds = [one for part in parts if isinstance(part, slice) for one in (part.start, part.stop, part.step)]
+    return not isinstance(parts[0], int) and bool(bounds) and all(one is None or isinstance(one, int) for one in bounds)
 
 
 def calculated(op: ast.operator, left: Any, right: Any, node: object) -> Any:

@@ -21,6 +21,7 @@ from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 MOST_CANDIDATES = 6
 MOST_SETTINGS = 32  # tables of settings that a loop tries
 _MOST_COMBINATIONS = 32
+_MOST_GROUPS = 4  # of settings that a loop tries
 _LONGEST_DEQUE = 16  # whose items are written out: a stack of frames
 Path = tuple[str, ...]
 """The conditions under which a line is reached, from the outside in."""
@@ -36,6 +37,7 @@ class ArrayValue:
     device: str = ""
     shared_frames: int = 1  # of a stack whose frames are objects of their own, shared with the stacks around it
     is_tensor: bool = False  # of torch
+    held: int = 0  # bytes that a part of another array keeps alive: all of that one
 
     @property
     def nbytes(self) -> int | None:
@@ -46,9 +48,14 @@ class ArrayValue:
         known = [axis for axis in axes if axis is not None and axis >= 0]
         return prod(known) * self.dtype.itemsize if len(known) == len(axes) else None
 
+    @property
+    def kept(self) -> int:
+        """Bytes that are in memory as long as the array is; 0 if they are not known."""
+        return max(self.nbytes or 0, self.held) if self.nbytes else 0
+
     def made_by(self, node: object, **changes: Any) -> ArrayValue:
         """Return an array in memory of its own, which a copy or a calculation made."""
-        return replace(self, origins=frozenset({node}), shared_frames=1, **changes)
+        return replace(self, origins=frozenset({node}), shared_frames=1, held=0, **changes)
 
 
 @dataclass(eq=False, slots=True)
@@ -315,12 +322,27 @@ def length_of(value: Any) -> int | None:
     return len(value) if isinstance(value, tuple | str | list) else None
 
 
+def grouped_settings(over: Any) -> list[Any]:
+    """Split tables of settings that a loop goes through by the words and flags in them, which a program branches on."""
+    items = known_items(over) or []
+    tables = [one[-1] if isinstance(one, tuple) and one else one for one in items]
+    if len(tables) < 2 or not all(isinstance(one, TableValue) for one in tables):
+        return [over]
+    keys = {key for one in tables for key, value in one.items() if isinstance(value, str | bool)}
+    rows = {key: [str(one.get(key)) for one in tables] for key in sorted(map(str, keys))}
+    chosen = [row for row in rows.values() if len(set(row)) < min(len(row), _MOST_GROUPS + 1)]
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for index, item in enumerate(items):
+        groups.setdefault(tuple(row[index] for row in chosen), []).append(item)
+    return [over] if not 1 < len(groups) <= _MOST_GROUPS else [ListValue(one, len(one)) for one in groups.values()]
+
+
 def put(table: dict[Any, Any], key: object, value: Any, made: Path, here: Path) -> None:
     """Change an entry; where the change happens only under further conditions, the old value stays a candidate."""
     further = here[len(made) :] if here[: len(made)] == made else ()
     if further and key not in table and (value is None or value is UNKNOWN):
         return  # an option that was not given is not passed on
-    if further and key in table and not _is_same(table[key], value):
+    if further and key in table and table[key] is not value:
         value = one_of([(table[key], ""), (value, " and ".join(further))])
     table[key] = value
 

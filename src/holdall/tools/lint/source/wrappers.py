@@ -49,6 +49,11 @@ Change = Callable[[Environments, Any, SourceRange], Environments]
 def wrapped(env: Environments, dotted: str, arguments: Any, place: SourceRange) -> Environments:
     """Return what a wrapper makes of environments."""
     last = _VERSION.sub("", dotted.rpartition(".")[2])
+    arguments = replace(
+        arguments,
+        values=[likely(one) for one in arguments.values],
+        named={name: likely(one) for name, one in arguments.named.items()},
+    )
     if last in _SAME:
         return env
     if last in _NEW_ACTIONS:
