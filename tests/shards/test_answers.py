@@ -19,7 +19,6 @@ pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[r
 from holdall.batch import Batch
 from holdall.cluster import answer, row_reader
 from holdall.cluster.answer import Answer, AnswerPacker, Deliverer, Payload, RowDraw, read_answer
-from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.row_reader import ShardReader
 from holdall.cluster.shard_data import ShardData
@@ -30,7 +29,8 @@ from holdall.sampling import Uniform
 from holdall.schema import Schema
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.codec_choice import choose
-from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
+from holdall.storage.sealed_segment import Encoder, SealedSegment, pack_segment, sliced_leaves, unpack_segment
+from holdall.storage.store import Store
 from holdall.storage.ticks import Kernels, Tick
 from holdall.storage.tiers import Budget
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits

@@ -15,6 +15,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -24,9 +25,9 @@ from holdall import checkpoint
 from holdall.cluster.fleet import ClusterSettings, Fleet, shared
 from holdall.cluster.handle import MemoryHandle, MemoryTerms
 from holdall.cluster.learner import saved_by
-from holdall.cluster.roster import RateLimit
+from holdall.cluster.roster import Address, RateLimit
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.writer import Address, LaneGroup, Writer
+from holdall.cluster.writer import LaneGroup, Writer
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
@@ -162,10 +163,8 @@ class ReplayMemory(MemoryHandle):
             number: self._cluster.call(number, "begin_save", checkpoint.shard_url(place, number))
             for number in self._fleet.actors
         }
-        ticks, patience = self.capacity // self.num_envs, self._address.patience_s
-        snapshot = checkpoint.ShardsSnapshot(
-            self._address.words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls, patience)
-        )
+        ticks, saved = self.capacity // self.num_envs, partial(saved_by, self._cluster, place, calls)
+        snapshot = checkpoint.ShardsSnapshot(self._address.words, ticks, state, {}, saved)
         return self._savers.to(place).save(snapshot, int(keep), None, None)
 
     @classmethod

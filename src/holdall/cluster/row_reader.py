@@ -8,19 +8,20 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall import storage
-from holdall.cluster.answer import BlockPlace, Pair, block_bytes, pairs_in
+from holdall.cluster.answer import BlockPlace, Pair, block_bytes, block_leaves, pairs_in
+from holdall.delivery import ObservationAssembler
 from holdall.schema import Bytes, Leaf, Schema
 
 _KEPT_FROM = 0.05
 """Share of its decoded bytes from which on a segment is kept decoded: others decode in the time of a copy."""
-_NEWLY_DECODED = 16
+_NEWLY = 16
 """Segments that one answer decodes and keeps so."""
 _SLICES, _SEALED = (storage.RECORD_FIELDS.index(name) for name in ("slices", "sealed"))
 
@@ -40,24 +41,25 @@ class DecodedSegments:
         self._slices: weakref.WeakKeyDictionary[storage.SealedSlices, Bytes] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def instead(self, places: storage.Places, field: int) -> storage.Places:
-        """Return the places of one field, as that of a batch of one, with decoded slices where these are kept."""
+    def instead(self, places: storage.Places) -> storage.Places:
+        """Return the places of a batch, with decoded slices where these are kept."""
+        if places.reads_files:
+            return places
         touched, where = np.unique(places.segment, return_inverse=True)
-        records, held = places.records[field][touched], list[storage.Held]()
-        newly = _NEWLY_DECODED
-        for i, segment in enumerate(touched.tolist()):
-            log, content = places.held[field][segment]
-            if isinstance(content, storage.SealedSlices) and not places.reads_files:
-                slices = self._slices.get(content)
-                if slices is None and newly:
-                    slices, newly = self._decode(content), newly - 1
-                if slices is not None:
-                    records[i, _SLICES], records[i, _SEALED], content = slices.ctypes.data, 0, slices
-            held.append((log, content))
-        return replace(
-            places, records=[records], segment=where.astype(np.int32), cursors=[places.cursors[field]],
-            held=(tuple(held),),
-        )  # fmt: skip
+        records, held, newly = [table[touched] for table in places.records], list[tuple[storage.Held, ...]](), _NEWLY
+        for table, contents in zip(records, places.held, strict=True):
+            kept = list[storage.Held]()
+            for record, segment in zip(table, touched.tolist(), strict=True):
+                log, content = contents[segment]
+                if isinstance(content, storage.SealedSlices):
+                    slices = self._slices.get(content)
+                    if slices is None and newly:
+                        slices, newly = self._decode(content), newly - 1
+                    if slices is not None:
+                        record[_SLICES], record[_SEALED], content = slices.ctypes.data, 0, slices
+                kept.append((log, content))
+            held.append(tuple(kept))
+        return replace(places, records=records, segment=where.astype(np.int32), held=tuple(held))
 
     def _decode(self, sealed: storage.SealedSlices) -> Bytes | None:
         """Decode slices and keep them, if that pays and there is room."""
@@ -90,11 +92,10 @@ class ShardReader:
         self, schema: Schema, large: Sequence[int], kernels: storage.Kernels, decoded_bytes: int = 0,
         neighbours: int = 1,
     ) -> None:  # fmt: skip
-        self._leaves = {i: schema.observation.leaves[i] for i in large}
-        self._kernels = kernels
-        self._threads = kernels.new_pool(max(1, (os.cpu_count() or 1) // neighbours))
+        self._leaves = schema.observation.leaves
+        self._assembler = ObservationAssembler(kernels, 0, max(1, (os.cpu_count() or 1) // neighbours))
         self._kept = DecodedSegments(kernels.coder, decoded_bytes)
-        self._blocks = OpenedBlocks(self._leaves)
+        self._blocks = OpenedBlocks(block_leaves(schema, large))
 
     def read(self, found: storage.Rows, counts: Sequence[int], blocks: Sequence[BlockPlace]) -> storage.Rows:
         """Return rows with all of their observations; those that could be written to blocks are not among them.
@@ -103,38 +104,34 @@ class ShardReader:
             counts: Rows of every batch.
             blocks: Where each of them is written; nothing: nowhere.
         """
-        places = found.places
-        if places is None:
+        if found.places is None:
             return found._replace(large=())
-        if places.awaits_files:
-            storage.bring_places(places)
-        opened = [pairs for place in blocks if (pairs := self._blocks.pairs(place)) is not None]
-        is_shared, small = bool(blocks) and len(opened) == len(blocks), dict(found.small)
-        for field, i in enumerate(found.large):
-            leaf, kept = self._leaves[i], self._kept.instead(places, field)
-            if not is_shared:
-                count = len(found.reward)
-                obs, next_obs = np.empty((2, count, *leaf.shape), leaf.dtype)
-                small[i] = obs, next_obs
-                self._fill(small[i], leaf, kept)
-                continue
-            end = 0
-            for pairs, count, place in zip(opened, counts, blocks, strict=True):
-                begin, end = end, end + count
-                rows = np.frombuffer(place.positions, np.int64).copy() if place.positions else None
-                self._fill(pairs[i], leaf, _part(kept, slice(begin, end), rows))
-        return found._replace(small=small, large=(), places=None)
+        if found.places.awaits_files:
+            storage.bring_places(found.places)
+        places = self._kept.instead(found.places)
+        opened = [self._blocks.pairs(place) for place in blocks]
+        if not blocks or None in opened:
+            return self._assembler.complete(found._replace(places=places), self._leaves)
+        end = 0
+        for pairs, place, count in zip(opened, blocks, counts, strict=True):
+            some, end = slice(end, end + count), end + count
+            rows = np.frombuffer(place.positions, np.int64).copy() if place.positions else None
+            self._write(found, _part(places, some, rows), some, pairs or {})
+        return found._replace(small={}, large=(), places=None)
 
-    def _fill(self, pair: Pair, leaf: Leaf, places: storage.Places) -> None:
-        """Decode rows of one field to where they belong in a batch."""
-        if len(places.segment):
-            obs, next_obs = (side.view(np.uint8).reshape(len(side), leaf.nbytes) for side in pair)
-            self._kernels.gather(places, 0, obs, next_obs, self._threads)
+    def _write(self, found: storage.Rows, places: storage.Places, some: slice, pairs: Mapping[int, Pair]) -> None:
+        """Write the rows of one batch to where they belong in its block."""
+        for field, i in enumerate(found.large):
+            obs, next_obs = (side.view(np.uint8).reshape(len(side), self._leaves[i].nbytes) for side in pairs[i])
+            self._assembler.fill(places, field, obs, next_obs)
+        for i, sides in found.small.items():
+            for side, part in zip(pairs[i], sides, strict=True):
+                side[slice(None) if places.rows is None else places.rows] = part[some]
 
 
 def _part(places: storage.Places, some: slice, rows: NDArray[np.int64] | None) -> storage.Places:
-    """Return the places of some rows of a field, and where in a batch each of them goes."""
-    cursors = [places.cursors[0][some]]
+    """Return the places of some rows, and where in a batch each of them goes; None: they are all of it."""
+    cursors = [each[some] for each in places.cursors]
     return replace(places, segment=places.segment[some], cursors=cursors, lane=places.lane[some], rows=rows)
 
 

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from holdall import storage
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
-from holdall.cluster.answer import Answer, AnswerPacker, BlockPlace, Payload, RowDraw
-from holdall.cluster.encode import sliced_leaves
+from holdall.cluster.answer import Answer, AnswerPacker, BlockPlace, Payload, RowDraw, followed
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.row_reader import ShardReader
@@ -27,7 +26,7 @@ from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.machine import memory_limits
 from holdall.native import chosen_kernels
-from holdall.sampling import LANE, ComposedSampler, Held, Hindsight, Prioritized, Sampler
+from holdall.sampling import LANE, ComposedSampler, Held, Hindsight, Prioritized, Sampler, resume
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
@@ -53,21 +52,18 @@ class ShardData:
         self, words: dict[str, Any], capacity: int, sampler: Sampler, generator: np.random.Generator,
         lock: threading.Lock, neighbours: int = 1,
     ) -> None:  # fmt: skip
-        self.capacity = capacity
-        self.sampler = sampler
-        self.generator = generator
+        self.capacity, self.sampler, self.generator = capacity, sampler, generator
         self.inserted = 0  # transitions ever accepted
         self._words = words | {"num_envs": 1}
-        self._schema = schema_of(self._words)
-        self._lock = lock
-        self._kernels = chosen_kernels()
+        self._schema, self._lock, self._kernels = schema_of(self._words), lock, chosen_kernels()
+        self._large = storage.sliced_leaves(self._schema)
         decoded_bytes = memory_limits()[0].free_bytes // _SHARE_OF_AVAILABLE // neighbours
-        self._reader = ShardReader(self._schema, sliced_leaves(self._schema), self._kernels, decoded_bytes, neighbours)
+        self._reader = ShardReader(self._schema, self._large, self._kernels, decoded_bytes, neighbours)
         self._packer = AnswerPacker()
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[storage.Codec, storage.Codec] = {}
         self._runs: deque[WriterRun] = deque()
-        self._by = sampler.by if isinstance(sampler, ComposedSampler) else sampler
+        self._by = followed(sampler)
         self._starts = Prioritized(alpha=0.0)  # counts what a sequence may begin with
         self._order: RowOrder | None = None
         self.store = self.begin_at(0)
@@ -76,14 +72,9 @@ class ShardData:
         """Hold nothing, and number the next row so."""
         self._runs.clear()
         self._order = RowOrder() if isinstance(self.sampler, ComposedSampler) else None
+        budget = storage.Budget.of(None, "balanced", 1)
         self.store = storage.Store(
-            self._schema,
-            self.capacity,
-            self._kernels,
-            self._lock,
-            storage.Budget.of(None, "balanced", 1),
-            first_tick=first_row,
-            large=sliced_leaves(self._schema),
+            self._schema, self.capacity, self._kernels, self._lock, budget, first_tick=first_row, large=self._large
         )
         return self.store
 
@@ -144,8 +135,7 @@ class ShardData:
         """Go on with the priorities that the journal has, if they were made with the same settings."""
         saved, by = journal.priorities, self._by
         if saved is not None and isinstance(by, Prioritized) and [by.alpha, by.floor] == saved["settings"]:
-            by.restore(saved)
-            by.resize(self.capacity, self.store.first_tick)
+            resume(by, {"kind": Prioritized.__name__, "state": saved}, self.capacity, self.store.first_tick)
 
     def priorities(self) -> dict[str, Any] | None:
         """Return all that `replay` needs of a sampler with priorities; None of one without."""
@@ -173,10 +163,7 @@ class ShardData:
                 self._order.add(run, store.first_tick)
         self.inserted = int(state["inserted"])
         self.generator = restored_generator(state["generator"])
-        if state["sampler"]["kind"] == type(self.sampler).__name__:
-            self.sampler.restore(state["sampler"]["state"])
-        if isinstance(self._by, Prioritized):
-            self._by.resize(self.capacity, store.first_tick)
+        resume(self.sampler, state["sampler"], self.capacity, store.first_tick)
 
     def write_loaded(self, journal: Journal, checkpoint: str, written: int) -> None:
         """Write the segments of a checkpoint that a journal does not have yet.
@@ -230,10 +217,9 @@ class ShardData:
         Args:
             counts: Of every batch how many, and how many of these get another goal.
         """
-        sampler, held, chosen = self.sampler, self.held(), generator or self.generator
-        if isinstance(sampler, Hindsight):
-            return RowDraw.of([sampler.draw(held, count, chosen, relabelled) for count, relabelled in counts])
-        return RowDraw.of([sampler.draw(held, count, chosen) for count, _ in counts])
+        held, chosen, draw = self.held(), generator or self.generator, self.sampler.draw
+        numbers: Any = counts if isinstance(self.sampler, Hindsight) else [(count,) for count, _ in counts]
+        return RowDraw.of([draw(held, count, chosen, *goals) for count, *goals in numbers])
 
     def found(self, draw: RowDraw) -> tuple[NDArray[np.float64], storage.Rows]:
         """Look rows up: what each was drawn in proportion to, and where it lies."""

@@ -71,6 +71,14 @@ from holdall.storage.saved_store import (
     unpack_rows,
     unpack_state,
 )
+from holdall.storage.sealed_segment import (
+    Encoder,
+    SealedSegment,
+    pack_segment,
+    records_in,
+    sliced_leaves,
+    unpack_segment,
+)
 from holdall.storage.segment import SEGMENT_BYTES, WindowSearches
 from holdall.storage.slices import (
     NEXT_IS_WHOLE,
@@ -99,7 +107,7 @@ from holdall.storage.snapshot import (
     put_rows,
     rows_of,
 )
-from holdall.storage.store import SealedSegment, Store, pack_segment, records_in, unpack_segment
+from holdall.storage.store import Store
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import (
     NO_ROOM,

@@ -20,7 +20,8 @@ from holdall.schema import Schema
 from holdall.storage.blocks import KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.records import SpillFolder
-from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
+from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
+from holdall.storage.store import Store
 from holdall.storage.ticks import Kernels, Tick
 from holdall.storage.tiers import Budget
 
