@@ -34,6 +34,7 @@ from holdall.checkpoint.save import open_writer
 from holdall.checkpoint.saved_records import Attached, RecordFiles
 from holdall.errors import DamageError
 from holdall.json_state import malformed_refused
+from holdall.sampling import WriterRun
 from holdall.schema import Array, Schema
 
 _BYTES_AT_ONCE = 4 * 2**20
@@ -72,16 +73,6 @@ class LoadedMemory(TransitionSource, Protocol):
 
     def close(self) -> None:
         """Free everything."""
-
-
-class WriterRun(NamedTuple):
-    """Rows of a shard that one writer sent together; row r is tick r // lanes and lane r % lanes of the run."""
-
-    writer: str
-    first_tick: int  # of the writer's own ticks; -1: not known
-    lanes: int
-    first_row: int
-    rows: int
 
 
 def runs_state(runs: Sequence[WriterRun]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError, TransitionIdError
 from holdall.native import chosen_library
-from holdall.sampling.draw import Held, Ids, State, own_sampler
+from holdall.sampling.draw import Held, State, own_sampler
+from holdall.sampling.row_order import Ids
 from holdall.storage import address
 from holdall.units import require_number
 
