@@ -202,13 +202,14 @@ class LaneLayout:
 
 
 def trajectories(
-    sources: Sequence[TransitionSource], streams: Streams, lanes: int, schema: Schema
+    sources: Sequence[TransitionSource], streams: Streams, lanes: int, schema: Schema, *, marks_ends: bool = True
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the arguments of `extend`, with which a memory of `lanes` lanes gets all transitions of the streams.
 
     Args:
         sources: What the streams name by number.
         schema: Of the sources, whatever their lanes.
+        marks_ends: Whether the last row before one that does not follow in time is marked as truncated.
     """
     layout = LaneLayout(streams, lanes)
     fields = (*schema.observation.leaves, *schema.observation.leaves, *schema.action.leaves, *schema.extras.leaves)
@@ -220,6 +221,8 @@ def trajectories(
         for number, source in enumerate(sources):
             of_source = ticks.is_held & (ticks.source == number)
             valid[of_source] = source.are_valid(ticks.ids[of_source])
+        if not marks_ends:
+            ticks.is_last[:] = False
         if valid.any():
             yield _extend_arguments(sources, ticks, valid, schema)
 
