@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import fork_number
 from holdall.errors import ArgumentError, CheckpointError, DamageError, HoldallError
 from holdall.schema import Leaf, Schema, Structure, Tree, dtype_name
-from holdall.threads import fork_number
 
 _SAFE = 2**53
 _MOST_COUNT = 2**62

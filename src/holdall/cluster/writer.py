@@ -25,13 +25,13 @@ import ray
 import xxhash
 
 from holdall import storage
+from holdall.background import end_before_python
 from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, ShardList, is_newer
 from holdall.cluster.roster import Address, wait_for_grant
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
 from holdall.schema import Bytes, Schema
-from holdall.threads import end_before_python
 
 _SEGMENT_ROWS = 128
 _WAIT_S = 0.05

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import fork_safe, left
 from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError, DamageError, MissingPackageError
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage import ALIGNMENT_BYTES, Kernels, Places, Rows, Store, bring_places, fresh_bytes
-from holdall.threads import fork_safe, left
 
 if TYPE_CHECKING:
     import torch

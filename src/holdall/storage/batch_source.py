@@ -1,4 +1,4 @@
-"""What batches are read from: a table of where short rows lie, and all of it, for who draws and copies at once.
+"""What batches are read from: places of large fields, a table of short rows, and all of it for who draws at once.
 
 In:  where the fields of a memory lie.  Out: columns of rows; or a function that draws rows and returns new arrays.
 Invariant: what is drawn and returned is what the general way draws and returns. Whatever changes where fields lie ends
@@ -35,21 +35,13 @@ COLUMN_FIELDS = (
 """Columns of a table of columns, in the order of the struct `row_column` in structs.h; the loader compares them."""
 Held = tuple[object, ...]
 """What the addresses of a record point into; referring to it keeps it from being freed."""
-
-
 RECORD_FIELDS = (
     "log", "log_rows", "log_width", "slices", "slice_count", "outer", "run_bytes", "window", "shift",
     "sealed",
 )  # fmt: skip
 """Columns of a table of records, in the order of the struct `part` in structs.h; the library's loader compares them."""
-
-
 _SEALED = RECORD_FIELDS.index("sealed")
-
-
 _WINDOW = RECORD_FIELDS.index("window")
-
-
 ALIGNMENT_BYTES = 64
 """Where the columns of a batch begin, as torch's own tensors do: matrix products of floats that begin elsewhere add up
 in another order, so that the last bits differ."""

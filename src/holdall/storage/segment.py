@@ -1,7 +1,7 @@
 """Segments: the large observation fields of all ticks, one run of ticks after another.
 
 In:  observations and next observations of all lanes, tick by tick, and segments that were sealed elsewhere.
-Out: places, from which kernels read observations; blocks that are full; blocks that were dropped.
+Out: places, from which kernels read observations; windows that were found; blocks that are full, or were dropped.
 Invariant: a segment that was closed never changes but for the form of its blocks, and places that were handed out keep
 the form that they were given.
 """

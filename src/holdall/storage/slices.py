@@ -1,9 +1,9 @@
-"""Parts: what one segment holds of one large field.
+"""Slices: how observations are cut so that they overlap (windows), and what a segment holds of a field (parts).
 
 In:  observations and next observations of all lanes, as rows of bytes, tick by tick.
-Out: a cursor per transition, and a record from which kernels read the observations back.
-Invariant: an observation is a range of its lane's log. It continues the last one only where
-the bytes say so; where they do not, it is written whole. A closed part never changes.
+Out: a window; a cursor per transition, and a record from which kernels read the observations back.
+Invariant: a window is a proposal. An observation is a range of its lane's log, and continues the last one only where
+the bytes say so; else it is written whole: a wrong window costs memory, never truth. A closed part never changes.
 """
 
 from __future__ import annotations
@@ -29,29 +29,22 @@ Cursors = NDArray[np.uint32]
 
 NEXT_IS_WHOLE = np.uint32(1 << 31)
 """Set in a cursor whose next observation does not continue the window but follows it."""
-
-
 _DIRECT_BYTES = 32
 """Slices up to this size lie in the log itself: a number would cost as much."""
 _REUSE_THAT_PAYS = 0.25
 """Share of known slices from which on the next segment goes on in the same block."""
 _FIRST_LOG_ROWS = 64
-
-
 _ENOUGH = 8
 """Informative pairs after which a window may be named."""
-
-
 _PATIENCE = 32
 """Informative pairs after which the search is given up."""
-
-
 _AGREEMENT = 0.75
 """Share of the pairs that a window must explain; resets and skipped steps are the rest."""
-
-
 _PAIRS_PER_TICK = 4
 """Lanes looked at in one tick: more of them would say the same."""
+
+
+# ---------------------------------------------------------------- windows
 
 
 def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
@@ -195,6 +188,9 @@ class WindowScout:
             *_, axis, step = min(explaining)
             self.finding = Window.along(self._leaf, axis, step)
         self.done = bool(explaining) or self._pairs >= _PATIENCE
+
+
+# ---------------------------------------------------------------- parts
 
 
 def lies_direct(window: Window) -> bool:

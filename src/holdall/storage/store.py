@@ -99,6 +99,16 @@ class Store(SavedStore):
         return len(self.large_segments.closed) + 1 if self._large else 0
 
     @property
+    def backlog(self) -> int:
+        """Blocks that wait to be sealed or spilled."""
+        return 0 if self.sealer is None else self.sealer.backlog
+
+    @property
+    def failure(self) -> str:
+        """What went wrong last when blocks were sealed or spilled."""
+        return "" if self.sealer is None else self.sealer.failure
+
+    @property
     def disk_bytes(self) -> int:
         """Bytes of all fields on disk."""
         return sum(_disk_bytes(self.large_segments, field) for field in range(len(self._large)))
@@ -112,7 +122,8 @@ class Store(SavedStore):
             name, plain, ring = field_name("obs", leaf), 2 * held * leaf.nbytes, self._rings.small.get(i)
             if ring is None:
                 field = self._large.index(i)
-                found, why = _field_report(self.large_segments, field, name, plain, touched), self.sealer.reason(field)
+                found = _field_report(self.large_segments, field, name, plain, touched)
+                why = "" if self.sealer is None else self.sealer.reason(field)
                 observed.append(replace(found, finding=f"{found.finding}: {why}") if why else found)
             else:
                 observed.append(FieldReport(name, 0, 0, ring.bytes_of(touched), plain, ring.describe(kept)))

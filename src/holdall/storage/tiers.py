@@ -220,12 +220,9 @@ class Tiers:
             for back in reversed([frozen, *waiting]):
                 self._sealed.put_back(back)
 
-    def exchange(self, block: SliceBlock, exchange: Callable[[], None], *, is_again: bool) -> None:
-        """Give a block its next form; one that was sealed before, only if it is still in memory and about to stay."""
-        if is_again:
-            self._sealed.exchange(block, exchange)
-        else:
-            exchange()
+    def exchange_again(self, block: SliceBlock, exchange: Callable[[], None]) -> None:
+        """Give a block that was sealed before its next form, if it is still in memory and about to stay."""
+        self._sealed.exchange(block, exchange)
 
     def forget(self, evicted: Iterable[SliceBlock]) -> None:
         """Let go of blocks that were evicted; they need not be sealed or spilled any more."""

@@ -255,6 +255,7 @@ def test_adopted_segments_spill_and_move_on_from_the_disk(tmp_path: Path) -> Non
         with store._lock:
             store.adopt(segment)
         rows += added
+    assert store.sealer is not None
     store.sealer.drain()
     assert store.disk_bytes > 0
     require_equal(store, rows)

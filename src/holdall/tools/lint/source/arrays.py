@@ -207,6 +207,12 @@ def fixed_shape(given: list[Any]) -> tuple[Any, ...] | None:
     return None if axes is None or not all((whole(likely(one)) or 0) > 0 for one in axes) else axes
 
 
+def _named_axes(given: list[Any]) -> tuple[Any, ...] | None:
+    """Return the axes that `reshape` names, those among them that are not known as such."""
+    axes = tuple(given) if len(given) > 1 else shape_of(given[0]) if given else None
+    return None if axes is None else tuple(one if (whole(likely(one)) or 0) > 0 else UNKNOWN for one in axes)
+
+
 def _function(interpreter: Any, dotted: str, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
     if shapes.knows(last, package == "torch") and ".nn." not in dotted:
         made = shapes.call(last, arguments.values, arguments.named, node, package == "torch")
@@ -315,8 +321,8 @@ def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, 
     if not shapes.knows_method(name, array.is_tensor):
         return ArrayValue()
     made = shapes.call(name, [array, *arguments.values], arguments.named, node, array.is_tensor)
-    if made is UNKNOWN and name in {"reshape", "view"} and (axes := fixed_shape(arguments.values)) is not None:
-        return replace(array, shape=axes)
+    if made is UNKNOWN and name in {"reshape", "view"} and arguments.is_complete and array.nbytes is None:
+        return replace(array, shape=_named_axes(arguments.values))
     if made is UNKNOWN and name == "mean" and array.nbytes is None:
         return ArrayValue(None, np.dtype(np.float64), frozenset({node}))
     is_number = made is UNKNOWN and array.nbytes is not None

@@ -188,6 +188,9 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
         return base[number]
     if isinstance(base, InstanceValue) and isinstance(index, str) and index in base.attributes:
         return base.attributes[index]
+    if isinstance(base, InstanceValue) and number is not None and getattr(base.made_of, "fields", ()):
+        values = list(base.attributes.values())  # a named tuple
+        return values[number] if -len(values) <= number < len(values) else UNKNOWN
     if base is UNKNOWN and isinstance(index, tuple) and len(index) > 2 and any(isinstance(one, slice) for one in index):
         return shapes.cut_out(index)
     return interpreter.special(base, "__getitem__", index)

@@ -69,7 +69,7 @@ class Scope:
     yielded: list[Any] = field(default_factory=list)
     rounds: int = 0  # how many loops were running when it was called
     maker: Any = None  # the object whose method is running, also through functions that it calls
-    call: ast.AST | None = None
+    call: object = None
 
 
 @dataclass(eq=False, slots=True)
@@ -269,6 +269,8 @@ class Names:
 
     def _unpack(self, targets: list[ast.expr], value: Any) -> None:
         items = known_items(value)
+        if isinstance(value, InstanceValue) and isinstance(value.made_of, ClassValue) and value.made_of.fields:
+            items = list(value.attributes.values())  # a named tuple
         if isinstance(value, ReturnedValues) and len(value) == 5 and len(targets) == 4:
             items = list(value[:4])  # older environments return one flag for both ends
         if isinstance(value, OneOf):
