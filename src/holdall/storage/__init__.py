@@ -79,7 +79,7 @@ from holdall.storage.sealed_segment import (
     sliced_leaves,
     unpack_segment,
 )
-from holdall.storage.segment import SEGMENT_BYTES, WindowSearches
+from holdall.storage.segment import SEGMENT_BYTES
 from holdall.storage.slices import (
     NEXT_IS_WHOLE,
     ClosedPart,
@@ -88,6 +88,7 @@ from holdall.storage.slices import (
     Segment,
     Window,
     WindowScout,
+    WindowSearches,
     as_bytes,
     lies_direct,
 )
