@@ -36,7 +36,6 @@ from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, P
 from holdall.storage.codec_choice import COST_CAPS, choose
 from holdall.storage.columns import COLUMN_TABLES, NEVER, new_ring
 from holdall.storage.records import (
-    DICTIONARY,
     SLICES,
     Buffer,
     Read,
@@ -88,7 +87,6 @@ from holdall.storage.slices import (
     Segment,
     Window,
     WindowScout,
-    WindowSearches,
     as_bytes,
     lies_direct,
 )
