@@ -128,6 +128,13 @@ class Codec:
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
 
     @property
+    def wants_differences(self) -> bool:
+        """Whether a dictionary of differences could help: LZ4 has no other means against what each slice begins with."""
+        form = self.transform
+        is_image = form.predictor in {Predictor.LEFT, Predictor.UP} and not form.word_bytes and not self.dictionary
+        return is_image and self.method is Method.LZ4 and self.level > 0 and form.slice_bytes <= _DICTIONARY_UP_TO
+
+    @property
     def shortest_match(self) -> int:
         """How many bytes must repeat for Zstandard to refer to them; 0: as many as it says itself."""
         return _REPEATED_DIFFERENCES if self.transform.predictor in {Predictor.LEFT, Predictor.UP} else 0
