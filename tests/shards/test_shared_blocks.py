@@ -14,7 +14,7 @@ from gymnasium import spaces
 from holdall.batch import Batch
 from holdall.cluster import answer, protocol
 from holdall.cluster.answer import BatchBlocks
-from holdall.cluster.row_reader import OpenedBlocks
+from holdall.cluster.shard_data import OpenedBlocks
 from holdall.ray import ReplayMemory, attach
 from holdall.schema import Leaf
 

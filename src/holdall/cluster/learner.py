@@ -412,7 +412,8 @@ class Priorities:
 
 def checked(sampler: Sampler, ids: Any, priorities: Any) -> tuple[Ids, Array]:
     """Return ids of what was drawn, and priorities, as arrays of one length, or say why they are none."""
-    if not isinstance(followed(sampler), Prioritized):
+    by = followed(sampler)
+    if not isinstance(by, Prioritized):
         raise ArgumentError(
             f"update_priorities was called, but the memory's sampler ({type(sampler).__name__}) has no "
             "priorities; construct the memory with sampler=Prioritized(...), or a sampler by=Prioritized(...)"
@@ -421,11 +422,5 @@ def checked(sampler: Sampler, ids: Any, priorities: Any) -> tuple[Ids, Array]:
     wanted = ids_of_any_shape(ids)
     if isinstance(sampler, ComposedSampler):
         wanted = sampler.first_ids(wanted)
-    if wanted.ndim != 1 or found.shape != wanted.shape or found.dtype.kind not in "iuf":
-        raise ArgumentError(
-            f"priorities has shape {found.shape} and dtype {found.dtype} for ids of shape {wanted.shape}; pass one "
-            "number for every row drawn"
-        )
-    if found.size and not (np.isfinite(found).all() and found.min() >= 0):
-        raise ArgumentError(f"priorities holds {found.min()}; pass finite numbers of at least 0")
+    by.require(wanted, found)
     return wanted, found

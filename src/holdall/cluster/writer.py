@@ -26,14 +26,7 @@ import xxhash
 
 from holdall import storage
 from holdall.background import end_before_python
-from holdall.cluster.protocol import (
-    GoneError,
-    SegmentStream,
-    ShardClosedError,
-    ShardCounters,
-    ShardList,
-    is_newer,
-)
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, ShardList, is_newer
 from holdall.cluster.roster import Address, wait_for_grant
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of

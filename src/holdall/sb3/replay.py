@@ -149,6 +149,10 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
             done,
             cut,
         )
+        return self._ticks_added()
+
+    def _ticks_added(self) -> int:
+        """Return how many ticks were added in all, after one was; over shards another process may have added some."""
         return self.memory.next_id // self.n_envs
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:

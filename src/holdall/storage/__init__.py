@@ -12,6 +12,7 @@ from holdall.storage.batch_source import (
     BatchArray,
     BatchReader,
     BatchSource,
+    DecodedSegments,
     Held,
     Places,
     RowSources,
