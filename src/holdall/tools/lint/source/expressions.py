@@ -342,8 +342,10 @@ class Expressions(Names):
                 return self.call_function(called, arguments)
             case ClassValue():
                 return self.instantiate(called, arguments, node)
-            case BoundMethod(owner=owner, function=FunctionValue() as function):
-                return self.call_function(function, arguments, owner)
+            case BoundMethod(owner=owner, name=name, function=FunctionValue() as function):
+                result = self.call_function(function, arguments, owner)
+                is_env = name in {"reset", "step"} and isinstance(owner, InstanceValue)
+                return environments.as_declared(self, owner, name, result, node) if is_env else result
             case BoundMethod(owner=owner, name=name):
                 return spread(lambda one: library.call_method(self, one, name, arguments, node), owner)
             case Reference(dotted=dotted):
