@@ -126,6 +126,7 @@ def _append(owner: ListValue, value: Any, interpreter: Any) -> None:
 def _popped(owner: ListValue, at: int) -> Any:
     """Take an item from a list; what is appended next takes its place: a window of the latest items."""
     found = one_of((one, "") for one in owner.added) if owner.added else UNKNOWN
+    owner.is_passed = True
     if owner.is_known and owner.items:
         owner.is_popped = True
         owner.length = len(owner.items) - 1
@@ -175,7 +176,7 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
     if isinstance(base, tuple) and number is not None and -len(base) <= number < len(base):
         return base[number]
     if isinstance(base, ListValue):
-        is_kept = not base.is_deque or not base.added  # what passes through a deque is one of all that were appended
+        is_kept = not (base.is_deque or base.is_passed) or not base.added  # what passes through a deque is one of all that were appended
         if number is not None and is_kept and base.is_known and -len(base.items) <= number < len(base.items):
             return base.items[number]
         samples = (base.items or base.added) if is_kept else [*base.items, *base.added]
