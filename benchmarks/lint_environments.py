@@ -23,6 +23,7 @@ from gymnasium import spaces
 FILE = Path(__file__).parents[1] / "src" / "holdall" / "tools" / "lint" / "environments.json"
 PACKAGES = ("ale_py", "minigrid", "highway_env", "gymnasium_robotics", "panda_gym", "vizdoom.gymnasium_wrapper",
             "miniworld")  # fmt: skip
+TEXTS = {"Text", "MissionSpace"}
 PROCGEN = (
     "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot", "heist", "jumper",
     "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
@@ -67,8 +68,8 @@ def text(space: spaces.Space[Any]) -> str | None:
         case spaces.MultiBinary() if isinstance(space.n, int):
             return f"multibinary({space.n})"
         case spaces.Dict():
-            children = space.spaces.items()
-            parts = {name: text(child) for name, child in children if type(child).__name__ not in {"Text", "MissionSpace"}}
+            arrays = {name: one for name, one in space.spaces.items() if type(one).__name__ not in TEXTS}
+            parts = {name: text(child) for name, child in arrays.items()}
             return None if None in parts.values() else "+".join(f"{name}={part}" for name, part in parts.items())
     return None
 

@@ -117,7 +117,7 @@ class Expressions(Names):
         left, right = self.value(node.left), self.value(node.right)
         return spread(lambda a, b: self.binary(node.op, a, b, node), left, right)
 
-    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:
+    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a kind
         """Return the result of an operator."""
         if isinstance(left, ArrayValue) or isinstance(right, ArrayValue):
             return library.calculated(op, left, right, node)
@@ -240,7 +240,7 @@ class Expressions(Names):
 
     def _made_in_turn(self, node: ast.expr, turn: tuple[ast.AST, int]) -> Any:
         """Return one item of a comprehension: large arrays that it allocates are others than those of the next one."""
-        self.scope.call = turn  # type: ignore[assignment]
+        self.scope.call = turn
         made = self.value(node)
         if isinstance(made, ArrayValue) and (made.nbytes or 0) >= arrays.WORTH_RECORDING:
             return replace(made, origins=frozenset((one, turn) for one in made.origins))
@@ -436,7 +436,7 @@ def _repeated(left: Any, right: Any) -> Any:
     return None
 
 
-def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a kind
+def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a kind
     if isinstance(left, ArrayValue) and isinstance(op, ast.Gt | ast.GtE | ast.Lt | ast.LtE | ast.Eq | ast.NotEq):
         return left.made_by(node, dtype=np.dtype(np.bool_))
     if isinstance(op, ast.Is | ast.IsNot) and right is None:
