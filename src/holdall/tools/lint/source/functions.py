@@ -58,6 +58,10 @@ class LoopFacts:
     by_name: bool = False  # it registers environments, or sets attributes, by names that it goes through
 
 
+def _joins(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _JOINING
+
+
 def _is_callable(item: Any) -> bool:
     first = item[0] if isinstance(item, tuple) and item else item
     return isinstance(first, ClassValue | FunctionValue | Reference | BoundMethod)
@@ -368,7 +372,7 @@ class Functions(Expressions):
                 elif type(part) is ast.Assign and isinstance(part.targets[0], ast.Name):  # read before it is assigned
                     _, stores = first.setdefault(part.targets[0].id, ([], []))
                     stores.append((part.end_lineno or 0, part.end_col_offset or 0))
-                    joins = joins or getattr(getattr(part.value, "func", None), "attr", "") in _JOINING
+                    joins = joins or any(_joins(one) for one in subtree(part.value))
                 if isinstance(part, ast.Name):
                     at = (part.lineno, part.col_offset)
                     is_load = isinstance(part.ctx, ast.Load)

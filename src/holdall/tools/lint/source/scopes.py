@@ -299,6 +299,7 @@ class Names:
             self._set_attribute(owner, key, value)  # of a class that extends dict
 
     def _set_entry(self, table: TableValue, key: Any, value: Any) -> None:
+        self.arrays_replaced += type(value) is ArrayValue and len(table) > 0
         if is_key(key):
             put(table, key, value, table.path, self.path)
         elif 0 < len(table) <= _MOST_ENTRIES:  # one of them
