@@ -36,7 +36,8 @@ _FILLED = {"zeros", "ones", "empty", "full", "rand", "randn", "random", "uniform
 _LIKE = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 _NUMBERS = {"float32", "uint8", "float64", "float16", "int64", "int32"}  # called as functions
 _FROM = _NUMBERS | {
-    "array", "asarray", "ascontiguousarray", "tensor", "as_tensor", "from_numpy", "asanyarray", "convert_to_tensor", "constant",
+    "array", "asarray", "ascontiguousarray", "tensor", "as_tensor", "from_numpy", "asanyarray", "convert_to_tensor",
+    "constant",
 }  # fmt: skip
 _TENSORS = {
     "FloatTensor": "float32",
@@ -285,7 +286,7 @@ def array_member(array: ArrayValue, name: str) -> Any:
     return BoundMethod(array, name)
 
 
-def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each method
+def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each method
     """Return what a method of an array returns."""
     match name:
         case "astype" | "type":

@@ -117,7 +117,7 @@ class Expressions(Names):
         left, right = self.value(node.left), self.value(node.right)
         return spread(lambda a, b: self.binary(node.op, a, b, node), left, right)
 
-    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:
+    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a kind
         """Return the result of an operator."""
         if isinstance(left, ArrayValue) or isinstance(right, ArrayValue):
             return library.calculated(op, left, right, node)
@@ -240,7 +240,7 @@ class Expressions(Names):
 
     def _made_in_turn(self, node: ast.expr, turn: tuple[ast.AST, int]) -> Any:
         """Return one item of a comprehension: large arrays that it allocates are others than those of the next one."""
-        self.scope.call = turn  # type: ignore[assignment]
+        self.scope.call = turn
         made = self.value(node)
         if isinstance(made, ArrayValue) and (made.nbytes or 0) >= arrays.WORTH_RECORDING:
             return replace(made, origins=frozenset((one, turn) for one in made.origins))
@@ -342,8 +342,10 @@ class Expressions(Names):
                 return self.call_function(called, arguments)
             case ClassValue():
                 return self.instantiate(called, arguments, node)
-            case BoundMethod(owner=owner, function=FunctionValue() as function):
-                return self.call_function(function, arguments, owner)
+            case BoundMethod(owner=owner, name=name, function=FunctionValue() as function):
+                result = self.call_function(function, arguments, owner)
+                is_env = name in {"reset", "step"} and isinstance(owner, InstanceValue)
+                return environments.as_declared(self, owner, name, result, node) if is_env else result
             case BoundMethod(owner=owner, name=name):
                 return spread(lambda one: library.call_method(self, one, name, arguments, node), owner)
             case Reference(dotted=dotted):
@@ -434,7 +436,7 @@ def _repeated(left: Any, right: Any) -> Any:
     return None
 
 
-def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a kind
+def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a kind
     if isinstance(left, ArrayValue) and isinstance(op, ast.Gt | ast.GtE | ast.Lt | ast.LtE | ast.Eq | ast.NotEq):
         return left.made_by(node, dtype=np.dtype(np.bool_))
     if isinstance(op, ast.Is | ast.IsNot) and right is None:
