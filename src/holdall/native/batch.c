@@ -149,7 +149,8 @@ static int copy_field(const batch_reader *f, const batch_field *b, int64_t rows,
     if (pieces > rows) pieces = rows;
     for (int64_t i = 0; i <= helpers && f->decoders; i++) {
         decoder *const d = f->decoders[i];
-        d->unit_of = d->read_of = NULL;
+        d->unit_of = d->key_of = d->read_of = NULL;
+        d->unit_behind = NULL;
         d->error = 0;
         d->batch++;
     }

@@ -38,6 +38,8 @@ from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transfor
 
 _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
+_LOOK_BACK_BYTES = 1 << 16
+"""Of a dictionary for LZ4 so many bytes are used: room for them is in front of the memory for units."""
 _PIECE_BYTES = 1 << 18
 """What a thread takes at once: little enough that all of them end together."""
 _BYTES_PER_THREAD = 1 << 20
@@ -202,7 +204,7 @@ class _DecoderMemory:
     def __init__(self, libraries: CompressionLibraries, scratch_bytes: int, unit_bytes: int) -> None:
         self._arrays = (
             np.empty(scratch_bytes, np.uint8),
-            np.empty(unit_bytes, np.uint8),
+            np.empty(_LOOK_BACK_BYTES + unit_bytes, np.uint8),
             np.empty(unit_bytes, np.uint8),
             np.empty(max(unit_bytes, min(scratch_bytes, _MOST_READ_AT_ONCE)), np.uint8),
             np.zeros(_DECODED_PLACES * ctypes.sizeof(DecodedSliceStruct), np.uint8),
@@ -221,8 +223,8 @@ class _DecoderMemory:
             dctx=context,
             scratch=address(scratch),
             scratch_bytes=scratch.size,
-            unit=address(unit),
-            unit_bytes=unit.size,
+            unit=address(unit) + _LOOK_BACK_BYTES,
+            unit_bytes=unit_bytes,
             key=address(key),
             read=address(read),
             read_bytes=read.size,
@@ -241,7 +243,7 @@ class _DecoderMemory:
     def begin(self, batch: int) -> None:
         """Forget what an older batch was read from, which may be freed by now."""
         struct = self._struct
-        struct.unit_of = struct.key_of = struct.read_of = None
+        struct.unit_behind = struct.unit_of = struct.key_of = struct.read_of = None
         struct.error, struct.batch = 0, batch
 
 

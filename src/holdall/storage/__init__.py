@@ -37,7 +37,6 @@ from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, P
 from holdall.storage.codec_choice import COST_CAPS, choose
 from holdall.storage.columns import COLUMN_TABLES, NEVER, new_ring
 from holdall.storage.records import (
-    DICTIONARY,
     SLICES,
     Buffer,
     Read,
@@ -80,7 +79,7 @@ from holdall.storage.sealed_segment import (
     sliced_leaves,
     unpack_segment,
 )
-from holdall.storage.segment import SEGMENT_BYTES, WindowSearches
+from holdall.storage.segment import SEGMENT_BYTES
 from holdall.storage.slices import (
     NEXT_IS_WHOLE,
     ClosedPart,

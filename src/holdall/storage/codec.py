@@ -131,6 +131,13 @@ class Codec:
         alone = self.method is not Method.STORED and self.level > 0 and self.group == 1 and not self.key
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
 
+    @property
+    def wants_differences(self) -> bool:
+        """Whether a dictionary of differences could help: LZ4 has no other means against what each slice begins with."""
+        form = self.transform
+        is_image = form.predictor in {Predictor.LEFT, Predictor.UP} and not form.word_bytes and not self.dictionary
+        return is_image and self.method is Method.LZ4 and self.level > 0 and form.slice_bytes <= _DICTIONARY_UP_TO
+
     def grouped(self, group: int, key: int = 0, *, raw_keys: bool = False) -> Codec:
         """Return the same code for units of so many slices, behind keys if so."""
         return replace(self, group=group, key=key, raw_keys=raw_keys)

@@ -24,8 +24,7 @@ from holdall.storage.codec import Codec, Dictionary, Method, Transform, stored
 from holdall.storage.records import Record, pack_slices, unpack, unpack_slices_whole
 from holdall.storage.rings import FLAG, TINY_BYTES
 from holdall.storage.saved_store import ROWS, Like, pack_logs, pack_rows, require_kind, unpack_logs, unpack_rows
-from holdall.storage.segment import WindowSearches
-from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window
+from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window, WindowSearches
 from holdall.storage.snapshot import RowChunk
 from holdall.storage.ticks import Kernels, Tick
 

@@ -106,25 +106,12 @@ class ProcessWatcher:
         own_limit = {} if self._limit_bytes is None else {"--limit": self._limit_bytes - pss}
         limits = {limit.name: limit.free_bytes for limit in memory_limits(None, process=self.pid)}
         return MemoryReading(
-            time=now,
-            pss=pss,
-            peak=self._highest,
-            parts=tuple(parts),
-            step=self._step_at(now),
-            goal=told.goal,
-            phase=told.phase,
-            gpu=gpu_memory(self.pid, told.gpu),
-            steps_per_second=self._rate(),
-            pressure=stalled_percent(),
-            threads=int(self._process.num_threads()),
-            torch_threads=told.torch_threads,
-            cores=self._cores,
-            page_cache=page_cache(self.pid) if LINUX else None,
-            headroom=limits | own_limit,
-            spilled=sum(told.spilled.values()),
-            disk_free=_free_on_disk(told),
-            exact=LINUX,
-        )
+            time=now, pss=pss, peak=self._highest, parts=tuple(parts), step=self._step_at(now), goal=told.goal,
+            phase=told.phase, gpu=gpu_memory(self.pid, told.gpu), steps_per_second=self._rate(),
+            pressure=stalled_percent(), threads=int(self._process.num_threads()), torch_threads=told.torch_threads,
+            cores=self._cores, page_cache=page_cache(self.pid) if LINUX else None, headroom=limits | own_limit,
+            spilled=sum(told.spilled.values()), disk_free=_free_on_disk(told), exact=LINUX,
+        )  # fmt: skip
 
     def _scan(self, now: float) -> None:
         """Look for the arrays of a process that has no agent to name them."""
