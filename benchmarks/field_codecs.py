@@ -21,7 +21,7 @@ from holdall.schema import Bytes, Leaf
 from holdall.storage.blocks import Coder
 from holdall.storage.codec import Codec
 from holdall.storage.codec_choice import BlockSample, measure, measure_together
-from holdall.storage.layout import Window
+from holdall.storage.slices import Window
 
 
 def main() -> None:

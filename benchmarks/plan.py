@@ -38,7 +38,7 @@ Table = tuple[list[dict[str, Any]], list[str], bool]
 """Results, the lines that show them, and whether all bars are met."""
 _PROBE = 2_000
 _PAUSE = 250
-_CART, _PENDULUM, _CAMERA = "CartPole-v1", "Pendulum-v1", "holdall.tools.demo.camera:CameraRover"
+_CART, _PENDULUM, _CAMERA = "CartPole-v1", "Pendulum-v1", "holdall.tools.demo:CameraRover"
 _ATARI = {"env": "ale_py:SeaquestNoFrameskip-v4", "wrapper": "atari", "frame_stack": 4}
 _BREAKOUT = _ATARI | {"env": "ale_py:BreakoutNoFrameskip-v4"}
 

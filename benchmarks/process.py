@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from holdall.tools.bench import child_process as bench
+from holdall.tools import bench
 
 _HERE = Path(__file__).parent
 

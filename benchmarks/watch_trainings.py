@@ -29,9 +29,8 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
 
 from holdall.sb3 import ReplayBuffer, WatchCallback
-from holdall.tools.watch.allocators import LEG_S, trace_growth
-from holdall.tools.watch.guard import MemoryGuard
-from holdall.watch import start
+from holdall.tools.watch.reading import LEG_S, trace_growth
+from holdall.watch import MemoryGuard, start
 
 BYTES_OBJECT = 33  # what Python takes for an empty one
 

@@ -13,7 +13,7 @@ import sys
 from stable_baselines3 import SAC
 
 from holdall.sb3 import ReplayBuffer  # 1
-from holdall.tools.demo.camera import CameraRover
+from holdall.tools.demo import CameraRover
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
 model = SAC(

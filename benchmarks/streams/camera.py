@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.tools.demo.camera import VIEW_PX, CameraRover
+from holdall.tools.demo import VIEW_PX, CameraRover
 from streams import Step, Stream, channels_first, play
 
 VECTOR_FLOATS = 31

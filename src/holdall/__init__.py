@@ -31,33 +31,11 @@ if TYPE_CHECKING:
     from holdall.shared import SharedObservations
 
 __all__ = [
-    "ArgumentError",
-    "Batch",
-    "Checkpoint",
-    "CheckpointError",
-    "ClosedError",
-    "DamageError",
-    "FencedError",
-    "FieldReport",
-    "Hindsight",
-    "HoldallError",
-    "MemoryReport",
-    "MissingPackageError",
-    "NStep",
-    "Prioritized",
-    "Recorder",
-    "ReplayMemory",
-    "RolloutBatch",
-    "RolloutMemory",
-    "SaveHandle",
-    "Sequence",
-    "ShardError",
-    "SharedObservations",
-    "SpaceError",
-    "TransitionIdError",
-    "Uniform",
-    "threads",
-]
+    "ArgumentError", "Batch", "Checkpoint", "CheckpointError", "ClosedError", "DamageError", "FencedError",
+    "FieldReport", "Hindsight", "HoldallError", "MemoryReport", "MissingPackageError", "NStep", "Prioritized",
+    "Recorder", "ReplayMemory", "RolloutBatch", "RolloutMemory", "SaveHandle", "Sequence", "ShardError",
+    "SharedObservations", "SpaceError", "TransitionIdError", "Uniform", "threads",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 _MODULES = frozenset({"cleanrl", "elegantrl", "lint", "plan", "ray", "sb3", "testing", "threads", "torchrl", "watch"})

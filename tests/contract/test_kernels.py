@@ -15,16 +15,10 @@ from numpy.typing import NDArray
 from holdall import ArgumentError, DamageError
 from holdall.native import PortableKernels, ThreadPool, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
+from holdall.storage.batch_source import RECORD_FIELDS, Places
 from holdall.storage.blocks import reserve
-from holdall.storage.layout import Window
-from holdall.storage.slices import (
-    RECORD_FIELDS,
-    ClosedPart,
-    Kernels,
-    OpenPart,
-    Places,
-    lies_direct,
-)
+from holdall.storage.slices import ClosedPart, OpenPart, Window, lies_direct
+from holdall.storage.ticks import Kernels
 from holdall.testing import LeafPlan, Mishaps, Stream
 from holdall.testing.strategies import box
 

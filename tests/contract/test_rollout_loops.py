@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.native import ThreadPool, chosen_kernels, chosen_library, copy_in_order, estimate_advantages
 from holdall.schema import Leaf
-from holdall.storage.layout import Window
 from holdall.storage.rollout import SlicedRows
+from holdall.storage.slices import Window
 
 pytestmark = pytest.mark.skipif(chosen_library() is None, reason="the compiled library was not built")
 

@@ -20,7 +20,7 @@ from holdall.checkpoint.objects import Objects
 from holdall.native import PortableKernels, chosen_kernels
 from holdall.storage import segment
 from holdall.storage.remote_file import PAGE_BYTES, AwaitedFile
-from holdall.storage.slices import Kernels
+from holdall.storage.ticks import Kernels
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Weed

@@ -57,7 +57,7 @@ def test_wrong_rows_are_found_where_there_are_some_and_nowhere_else(trace: Path,
 
 
 def test_an_environment_is_recorded_first(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "holdall.tools.bench.trace", "--env", "holdall.tools.demo.camera:CameraRover"]
+    command = [sys.executable, "-m", "holdall.tools.bench.trace", "--env", "holdall.tools.demo:CameraRover"]
     file = tmp_path / "rover.npz"
     subprocess.run([*command, "--transitions", "130", "--out", str(file)], check=True, capture_output=True)
     with np.load(file) as arrays:

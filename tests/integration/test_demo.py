@@ -15,8 +15,8 @@ from holdall.cli import app
 from holdall.cli import demo as comparison
 from holdall.cli.demo import DemoFit, latest_reading
 from holdall.errors import HoldallError
-from holdall.tools.bench.child_process import messages
-from holdall.tools.demo.camera import CheckpointFingerprint, DemoResult
+from holdall.tools.bench import messages
+from holdall.tools.demo import CheckpointFingerprint, DemoResult
 
 FIT = DemoFit(2**30, 2**31, "does not fit", 2**29, "fits")
 

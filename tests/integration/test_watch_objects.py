@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from holdall.machine import LINUX, mappings
-from holdall.tools.watch.address_ranges import ProcessMemory
+from holdall.tools.watch.attribution import ProcessMemory
 from holdall.tools.watch.object_scan import scan_arrays
 
 MIB = 2**20

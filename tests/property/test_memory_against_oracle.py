@@ -299,8 +299,8 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
 def assert_counted(store: Store) -> None:
     """Compare what is counted along the way with what a count from scratch gives."""
     segments, tiers = store.large_segments, store._tiers
-    parts = [part for closed in segments._closed for part in closed.parts]
-    open_blocks = {id(part.block) for part in segments._open.parts}
+    parts = [part for closed in segments.closed for part in closed.parts]
+    open_blocks = {id(part.block) for part in segments.open.parts}
     numbered = {id(part.block): part.block for part in parts if part.log is not None}
     closed = [block for key, block in numbered.items() if key not in open_blocks]
     on_disk = [block for block in closed if block.is_on_disk]

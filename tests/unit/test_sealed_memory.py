@@ -305,7 +305,7 @@ def test_damaged_bytes_are_an_error_and_the_rest_is_read() -> None:
         pair.memory.drain()
         assert pair.memory._store is not None
         segments = pair.memory._store.large_segments
-        first = segments._closed[0]
+        first = segments.closed[0]
         field = next(i for i, leaf in enumerate(segments._leaves) if leaf.name == "camera")
         sealed = first.parts[field].block.sealed
         assert sealed is not None

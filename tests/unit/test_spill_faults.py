@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
 from holdall.native import native_kernels
+from holdall.storage import records, segment
 from holdall.storage import sealer as seal
-from holdall.storage import segment, spill
 from holdall.storage.blocks import Extent, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.tiers import Budget
@@ -51,7 +51,7 @@ def _small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def make_small(patch: pytest.MonkeyPatch) -> None:
     """Small segments, one block a file, and little room in memory, so that much is spilled soon."""
     patch.setattr(segment, "SEGMENT_BYTES", SEGMENT_BYTES)
-    patch.setattr(spill, "_FILE_BYTES", 1)
+    patch.setattr(records, "_FILE_BYTES", 1)
     patch.setattr(Budget, "closed_allowed", lambda *_: CLOSED_BYTES)
     patch.setattr(seal, "choose", lambda *_: Codec(Method.ZSTD, 3, Transform(SHAPE[0] * SHAPE[1])))
 
@@ -90,13 +90,13 @@ class Film:
 
     def blocks(self) -> list[SliceBlock]:
         assert self.memory._store is not None
-        return [closed.parts[0].block for closed in self.memory._store.large_segments._closed]
+        return [closed.parts[0].block for closed in self.memory._store.large_segments.closed]
 
     def extents(self) -> list[tuple[Extent, NDArray[np.int64]]]:
         """Return the blocks on disk, each with the ids that lie in it."""
         assert self.memory._store is not None
         found = []
-        for closed in self.memory._store.large_segments._closed:
+        for closed in self.memory._store.large_segments.closed:
             sealed = closed.parts[0].block.sealed
             if sealed is not None and sealed.extent is not None:
                 first = closed.first_tick
@@ -205,7 +205,7 @@ def test_training_goes_on_when_the_folder_is_deleted(tmp_path: Path) -> None:
         assert film.memory.first_id == 0
         assert film.memory.report().failure == ""
         assert (folder / "lock").exists(), "whoever is killed now leaves a folder that is swept"
-        spill._sweep(place)
+        records._sweep(place)
         assert list(folder.glob("*.seg")), "and who is not, one that is not"
     assert not list(place.iterdir())
 

@@ -21,8 +21,8 @@ from holdall import ReplayMemory, TransitionIdError
 from holdall.native import native_kernels
 from holdall.report import MemoryReport
 from holdall.storage import codec_choice as choice
+from holdall.storage import records, segment
 from holdall.storage import sealer as seal
-from holdall.storage import segment, spill
 from holdall.storage import tiers as budget
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.codec import Codec
@@ -132,8 +132,8 @@ def blocks_of(memory: ReplayMemory) -> list[SliceBlock]:
     """Return the closed blocks of all fields, each once."""
     assert memory._store is not None
     segments = memory._store.large_segments
-    parts = [part for closed in segments._closed for part in closed.parts if part.log is not None]
-    going_on = {id(part.block) for part in segments._open.parts}
+    parts = [part for closed in segments.closed for part in closed.parts if part.log is not None]
+    going_on = {id(part.block) for part in segments.open.parts}
     return list({id(part.block): part.block for part in parts if id(part.block) not in going_on}.values())
 
 
@@ -498,7 +498,7 @@ def test_what_one_kind_of_loops_spilled_is_read_by_the_other(tmp_path: Path, ker
 
 def test_files_go_with_their_last_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was evicted takes no room on disk for longer than its neighbours in the same file do."""
-    monkeypatch.setattr(spill, "_FILE_BYTES", 100_000)
+    monkeypatch.setattr(records, "_FILE_BYTES", 100_000)
     pair = Pair(capacity=120, budget=None, spill_dir=tmp_path)
     with pair.memory:
         most = 0

@@ -14,5 +14,5 @@ from holdall.checkpoint.objects import Objects
 from holdall.checkpoint.save import Checkpoint, SaveHandle, Savers, open_writer
 from holdall.checkpoint.saved_memory import SavedMemory
 from holdall.checkpoint.saved_records import RowsKey, damages
-from holdall.checkpoint.streams import Streams, WriterRun, collect_all, runs_of, runs_state, shard_url
+from holdall.checkpoint.streams import Streams, collect_all, runs_of, runs_state, shard_url, trajectories
 from holdall.checkpoint.write import ShardsSnapshot, Snapshot

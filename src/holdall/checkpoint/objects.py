@@ -18,8 +18,8 @@ from functools import partial
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from holdall.background import Reminder, Waiting
 from holdall.checkpoint.manifest import Buffer, new_writer_id
-from holdall.checkpoint.waiting import Reminder, Waiting
 from holdall.errors import CheckpointError, DamageError, HoldallError, MissingPackageError
 
 if TYPE_CHECKING:

@@ -1,21 +1,120 @@
-"""The command line: `holdall COMMAND`; the module of a command is imported when it is called.
+"""The command line: `holdall COMMAND`, and what all commands share: -v, --json, how errors end.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake
-on the command line, 3 the command ran and its check failed.
+The module of a command is imported when it is called. Results go to stdout, progress and errors to stderr. An error
+that holdall raises becomes one line on stderr; after -v, before or after the command's name, it keeps its traceback.
+Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 the command ran and its check
+failed.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from holdall.cli.conventions import OneLineErrors, PipeWriter, Verbose
+from holdall.errors import ArgumentError, HoldallError
 
 __all__ = ["app", "main"]
+
+_VERBOSE = "holdall.verbose"
+ERROR_CODE = "holdall.error_code"
+"""A command sets it in its context's `meta` where 1, the exit code of errors, means something else."""
+_USAGE_CODES = {"plan": 64}
+"""Exit codes of mistakes on the command line, of commands whose 2 means something else."""
+# The types of options that may be left out.
+OptBool = bool | None
+OptInt = int | None
+OptPath = Path | None
+OptText = str | None
+OptTexts = list[str] | None
+
+
+def option(meaning: str, *names: str, **limits: Any) -> Any:
+    """Describe an option; without names it is called like the parameter."""
+    return typer.Option(*names, help=meaning, **limits)
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def _remember_verbose(context: typer.Context, verbose: bool) -> bool:
+    # One dict is shared by the contexts of the group and of its command.
+    context.meta[_VERBOSE] = verbose or context.meta.get(_VERBOSE, False)
+    return verbose
+
+
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", callback=_remember_verbose, help="Show the traceback of an error.")
+]
+
+
+class OneLineErrors(TyperGroup):
+    """A group of commands whose own errors end with one line and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:  # typer brings its own click in some versions, and depends on it in others
+        """Run the command; without -v, turn an error of holdall into one line."""
+        try:
+            return super().invoke(ctx)
+        except HoldallError as error:
+            if ctx.meta.get(_VERBOSE, False):
+                raise
+            typer.echo(f"holdall: {error}", err=True)
+            raise typer.Exit(ctx.meta.get(ERROR_CODE, 1)) from error
+        except Exception as error:
+            code = _USAGE_CODES.get(str(ctx.invoked_subcommand))
+            if code is not None and hasattr(error, "show"):  # a mistake on the command line knows how to show itself
+                error.exit_code = code  # type: ignore[attr-defined]  # of typer's own click, which has no public name
+            raise
+
+
+class PipeWriter:
+    """Standard output that goes on silently when who reads it is gone (`holdall plan ... | head`)."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text, as long as somebody reads it."""
+        try:
+            return int(self._stream.write(text))
+        except BrokenPipeError:
+            self._let_go()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, as long as somebody reads it."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())  # what is still in the stream's buffer goes there
+        os.close(nowhere)
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Name the option and the file in the error, if the file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ArgumentError(
+            f"{option} ({path}) cannot be written: {error.strerror}; name a file in a directory that exists"
+        ) from error
+
 
 COMMANDS = {name: name for name in ("bench", "checkpoint", "demo", "lint", "plan", "watch")}
 COMMANDS |= {"report": "watch", "trim": "watch"}

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich import progress
@@ -21,23 +21,12 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from holdall.cli.conventions import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
+from holdall.cli import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.bench import compare_buffers
+from holdall.tools.bench import OnProgress, compare_buffers
+from holdall.tools.bench import run as trainings
 from holdall.tools.bench.buffer_libraries import setups_named
-from holdall.tools.bench.child_process import OnProgress
 from holdall.tools.bench.compare_buffers import CASES, BufferCase
-from holdall.tools.bench.run import (
-    ResultWriter,
-    bench_tables,
-    expected_seconds,
-    header,
-    planned_runs,
-    rankings,
-    read_results,
-    run_bench,
-    runs_of,
-)
 from holdall.tools.bench.settings import BenchSettings, Calibration, Search, SearchTrial, calibrate, settings_of
 from holdall.tools.report.results import TrainingRun
 from holdall.units import counted, format_bytes, format_seconds
@@ -119,13 +108,13 @@ def buffers(
     console = Console(stderr=True)
     with ExitStack() as stack:
         with writing("out", out or Path()):
-            lines = ResultWriter(None if out is None else stack.enter_context(out.open("w", encoding="utf-8")))
+            file = None if out is None else stack.enter_context(out.open("w", encoding="utf-8"))
         share = progress.TextColumn("{task.percentage:3.0f}%")
         on_progress = stack.enter_context(_bar(console, 1.0, share, progress.TimeElapsedColumn()))
         try:
             for record in compare_buffers.measure_buffers(cases, ways, transitions, rounds, on_progress):
                 records.append(record)
-                lines.write(record)
+                trainings.write_line(file, record)
                 if json:
                     typer.echo(json_format.dumps(record))
         except KeyboardInterrupt:
@@ -255,19 +244,18 @@ def profiles(
         settings = settings_of(env, algo, which, timesteps, seeds, kinds, limit, fills=fill, threads=threads)
         with _bar(console, 1.0) as on_progress:
             calibration, done = calibrate(settings, on_progress), []
-        first = header(settings, calibration, expected_seconds(settings, calibration))
+        first = trainings.header(settings, calibration, trainings.expected_seconds(settings, calibration))
     _announce(settings, calibration, done, console)
     with ExitStack() as stack:
         with writing("out", out):
             file = stack.enter_context(out.open("a" if resume else "w", encoding="utf-8"))
-        lines = ResultWriter(file)
         if resume is None:
-            lines.write(first)
-        runs, stopped = _run_all(settings, calibration, done, lines, console)
-        found = rankings(runs, missing=len(planned_runs(settings)) - len(runs))
+            trainings.write_line(file, first)
+        runs, stopped = _run_all(settings, calibration, done, file, console)
+        found = trainings.rankings(runs, missing=len(trainings.planned_runs(settings)) - len(runs))
         if not stopped:
             for ranking in found:
-                lines.write(ranking.as_dict())
+                trainings.write_line(file, ranking.as_dict())
     _show_results(json, first, runs, found, out)
     if stopped:
         console.print(
@@ -285,37 +273,37 @@ def _announce(settings: BenchSettings, calibration: Calibration, done: list[Trai
         unit = "steps" if settings.on_policy else "transitions"
         held = f"{size.size:,} {unit}{more}" if size.size else "nothing fits"
         console.print(f"  {name}: {size.share:.0%}, {format_bytes(size.limit_bytes)}: {held}", soft_wrap=True)
-    count = len(planned_runs(settings)) - len(done)
-    seconds = expected_seconds(settings, calibration, done)
+    count = len(trainings.planned_runs(settings)) - len(done)
+    seconds = trainings.expected_seconds(settings, calibration, done)
     console.print(f"{counted(count, 'run')}, about {format_seconds(round(seconds))} in all.", style="bold")
     if seconds > _LONG_S:
         console.print("Filling the buffers takes long; a lower --limit, fewer --profiles or --seeds make it shorter.")
 
 
 def _run_all(
-    settings: BenchSettings, calibration: Calibration, done: list[TrainingRun], lines: ResultWriter, console: Console
+    settings: BenchSettings, calibration: Calibration, done: list[TrainingRun], file: TextIO, console: Console
 ) -> tuple[list[TrainingRun], bool]:
     runs = list(done)
-    total = expected_seconds(settings, calibration, done)
+    total = trainings.expected_seconds(settings, calibration, done)
     start = time.perf_counter()
     with _bar(console, total, *_times()) as on_progress:
         try:
-            for run in run_bench(settings, calibration, done, on_progress):
+            for run in trainings.run_bench(settings, calibration, done, on_progress):
                 runs.append(run)
-                lines.write(run.as_dict())
+                trainings.write_line(file, run.as_dict())
         except KeyboardInterrupt:
             return runs, True
     took = time.perf_counter() - start
-    lines.write({"kind": "time", "announced_seconds": total, "seconds": took})
+    trainings.write_line(file, {"kind": "time", "announced_seconds": total, "seconds": took})
     console.print(f"Took {format_seconds(round(took))}; {format_seconds(round(total))} was announced.")
     return runs, False
 
 
 def _resumed(path: Path) -> tuple[BenchSettings, Calibration, list[TrainingRun], dict[str, Any]]:
-    first, records = read_results(path)
+    first, records = trainings.read_results(path)
     try:
         settings, calibration = BenchSettings.from_dict(first["settings"]), Calibration.from_dict(first["calibration"])
-        done = [run for run in runs_of(records) if run.status in {"done", "does not fit"}]
+        done = [run for run in trainings.runs_of(records) if run.status in {"done", "does not fit"}]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(f"resume ({path}) holds no bench that can go on ({error!r}); begin a new one") from error
     return settings, calibration, done, first
@@ -327,7 +315,7 @@ def _show_results(as_json: bool, first: dict[str, Any], runs: list[TrainingRun],
             typer.echo(json_format.dumps(record))
         return
     console = wide_console()
-    for part in bench_tables(first, runs, found):
+    for part in trainings.bench_tables(first, runs, found):
         console.print(part, soft_wrap=True)
     console.print(f"Results: {out}", style="dim", soft_wrap=True)
 

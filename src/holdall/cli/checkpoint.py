@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from holdall.checkpoint import CheckpointReader, Manifest, collect_all, damages, open_reader, open_writer, require_whole
-from holdall.cli.conventions import AsJson, OneLineErrors, OptInt, Verbose, option
+from holdall.cli import AsJson, OneLineErrors, OptInt, Verbose, option
 from holdall.errors import ArgumentError, CheckpointError, DamageError, MissingPackageError
 from holdall.json_state import malformed_refused, schema_of
 from holdall.native import chosen_kernels

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 import holdall
-from holdall.cli.conventions import OptText, OptTexts, Verbose, option
+from holdall.cli import OptText, OptTexts, Verbose, option
 from holdall.errors import ArgumentError
 from holdall.threads import usable_cores
 from holdall.tools.lint import engine

@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.conventions import ERROR_CODE, AsJson, OptBool, OptPath, OptText, OptTexts, Verbose, option, writing
+from holdall.cli import ERROR_CODE, AsJson, OptBool, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError
 from holdall.machine import Limit, memory_limits
 from holdall.tools.lint.plan_input import ScriptPlan, missing, parse_changes, read_script

@@ -413,12 +413,18 @@ class StagingRing:
     """A few slots of pinned memory, filled in turn while the device still reads the ones before.
 
     Slots are allocated when their turn first comes, and grow to what is asked for.
+
+    Args:
+        slot: The kind of slot.
     """
 
-    def __init__(self, stream: DeviceStream, slots: int = 2, slot_bytes: int = 0) -> None:
+    def __init__(
+        self, stream: DeviceStream, slots: int = 2, slot_bytes: int = 0, *, slot: type[StagingSlot] = StagingSlot
+    ) -> None:
         self._stream = stream
         self._count = slots
         self._slot_bytes = slot_bytes
+        self._kind = slot
         self._slots: list[StagingSlot] = []
         self._turn = -1
 
@@ -426,10 +432,15 @@ class StagingRing:
         """Return the next slot, with room for `nbytes`; set its `read` when the copies from it are started."""
         self._turn = (self._turn + 1) % self._count
         if self._turn == len(self._slots):
-            self._slots.append(StagingSlot(self._stream, self._turn, self._slot_bytes))
+            self._slots.append(self._kind(self._stream, self._turn, self._slot_bytes))
         slot = self._slots[self._turn]
         slot.make_room(nbytes)
         return slot
+
+    def wait(self) -> None:
+        """Wait until the device has read all of them."""
+        for slot in self._slots:
+            slot.make_room(0)
 
     @property
     def last_read(self) -> Any:

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.delivery.batches import BatchJob, DrawnRows, ObservationAssembler
-from holdall.delivery.device import DeviceStream
+from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot
 from holdall.delivery.device_assembly import MadeBatch
 from holdall.delivery.device_batch import DeviceBatches
 from holdall.delivery.device_fields import LOOKED_AT, windows_of
@@ -47,43 +46,22 @@ _SHARE_OF_POOL = 8
 """Ticks that are sent at once take at most this part of the places for what is kept apart."""
 
 
-class _PinnedSlot:
-    """Pinned memory, where it is copied to on the device, and the event behind which that was read."""
+class _MirroredSlot(StagingSlot):
+    """Pinned memory, where it is copied to on the device, and one event for all copies."""
 
-    def __init__(self, stream: DeviceStream, nbytes: int) -> None:
-        self.host, self.there = stream.host_bytes(nbytes), stream.device_bytes(nbytes)
-        self.bytes, self.start = self.host.numpy(), self.there.data_ptr()
-        self.event, self.number = stream.new_event()
+    def __init__(self, stream: DeviceStream, number: int, nbytes: int) -> None:
+        self._event, self._event_number = stream.new_event()
+        super().__init__(stream, number, nbytes)
 
+    def was_given(self) -> None:
+        """Note that the device was told to read what is here, by the calling thread's own stream."""
+        self._stream.record_again(self._event, self._event_number)
+        self.read = self._event
 
-class _PinnedSlots:
-    """A few of them, used in turn; the host waits if the device has not read the one whose turn it is."""
-
-    def __init__(self, stream: DeviceStream, most: int) -> None:
-        self._stream, self._slots, self._most = stream, deque[_PinnedSlot](), most
-
-    def next(self, nbytes: int) -> _PinnedSlot:
-        """Return one with room for so many bytes."""
-        slots, stream = self._slots, self._stream
-        if len(slots) < self._most:
-            slots.append(_PinnedSlot(stream, -(-nbytes // 8) * 8))
-        else:
-            slots.rotate(-1)
-            if not stream.has_passed(slots[-1].event):
-                stream.synchronize(slots[-1].event)
-            if len(slots[-1].bytes) < nbytes:
-                slots[-1] = _PinnedSlot(stream, -(-nbytes // 8) * 8)
-        return slots[-1]
-
-    def wait(self) -> None:
-        """Wait until the device has read all of them."""
-        for slot in self._slots:
-            self._stream.synchronize(slot.event)
-
-    @property
-    def nbytes(self) -> int:
-        """Pinned bytes held."""
-        return sum(slot.host.numel() for slot in self._slots)
+    def _allocate(self, nbytes: int) -> None:
+        super()._allocate(nbytes)
+        self.there = self._stream.device_bytes(self.host.numel())
+        self.start = self.there.data_ptr()
 
 
 class MirroredBatches(ResidentBatches):
@@ -100,7 +78,8 @@ class MirroredBatches(ResidentBatches):
         self._deliver(schema)
         self._other, self._assembler = other, assembler
         self._stream, self._device = other.stream, other.stream.device
-        self._ids, self._ticks = _PinnedSlots(self._stream, _ID_SLOTS), _PinnedSlots(self._stream, _STAGED)
+        self._ids = StagingRing(self._stream, _ID_SLOTS, slot=_MirroredSlot)
+        self._ticks = StagingRing(self._stream, _STAGED, slot=_MirroredSlot)
         # Pinned memory must not be used for something else while a device may read it, even if nobody closes this.
         weakref.finalize(self, _wait_for_all, (self._ids, self._ticks), os.getpid())
         self._repair, self._rewrites, self._kept = Repair(), 0, 0
@@ -137,23 +116,23 @@ class MirroredBatches(ResidentBatches):
 
     def _gathered(self, ids: NDArray[np.int64], last_ids: NDArray[np.int64] | None) -> Any:
         """Have rows gathered; ids go through pinned memory that is not written to before they were read."""
-        slot, count = self._ids.next(16 * ids.size), ids.size
-        numbers = slot.bytes.view(np.int64)
+        slot, count = _next_slot(self._ids, 16 * ids.size), ids.size
+        numbers = slot.array.view(np.int64)
         numbers[:count] = ids if ids.ndim == 1 else ids.reshape(-1)
         if last_ids is not None:
             numbers[count : 2 * count] = last_ids.reshape(-1)
         self._stream.send(slot.there, slot.host, 8 * count if last_ids is None else 16 * count)
         where = slot.start
         found = self._rings.gather_at(count, where, 0 if last_ids is None else where + 8 * count, slot.there)
-        self._stream.record_again(slot.event, slot.number)
+        slot.was_given()
         return found
 
     def _sent(self, array: Array) -> torch.Tensor:
         """Bring an array of a draw to the device, without a wait."""
-        slot, there = self._ticks.next(array.nbytes), self._stream.device_bytes(array.nbytes)
-        slot.bytes[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        slot, there = _next_slot(self._ticks, array.nbytes), self._stream.device_bytes(array.nbytes)
+        slot.array[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._stream.send(there, slot.host, array.nbytes)
-        self._stream.record_again(slot.event, slot.number)
+        slot.was_given()
         return typed_rows(there, self._other.torch.from_numpy(np.empty(0, array.dtype)).dtype, array.shape)
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
@@ -244,15 +223,15 @@ class MirroredBatches(ResidentBatches):
             try:
                 writer.write_together(packed)
             finally:
-                self._stream.record_again(slot.event, slot.number)
+                slot.was_given()
 
-    def _staged(self, tick: Tick, ticks: int) -> tuple[_PinnedSlot, PackedTicks]:
+    def _staged(self, tick: Tick, ticks: int) -> tuple[_MirroredSlot, PackedTicks]:
         """Bring some ticks to the device, in one copy."""
         rows = [*tick.obs, *tick.action, *tick.extras, tick.reward, *tick.next_obs, tick.terminated, tick.truncated]
         ends = list(accumulate(-(-row.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for row in rows))
-        slot = self._ticks.next(ends[-1])
+        slot = _next_slot(self._ticks, ends[-1])
         for row, begin in zip(rows, [0, *ends], strict=False):
-            slot.bytes[begin : begin + row.nbytes] = row.reshape(-1).view(np.uint8)
+            slot.array[begin : begin + row.nbytes] = row.reshape(-1).view(np.uint8)
         self._stream.send(slot.there, slot.host, ends[-1])
         return slot, PackedTicks(slot.there, np.array([0, *ends[:-1]], np.int64), ticks)
 
@@ -271,10 +250,14 @@ class MirroredBatches(ResidentBatches):
         self._rewrites, self._rewritten = store.rewrites, []
 
 
-def _wait_for_all(all_slots: tuple[_PinnedSlots, ...], process: int) -> None:
+def _wait_for_all(rings: tuple[StagingRing, ...], process: int) -> None:
     """Wait until everything was read; a forked child has no part in the device."""
-    for slots in all_slots if process == os.getpid() else ():
-        slots.wait()
+    for ring in rings if process == os.getpid() else ():
+        ring.wait()
+
+
+def _next_slot(ring: StagingRing, nbytes: int) -> _MirroredSlot:
+    return cast("_MirroredSlot", ring.next_slot(nbytes))
 
 
 def _is_gathered(drawn: DrawnRows) -> bool:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.native.batch_reader import NativeBatchReader, makes_arrays
 from holdall.native.library import (
     MOST_DEVICE_FIELDS,
     BatchRequestStruct,
@@ -29,12 +28,12 @@ from holdall.native.library import (
 )
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
+from holdall.native.one_call import NativeBatchReader, NativeFastTick, has_expected_objects, makes_arrays
 from holdall.native.reading import NativeDecoder, NativeReading, ThreadPool, draw_slots, number_function
 from holdall.native.sending import CopyPlan, Cut, Names, Refusal, SliceNamer, SlotSender
-from holdall.native.tick_writer import has_expected_objects
 from holdall.native.writing import NativeCoder, NativeWriting
-from holdall.schema import Array
-from holdall.storage import BatchReader, Coder, Kernels, Repair, address
+from holdall.schema import Array, Bytes
+from holdall.storage import BatchReader, Coder, FastTick, Kernels, Repair, address
 
 _FEWEST_CHANNELS = 4
 """From this many channels on, C separates them faster than NumPy copies them."""
@@ -53,6 +52,30 @@ class NativeKernels(NativeWriting, NativeReading):
         self._library = library
         self.packs_columns = bool(library.holdall_release(0, 0))
         self.coder: Coder = PortableCoder() if libraries is None else NativeCoder(library, libraries)
+
+    def pack_columns(
+        self,
+        run: NDArray[np.int64],
+        rings: NDArray[np.int64],
+        ring_ticks: int,
+        lanes: int,
+        out: Bytes,
+        scratch: tuple[NDArray[np.uint32], Bytes],
+    ) -> int:
+        """See `Kernels.pack_columns`."""
+        room, (numbers, row) = (address(out), out.size), scratch
+        used = self._library.holdall_pack_columns(
+            address(run), address(rings), ring_ticks, lanes, *room, address(numbers), address(row)
+        )
+        return int(used)
+
+    def release(self, first: int, nbytes: int) -> None:
+        """See `Kernels.release`."""
+        self._library.holdall_release(first, nbytes)
+
+    def new_fast_tick(self, lock: Any, repair: Repair) -> FastTick:
+        """Make a short way to write ticks, for a memory with this lock."""
+        return NativeFastTick(self._library, lock, repair) if has_expected_objects(lock) else FastTick()
 
     def namer(self) -> SliceNamer | None:
         """See `Kernels.namer`."""
@@ -76,8 +99,10 @@ def native_kernels() -> NativeKernels | None:
 
 
 def _chosen() -> Kernels:
-    native = None if chosen_library() is None else native_kernels()
-    return native or PortableKernels()
+    if os.environ.get("HOLDALL_KERNELS", "") in {"", "native"} and (native := native_kernels()) is not None:
+        return native
+    chosen_library()  # refuses a wish that cannot be met
+    return PortableKernels()
 
 
 def chosen_kernels() -> Kernels:

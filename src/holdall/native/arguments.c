@@ -1,9 +1,9 @@
 /* Arguments of an `add`, as Python passes them: arrays are checked and written without another object being made.
  *
- * These functions are built-in functions of Python: tick_writer.py makes them with PyCFunction_NewEx. They keep the GIL,
+ * These functions are built-in functions of Python: one_call.py makes them with PyCFunction_NewEx. They keep the GIL,
  * and nothing that they call once a first array was looked at gives it up, so no signal handler and no other thread comes
  * in between. There are no Python headers: functions of the stable interface are passed in by address. Where the fields of
- * objects and of NumPy's arrays lie is part of the interface of both; tick_writer.py compares it with real ones first.
+ * objects and of NumPy's arrays lie is part of the interface of both; one_call.py compares it with real ones first.
  */
 #include "holdall.h"
 #include "objects.h"

@@ -12,6 +12,8 @@
 
 #include <string.h>
 
+/* Four threads use up the bandwidth of memory: more of them copy raw slices no faster. */
+enum { RAW_HELPERS = 3 };
 enum { ALIGNMENT_BYTES = 64, WRITEABLE_C_ARRAY = 0x501, PIECE_BYTES = 1 << 18, MOST_COLUMNS = 160 };
 enum { KEPT_ALIKE = 4 }; /* memories of one size: one in use, one being filled, two for latecomers */
 
@@ -142,11 +144,13 @@ static int copy_field(const batch_reader *f, const batch_field *b, int64_t rows,
     const int64_t bytes = 2 * rows * b->obs_bytes, least = b->is_sealed ? f->sealed_bytes_per_thread : f->bytes_per_thread;
     int64_t helpers = bytes / least - 1, pieces = bytes / PIECE_BYTES, error;
     if (helpers > f->most_helpers) helpers = f->most_helpers;
+    if (!b->is_sealed && helpers > RAW_HELPERS) helpers = RAW_HELPERS;
     if (helpers < 1 || !f->pool) helpers = 0, pieces = 1;
     if (pieces > rows) pieces = rows;
     for (int64_t i = 0; i <= helpers && f->decoders; i++) {
         decoder *const d = f->decoders[i];
-        d->unit_of = d->read_of = NULL;
+        d->unit_of = d->key_of = d->read_of = NULL;
+        d->unit_behind = NULL;
         d->error = 0;
         d->batch++;
     }

@@ -30,6 +30,13 @@ static inline int64_t bytes_of_unit(const sealed_block *b, int64_t u) {
 void interleave(const transform *form, const uint8_t *planes, uint8_t *out);
 void part_pixels(const transform *form, const uint8_t *in, uint8_t *planes);
 
+/* Turn planes of differences back into planes of values, in place. */
+void undo_differences(const transform *form, uint8_t *planes);
+
+/* Put the bytes of words together again, and look up words in a palette. */
+void unshuffle(int64_t word, int64_t bytes, const uint8_t *in, uint8_t *out);
+void look_up_words(const transform *form, const uint8_t *palette, const uint8_t *in, uint8_t *out);
+
 /* The low half of XXH64 with seed 0. */
 uint32_t checksum(const uint8_t *p, int64_t bytes);
 

@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 18; }
+EXPORT int64_t holdall_version(void) { return 19; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -78,6 +78,7 @@ static const struct_field FIELDS[] = {
     FIELD(decoder, scratch_bytes),
     FIELD(decoder, unit),
     FIELD(decoder, unit_bytes),
+    FIELD(decoder, unit_behind),
     FIELD(decoder, unit_of),
     FIELD(decoder, unit_number),
     FIELD(decoder, key),

@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 18
+_VERSION = 19
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -68,7 +68,7 @@ class DecoderStruct(ctypes.Structure):
     _fields_ = [
         *_pointers("lz4_decompress_using_dict zstd_decompress_using_ddict zstd_ref_prefix zstd_decompress_dctx"),
         *_pointers("dctx scratch"), *_numbers("scratch_bytes"),
-        *_pointers("unit"), *_numbers("unit_bytes"), *_pointers("unit_of"), *_numbers("unit_number"),
+        *_pointers("unit"), *_numbers("unit_bytes"), *_pointers("unit_behind unit_of"), *_numbers("unit_number"),
         *_pointers("key key_of"), *_numbers("key_number"),
         *_pointers("read"), *_numbers("read_bytes"), *_pointers("read_of"), *_numbers("read_first read_end error"),
         ("batch", _NATURAL), *_numbers("decoded_places"), *_pointers("decoded"),
@@ -436,11 +436,8 @@ class CompressionLibraries:
 
     def __init__(self, functions: dict[str, Any]) -> None:
         self.functions = functions
-
-    @functools.cached_property
-    def addresses(self) -> dict[str, int]:
-        """Where the functions lie, for C to call them."""
-        return {name: ctypes.cast(function, POINTER).value or 0 for name, function in self.functions.items()}
+        # Where they lie, for C to call them.
+        self.addresses = {name: ctypes.cast(each, POINTER).value or 0 for name, each in functions.items()}
 
 
 def linked_libraries(library: ctypes.CDLL) -> CompressionLibraries | None:

@@ -1,4 +1,4 @@
-/* Fields of Python's and NumPy's objects, for the files whose functions are built-in functions of Python. tick_writer.py
+/* Fields of Python's and NumPy's objects, for the files whose functions are built-in functions of Python. one_call.py
  * compares their places with those of real objects before anything is read. */
 #ifndef HOLDALL_OBJECTS_H
 #define HOLDALL_OBJECTS_H

@@ -1,6 +1,7 @@
 """Reading: batches are filled with observations by gather.c, and slices decoded by decode.c, without the GIL.
 
-In:  places, or numbers of slices.  Out: rows of bytes. Ids of slots are drawn here, too.
+In:  places, or numbers of slices.  Out: rows of bytes. Ids of slots are drawn here, too, and arrays whose axes were
+transposed are described to C.
 Invariant: every thread decodes with a context and scratch memory of its own. Nothing outside the blocks that the
 places hold is read: C checks every index, and one that is wrong is a `DamageError`.
 """
@@ -20,19 +21,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import left
 from holdall.errors import DamageError
-from holdall.native.library import CompressionLibraries, DecodedSliceStruct, DecoderStruct, chosen_library
+from holdall.machine import pool_threads
+from holdall.native.library import (
+    MOST_DIMENSIONS,
+    CompressionLibraries,
+    DecodedSliceStruct,
+    DecoderStruct,
+    LayoutStruct,
+    chosen_library,
+)
 from holdall.native.numpy_kernels import PortableKernels
-from holdall.schema import Bytes
+from holdall.schema import Array, Bytes
 from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices
-from holdall.threads import left, pool_threads
 
 _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
+_LOOK_BACK_BYTES = 1 << 16
+"""Of a dictionary for LZ4 so many bytes are used: room for them is in front of the memory for units."""
 _PIECE_BYTES = 1 << 18
 """What a thread takes at once: little enough that all of them end together."""
 _BYTES_PER_THREAD = 1 << 20
 """A thread is woken only for at least this much to move."""
+_RAW_THREADS = 4
+"""They use up the bandwidth of memory: more copy raw slices no faster. Decoding gains from more."""
 
 _MOST_DRAWN = (1 << 32) - 1
 """NumPy draws numbers beyond in another way."""
@@ -60,7 +73,7 @@ class ThreadPool:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or pool_threads()
         self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to the call that has `helping`
-        self._lock = threading.RLock()
+        self._lock: Any = threading.RLock()
         self._process = 0
         self._address = 0
         self._end: weakref.finalize[Any, Any] | None = None
@@ -74,7 +87,9 @@ class ThreadPool:
         """
         helpers = min(wanted, self.threads - 1)
         self._forget_parent()
-        if helpers < 1 or not left(self._lock).acquire(blocking=False):
+        if self._lock._is_owned():  # this thread was interrupted in it
+            left(self._lock)
+        if helpers < 1 or not self._lock.acquire(blocking=False):
             yield 0, 0
             return
         try:
@@ -189,7 +204,7 @@ class _DecoderMemory:
     def __init__(self, libraries: CompressionLibraries, scratch_bytes: int, unit_bytes: int) -> None:
         self._arrays = (
             np.empty(scratch_bytes, np.uint8),
-            np.empty(unit_bytes, np.uint8),
+            np.empty(_LOOK_BACK_BYTES + unit_bytes, np.uint8),
             np.empty(unit_bytes, np.uint8),
             np.empty(max(unit_bytes, min(scratch_bytes, _MOST_READ_AT_ONCE)), np.uint8),
             np.zeros(_DECODED_PLACES * ctypes.sizeof(DecodedSliceStruct), np.uint8),
@@ -208,8 +223,8 @@ class _DecoderMemory:
             dctx=context,
             scratch=address(scratch),
             scratch_bytes=scratch.size,
-            unit=address(unit),
-            unit_bytes=unit.size,
+            unit=address(unit) + _LOOK_BACK_BYTES,
+            unit_bytes=unit_bytes,
             key=address(key),
             read=address(read),
             read_bytes=read.size,
@@ -228,7 +243,7 @@ class _DecoderMemory:
     def begin(self, batch: int) -> None:
         """Forget what an older batch was read from, which may be freed by now."""
         struct = self._struct
-        struct.unit_of = struct.key_of = struct.read_of = None
+        struct.unit_behind = struct.unit_of = struct.key_of = struct.read_of = None
         struct.error, struct.batch = 0, batch
 
 
@@ -305,7 +320,9 @@ class NativeReading:
 
         if places.reads_files:
             self._library.holdall_expect(*where)
-        helpers = 0 if pool is None else min(pool.threads, nbytes // _BYTES_PER_THREAD) - 1
+        most = nbytes // _BYTES_PER_THREAD
+        most = most if records[:, _SEALED].any() else min(most, _RAW_THREADS)
+        helpers = 0 if pool is None else min(pool.threads, most) - 1
         if pool is None or helpers < 1:
             failed = fill(1, 0, 0)
         else:
@@ -352,3 +369,55 @@ def number_function(generator: Any) -> tuple[int, int]:
     """Return what C calls for the next number, and with which argument."""
     interface = generator.ctypes
     return ctypes.cast(interface.next_uint32, ctypes.c_void_p).value or 0, interface.state_address
+
+
+# ---------------------------------------------------------------- arrays that are transposed
+
+
+class DenseLayout:
+    """How C walks through an array whose elements fill its memory, but in another order.
+
+    `order` is the permutation of axes that makes it contiguous, or None if none does.
+    """
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+        self.order = tuple(axes) if array.transpose(axes).flags.c_contiguous else None
+        lengths: list[int] = []
+        strides: list[int] = []
+        for length, stride in zip(array.shape, array.strides, strict=True):
+            if lengths and strides[-1] == length * stride:
+                lengths[-1], strides[-1] = lengths[-1] * length, stride
+            elif length > 1 or not lengths:
+                lengths.append(length)
+                strides.append(stride)
+        if len(lengths) > MOST_DIMENSIONS:
+            self.order = None
+            return
+        numbers = ctypes.c_int64 * MOST_DIMENSIONS
+        self._struct = LayoutStruct(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
+        self.address = ctypes.addressof(self._struct)
+
+
+_MOST_LAYOUTS = 8
+"""Layouts that a part remembers; a caller has one or two."""
+
+
+def as_they_lie(obs: Array, next_obs: Array, known: dict[tuple[int, ...], DenseLayout]) -> tuple[Array, Array, int]:
+    """Return both arrays in the order of their memory, and the address of the layout that leads back.
+
+    Images often come with transposed axes; C then puts them in order while it writes them.
+    Arrays that differ in layout, or do not fill their memory, are copied.
+
+    Args:
+        known: Layouts by strides, which are remembered here.
+    """
+    strides = obs.strides
+    if strides == next_obs.strides:
+        dense = known.get(strides)
+        if dense is None and len(known) < _MOST_LAYOUTS:
+            dense = known[strides] = DenseLayout(obs)
+        if dense is not None and dense.order is not None:
+            raw, next_raw = obs.transpose(dense.order), next_obs.transpose(dense.order)
+            return raw, next_raw, dense.address
+    return np.ascontiguousarray(obs), np.ascontiguousarray(next_obs), 0

@@ -64,8 +64,10 @@ typedef struct {
     void *dctx;       /* ZSTD_DCtx * */
     uint8_t *scratch; /* two coded slices, and one decoded */
     int64_t scratch_bytes;
-    uint8_t *unit; /* the last unit of several slices that was decompressed: unit `unit_number` of `unit_of` */
+    uint8_t *unit; /* the last unit of several slices that was decompressed: unit `unit_number` of `unit_of`; 64 KiB of
+                    * memory stand in front of it */
     int64_t unit_bytes;
+    const uint8_t *unit_behind; /* the dictionary whose last 64 KiB stand in front of it, or NULL */
     const sealed_block *unit_of;
     int64_t unit_number;
     uint8_t *key; /* the last key that was decompressed, as large as a unit: unit `key_number` of `key_of` */

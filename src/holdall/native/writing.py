@@ -1,6 +1,6 @@
 """Writing: ticks become unique slices by append.c, and blocks of slices are compressed by encode.c, without the GIL.
 
-In:  contiguous arrays, whose sizes are checked here.  Out: parts of the open segment, and sealed slices.
+In:  arrays, whose sizes are checked here.  Out: ticks written and counted, parts of the open segment, sealed slices.
 Invariant: a slice that was numbered never moves; what is sealed has the bytes that numpy_codec.py reads, too.
 """
 
@@ -21,14 +21,15 @@ from holdall.errors import DamageError
 from holdall.native.library import (
     CompressionLibraries,
     EncoderStruct,
+    FlatFieldStruct,
     OpenPartStruct,
     SealedBlockStruct,
     SliceBlockStruct,
     SlicedFieldStruct,
+    TickWriterStruct,
     TransformStruct,
 )
-from holdall.native.reading import NativeDecoder
-from holdall.native.tick_writer import DenseLayout, NativeFastTick, NativeTickWriter, has_expected_objects, struct_field
+from holdall.native.reading import DenseLayout, NativeDecoder, as_they_lie
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,
@@ -37,7 +38,6 @@ from holdall.storage import (
     Coder,
     Cursors,
     Dictionary,
-    FastTick,
     FlatField,
     Method,
     OpenPart,
@@ -45,6 +45,7 @@ from holdall.storage import (
     Repair,
     SealedSlices,
     SliceBlock,
+    SlicedTick,
     TickWriter,
     Transform,
     Window,
@@ -54,8 +55,6 @@ from holdall.storage import (
     reserve,
 )
 
-_MOST_LAYOUTS = 8
-"""Layouts that a part remembers; a caller has one or two."""
 _PALETTE_SLOTS = 1024
 _MOST_COMPRESSORS = 8
 _ZSTD_LEVEL, _ZSTD_HASH_LOG, _ZSTD_CHAIN_LOG, _ZSTD_MIN_MATCH = 100, 102, 103, 105
@@ -69,32 +68,15 @@ _of_transform = operator.attrgetter(*TRANSFORM_FIELDS)
 # ---------------------------------------------------------------- ticks
 
 
+def struct_field(name: str) -> Any:
+    """Return a property that is a field of an object's `_struct`, read without a call of Python: C counts there."""
+    return property(operator.attrgetter(f"_struct.{name}"), lambda self, value: setattr(self._struct, name, value))
+
+
 class NativeWriting:
     """The half of `NativeKernels` that makes parts."""
 
     _library: ctypes.CDLL
-
-    packs_columns: bool
-
-    def pack_columns(
-        self,
-        run: NDArray[np.int64],
-        rings: NDArray[np.int64],
-        ring_ticks: int,
-        lanes: int,
-        out: Bytes,
-        scratch: tuple[NDArray[np.uint32], Bytes],
-    ) -> int:
-        """See `Kernels.pack_columns`."""
-        room, (numbers, row) = (address(out), out.size), scratch
-        used = self._library.holdall_pack_columns(
-            address(run), address(rings), ring_ticks, lanes, *room, address(numbers), address(row)
-        )
-        return int(used)
-
-    def release(self, first: int, nbytes: int) -> None:
-        """See `Kernels.release`."""
-        self._library.holdall_release(first, nbytes)
 
     def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
         """Make an empty block in `arena`."""
@@ -110,9 +92,77 @@ class NativeWriting:
         """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
         return NativeTickWriter(self._library, flat, ring_ticks, ticks)
 
-    def new_fast_tick(self, lock: Any, repair: Repair) -> FastTick:
-        """Make a short way to write ticks, for a memory with this lock."""
-        return NativeFastTick(self._library, lock, repair) if has_expected_objects(lock) else FastTick()
+
+class NativeTickWriter(TickWriter):
+    """Writes a tick, or several, by one call of append.c."""
+
+    has_runs = True
+    next_tick, pause_tick = struct_field("next_tick"), struct_field("pause_tick")
+
+    def __init__(
+        self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
+    ) -> None:
+        self.flat, self.first_tick = tuple(flat), ticks[0]
+        self._write, self._write_ticks = library.holdall_write_tick, library.holdall_write_ticks
+        rings = []
+        for rows, following, is_observation in flat:
+            beside = None if following is None else address(following)
+            rings.append(FlatFieldStruct(address(rows), beside, rows[0].nbytes, is_observation))
+        self._flat = (FlatFieldStruct * len(rings))(*rings)
+        self._sliced = (SlicedFieldStruct * 0)()
+        self._parts: list[OpenPart] = []
+        self._struct = TickWriterStruct(
+            next_tick=ticks[1],
+            first_tick=ticks[0],
+            ring_ticks=ring_ticks,
+            packed_bytes=sum((1 + is_observation) * rows[0].nbytes for rows, _, is_observation in flat),
+            flat=ctypes.addressof(self._flat),
+            flat_count=len(rings),
+        )
+        self._address = ctypes.addressof(self._struct)
+
+    @property
+    def places(self) -> tuple[TickWriterStruct, Any]:
+        """The struct that C writes ticks by, and what must live as long as it."""
+        return self._struct, (self._flat, self.flat)
+
+    def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
+        """See `TickWriter.write`."""
+        return self.write_packed(b"".join([row.tobytes() for row in rows]), sliced, is_kept=is_kept)
+
+    def write_packed(self, packed: bytes, sliced: SlicedTick | None, *, is_kept: bool) -> int:
+        """See `TickWriter.write_packed`."""
+        kept = None if sliced is None else self._aim(sliced)
+        ticks = self._write(self._address, packed, len(packed), int(is_kept))
+        del kept
+        return int(ticks)
+
+    def write_run(self, packed: Bytes, sliced: SlicedTick | None) -> int:
+        """See `TickWriter.write_run`."""
+        kept, observed = None, [] if sliced is None else [*sliced.obs, *sliced.next_obs]
+        if not (packed.flags.c_contiguous and all(a.flags.c_contiguous and len(a) == len(packed) for a in observed)):
+            return 0
+        if sliced is not None:
+            first, next_first = ([array[0] for array in arrays] for arrays in (sliced.obs, sliced.next_obs))
+            kept = self._aim(sliced._replace(obs=first, next_obs=next_first))
+        written = self._write_ticks(self._address, address(packed), packed.shape[1], len(packed))
+        del kept
+        return int(written)
+
+    def _aim(self, sliced: SlicedTick) -> list[tuple[Array, Array]]:
+        """Point C to the slices of the tick to come."""
+        parts: Any = sliced.parts
+        if self._parts is not parts:
+            rings = [
+                SlicedFieldStruct(part.address, address(ring)) for part, ring in zip(parts, sliced.cursors, strict=True)
+            ]
+            fields = (SlicedFieldStruct * len(rings))(*rings)
+            self._struct.sliced_count = 0
+            self._sliced = fields
+            self._struct.sliced, self._struct.sliced_count = ctypes.addressof(fields), len(rings)
+            self._parts = parts
+        arrays = zip(parts, self._sliced, sliced.obs, sliced.next_obs, sliced.cursors, strict=True)
+        return [part.aim(field, obs, next_obs, ring.shape[1]) for part, field, obs, next_obs, ring in arrays]
 
 
 class NativeBlock(SliceBlock):
@@ -200,7 +250,9 @@ class NativePart(OpenPart):
             self._linked = self.log
         layout = 0
         if not (obs.flags.c_contiguous and next_obs.flags.c_contiguous):
-            obs, next_obs, layout = self._as_they_lie(obs, next_obs)
+            obs, next_obs, layout = as_they_lie(obs, next_obs, self._layouts)
+            if layout and not self._struct.packed:
+                self._make_layout_room()
         field.obs, field.next_obs, field.order = address(obs), address(next_obs), layout
         return obs, next_obs
 
@@ -230,30 +282,12 @@ class NativePart(OpenPart):
         struct.longest = struct.steps = struct.broken_steps = struct.pushed = 0
         self._used_before = 0
 
-    def _as_they_lie(self, obs: Array, next_obs: Array) -> tuple[Array, Array, int]:
-        """Return both arrays in the order of their memory, and the layout that leads back.
-
-        Images often come with transposed axes; C then puts them in order while it writes them.
-        Arrays that differ in layout, or do not fill their memory, are copied.
-        """
-        strides = obs.strides
-        if strides == next_obs.strides:
-            dense = self._layouts.get(strides)
-            if dense is None and len(self._layouts) < _MOST_LAYOUTS:
-                dense = self._layouts[strides] = DenseLayout(obs)
-                self._make_layout_room()
-            if dense is not None and dense.order is not None:
-                raw, next_raw = obs.transpose(dense.order), next_obs.transpose(dense.order)
-                return raw, next_raw, dense.address
-        return np.ascontiguousarray(obs), np.ascontiguousarray(next_obs), 0
-
     def _make_layout_room(self) -> None:
-        """Give C memory to put ticks in order in, when a first one needs it."""
-        if not self._struct.packed:
-            tick_bytes = self.lanes * self.obs_bytes
-            raw, packed = np.empty(tick_bytes, np.uint8), np.empty(2 * tick_bytes, np.uint8)
-            self._memory = (*self._memory, raw, packed)
-            self._struct.last_raw, self._struct.packed = address(raw), address(packed)
+        """Give C memory to put ticks in order in."""
+        tick_bytes = self.lanes * self.obs_bytes
+        raw, packed = np.empty(tick_bytes, np.uint8), np.empty(2 * tick_bytes, np.uint8)
+        self._memory = (*self._memory, raw, packed)
+        self._struct.last_raw, self._struct.packed = address(raw), address(packed)
 
     @property
     def shortest(self) -> int:
@@ -274,24 +308,14 @@ class NativeSealed(SealedSlices):
         if dictionary is not None and dictionary.content and coded.codec.method is Method.LZ4:
             common = address(np.frombuffer(dictionary.content, np.uint8)), len(dictionary.content)
         self._struct = SealedBlockStruct(
-            data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0,
-            offsets=address(coded.offsets),
-            checks=0 if extent is None else address(extent.checks),
-            palette=address(coded.palette),
-            places=address(coded.places) if len(coded.places) else 0,
-            ddict=ddict,
-            common=common[0],
-            common_bytes=common[1],
-            place_bytes=coded.places.itemsize,
-            data_bytes=coded.data.nbytes,
-            slice_count=coded.count,
-            group=coded.codec.group,
-            key=coded.codec.key,
-            method=int(coded.codec.method),
-            file=-1 if extent is None else extent.file.descriptor,
-            file_start=0 if extent is None else extent.start,
+            data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0, offsets=address(coded.offsets),
+            checks=0 if extent is None else address(extent.checks), palette=address(coded.palette),
+            places=address(coded.places) if len(coded.places) else 0, ddict=ddict, common=common[0],
+            common_bytes=common[1], place_bytes=coded.places.itemsize, data_bytes=coded.data.nbytes,
+            slice_count=coded.count, group=coded.codec.group, key=coded.codec.key, method=int(coded.codec.method),
+            file=-1 if extent is None else extent.file.descriptor, file_start=0 if extent is None else extent.start,
             form=_form(coded.codec.transform),
-        )
+        )  # fmt: skip
 
     @property
     def address(self) -> int:
@@ -300,10 +324,16 @@ class NativeSealed(SealedSlices):
 
 
 class NativeCoder(NativeDecoder):
-    """Seals blocks, and reads them as `NativeDecoder` does."""
+    """Seals blocks, and reads them as `NativeDecoder` does.
 
-    def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries) -> None:
+    Args:
+        most_kept: Compressors that are kept from block to block.
+    """
+
+    def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries, most_kept: int = 0) -> None:
         super().__init__(library, libraries)
+        self._compressors: dict[Codec, _Compressor] = {}
+        self._most_kept = most_kept
         self._ddicts: weakref.WeakKeyDictionary[Dictionary, int] = weakref.WeakKeyDictionary()
 
     def adopt(self, coded: Coded) -> SealedSlices:
@@ -362,7 +392,7 @@ class NativeCoder(NativeDecoder):
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`."""
-        return _KeepingCoder(self._library, self._libraries)
+        return NativeCoder(self._library, self._libraries, _MOST_COMPRESSORS)
 
     def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """See `Coder.checksums`."""
@@ -371,7 +401,14 @@ class NativeCoder(NativeDecoder):
         return checks
 
     def _compressor(self, codec: Codec) -> _Compressor:
-        return _Compressor(self._libraries, codec)
+        found = self._compressors.get(codec)
+        if found is None:
+            found = _Compressor(self._libraries, codec)
+            if len(self._compressors) >= self._most_kept:
+                self._compressors.clear()
+            if self._most_kept:
+                self._compressors[codec] = found
+        return found
 
     def _ddict(self, dictionary: Dictionary | None, method: Method) -> int:
         """Return the library's form of a dictionary, made once."""
@@ -385,22 +422,6 @@ class NativeCoder(NativeDecoder):
             weakref.finalize(dictionary, functions["ZSTD_freeDDict"], ddict).atexit = False
             self._ddicts[dictionary] = ddict
         return self._ddicts[dictionary]
-
-
-class _KeepingCoder(NativeCoder):
-    """A coder that keeps its compressors from block to block."""
-
-    def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries) -> None:
-        super().__init__(library, libraries)
-        self._compressors: dict[Codec, _Compressor] = {}
-
-    def _compressor(self, codec: Codec) -> _Compressor:
-        kept = self._compressors.get(codec)
-        if kept is None:
-            if len(self._compressors) >= _MOST_COMPRESSORS:
-                self._compressors.clear()
-            kept = self._compressors[codec] = super()._compressor(codec)
-        return kept
 
 
 class _Compressor:
@@ -425,17 +446,11 @@ class _Compressor:
             cctx=self._context(codec) if codec.method is Method.ZSTD else None,
             stream=self._owned("LZ4", "StreamHC") if is_against else None,
             loaded=self._owned("LZ4", "StreamHC") if is_against else None,
-            stream_bytes=libraries.functions["LZ4_sizeofStateHC"](),
-            scratch=address(self._scratch),
-            scratch_bytes=self._scratch.size,
-            common=address(np.frombuffer(common, np.uint8)) if common else None,
-            common_bytes=len(common),
-            group=codec.group,
-            key=codec.key,
-            keeps_keys_raw=codec.raw_keys,
-            method=int(codec.method),
-            level=codec.level,
-        )
+            stream_bytes=libraries.functions["LZ4_sizeofStateHC"](), scratch=address(self._scratch),
+            scratch_bytes=self._scratch.size, common=address(np.frombuffer(common, np.uint8)) if common else None,
+            common_bytes=len(common), group=codec.group, key=codec.key, keeps_keys_raw=codec.raw_keys,
+            method=int(codec.method), level=codec.level,
+        )  # fmt: skip
 
     def _context(self, codec: Codec) -> int:
         context = self._owned("ZSTD", "CCtx")

@@ -31,8 +31,7 @@ from holdall.errors import ArgumentError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.sb3.arrays import BufferArrays, cast, cut_flags
-from holdall.sb3.on_device import MadeAhead, OnDevice, n_step_returns
+from holdall.sb3.buffer_parts import BufferArrays, MadeAhead, OnDevice, cast, cut_flags
 from holdall.schema import stored_space
 from holdall.storage import fresh_bytes
 from holdall.units import require_count, whole
@@ -96,7 +95,8 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
-        self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+        self.tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+        """Of the memory, and of the next one after a `reset`."""
         self.handle_timeout_termination = handle_timeout_termination
         self.prefetch, self._ahead = require_count("prefetch", prefetch, 0), MadeAhead()
         self.n_steps = _require_steps(n_steps)
@@ -152,7 +152,7 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
         return self._ticks_added()
 
     def _ticks_added(self) -> int:
-        """Return how many ticks were added in all, after one was."""
+        """Return how many ticks were added in all, after one was; over shards another process may have added some."""
         return self.memory.next_id // self.n_envs
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
@@ -208,7 +208,7 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
         if self.n_steps == 1:
             return of_ids(ids)
         rewards, ends = self._following(ids)
-        returns, discounts, steps = n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
+        returns, discounts, steps = _n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
         last = ids + steps * self.n_envs
         return Draw(ids, np.ones(len(ids), np.float32), last, reward=returns[:, 0], discount=discounts[:, 0])
 
@@ -227,7 +227,7 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
     def _samples(self, ids: NDArray[np.int64], env: VecNormalize | None) -> Any:
         """Gather transitions, or the n-step returns that begin with them."""
         if self._is_delivered(env):
-            return self._followed(self._recipe(ids))
+            return self._samples_on_device(self.memory.follow(self._recipe(ids), str(self.device)))
         if self.n_steps > 1:
             batch = self.memory.follow(self._recipe(ids, env))
             return self._as_samples(batch, batch.reward.reshape(-1, 1), env, batch.discount.reshape(-1, 1))
@@ -348,20 +348,9 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
             self.memory.extend(obs, buffer.actions[slots], buffer.rewards[slots], following, ended, cut)
         self.pos, self.full = buffer.pos, buffer.full
 
-    @property
-    def tiers(self) -> dict[str, Any]:
-        """budget, prefer and spill_dir of the memory, and of the next one after a `reset`."""
-        return self._tiers
-
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
         return self.memory.report()
-
-    def _stored_spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
-        """Describe observations and actions as they are stored."""
-        stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
-        observed = spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""]  # a plain dict would be sorted
-        return observed, stored_space((self.action_dim,), self._action_dtype)
 
     def _warn_of_ignored_steps(self) -> None:
         """Warn if the model that makes this buffer wants n-step returns: it sets them up in buffers of its own only."""
@@ -384,10 +373,15 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
                 return
             frame = frame.f_back
 
+    def _stored_spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+        """Describe observations and actions as they are stored, here or over shards."""
+        stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
+        observed = spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""]  # a plain dict would be sorted
+        return observed, stored_space((self.action_dim,), self._action_dtype)
+
     def _new_memory(self) -> ReplayMemory:
-        observed, action = self._stored_spaces()
-        settings = self._tiers | self._own_draws()
-        return ReplayMemory(observed, action, self.buffer_size * self.n_envs, self.n_envs, **settings)
+        settings = self.tiers | self._own_draws()
+        return ReplayMemory(*self._stored_spaces(), self.buffer_size * self.n_envs, self.n_envs, **settings)
 
     def _own_draws(self) -> dict[str, Any]:
         """Return how the memory draws by itself, if it does: this class draws slots, in Stable-Baselines3's order."""
@@ -440,3 +434,24 @@ def _require_steps(n_steps: int) -> int:
             f"returns; this is {stable_baselines3.__version__}: run 'pip install -U stable-baselines3'"
         )
     return n_steps
+
+
+def _n_step_returns(
+    rewards: NDArray[np.float32], ends: NDArray[np.bool_], gamma: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """Add up the rewards of each row until its first end, in Stable-Baselines3's order of operations.
+
+    Args:
+        rewards: (batch, n), of the steps from some transitions on.
+        ends: (batch, n): last steps of episodes, and the newest step.
+
+    Returns:
+        Returns and discounts, (batch, 1); and how many steps lie between the first and the last, (batch,).
+    """
+    n = ends.shape[1]
+    last = np.where(ends.any(axis=1), ends.argmax(axis=1), n - 1)
+    counts = np.arange(n).reshape(1, -1) <= last[:, None]
+    powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
+    returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
+    discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
+    return returns, discounts, last

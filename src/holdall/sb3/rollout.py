@@ -25,7 +25,7 @@ from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages, fallback
 from holdall.report import FieldReport, MemoryReport
-from holdall.sb3.arrays import SlotArray
+from holdall.sb3.buffer_parts import SlotArray, cast
 from holdall.schema import Leaf
 from holdall.storage import RolloutFields
 
@@ -285,13 +285,9 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def _cast(self, leaf: Leaf, obs: Any) -> NDArray[Any]:
         """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
-        rows: NDArray[Any] = np.asarray(obs[leaf.name] if self._is_dict else obs)
-        if rows.dtype != leaf.dtype:
-            rows = rows.astype(leaf.dtype)
         shape = (self.n_envs, *leaf.shape)
-        if rows.shape != shape:
-            rows = rows.reshape(shape) if rows.size == np.prod(shape) else np.broadcast_to(rows, shape)
-        return rows
+        rows = cast(obs[leaf.name] if self._is_dict else obs, shape, leaf.dtype)
+        return rows if rows.shape == shape else np.broadcast_to(rows, shape)
 
     def _gather_observations(self, field: int, batch_inds: NDArray[np.int64], out: NDArray[Any]) -> None:
         lane, step = np.divmod(batch_inds, self.buffer_size)

@@ -1,6 +1,6 @@
 """Storage: one transition's way into memory and out again.
 
-    layout -> blocks, codec -> slices -> snapshot, rings -> records, segment -> tiers, spill, sealer -> store
+    ticks -> codec, blocks -> slices -> snapshot, rings -> records, segment -> tiers, sealer -> tick_store -> store
 
 Other packages import the names below, and kernels (`Kernels`, `Coder`) are handed in: storage knows no loop of its own.
 """
@@ -8,9 +8,13 @@ Other packages import the names below, and kernels (`Kernels`, `Coder`) are hand
 from holdall.storage.batch_source import (
     ALIGNMENT_BYTES,
     COLUMN_FIELDS,
+    RECORD_FIELDS,
     BatchArray,
     BatchReader,
     BatchSource,
+    DecodedSegments,
+    Held,
+    Places,
     RowSources,
     fresh_bytes,
 )
@@ -32,52 +36,59 @@ from holdall.storage.blocks import (
 from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform, candidates, stored
 from holdall.storage.codec_choice import COST_CAPS, choose
 from holdall.storage.columns import COLUMN_TABLES, NEVER, new_ring
-from holdall.storage.layout import Window, WindowScout, WindowSearches, as_bytes
 from holdall.storage.records import (
-    DICTIONARY,
-    PIECE_BYTES,
     SLICES,
     Buffer,
-    Like,
     Read,
     Record,
+    SpillFolder,
     codec_of,
     codec_words,
     numbers,
     pack,
     pack_dictionary,
-    pack_file,
-    pack_logs,
-    pack_piece,
-    pack_rows,
     pack_slices,
-    pack_state,
     parsed,
-    records_in,
     unpack,
     unpack_dictionary,
-    unpack_file,
-    unpack_logs,
-    unpack_piece,
-    unpack_rows,
     unpack_slices,
-    unpack_state,
     unparsed,
 )
 from holdall.storage.remote_file import AwaitedFile, Demand, bring, bring_places, bring_slices
 from holdall.storage.rings import Rows
 from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
+from holdall.storage.saved_store import (
+    PIECE_BYTES,
+    Like,
+    pack_file,
+    pack_logs,
+    pack_piece,
+    pack_rows,
+    pack_state,
+    unpack_file,
+    unpack_logs,
+    unpack_piece,
+    unpack_rows,
+    unpack_state,
+)
+from holdall.storage.sealed_segment import (
+    Encoder,
+    SealedSegment,
+    pack_segment,
+    records_in,
+    sliced_leaves,
+    unpack_segment,
+)
 from holdall.storage.segment import SEGMENT_BYTES
 from holdall.storage.slices import (
     NEXT_IS_WHOLE,
-    RECORD_FIELDS,
     ClosedPart,
     Cursors,
-    Held,
-    Kernels,
     OpenPart,
-    Places,
     Segment,
+    Window,
+    WindowScout,
+    as_bytes,
     lies_direct,
 )
 from holdall.storage.snapshot import (
@@ -96,8 +107,8 @@ from holdall.storage.snapshot import (
     put_rows,
     rows_of,
 )
-from holdall.storage.spill import SpillFolder
-from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
+from holdall.storage.store import Store
+from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import (
     NO_ROOM,
     NOT_CONTINUED,
@@ -105,7 +116,7 @@ from holdall.storage.ticks import (
     FastTick,
     FlatField,
     Form,
-    Repair,
+    Kernels,
     SlicedTick,
     StepsLeft,
     Tick,

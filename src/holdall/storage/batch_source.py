@@ -1,4 +1,4 @@
-"""What batches are read from: a table of where short rows lie, and all of it, for who draws and copies at once.
+"""What batches are read from: places of large fields, a table of short rows, and all of it for who draws at once.
 
 In:  where the fields of a memory lie.  Out: columns of rows; or a function that draws rows and returns new arrays.
 Invariant: what is drawn and returned is what the general way draws and returns. Whatever changes where fields lie ends
@@ -8,24 +8,40 @@ this way, or is seen by it; it is offered again with the next batch that goes th
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
+import weakref
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.errors import DamageError
 from holdall.schema import Array, Bytes
+from holdall.storage.blocks import Coder, SealedSlices
 
 if TYPE_CHECKING:
     from holdall.storage.columns import ObservationRing
     from holdall.storage.rings import Rings
-    from holdall.storage.ticks import TickWriter
+    from holdall.storage.slices import Cursors
+    from holdall.storage.ticks import Kernels, TickWriter
 
 COLUMN_FIELDS = (
     "ring", "row_bytes", "later", "block", "apart_count", "apart_ids", "apart_rows", "unless", "runs", "leaf",
 )  # fmt: skip
 """Columns of a table of columns, in the order of the struct `row_column` in structs.h; the loader compares them."""
+Held = tuple[object, ...]
+"""What the addresses of a record point into; referring to it keeps it from being freed."""
+RECORD_FIELDS = (
+    "log", "log_rows", "log_width", "slices", "slice_count", "outer", "run_bytes", "window", "shift",
+    "sealed",
+)  # fmt: skip
+"""Columns of a table of records, in the order of the struct `part` in structs.h; the library's loader compares them."""
+_SEALED = RECORD_FIELDS.index("sealed")
+_WINDOW = RECORD_FIELDS.index("window")
 ALIGNMENT_BYTES = 64
 """Where the columns of a batch begin, as torch's own tensors do: matrix products of floats that begin elsewhere add up
 in another order, so that the last bits differ."""
@@ -44,27 +60,49 @@ def fresh_bytes(nbytes: int) -> Bytes:
     return block[start : start + nbytes]  # type: ignore[no-any-return]  # a buffer to ctypes, an array to NumPy
 
 
-class RowReader(Protocol):
-    """The loops that follow a table, see `Kernels`."""
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the observations of a batch lie; holding it keeps them from being freed."""
 
-    def read_rows(
-        self,
-        columns: NDArray[np.int64],
-        ids: NDArray[np.int64],
-        held: tuple[int, int],
-        ring_rows: int,
-        blocks: tuple[Bytes, Bytes],
-        /,
-    ) -> bool:
-        """Copy the rows of `ids` from rings into two blocks, one column after another, each from a multiple of 64 on.
+    records: list[NDArray[np.int64]]  # per field: (segments, len(RECORD_FIELDS))
+    segment: NDArray[np.int32]  # (batch,)
+    cursors: list[Cursors]  # per field: (batch,)
+    lane: NDArray[np.int32]  # (batch,)
+    lanes: int
+    held: tuple[tuple[Held, ...], ...]  # per field and segment
+    rows: NDArray[np.int64] | None = None  # where in the arrays of a larger batch each goes; None: one after another
+    reads_files: bool = False
+    awaits_files: bool = False  # some of them lie elsewhere, and what is read has to be brought here first
+
+    def window(self, field: int, segment: int) -> int:
+        """Return how many slices make an observation of a field in a segment."""
+        return int(self.records[field][segment, _WINDOW])
+
+    def sealed_slices(self, field: int) -> dict[int, SealedSlices]:
+        """Return the sealed slices that the records of a field name, by address."""
+        contents = (content for held in self.held[field] for content in held)
+        return {content.address: content for content in contents if isinstance(content, SealedSlices)}
+
+    def damage(self, field: int, row: int, error: int) -> DamageError:
+        """Say what is wrong with the block that holds a row.
 
         Args:
-            columns: A table, see `COLUMN_FIELDS`; what it points into is alive.
-            ids: Contiguous, and writable.
-            held: The first id that may be asked for, and the one behind the last. If one id is another, nothing is
-                copied, and False is returned.
-            ring_rows: Rows of every ring; a transition stands at its id modulo that.
+            error: What the system said when it read a file, or 0.
         """
+        segment = int(self.segment[row])
+        sealed = int(self.records[field][segment, _SEALED]) if 0 <= segment < len(self.records[field]) else 0
+        named = self.sealed_slices(field).get(sealed)
+        extent = None if named is None else named.extent
+        if extent is None:
+            return DamageError(
+                f"row {row} of the batch points outside its segment, or its bytes are damaged; nothing of the batch "
+                "is returned. Load the last checkpoint, and report this"
+            )
+        why = f"cannot be read ({os.strerror(error)})" if error else "is damaged or was cut short"
+        return DamageError(
+            f"{extent.file.path} {why}: row {row} of the batch lies in it, and nothing of the batch is returned. Check "
+            "the disk, and load the last checkpoint"
+        )
 
 
 class RowTable:
@@ -107,7 +145,7 @@ class RowTable:
 
     def copy(
         self,
-        kernels: RowReader,
+        kernels: Kernels,
         ids: NDArray[np.int64],
         held: tuple[int, int],
         ring_rows: int,
@@ -235,3 +273,65 @@ class BatchReader:
     def arrays(self) -> list[Array]:
         """Return what is kept for the next batches."""
         return []
+
+
+_KEPT_FROM = 0.05
+"""Share of its decoded bytes from which on a segment is kept decoded: others decode in the time of a copy."""
+_NEWLY = 16
+"""Segments that one answer decodes and keeps so."""
+_SLICES = RECORD_FIELDS.index("slices")
+
+
+class DecodedSegments:
+    """Decoded slices of segments that are drawn from: as an ordinary memory leaves what it has room for uncompressed.
+
+    Those of a segment go with it. Where there is no room left, others are decoded for every batch.
+
+    Args:
+        most_bytes: Kept at most.
+    """
+
+    def __init__(self, coder: Coder, most_bytes: int) -> None:
+        self._coder = coder
+        self._room = most_bytes
+        self._slices: weakref.WeakKeyDictionary[SealedSlices, Bytes] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def instead(self, places: Places) -> Places:
+        """Return the places of a batch, with decoded slices where these are kept."""
+        if places.reads_files:
+            return places
+        touched, where = np.unique(places.segment, return_inverse=True)
+        records, held, newly = [table[touched] for table in places.records], list[tuple[Held, ...]](), _NEWLY
+        for table, contents in zip(records, places.held, strict=True):
+            kept = list[Held]()
+            for record, segment in zip(table, touched.tolist(), strict=True):
+                log, content = contents[segment]
+                if isinstance(content, SealedSlices):
+                    slices = self._slices.get(content)
+                    if slices is None and newly:
+                        slices, newly = self._decode(content), newly - 1
+                    if slices is not None:
+                        record[_SLICES], record[_SEALED], content = slices.ctypes.data, 0, slices
+                kept.append((log, content))
+            held.append(tuple(kept))
+        return replace(places, records=records, segment=where.astype(np.int32), held=tuple(held))
+
+    def _decode(self, sealed: SealedSlices) -> Bytes | None:
+        """Decode slices and keep them, if that pays and there is room."""
+        nbytes = sealed.count * sealed.codec.transform.slice_bytes
+        if np.asarray(sealed.coded.data).nbytes < _KEPT_FROM * nbytes:
+            return None
+        with self._lock:
+            if nbytes > self._room:
+                return None
+            self._room -= nbytes
+        slices = np.empty((sealed.count, sealed.codec.transform.slice_bytes), np.uint8)
+        self._coder.decode(sealed, np.arange(sealed.count), slices)
+        self._slices[sealed] = slices
+        weakref.finalize(sealed, self._free, nbytes).atexit = False
+        return slices
+
+    def _free(self, nbytes: int) -> None:
+        with self._lock:
+            self._room += nbytes

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from holdall.schema import Bytes, Leaf
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates
-from holdall.storage.layout import Window
 
 if TYPE_CHECKING:
     from holdall.storage.blocks import Coder, SealedSlices
+    from holdall.storage.slices import Window
 
 Training = tuple[int, dict[str, int]]
 
@@ -50,11 +50,11 @@ _KEY_SLICES, _RAW_KEY_SLICES = 64, 256
 """Slices that share a key; more if it stays raw, since it costs a whole slice then."""
 _GAIN = 1.03
 """How much smaller slices must be behind a key, for a raw one to be tried, too."""
-_QUICK_ENOUGH = 1.0
-"""Raw copies; nobody notices whether decoding takes less."""
-_TIME_MATTERS = 0.8
-"""A codec is worth its ratio over its time to the power of this over the cap: with `balanced`, one that takes twice as
-long must shrink slices 1.3 times as much, with `memory` 1.15 times."""
+_BESIDE_DECODING = 0.5
+"""Raw copies; what a batch takes beside them matters the less, the longer decoding takes."""
+_TIME_MATTERS, _TIME_MATTERS_LITTLE = 1.2, 0.8
+"""A codec is worth its ratio over its time to the power of this over the cap: with `balanced`, one that takes two copies in
+place of one must shrink slices 1.36 times as much. The second is for those who prefer memory: 1.11 times as much."""
 _MOST_UNIT_BYTES = 4 * 2**20
 _WORTHWHILE = 1.3
 """Less than this ratio is not worth coding and decoding: floats of a sensor or a market come to 1.0 to 1.3."""
@@ -65,6 +65,9 @@ _LARGE_MEMORY = 1.9
 memories of 0.4 GB, against cold copies of single slices."""
 _RAW_SPEED_UP = 1.3
 """What a second core adds to a raw gather, which waits for memory; decoding scales with cores."""
+_SHARED_BY = 2
+"""Threads that decoding is expected to have. More make batches faster, and leave the choice of a codec as it is: the
+same data gives the same bytes on a workstation and on a large server, whose other cores run environments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ def choose(
     """
     sample = block if isinstance(block, BlockSample) else BlockSample.of(block, window, lanes)
     raw_us = _raw_us(sample.spread)
-    worth = _Worth(cap, raw_us, cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP))
+    worth = _Worth(cap, raw_us, cap * raw_us * (1 if threads == 1 else _SHARED_BY / _RAW_SPEED_UP))
     measured = measure(coder, leaf, window, sample.spread, has_dictionary=has_dictionary)
     affordable = [m for m in measured if worth.allows(m)]
     found = affordable + measure_together(coder, _leading(affordable), window, sample, worth)
@@ -178,7 +181,8 @@ class _Worth:
         return found.decode_us <= (self.cap * self.raw_us if found.codec.group > 1 else self.allowed_us)
 
     def of(self, found: MeasuredCodec) -> float:
-        return float(found.ratio / max(found.decode_us / self.raw_us, _QUICK_ENOUGH) ** (_TIME_MATTERS / self.cap))
+        matters = _TIME_MATTERS_LITTLE if self.cap >= COST_CAPS["memory"] else _TIME_MATTERS
+        return float(found.ratio / (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (matters / self.cap))
 
 
 ANY_WORTH = _Worth(1e9, 1.0, 1e9)
@@ -289,7 +293,23 @@ def measure(
             dictionary = trained[codec.transform]
             if dictionary is not None:
                 results.append(_measure_one(coder, replace(codec, dictionary=dictionary), odd))
+    if has_dictionary and len(samples) >= 32:
+        results.append(
+            _measure_predicted(coder, results, _spread(samples[::2], _MEASURED_SLICES, _MEASURED_BYTES), odd)
+        )
     return [result for result in results if result is not None]
+
+
+def _measure_predicted(
+    coder: Coder, measured: Sequence[MeasuredCodec | None], known: Bytes, unseen: Bytes
+) -> MeasuredCodec | None:
+    """Measure the prediction that suits LZ4 best with a dictionary of differences."""
+    predicted = [m for m in measured if m is not None and m.codec.wants_differences]
+    if not predicted:
+        return None
+    codec = max(predicted, key=lambda m: m.ratio).codec
+    dictionary = train(coder, replace(codec, method=Method.ZSTD, level=3), known, _TRAININGS[-1:])
+    return None if dictionary is None else _measure_one(coder, replace(codec, dictionary=dictionary), unseen)
 
 
 def train(coder: Coder, codec: Codec, slices: Bytes, trainings: Sequence[Training] = _TRAININGS) -> Dictionary | None:
@@ -344,13 +364,14 @@ _UNIT_US = {
 0.9 to 1.4 times as long as this says, and the worst 2.9 times."""
 _BEHIND_KEY_US = {Method.STORED: 0.0, Method.LZ4: 0.05, Method.ZSTD: 0.3}
 """The same for a unit that is decompressed against a key."""
-_FAR_SEQUENCE_US = 0.0048
-"""The same for a sequence of LZ4's, on top, where it may point into a key or a dictionary."""
+_FAR_SEQUENCE_US, _DICTIONARY_SEQUENCE_US = 0.0048, 0.001
+"""The same for a sequence of LZ4's, on top, where it may point into a key, or into a dictionary, which stands in front of
+the slice."""
 _NEAR_BYTES, _FAR_US = 2**17, 0.03
 """The same for a kilobyte, on top, of units that fill the caches with their keys."""
-_TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.05, "green": 0.03, "pixels": 0.05,
+_TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.05, "green": 0.03, "pixels": 0.035,
                  "shuffle": 0.26, "words": 0.21}  # fmt: skip
-"""The same for a kilobyte of a slice: to copy it out of its group, and to undo each transform."""
+"""The same for a kilobyte of a slice: to copy it from where its unit is decompressed, and to undo each transform."""
 _COPY_US = (0.03, 0.088)
 """The same for a slice that is copied, and a kilobyte of it."""
 
@@ -371,8 +392,9 @@ def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> 
         changes = len(keys) + np.count_nonzero(np.diff(keys, axis=1))
         raw_us = _COPY_US[1] * codec.group * form.coded_bytes / 1000  # it is not in a cache
         total_us += changes * (raw_us if codec.raw_keys else _mean_unit_us(coder, sealed, keys))
+    is_apart = codec.group > 1 or (codec.method is Method.LZ4 and codec.dictionary is not None)
     undone = {
-        "copy": codec.group > 1, "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
+        "copy": is_apart and form.predictor is not Predictor.PIXELS and not form.shuffle, "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
         "pixels": form.predictor is Predictor.PIXELS, "green": form.green,
         "shuffle": form.shuffle > 0, "words": form.word_bytes > 0,
     }  # fmt: skip
@@ -389,7 +411,7 @@ def _mean_unit_us(coder: Coder, sealed: SealedSlices, units: NDArray[np.int64]) 
     rates = np.array([_UNIT_US[codec.method], _UNIT_US[Method.STORED]])[is_stored.astype(np.int64)]
     total_us = float((rates * work).sum())
     if codec.method is Method.LZ4 and (codec.key or codec.dictionary):
-        total_us += _FAR_SEQUENCE_US * float(work[:, 2].sum())
+        total_us += (_FAR_SEQUENCE_US if codec.key else _DICTIONARY_SEQUENCE_US) * float(work[:, 2].sum())
     is_far = unpacked * (2 if codec.key else 1) > _NEAR_BYTES
     total_us += _FAR_US * float(unpacked[is_far].sum()) / 1000
     return total_us / max(len(units), 1)

@@ -26,10 +26,9 @@ from holdall.storage.column_plan import (
     rows_to_look_at,
     word_bytes,
 )
-from holdall.storage.layout import as_bytes
-from holdall.storage.slices import Kernels
+from holdall.storage.slices import as_bytes
 from holdall.storage.snapshot import Apart, LiveRows, Ring, RowsById, put_rows, rows_of
-from holdall.storage.ticks import FlatField
+from holdall.storage.ticks import FlatField, Kernels
 
 LOG_FIELDS = ("first", "count", "cursor_at")
 RUN_FIELDS = (

@@ -1,35 +1,43 @@
-"""Records: the one format in which data leaves memory, for the disk tier, for checkpoints and for the network.
+"""Records: the one format in which data leaves memory, for checkpoints, for the network, and for the disk tier's files.
 
 A file is a sequence of records, each of which describes itself:
 
     preamble (32 bytes) | head (JSON) | parts, one after another
 
 Invariant: nothing that was read is trusted. The preamble and the head have checksums, every size is held against the
-file's before anything is allocated, and a part is handed out only if its own checksum fits.
+file's before anything is allocated, and a part is handed out only if its own checksum fits. A block counts as one on
+disk only when all of it was written. What dead processes left there is removed: folders and files of the disk tier's
+names, through no link. Nobody but this user enters such a folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import secrets
 import struct
+import sys
+import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
-from holdall.errors import CheckpointError, DamageError, NewerFormatError
-from holdall.json_state import counted, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
-from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
+from holdall.errors import ArgumentError, CheckpointError, DamageError, NewerFormatError, SpillError
+from holdall.json_state import counted, malformed_refused
+from holdall.schema import Bytes
+from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
 from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform
-from holdall.storage.layout import Window
-from holdall.storage.slices import ClosedPart
-from holdall.storage.snapshot import RowChunk
+from holdall.units import require_path
+
+if sys.platform != "win32":
+    import fcntl
 
 MAGIC = b"holdall\x01"
 """Seven letters and the version of the format."""
@@ -280,208 +288,198 @@ def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) ->
     return Codec(Method(method - _LATER_METHODS), level, transform, dictionary, group, key, bool(raw_keys))
 
 
-ROWS, LOGS, PIECE, STATE, FILE = "rows", "logs", "piece", "state", "file"
-PIECE_BYTES = 4 * 2**20
-_WORTH_IT, _FRAME_HEAD_BYTES = 0.9, 18
-_MOST_BYTES = 2**31
-"""Of all parts of a record as they were before they were compressed; none of holdall's comes near."""
+# ---------------------------------------------------------------- the disk tier
 
-Like = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
-
-
-class _Parts:
-    """The parts of a record to be written, each compressed if that pays and there is time for it."""
-
-    def __init__(self, *, compresses: bool = True) -> None:
-        self._compresses, self._raw_bytes = compresses, 0
-        self.content: dict[str, Buffer] = {}
-        self.coded: list[str] = []
-
-    def put(self, name: str, array: NDArray[Any]) -> None:
-        """Add an array, in little-endian order."""
-        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        raw = little.reshape(-1).view(np.uint8).data
-        small = zstandard.ZstdCompressor(level=1).compress(raw) if self._compresses else raw
-        if len(small) < _WORTH_IT * raw.nbytes:
-            self.content[name] = small
-            self.coded.append(name)
-            self._raw_bytes += raw.nbytes
-        else:
-            self.content[name] = raw
-
-    def packed(self, kind: str, head: Mapping[str, Any]) -> list[Buffer]:
-        if self._raw_bytes > _MOST_BYTES:
-            raise CheckpointError(f"{self._raw_bytes} bytes of {kind} are more than one record takes; use fewer lanes")
-        return pack(kind, {**head, "coded": self.coded}, self.content, frozenset())
+_FOLDER = re.compile(r"\.?holdall-spill-[0-9a-f]{16}")
+_LOCK = "lock"
+_SPILLED = re.compile(r"[0-9]{8}\.seg")
+_FILE_BYTES = 64 * 2**20
+_FILES = 64
+"""A file takes at least _FILE_BYTES, and this share of all that was written if that is more: so the number of open
+files grows with the logarithm of what is spilled."""
+_WRITE_BYTES = 4 * 2**20
 
 
-def _array(record: Record, name: str, read: Read, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
-    """Read a part as an array whose shape and dtype are known."""
-    nbytes, raw = prod(shape) * dtype.itemsize, record.part(name, read)
-    if name in record.head["coded"]:
-        raw = _inflated(raw, nbytes, record)
-    if len(raw) != nbytes:
-        raise DamageError(
-            f"part {name!r} of the {record.kind} record at byte {record.start} has {len(raw)} bytes, not {nbytes}"
-        )
-    little = np.frombuffer(raw, dtype.newbyteorder("<")).reshape(shape)
-    return little.astype(dtype, copy=False)
+class SpillFolder:
+    """Writes blocks to files below `spill_dir`, in a folder of its own; used by one worker at a time.
+
+    Blocks are records (records.py), several in a file, so that a large memory does not run out of descriptors. A file
+    is deleted with the last block that lies in it; the folder, when the memory is closed or forgotten. A process that
+    was killed leaves its folder behind: the next memory that spills to the same place removes it.
+    """
+
+    def __init__(self, spill_dir: str | os.PathLike[str], coder: Coder) -> None:
+        self._coder = coder
+        self._place = Path(require_path("spill_dir", spill_dir))
+        self._path = self._place / f"holdall-spill-{secrets.token_hex(8)}"
+        self._open: _OpenFile | None = None
+        self._files = 0
+        self._written = 0
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+            self._locks = [_locked_folder(self._path)]
+            _sweep(self._place)
+        except OSError as error:
+            raise ArgumentError(
+                f"spill_dir ({self._place}) cannot be written to ({error.strerror}); name a directory that can"
+            ) from error
+        self._process = os.getpid()
+        self._remove = weakref.finalize(self, _remove, self._path, self._locks, self._process)
+
+    def _leave_parents_folder(self) -> None:
+        """In a forked child, write to a folder of its own; what the parent wrote so far can be read from here."""
+        self._process, self._locks, self._open = os.getpid(), [], None
+        self._path = self._place / f"holdall-spill-{secrets.token_hex(8)}"
+        self._remove.detach()
+        self._remove = weakref.finalize(self, _remove, self._path, self._locks, self._process)
+
+    def write(self, sealed: SealedSlices) -> SealedSlices:
+        """Write a block to a file and return it as it is read from there."""
+        data = sealed.coded.data
+        if isinstance(data, Extent):
+            return sealed
+        if self._process != os.getpid():
+            self._leave_parents_folder()
+        checks = self._coder.checksums(data, sealed.coded.offsets)
+        try:
+            file = self._file()
+            dictionary = sealed.codec.dictionary
+            if dictionary is not None and file.lacks(dictionary):
+                file.append(pack_dictionary(dictionary))
+            start, end = file.end, file.append(pack_slices(sealed.coded, checks))
+            file.settle()
+        except OSError as error:
+            self._finish_file()  # what it holds already stays readable
+            raise SpillError(
+                f"spill_dir ({self._place}): a block of {data.nbytes} bytes could not be written ({error.strerror}); "
+                "free disk space, or see that the directory is there and can be written to"
+            ) from error
+        self._written += data.nbytes
+        extent = Extent(file.file, end - data.nbytes, data.nbytes, checks, start)
+        return self._coder.adopt(replace(sealed.coded, data=extent))
+
+    def close(self) -> None:
+        """Delete the folder; blocks that are being read stay readable until then where the system allows it."""
+        self._finish_file()
+        self._remove()
+
+    def _finish_file(self) -> None:
+        if self._open is not None:
+            self._open.file.is_growing = False
+            self._open = None
+
+    def _file(self) -> _OpenFile:
+        """Return the file that blocks are written to, a new one if the last is full."""
+        if self._open is None or self._open.end >= max(_FILE_BYTES, self._written // _FILES):
+            self._finish_file()
+            if self._place.is_dir() and not self._path.is_dir():  # somebody cleared it
+                self._locks.append(_locked_folder(self._path))
+            self._open = _OpenFile(self._path / f"{self._files:08d}.seg")
+            self._files += 1
+        return self._open
 
 
-def _inflated(raw: bytes, nbytes: int, record: Record) -> bytes:
+class _OpenFile:
+    """A segment file that is still written to."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+        descriptor = os.open(path, flags, 0o644)  # others cannot enter the folder; they may read a checkpoint of it
+        self.file = SegmentFile(path, descriptor, is_temporary=True)
+        self.file.is_growing = True
+        self.end = 0
+        self._settled = 0
+        self._dictionaries: set[str] = set()
+        if hasattr(os, "posix_fadvise"):  # batches are drawn from anywhere: what lies behind a slice is not needed
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def lacks(self, dictionary: Dictionary) -> bool:
+        """Whether a dictionary has to be written first; it then counts as written."""
+        name = dictionary.name
+        known = name in self._dictionaries
+        self._dictionaries.add(name)
+        return not known
+
+    def append(self, record: list[Buffer]) -> int:
+        """Write a record behind the others and return where it ends."""
+        position = self.end
+        os.lseek(self.file.descriptor, position, os.SEEK_SET)
+        for buffer in record:
+            left = memoryview(buffer).cast("B")
+            while left:
+                written = os.write(self.file.descriptor, left[:_WRITE_BYTES])
+                left, position = left[written:], position + written
+        self.end = position
+        return position
+
+    def settle(self) -> None:
+        """Bring what was written to the disk and out of the page cache, which a container pays for."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        os.fdatasync(self.file.descriptor)
+        os.posix_fadvise(self.file.descriptor, self._settled, self.end - self._settled, os.POSIX_FADV_DONTNEED)
+        self._settled = self.end
+
+
+def _locked_folder(path: Path, tries: int = 16) -> int:
+    """Make a folder with a lock file, held for as long as this process, or its children, live."""
+    # Under its name only once it is locked: a folder that nobody locks is swept, even one that is just being made.
+    unlocked = path.with_name(f".{path.name}")
+    unlocked.mkdir(0o700, exist_ok=True)
+    descriptor = None
     try:
-        # Looked at before anything is allocated: a few bytes may claim any size.
-        if zstandard.frame_content_size(raw) != nbytes:
-            raise DamageError(
-                f"the {record.kind} record at byte {record.start} claims another size than it should have"
-            )
-        return zstandard.ZstdDecompressor().decompress(raw, max_output_size=nbytes)
-    except zstandard.ZstdError as error:
-        raise DamageError(f"the {record.kind} record at byte {record.start} cannot be decompressed") from error
+        descriptor = _take_lock(unlocked, is_patient=True)
+        unlocked.rename(path)
+    except FileNotFoundError:
+        if descriptor is not None:
+            os.close(descriptor)
+        if not tries:
+            raise
+        return _locked_folder(path, tries - 1)
+    return descriptor
 
 
-def require_kind(record: Record, kind: str, read: Read) -> None:
-    """Refuse a record of another kind, or one whose parts claim too much, before any of them is decompressed."""
-    coded = record.head.get("coded", [])
-    if record.kind != kind or not isinstance(coded, list):
-        raise DamageError(f"a record of kind {record.kind!r} stands where one of kind {kind!r} should")
-    starts = [part.start for name, part in record.parts.items() if name in coded]
+def _take_lock(folder: Path, *, is_patient: bool) -> int:
+    """Lock a folder, by a file that is made if it is not there."""
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+    descriptor = os.open(folder / _LOCK, flags, 0o600)
     try:
-        sizes = [zstandard.frame_content_size(read(start, _FRAME_HEAD_BYTES)) for start in starts]
-    except zstandard.ZstdError as error:
-        raise DamageError(f"the {kind} record at byte {record.start} cannot be decompressed") from error
-    if sum(sizes) > _MOST_BYTES:
-        raise DamageError(f"the {kind} record at byte {record.start} claims to hold {sum(sizes)} bytes")
+        if sys.platform != "win32":
+            fcntl.flock(descriptor, fcntl.LOCK_EX if is_patient else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(descriptor), (folder / _LOCK).lstat()):
+                raise FileNotFoundError(f"{folder}: who swept it had the lock before, and there is another one now")
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
-def pack_rows(chunk: RowChunk, *, compresses: bool = True) -> list[Buffer]:
-    """Return a chunk of rows as a record."""
-    parts = _Parts(compresses=compresses)
-    for name, column in chunk.columns.items():
-        parts.put(name, column)
-    for name, (ids, rows) in chunk.apart.items():
-        parts.put(f"{name}/ids", ids)
-        parts.put(f"{name}/apart", rows)
-    columns = [[name, dtype_name(array.dtype), list(array.shape[1:])] for name, array in chunk.columns.items()]
-    apart = {name: len(ids) for name, (ids, _) in chunk.apart.items()}
-    head = {"first_tick": chunk.first_tick, "ticks": chunk.ticks, "columns": columns, "apart": apart}
-    return parts.packed(ROWS, head)
+def _sweep(place: Path) -> None:
+    """Delete the folders of processes that died, those without a lock and those that never got their name as well."""
+    if sys.platform == "win32":
+        return
+    for folder in place.iterdir():
+        if _FOLDER.fullmatch(folder.name) is None or folder.is_symlink():
+            continue
+        with contextlib.suppress(OSError):  # another one's, or gone by now
+            descriptor = _take_lock(folder, is_patient=False)
+            try:
+                _clear(folder)
+            finally:
+                os.close(descriptor)
 
 
-def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: Like) -> RowChunk:
-    """Read a chunk of rows whose ticks and columns are known."""
-    require_kind(record, ROWS, read)
-    head = record.head
-    columns = [[name, dtype_name(dtype), list(shape)] for name, (shape, dtype) in like.items()]
-    if (head["first_tick"], head["ticks"]) != (first_tick, ticks) or sorted(head["columns"]) != sorted(columns):
-        raise DamageError(f"the rows at byte {record.start} are of other ticks or columns than the manifest says")
-    found = {name: _array(record, name, read, dtype, (ticks, *shape)) for name, (shape, dtype) in like.items()}
-    apart = {}
-    for name, count in head["apart"].items():
-        (lanes, *shape), dtype = like[name]
-        counted(count, ticks * lanes)
-        ids = _array(record, f"{name}/ids", read, np.dtype(np.int64), (count,))
-        ascending = (np.diff(ids) > 0).all() and (count == 0 or first_tick * lanes <= ids[0])
-        if not ascending or (count and ids[-1] >= (first_tick + ticks) * lanes):
-            raise DamageError(f"the rows at byte {record.start} keep ids apart that are not in order")
-        apart[name] = ids, _array(record, f"{name}/apart", read, dtype, (count, *shape))
-    return RowChunk(first_tick, ticks, found, apart)
+def _clear(folder: Path) -> None:
+    """Delete a folder, unless somebody put something else into it; its lock comes last, for one that is killed."""
+    with contextlib.suppress(OSError):
+        for path in [path for path in folder.iterdir() if _SPILLED.fullmatch(path.name)]:
+            path.unlink(missing_ok=True)
+        (folder / _LOCK).unlink(missing_ok=True)
+        folder.rmdir()
 
 
-def pack_logs(parts: Sequence[ClosedPart], *, compresses: bool = True) -> list[Buffer]:
-    """Return the logs of a segment as a record."""
-    written = _Parts(compresses=compresses)
-    fields = []
-    for number, part in enumerate(parts):
-        if part.log is not None:
-            written.put(f"log.{number}", part.log)
-        log = None if part.log is None else dtype_name(part.log.dtype)
-        counts = {"log_rows": part.log_rows, "slices": part.slice_count, "steps": part.steps}
-        fields.append({"window": part.window.words(), "log": log, **counts, "new_slices": part.new_slices})
-    return written.packed(LOGS, {"fields": fields})
-
-
-def unpack_logs(
-    record: Record, read: Read, lanes: int, leaves: Sequence[Leaf], blocks: Sequence[Any]
-) -> list[ClosedPart]:
-    """Read the logs of a segment, field by field; `blocks` are the blocks that they name."""
-    require_kind(record, LOGS, read)
-    fields = record.head["fields"]
-    if len(fields) != len(leaves) or len(blocks) != len(leaves):
-        raise DamageError(f"the logs at byte {record.start} are of {len(fields)} fields, not {len(leaves)}")
-    parts = []
-    for number, (words, leaf, block) in enumerate(zip(fields, leaves, blocks, strict=True)):
-        window = Window.of_words(words["window"], leaf)
-        rows, count, steps, new = (counted(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
-        if block.slice_bytes != window.slice_bytes or count > block.used:
-            raise DamageError(f"the logs at byte {record.start} name another block than their own")
-        log: Any = None
-        if words["log"] is not None:
-            dtype = dtype_of(words["log"])
-            if dtype not in (np.uint16, np.uint32):
-                raise DamageError(f"the logs at byte {record.start} are numbers of {dtype}")
-            log = _array(record, f"log.{number}", read, dtype, (rows, lanes))
-        elif rows * lanes != count or block.sealed is not None:
-            raise DamageError(f"the logs at byte {record.start} count {rows} rows and {count} slices")
-        parts.append(ClosedPart(window, log, rows, block, count, steps, new))
-    return parts
-
-
-def pack_piece(slices: NDArray[np.uint8], slice_bytes: int, first: int) -> list[Buffer]:
-    """Return some slices of a block that is still being filled as a record."""
-    parts = _Parts()
-    parts.put("slices", slices)
-    return parts.packed(PIECE, {"slice_bytes": slice_bytes, "first": first, "count": slices.size // slice_bytes})
-
-
-def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most: int) -> NDArray[np.uint8]:
-    """Read some slices of a block, from number `first` on."""
-    require_kind(record, PIECE, read)
-    count = counted(record.head["count"])
-    most = min(most, max(1, PIECE_BYTES // slice_bytes))
-    if (record.head["slice_bytes"], record.head["first"]) != (slice_bytes, first) or count > most:
-        raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
-    found: NDArray[np.uint8] = _array(record, "slices", read, np.dtype(np.uint8), (count * slice_bytes,))
-    return found
-
-
-def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
-    """Return a tree of numbers, text and arrays as a record."""
-    arrays: list[NDArray[Any]] = []
-    words = encode_state(state, arrays, "the memory's state")
-    parts = _Parts()
-    for number, array in enumerate(arrays):
-        parts.put(str(number), array)
-    parts.content["tree"] = unparsed(words)
-    return parts.packed(STATE, {"sizes": [array.nbytes for array in arrays]})
-
-
-def unpack_state(record: Record, read: Read) -> dict[str, Any]:
-    """Read a tree back."""
-    require_kind(record, STATE, read)
-    sizes = [counted(nbytes) for nbytes in record.head["sizes"]]
-    arrays = {i: _array(record, str(i), read, np.dtype(np.uint8), (nbytes,)) for i, nbytes in enumerate(sizes)}
-    tree = decode_state(parsed(record.part("tree", read)), arrays)
-    if not isinstance(tree, dict):
-        raise DamageError(f"the state at byte {record.start} is no tree")
-    return tree
-
-
-def pack_file(content: bytes) -> list[Buffer]:
-    """Return a piece of a trainer's own file as a record."""
-    return pack(FILE, {}, {"content": content}, frozenset())
-
-
-def unpack_file(record: Record, read: Read) -> bytes:
-    """Read a piece of a trainer's own file."""
-    require_kind(record, FILE, read)
-    return record.part("content", read)
-
-
-def records_in(payload: bytes) -> Iterator[Record]:
-    """Read the heads of records that stand one after another."""
-    start = 0
-    while start < len(payload):
-        record = unpack(lambda first, nbytes: payload[first : first + nbytes], start, len(payload))
-        yield record
-        start += record.nbytes
+def _remove(folder: Path, locks: list[int], process: int) -> None:
+    if process == os.getpid():
+        _clear(folder)
+    for lock in locks:
+        os.close(lock)

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError
+from holdall.storage.batch_source import Places
 from holdall.storage.blocks import SealedSlices, SegmentFile, write_at
-from holdall.storage.slices import NEXT_IS_WHOLE, Places
+from holdall.storage.slices import NEXT_IS_WHOLE
 
 PAGE_BYTES = 2**14
 _FETCHED_AT_ONCE_BYTES = 2 * 2**20

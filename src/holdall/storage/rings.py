@@ -1,4 +1,4 @@
-"""Flat rings: the small fields of a transition, addressed by tick.
+"""Flat rings: the small fields of a transition, addressed by tick; and which fields are small.
 
 In:  rows of every lane, tick by tick.  Out: rows of given ticks and lanes.
 Invariant: the row of tick t stands at t modulo the ring's length, which is one more than the
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,12 +18,65 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Leaf, Schema, require_in_range
-from holdall.storage.batch_source import RowTable
+from holdall.storage.batch_source import Places, RowTable
 from holdall.storage.columns import NEVER, ColumnRuns, ObservationRing, new_ring
-from holdall.storage.layout import FLAG, Window, WindowScout, as_bytes, row_bytes
-from holdall.storage.slices import Cursors, Kernels, Places
+from holdall.storage.slices import Cursors, Window, WindowScout, as_bytes
 from holdall.storage.snapshot import Apart, Ring, put_rows, rows_of
-from holdall.storage.ticks import Arguments, FlatField, Repair, Tick, TickWriter
+from holdall.storage.ticks import Arguments, FlatField, Kernels, Tick, TickWriter
+
+if TYPE_CHECKING:
+    from holdall.storage.tick_store import Repair
+
+
+TINY_BYTES = 256
+"""Observation fields up to this size always lie in a flat ring: nothing beats it."""
+_SMALL_BYTES = 4096
+"""Fields up to this size lie in a flat ring, unless a window is found in their first steps, or a budget is small."""
+CURSOR_BYTES = 4
+"""What a transition of a field in segments takes beside them: where it lies there."""
+_FEWEST_TICKS = 2
+"""What the smallest segment has to hold."""
+FLAG = Leaf("", (), np.dtype(np.bool_))
+_REWARD_BYTES = 8
+
+
+# ---------------------------------------------------------------- which fields lie where
+
+
+class FieldLayout(NamedTuple):
+    """One way to share the observation fields out between rings and segments."""
+
+    large: list[int]  # leaves that lie in segments
+    optional: int  # bytes of the rings whose fields could lie in segments, too
+    fixed: int  # rings and tables of the full capacity
+    segment: int  # the smallest useful segment
+
+
+def field_layouts(schema: Schema, ring_ticks: int, large: Collection[int] | None = None) -> list[FieldLayout]:
+    """Return the ways to lay fields out, those with most rings first; the only one, if the large fields are known."""
+    leaves = schema.observation.leaves
+    by_size = sorted(range(len(leaves)), key=lambda i: -leaves[i].nbytes)
+    must, may = (sum(leaf.nbytes > size for leaf in leaves) for size in (_SMALL_BYTES, TINY_BYTES))
+    ways = [by_size[:count] for count in range(must, may + 1)] if large is None else [list(large)]
+    return [_layout(schema, ring_ticks, sorted(way)) for way in ways]
+
+
+def _layout(schema: Schema, ring_ticks: int, large: list[int]) -> FieldLayout:
+    leaves, rows = schema.observation.leaves, ring_ticks * schema.num_envs
+    small = [leaf for i, leaf in enumerate(leaves) if i not in large]
+    fixed = rows * (row_bytes(schema, small) + CURSOR_BYTES * len(large))
+    optional = rows * sum(leaf.nbytes for leaf in small if leaf.nbytes > TINY_BYTES)
+    segment = _FEWEST_TICKS * 2 * schema.num_envs * sum(leaves[i].nbytes for i in large)
+    return FieldLayout(large, optional, fixed, segment)
+
+
+def row_bytes(schema: Schema, small: Iterable[Leaf]) -> int:
+    """Count the bytes of a transition in rings, if each of the small fields lies there once."""
+    leaves = (*schema.action.leaves, *schema.extras.leaves, *small)
+    return sum(leaf.nbytes for leaf in leaves) + prod(schema.reward_shape) * _REWARD_BYTES + 3 * FLAG.nbytes
+
+
+# ---------------------------------------------------------------- rings
 
 
 class Rows(NamedTuple):
@@ -161,8 +215,9 @@ class Rings:
             return None
         forms = {i: ((self.lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
         return Arguments(
-            action=(self.action[0].shape[1:], self.action[0].dtype),
-            reward=(self.reward.shape[1:], self.reward.dtype),
+            rest=[
+                (ring.shape[1:], ring.dtype) for ring in (self.action[0], self.reward, self.terminated, self.truncated)
+            ],
             small={keys[i]: forms[i] for i in self.small},
             large={keys[i]: forms[i] for i in large},
             is_dict=is_dict,

@@ -18,24 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, DamageError
+from holdall.machine import pool_threads
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf
+from holdall.storage.batch_source import RECORD_FIELDS, Places
 from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.columns import new_ring
-from holdall.storage.layout import Window, WindowScout, as_bytes
 from holdall.storage.sealer import Sealer
 from holdall.storage.slices import (
-    RECORD_FIELDS,
     ClosedPart,
     Cursors,
     FrozenBlock,
-    Kernels,
     OpenPart,
-    Places,
+    Window,
+    WindowScout,
+    as_bytes,
     lies_direct,
 )
-from holdall.threads import pool_threads
+from holdall.storage.ticks import Kernels
 
 Copy = Callable[[Array, Array], None]
 """Copies to an array in C order from one of the same shape and any layout, as `np.copyto`."""

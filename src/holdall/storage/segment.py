@@ -1,42 +1,43 @@
 """Segments: the large observation fields of all ticks, one run of ticks after another.
 
 In:  observations and next observations of all lanes, tick by tick, and segments that were sealed elsewhere.
-Out: places, from which kernels read observations; blocks that are full; blocks that were dropped.
+Out: places, from which kernels read observations; windows that were found; blocks that are full, or were dropped.
 Invariant: a segment that was closed never changes but for the form of its blocks, and places that were handed out keep
 the form that they were given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.report import FieldReport
-from holdall.schema import Array, Leaf
+from holdall.schema import Array, Bytes, Leaf
+from holdall.storage.batch_source import RECORD_FIELDS, Held, Places
 from holdall.storage.blocks import ArenaPool, CarriedSlices, KeptBlock, SealedSlices, SegmentFile, SliceBlock, reserve
-from holdall.storage.layout import CURSOR_BYTES, Window, WindowSearches
+from holdall.storage.rings import CURSOR_BYTES
 from holdall.storage.slices import (
+    AnyPart,
     ClosedPart,
     Cursors,
     FrozenBlock,
-    Kernels,
     Log,
     OpenPart,
-    Places,
     Segment,
-    SegmentIndex,
-    describe_parts,
+    Window,
+    WindowSearches,
     lies_direct,
-    read_tick,
 )
-from holdall.storage.snapshot import FrozenSegments, FullBlock, OpenSlices, put_rows
-from holdall.storage.ticks import Repair, SlicedTick, restoring
+from holdall.storage.snapshot import put_rows
+from holdall.storage.ticks import Kernels, SlicedTick
+
+if TYPE_CHECKING:
+    from holdall.storage.tick_store import Repair
 
 SEGMENT_BYTES = 16 * 2**20
 """Unique slices after which a segment closes."""
@@ -51,6 +52,56 @@ _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
 
 
+class SegmentIndex:
+    """First tick of every segment, and per field a record of every part; the open segment's come last."""
+
+    def __init__(self) -> None:
+        self.version = 0  # another one when segments or their blocks are others
+        self.is_changed = bytearray(b"\x01")  # 1 with every change; read by C, and set to 0 by who has seen it
+        self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
+        self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))
+        self.held: list[tuple[Held, ...]] = []  # per field and segment: what its record points into
+
+    def rebuild(self, first_ticks: list[int], fields: list[list[AnyPart]]) -> None:
+        """Start over, field by field and segment by segment."""
+        self.version += 1
+        self.is_changed[0] = 1
+        self.first_ticks = np.array(first_ticks, np.int64)
+        self.records = [
+            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
+        ]
+        self.held = [tuple(part.held for part in parts) for parts in fields]
+
+    def open_next(self, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
+        """The open segment was closed, and another one follows."""
+        self.version += 1
+        self.is_changed[0] = 1
+        self.first_ticks = np.append(self.first_ticks, first_tick)
+        for field, (old, new) in enumerate(zip(closed, following, strict=True)):
+            rows = np.array([old.record(), new.record()], np.int64)
+            self.records[field] = np.concatenate([self.records[field][:-1], rows])
+            self.held[field] = (*self.held[field][:-1], old.held, new.held)
+
+    def drop(self, segments: int) -> None:
+        """Forget the oldest segments."""
+        self.version += 1
+        self.is_changed[0] = 1
+        self.first_ticks = self.first_ticks[segments:]
+        self.records = [records[segments:] for records in self.records]
+        self.held = [held[segments:] for held in self.held]
+
+    def update(self, field: int, segment: int, part: AnyPart) -> None:
+        """A part lies elsewhere now."""
+        self.version += 1
+        self.is_changed[0] = 1
+        records = self.records[field].copy()
+        records[segment] = part.record()
+        self.records[field] = records
+        held = list(self.held[field])
+        held[segment] = part.held
+        self.held[field] = tuple(held)
+
+
 class Segments:
     """All segments of a memory's large fields: one open, the rest closed.
 
@@ -60,11 +111,11 @@ class Segments:
     """
 
     def __init__(
-        self, kernels: Kernels, leaves: list[Leaf], lanes: int, capacity_ticks: int, most_bytes: int = 1 << 62,
-        first_tick: int = 0, repair: Repair | None = None,
+        self, kernels: Kernels, leaves: list[Leaf], lanes: int, capacity_ticks: int, repair: Repair,
+        most_bytes: int = 1 << 62, first_tick: int = 0,
     ) -> None:  # fmt: skip
         self._kernels = kernels
-        self._repair = repair or Repair()
+        self._repair = repair
         self._lanes = lanes
         self.arenas = ArenaPool()
         self._ring_ticks = capacity_ticks + 1
@@ -76,69 +127,64 @@ class Segments:
         self.overhead_bytes = 0  # closed logs, slices that lie in logs, and the indexes of blocks on disk
         self._most_ticks = max(capacity_ticks // _SEGMENTS_OF_A_MEMORY, _FEWEST_TICKS)
         self._leaves: list[Leaf] = []
-        self._windows: list[Window] = []
+        self.windows: list[Window] = []
         self.cursors: list[Cursors] = []  # per field: (ring_ticks, lanes)
-        self._searches = WindowSearches(lanes)
+        self.searches = WindowSearches(lanes)
         self._limit_bytes = SEGMENT_BYTES
         self._sure_until = 0  # ticks before this one fit into the open segment whatever they bring
-        self._closed: list[Segment[ClosedPart]] = []
+        self.closed: list[Segment[ClosedPart]] = []
         self._naming: dict[int, list[Segment[ClosedPart]]] = {}  # closed segments that name a block, by its identity
-        self._open: Segment[OpenPart] = Segment(first_tick, 0, [])
+        self.open: Segment[OpenPart] = Segment(first_tick, 0, [])
         for field, leaf in enumerate(leaves):
             self._admit(leaf, Window.whole(leaf))
-            self._searches.begin(field, leaf)
+            self.searches.begin(field, leaf)
         self._rebuild_index()
 
     def sliced(self, tick: int, obs: list[Array], next_obs: list[Array]) -> SlicedTick:
         """Say where the tick to come goes; close the open segment first if it is full."""
         if tick >= self._sure_until:
             self.sure_ticks(tick)
-        return SlicedTick(self._open.parts, self.cursors, obs, next_obs)
+        return SlicedTick(self.open.parts, self.cursors, obs, next_obs)
 
     def sure_ticks(self, tick: int) -> int:
         """Count the ticks from one on that fit into the open segment, whatever they bring; close it first if none."""
         if tick >= self._sure_until:
             if self._is_full(tick):
-                self._repair.begin(restoring(*self.changing()))
+                self._repair.begin(self._repair.restoring(*self.changing()))
                 self._roll(tick)
                 self._repair.end()
             self._sure_until = tick + self._ticks_that_fit(tick)
         return self._sure_until - tick
-
-    @property
-    def is_searching(self) -> bool:
-        """Whether windows are looked for in every tick."""
-        return bool(self._searches.scouts)
 
     def lengthen_logs(self) -> None:
         """Make room for one more tick in the logs of the open segment."""
         self._repair.do(self._lengthen_logs)
 
     def _lengthen_logs(self) -> None:
-        for field, part in enumerate(self._open.parts):
+        for field, part in enumerate(self.open.parts):
             part.lengthen_log()
             if self.index.held[field][-1][0] is not part.log:
                 self.index.update(field, -1, part)
 
     def look(self, tick: int, obs: list[Array], next_obs: list[Array]) -> None:
         """Look for windows in a tick that was written."""
-        if not self._searches.scouts:
+        if not self.searches.scouts:
             return
-        for field in self._searches.look(obs, next_obs):
-            self._repair.begin(restoring(*self.changing()))
-            window = self._searches.end(field) or Window.whole(self._leaves[field])
-            if window != self._windows[field]:
+        for field in self.searches.look(obs, next_obs):
+            self._repair.begin(self._repair.restoring(*self.changing()))
+            window = self.searches.end(field) or Window.whole(self._leaves[field])
+            if window != self.windows[field]:
                 self._apply(field, window, tick)
             self._repair.end()
 
     def changing(self) -> tuple[object, ...]:
         """Return the objects whose attributes change with anything but a tick that is written."""
-        return self, self.index, self.arenas, self._searches
+        return self, self.index, self.arenas, self.searches
 
     @property
     def first_tick(self) -> int:
         """Oldest tick that any segment holds."""
-        return self._closed[0].first_tick if self._closed else self._open.first_tick
+        return self.closed[0].first_tick if self.closed else self.open.first_tick
 
     def take_frozen(self) -> list[FrozenBlock]:
         """Return the blocks that are full, each once."""
@@ -147,20 +193,20 @@ class Segments:
 
     def has_before(self, tick: int) -> bool:
         """Whether the last tick of the oldest segment is older than `tick`."""
-        return bool(self._closed) and self._closed[0].first_tick + self._closed[0].ticks <= tick
+        return bool(self.closed) and self.closed[0].first_tick + self.closed[0].ticks <= tick
 
     def evict_before(self, tick: int) -> list[SliceBlock]:
         """Drop the segments whose last tick is older than `tick`; return the blocks that went with them."""
-        stale = sum(segment.first_tick + segment.ticks <= tick for segment in self._closed)
+        stale = sum(segment.first_tick + segment.ticks <= tick for segment in self.closed)
         return self._evict(stale) if stale else []
 
     def evict_oldest(self) -> list[SliceBlock] | None:
         """Drop the oldest segment and return the blocks that went with it; None if none is closed."""
-        return self._evict(1) if self._closed else None
+        return self._evict(1) if self.closed else None
 
     def _evict(self, stale: int) -> list[SliceBlock]:
-        leaving = [part for segment in self._closed[:stale] for part in segment.parts]
-        del self._closed[:stale]
+        leaving = [part for segment in self.closed[:stale] for part in segment.parts]
+        del self.closed[:stale]
         self.index.drop(stale)
         gone: dict[int, SliceBlock] = {}
         for part in leaving:
@@ -169,7 +215,7 @@ class Segments:
             if not naming:
                 del self._naming[id(part.block)]
                 gone[id(part.block)] = part.block
-        for open_part in self._open.parts:
+        for open_part in self.open.parts:
             gone.pop(id(open_part.block), None)
         self.overhead_bytes -= sum(part.overhead_bytes for part in leaving)
         for block in gone.values():
@@ -208,7 +254,7 @@ class Segments:
         Args:
             cursors: Of its last ticks, field by field: as many as are still needed.
         """
-        if tick > self._open.first_tick:
+        if tick > self.open.first_tick:
             self._roll(tick)
         coder, end = self._kernels.coder, tick + ticks
         adopted = []
@@ -218,127 +264,60 @@ class Segments:
             block = KeptBlock(part.block.slice_bytes, part.block.used, coder.adopt(part.block.sealed.coded))
             adopted.append(replace(part, block=block))
             put_rows(self.cursors[field], end - len(rows), rows)
-        self._open = Segment(end, 0, self._open.parts)
-        self._close(Segment(tick, ticks, adopted), self._open.parts, end)
+        self.open = Segment(end, 0, self.open.parts)
+        self._close(Segment(tick, ticks, adopted), self.open.parts, end)
         for field, part in enumerate(adopted):
             self.frozen.append(self._as_frozen(field, part.window, part.block))
 
-    def segment_at(self, tick: int, next_tick: int) -> Segment[ClosedPart]:
-        """Return the segment that holds a tick, as it stands."""
-        number = int(np.searchsorted(self.index.first_ticks, tick, side="right")) - 1
-        if number < len(self._closed):
-            return self._closed[number]
-        parts = [part.closed() for part in self._open.parts]
-        return Segment(self._open.first_tick, next_tick - self._open.first_tick, parts)
-
     def can_admit(self, first_tick: int, next_tick: int) -> bool:
         """Whether the open segment reaches back to `first_tick`, the oldest held, and few ticks came so far."""
-        reaches = not self._closed and (not self._leaves or self._open.first_tick <= first_tick)
+        reaches = not self.closed and (not self._leaves or self.open.first_tick <= first_tick)
         return reaches and next_tick <= _REPLAYED_TICKS
 
     def admit(self, leaf: Leaf, window: Window, first_tick: int, ticks: list[tuple[Array, Array]]) -> None:
         """Take a field on that was kept elsewhere so far, with its ticks from `first_tick` on."""
         if not self._leaves:
-            self._open = Segment(first_tick, 0, [])
+            self.open = Segment(first_tick, 0, [])
         self._admit(leaf, window, len(ticks))
         for tick, (obs, next_obs) in enumerate(ticks, first_tick):
-            self._open.parts[-1].append(obs, next_obs, self.cursors[-1][tick % self._ring_ticks])
+            self.open.parts[-1].append(obs, next_obs, self.cursors[-1][tick % self._ring_ticks])
         self._rebuild_index()
-
-    @property
-    def count(self) -> int:
-        """Segments held, the open one among them."""
-        return len(self._closed) + 1
 
     @property
     def segment_bytes(self) -> int:
         """Most that an open segment takes, with the tables that find its slices by their bytes."""
         most_in_a_tick = 2 * self._lanes * sum(leaf.nbytes for leaf in self._leaves)
-        smallest = min((window.slice_bytes for window in self._windows), default=1)
+        smallest = min((window.slice_bytes for window in self.windows), default=1)
         whole = self._limit_bytes + 2 * most_in_a_tick
         return whole + whole * _TABLE_BYTES // max(smallest, _TABLE_BYTES)
-
-    def closed_ticks(self) -> tuple[int, float]:
-        """Count the ticks of closed segments, and the bytes of unique slices that each brought, as they came."""
-        ticks = sum(segment.ticks for segment in self._closed)
-        parts = [part for segment in self._closed for part in segment.parts if part.log is not None]
-        return ticks, sum(part.new_slices * part.window.slice_bytes for part in parts) / max(ticks, 1)
-
-    def disk_bytes(self, field: int) -> int:
-        """Count the bytes of one field on disk; a block counts once, however many segments name it."""
-        blocks = {id(s.parts[field].block): s.parts[field].block for s in self._closed}
-        return sum(block.sealed.disk_bytes for block in blocks.values() if block.sealed is not None)
-
-    def report(self, field: int, name: str, plain_bytes: int, cursors: int) -> FieldReport:
-        """Say where the bytes of one field are."""
-        closed = {id(s.parts[field].block): s.parts[field].block for s in self._closed}
-        part = self._open.parts[field]
-        blocks = [block for key, block in closed.items() if key != id(part.block)]
-        raw = part.used_bytes + sum(block.used_bytes for block in blocks if block.sealed is None)
-        sealed = sum(block.used_bytes for block in blocks if block.sealed is not None)
-        log = sum(part.log_bytes for part in self.parts(field)) + cursors * CURSOR_BYTES
-        newest = part.window if part.steps or not self._closed else self._closed[-1].parts[field].window
-        finding = describe_parts(self.parts(field), newest)
-        return FieldReport(name, raw + sealed, log, 0, plain_bytes, finding, sealed, self.disk_bytes(field))
-
-    def arrays(self, field: int) -> list[Array]:
-        """Return the arrays that one field lies in; an arena that two segments name comes once."""
-        parts = self.parts(field)
-        logs: list[Array] = [part.log for part in parts if part.log is not None]
-        blocks = {id(part.block): part.block for part in parts if part.block is not None}
-        slices = [array for block in blocks.values() for array in block.arrays()]
-        direct = self._open.parts[field]
-        return [*slices, *logs, self.cursors[field], *([direct.slices] if direct.block is None else [])]
-
-    def freeze(self, next_tick: int) -> FrozenSegments:
-        """Return what is held now; closed segments by reference, since they never change."""
-        first, parts = self._open.first_tick, [part.closed() for part in self._open.parts]
-        return FrozenSegments(
-            windows=list(self._windows),
-            closed=list(self._closed),
-            open=Segment(first, next_tick - first, parts),
-            filling=[OpenSlices.of(part, closed) for part, closed in zip(self._open.parts, parts, strict=True)],
-            searches=self._searches.state(),
-        )
-
-    def full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
-        """Return the blocks that are full, newest first, back to a segment that is known."""
-        found: dict[int, FullBlock] = {}
-        filling = {id(part.block) for part in self._open.parts}
-        for segment in reversed(self._closed):
-            new = [part for part in segment.parts if id(part.block) not in filling and not is_known(part.block)]
-            if not new:
-                break
-            found |= {id(part.block): FullBlock(part.block, part.log is None) for part in new}
-        return list(found.values())
 
     def thaw(
         self, next_tick: int, leaves: list[Leaf], windows: Sequence[Window], segments: Sequence[Segment[ClosedPart]],
         searches: dict[str, Any],
     ) -> None:  # fmt: skip
         """Take over what was frozen elsewhere; the cursors follow, as columns, and the next tick opens a segment."""
-        self._leaves, self._windows, self.cursors = [], [], []
-        self._closed, self._naming = list(segments), {}
-        for segment in self._closed:
+        self._leaves, self.windows, self.cursors = [], [], []
+        self.closed, self._naming = list(segments), {}
+        for segment in self.closed:
             self._name(segment)
-        self._open = Segment(next_tick, 0, [])
+        self.open = Segment(next_tick, 0, [])
         for leaf, window in zip(leaves, windows, strict=True):
             self._admit(leaf, window)
-        self._searches.restore(searches, leaves)
+        self.searches.restore(searches, leaves)
         self._take_over_blocks()
 
     def _take_over_blocks(self) -> None:
         """Make the blocks of a loaded memory readable here, and list them."""
-        self.overhead_bytes = sum(part.overhead_bytes for segment in self._closed for part in segment.parts)
+        self.overhead_bytes = sum(part.overhead_bytes for segment in self.closed for part in segment.parts)
         frozen: dict[int, FrozenBlock] = {}
-        for segment in self._closed:
+        for segment in self.closed:
             for field, part in enumerate(segment.parts):
                 block, carried = part.block, part.block.sealed
                 if isinstance(carried, CarriedSlices):
                     block.sealed = self._kernels.coder.adopt(carried.coded)
                 if part.log is not None and not block.is_on_disk:
                     frozen[id(block)] = self._as_frozen(field, part.window, block)
-        blocks = {id(part.block): part.block for segment in self._closed for part in segment.parts}
+        blocks = {id(part.block): part.block for segment in self.closed for part in segment.parts}
         on_disk = [block for block in blocks.values() if block.is_on_disk]
         self.blocks_on_disk = len(on_disk)
         files = {id(extent.file): extent.file for block in on_disk if (extent := block.extent) is not None}
@@ -350,13 +329,13 @@ class Segments:
     def _admit(self, leaf: Leaf, window: Window, replayed_ticks: int = 0) -> None:
         self._sure_until = 0
         self._leaves = [*self._leaves, leaf]
-        self._windows = [*self._windows, window]
+        self.windows = [*self.windows, window]
         context = self._lanes * sum(leaf.nbytes for leaf in self._leaves)
         self._limit_bytes = min(max(SEGMENT_BYTES, _CONTEXT_FACTOR * context), self._most_bytes)
         ring = reserve(self._ring_ticks * self._lanes * CURSOR_BYTES)
         self.cursors = [*self.cursors, ring.view(np.uint32).reshape(-1, self._lanes)]
         part = self._new_part(len(self._leaves) - 1, window, replayed_ticks=replayed_ticks)
-        self._open = Segment(self._open.first_tick, 0, [*self._open.parts, part])
+        self.open = Segment(self.open.first_tick, 0, [*self.open.parts, part])
 
     def _new_part(
         self, field: int, window: Window, block: SliceBlock | None = None, replayed_ticks: int = 0
@@ -368,39 +347,39 @@ class Segments:
         return self._kernels.new_part(window, self._lanes, block, arena_bytes)
 
     def _is_full(self, tick: int) -> bool:
-        parts = self._open.parts
+        parts = self.open.parts
         return (
-            tick - self._open.first_tick >= self._most_ticks
+            tick - self.open.first_tick >= self._most_ticks
             or sum(part.added_bytes for part in parts) >= self._limit_bytes
             or not all(part.has_room() for part in parts)
         )
 
     def _ticks_that_fit(self, tick: int) -> int:
         """Count the ticks from one on that fit whatever they bring, so that nobody has to look at each."""
-        parts = self._open.parts
+        parts = self.open.parts
         bytes_left = self._limit_bytes - sum(part.added_bytes for part in parts)
         most_in_a_tick = 2 * sum(part.lanes * part.obs_bytes for part in parts)
         by_bytes = bytes_left // max(most_in_a_tick, 1)
         by_room = min((part.ticks_that_fit() for part in parts), default=0)
-        return max(1, min(self._most_ticks - (tick - self._open.first_tick), by_bytes, by_room))
+        return max(1, min(self._most_ticks - (tick - self.open.first_tick), by_bytes, by_room))
 
     def _roll(self, tick: int) -> None:
         """Close the open segment and open the next one at `tick`."""
-        full = self._open
+        full = self.open
         following = []
         for field, part in enumerate(full.parts):
             fits = part.window.count > 1 and part.broken_steps * 2 < part.steps
             if not fits:
-                self._searches.consider(field, self._leaves[field])
+                self.searches.consider(field, self._leaves[field])
             following.append(self._next_part(field, part))
-        self._open = Segment(tick, 0, following)
+        self.open = Segment(tick, 0, following)
         closed = [part.closed() for part in full.parts]
         self._close(Segment(full.first_tick, tick - full.first_tick, closed), following, tick)
 
     def _close(self, closed: Segment[ClosedPart], following: list[OpenPart], tick: int) -> None:
         """Append a closed segment; the open one, which consists of `following`, begins at `tick`."""
         self._sure_until = 0
-        self._closed.append(closed)
+        self.closed.append(closed)
         self._name(closed)
         self.overhead_bytes += sum(part.overhead_bytes for part in closed.parts)
         self.index.open_next(tick, closed.parts, following)
@@ -411,7 +390,7 @@ class Segments:
 
     def _next_part(self, field: int, part: OpenPart) -> OpenPart:
         """Open a part after `part`, in its block where that spares repeating slices."""
-        window = self._windows[field]
+        window = self.windows[field]
         block = part.block_to_go_on_in() if part.window == window else None
         steps = part.steps_before + part.steps
         # A block goes with its last part: one that went on for ever would keep what was evicted.
@@ -452,12 +431,12 @@ class Segments:
 
     def _apply(self, field: int, window: Window, tick: int) -> None:
         """Cut a field in a new way: from now on, or from the open segment's first tick on."""
-        first, ticks = self._open.first_tick, tick + 1 - self._open.first_tick
+        first, ticks = self.open.first_tick, tick + 1 - self.open.first_tick
         if ticks > _REPLAYED_TICKS:
-            self._windows[field] = window
+            self.windows[field] = window
             self._roll(tick + 1)
             return
-        old, part = self._open.parts[field], self._new_part(field, window, replayed_ticks=ticks)
+        old, part = self.open.parts[field], self._new_part(field, window, replayed_ticks=ticks)
         first = max(first, tick + 2 - self._ring_ticks)  # cursors of older ticks were overwritten
         cursors = np.zeros((tick + 1 - first, self._lanes), np.uint32)
         for past, places in enumerate(cursors, first):
@@ -466,20 +445,36 @@ class Segments:
 
     def _replace_part(self, field: int, part: OpenPart, first: int, cursors: Cursors) -> None:
         """Go on in a part to which the ticks of the open segment were written again."""
-        old = self._open.parts[field]
-        parts = [*self._open.parts[:field], part, *self._open.parts[field + 1 :]]
-        self._windows[field], self._sure_until = part.window, 0
+        old = self.open.parts[field]
+        parts = [*self.open.parts[:field], part, *self.open.parts[field + 1 :]]
+        self.windows[field], self._sure_until = part.window, 0
         put_rows(self.cursors[field], first, cursors)
         # The segments before may have begun the block that is left here.
-        if old.block is not None and any(segment.parts[field].block is old.block for segment in self._closed):
+        if old.block is not None and any(segment.parts[field].block is old.block for segment in self.closed):
             self._freeze(field, old.window, old.block)
         self.index.update(field, -1, part)
-        self._open = Segment(self._open.first_tick, 0, parts)
+        self.open = Segment(self.open.first_tick, 0, parts)
 
     def parts(self, field: int) -> list[OpenPart | ClosedPart]:
         """Return what all segments hold of one field, oldest first."""
-        return [*(segment.parts[field] for segment in self._closed), self._open.parts[field]]
+        return [*(segment.parts[field] for segment in self.closed), self.open.parts[field]]
 
     def _rebuild_index(self) -> None:
-        first_ticks = [*(segment.first_tick for segment in self._closed), self._open.first_tick]
+        first_ticks = [*(segment.first_tick for segment in self.closed), self.open.first_tick]
         self.index.rebuild(first_ticks, [self.parts(field) for field in range(len(self._leaves))])
+
+
+def read_tick(kernels: Kernels, part: OpenPart, cursors: Cursors) -> tuple[Bytes, Bytes]:
+    """Read the observations and next observations of all lanes in one tick of an open part, as rows of bytes."""
+    shape = (part.lanes, part.obs_bytes)
+    obs, next_obs = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
+    places = Places(
+        records=[np.array([part.record()], np.int64)],
+        segment=np.zeros(part.lanes, np.int32),
+        cursors=[cursors.copy()],
+        lane=np.arange(part.lanes, dtype=np.int32),
+        lanes=part.lanes,
+        held=((part.held,),),
+    )
+    kernels.gather(places, 0, obs, next_obs)
+    return obs, next_obs

@@ -1,54 +1,249 @@
-"""Parts: what one segment holds of one large field.
+"""Slices: how observations are cut so that they overlap (windows), and what a segment holds of a field (parts).
 
 In:  observations and next observations of all lanes, as rows of bytes, tick by tick.
-Out: a cursor per transition, and a record from which kernels read the observations back.
-Invariant: an observation is a range of its lane's log. It continues the last one only where
-the bytes say so; where they do not, it is written whole. A closed part never changes.
+Out: a window; a cursor per transition, and a record from which kernels read the observations back.
+Invariant: a window is a proposal. An observation is a range of its lane's log, and continues the last one only where
+the bytes say so; else it is written whole: a wrong window costs memory, never truth. A closed part never changes.
 """
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from math import gcd, prod
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
+from holdall.json_state import counted
 from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.batch_source import BatchReader, RowReader
-from holdall.storage.blocks import Coder, KeptBlock, Order, SealedSlices, SliceBlock, reserve
-from holdall.storage.layout import Window
-from holdall.storage.ticks import FastTick, FlatField, Repair, TickWriter
-
-if TYPE_CHECKING:
-    from holdall.native import SliceNamer
-
+from holdall.storage.batch_source import Held
+from holdall.storage.blocks import KeptBlock, Order, SliceBlock, reserve
 
 Log = NDArray[np.uint16] | NDArray[np.uint32]
 Cursors = NDArray[np.uint32]
-Held = tuple[object, ...]
-"""What the addresses of a record point into; referring to it keeps it from being freed."""
 
 NEXT_IS_WHOLE = np.uint32(1 << 31)
 """Set in a cursor whose next observation does not continue the window but follows it."""
-
-RECORD_FIELDS = (
-    "log", "log_rows", "log_width", "slices", "slice_count", "outer", "run_bytes", "window", "shift",
-    "sealed",
-)  # fmt: skip
-"""Columns of a table of records, in the order of the struct `part` in structs.h; the library's loader compares them."""
-_SEALED = RECORD_FIELDS.index("sealed")
-_WINDOW = RECORD_FIELDS.index("window")
-
 _DIRECT_BYTES = 32
 """Slices up to this size lie in the log itself: a number would cost as much."""
 _REUSE_THAT_PAYS = 0.25
 """Share of known slices from which on the next segment goes on in the same block."""
 _FIRST_LOG_ROWS = 64
+_ENOUGH = 8
+"""Informative pairs after which a window may be named."""
+_PATIENCE = 32
+"""Informative pairs after which the search is given up."""
+_AGREEMENT = 0.75
+"""Share of the pairs that a window must explain; resets and skipped steps are the rest."""
+_PAIRS_PER_TICK = 4
+"""Lanes looked at in one tick: more of them would say the same."""
+
+
+# ---------------------------------------------------------------- windows
+
+
+def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
+    """See an array with a leading lane axis as rows of bytes, copying only if it must."""
+    contiguous: NDArray[Any] = np.ascontiguousarray(array)
+    return contiguous.reshape(lanes, -1).view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """An observation as `count` slices along one axis.
+
+    In memory an observation is `outer` stretches; each holds one run of `run_bytes` bytes of
+    every slice, in order. A stack on the first axis has one stretch; on the last, one per pixel.
+    """
+
+    axis: int
+    unit: int  # elements of the axis in one slice
+    count: int
+    outer: int
+    run_bytes: int
+    shift: int  # slices that are new in the next observation
+
+    @classmethod
+    def whole(cls, leaf: Leaf) -> Window:
+        """See the observation as one slice: nothing but equality is shared."""
+        return cls(axis=0, unit=1, count=1, outer=1, run_bytes=leaf.nbytes, shift=1)
+
+    @classmethod
+    def along(cls, leaf: Leaf, axis: int, step: int) -> Window:
+        """Cut `leaf` along `axis`, where consecutive observations lie `step` elements apart."""
+        length = leaf.shape[axis]
+        unit = gcd(step, length)
+        inner = prod(leaf.shape[axis + 1 :]) * leaf.dtype.itemsize
+        return cls(
+            axis=axis,
+            unit=unit,
+            count=length // unit,
+            outer=prod(leaf.shape[:axis]),
+            run_bytes=unit * inner,
+            shift=step // unit,
+        )
+
+    def words(self) -> list[int] | None:
+        """Say along which axis it slides and by how many elements; None if it does not."""
+        return None if self.count == 1 else [self.axis, self.shift * self.unit]
+
+    @classmethod
+    def of_words(cls, words: Any, leaf: Leaf) -> Window:
+        """Cut a leaf as `words` said; whatever was read, the window fits the leaf."""
+        if words is None:
+            return cls.whole(leaf)
+        axis, step = (counted(word) for word in words)
+        if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
+            raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
+        return cls.along(leaf, axis, step)
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of one slice."""
+        return self.outer * self.run_bytes
+
+    def newest(self, rows: Bytes, slices: int) -> Bytes:
+        """Cut the last `slices` slices out of each row: (rows, slices, slice_bytes), contiguous."""
+        if slices == self.count and self.outer == 1:
+            return rows.reshape(len(rows), self.count, self.run_bytes)
+        cut = rows.reshape(len(rows), self.outer, self.count, self.run_bytes)[:, :, -slices:]
+        return np.ascontiguousarray(cut.transpose(0, 2, 1, 3)).reshape(len(rows), slices, -1)
+
+    def describe(self) -> str:
+        """Say what was found, for people."""
+        if self.count == 1:
+            return "whole observations"
+        return f"window of {self.count} along axis {self.axis}"
+
+
+class WindowScout:
+    """Looks for the window of one field in its first steps.
+
+    A pair of equal observations fits every window and is not counted; so a static first
+    screen only makes the search longer.
+    """
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._leaf = leaf
+        self._votes: Counter[tuple[int, int]] = Counter()
+        self._pairs = 0
+        self.finding: Window | None = None
+        self.done = not any(length > 1 for length in leaf.shape)
+
+    def state(self) -> list[Any]:
+        """Return the evidence so far, as plain numbers."""
+        return [self._pairs, [[axis, step, votes] for (axis, step), votes in self._votes.items()]]
+
+    def restore(self, state: Any) -> None:
+        """Go on where `state` was returned elsewhere."""
+        pairs, votes = state
+        self._pairs = int(pairs)
+        for axis, step, count in votes:
+            if 0 <= axis < len(self._leaf.shape) and 0 < step < self._leaf.shape[axis]:
+                self._votes[int(axis), int(step)] = int(count)
+
+    def look(self, obs: Bytes, next_obs: Bytes) -> None:
+        """Take one tick as evidence: rows of bytes, one per lane."""
+        for before, after in zip(obs[:_PAIRS_PER_TICK], next_obs[:_PAIRS_PER_TICK], strict=True):
+            if self.done:
+                return
+            if np.array_equal(before, after):
+                continue
+            self._pairs += 1
+            for axis in range(len(self._leaf.shape)):
+                for step in self._steps(before, after, axis):
+                    self._votes[axis, step] += 1
+            self._conclude()
+
+    def _steps(self, before: Bytes, after: Bytes, axis: int) -> list[int]:
+        """Name the steps along `axis`, up to half its length, by which `after` follows `before`."""
+        length = self._leaf.shape[axis]
+        if length < 2:
+            return []
+        old, new = (row.reshape(prod(self._leaf.shape[:axis]), length, -1) for row in (before, after))
+        candidates = self._starts(old, new[:, 0])
+        return [step for step in candidates if np.array_equal(old[:, step:], new[:, : length - step])]
+
+    @staticmethod
+    def _starts(old: NDArray[np.uint8], first: NDArray[np.uint8]) -> list[int]:
+        """Where in the older observation the newer one's first element stands."""
+        half = old.shape[1] // 2
+        standing = (old[:, 1 : half + 1] == first[:, None]).all(axis=(0, 2))
+        return [int(step) + 1 for step in np.flatnonzero(standing)[:8]]
+
+    def _conclude(self) -> None:
+        if self._pairs < _ENOUGH:
+            return
+        explaining = [
+            (-votes, step / self._leaf.shape[axis], axis, step)
+            for (axis, step), votes in self._votes.items()
+            if votes >= _AGREEMENT * self._pairs
+        ]
+        if explaining:
+            *_, axis, step = min(explaining)
+            self.finding = Window.along(self._leaf, axis, step)
+        self.done = bool(explaining) or self._pairs >= _PATIENCE
+
+
+class WindowSearches:
+    """One search a field at a time; the more searches find nothing, the longer the pause before the next."""
+
+    def __init__(self, lanes: int) -> None:
+        self._lanes = lanes
+        self.scouts: dict[int, WindowScout] = {}  # of the fields that are looked at
+        self._in_vain: dict[int, int] = {}
+        self._rest: dict[int, int] = {}  # segments to pass before the next search
+
+    def state(self) -> dict[str, Any]:
+        """Return how far the searches are, as plain numbers."""
+        return {
+            "scouts": {str(field): scout.state() for field, scout in self.scouts.items()},
+            "in_vain": {str(field): count for field, count in self._in_vain.items()},
+            "rest": {str(field): count for field, count in self._rest.items()},
+        }
+
+    def restore(self, state: dict[str, Any], leaves: list[Leaf]) -> None:
+        """Go on where `state` was returned elsewhere."""
+        self.scouts = {}
+        for field, leaf in enumerate(leaves):
+            if str(field) in state["scouts"]:
+                self.begin(field, leaf)
+                self.scouts[field].restore(state["scouts"][str(field)])
+        self._in_vain = {int(field): int(count) for field, count in state["in_vain"].items()}
+        self._rest = {int(field): int(count) for field, count in state["rest"].items()}
+
+    def begin(self, field: int, leaf: Leaf) -> None:
+        """Look at a field from the next tick on."""
+        self.scouts[field] = WindowScout(leaf)
+
+    def consider(self, field: int, leaf: Leaf) -> None:
+        """Begin a search in a field whose segment closed without a window that fits."""
+        if field in self.scouts:
+            return
+        self._rest[field] = self._rest.get(field, 0) - 1
+        if self._rest[field] <= 0:
+            self.begin(field, leaf)
+
+    def look(self, obs: list[Array], next_obs: list[Array]) -> list[int]:
+        """Show a tick to the scouts; return the fields whose search is over."""
+        for field, scout in self.scouts.items():
+            scout.look(as_bytes(obs[field], self._lanes), as_bytes(next_obs[field], self._lanes))
+        return [field for field, scout in self.scouts.items() if scout.done]
+
+    def end(self, field: int) -> Window | None:
+        """Close a search and return what it found."""
+        finding = self.scouts.pop(field).finding
+        self._in_vain[field] = 0 if finding else self._in_vain.get(field, 0) + 1
+        self._rest[field] = 1 << min(self._in_vain[field], 16)
+        return finding
+
+
+# ---------------------------------------------------------------- parts
 
 
 def lies_direct(window: Window) -> bool:
@@ -250,169 +445,7 @@ def _record(window: Window, log: Log | None, log_rows: int, slices: int, slice_c
     ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Where the observations of a batch lie; holding it keeps them from being freed."""
-
-    records: list[NDArray[np.int64]]  # per field: (segments, len(RECORD_FIELDS))
-    segment: NDArray[np.int32]  # (batch,)
-    cursors: list[Cursors]  # per field: (batch,)
-    lane: NDArray[np.int32]  # (batch,)
-    lanes: int
-    held: tuple[tuple[Held, ...], ...]  # per field and segment
-    rows: NDArray[np.int64] | None = None  # where in the arrays of a larger batch each goes; None: one after another
-    reads_files: bool = False
-    awaits_files: bool = False  # some of them lie elsewhere, and what is read has to be brought here first
-
-    def window(self, field: int, segment: int) -> int:
-        """Return how many slices make an observation of a field in a segment."""
-        return int(self.records[field][segment, _WINDOW])
-
-    def sealed_slices(self, field: int) -> dict[int, SealedSlices]:
-        """Return the sealed slices that the records of a field name, by address."""
-        contents = (content for held in self.held[field] for content in held)
-        return {content.address: content for content in contents if isinstance(content, SealedSlices)}
-
-    def damage(self, field: int, row: int, error: int) -> DamageError:
-        """Say what is wrong with the block that holds a row.
-
-        Args:
-            error: What the system said when it read a file, or 0.
-        """
-        segment = int(self.segment[row])
-        sealed = int(self.records[field][segment, _SEALED]) if 0 <= segment < len(self.records[field]) else 0
-        named = self.sealed_slices(field).get(sealed)
-        extent = None if named is None else named.extent
-        if extent is None:
-            return DamageError(
-                f"row {row} of the batch points outside its segment, or its bytes are damaged; nothing of the batch "
-                "is returned. Load the last checkpoint, and report this"
-            )
-        why = f"cannot be read ({os.strerror(error)})" if error else "is damaged or was cut short"
-        return DamageError(
-            f"{extent.file.path} {why}: row {row} of the batch lies in it, and nothing of the batch is returned. Check "
-            "the disk, and load the last checkpoint"
-        )
-
-
-class Kernels(RowReader, Protocol):
-    """Batches in, batches out; the caller never handles a row alone."""
-
-    name: str
-    coder: Coder
-    packs_columns: bool  # whether short observations can be packed, and pages of their rings given back
-
-    def pack_columns(
-        self,
-        run: NDArray[np.int64],
-        rings: NDArray[np.int64],
-        ring_ticks: int,
-        lanes: int,
-        out: Bytes,
-        scratch: tuple[NDArray[np.uint32], Bytes],
-        /,
-    ) -> int:
-        """Pack the ticks that `run` names, see `RUN_FIELDS`, and describe it there; return the bytes used, or -1.
-
-        Args:
-            rings: Addresses, by leaf of the plan.
-            scratch: Memory for two numbers a row and one more for every group, and for a row.
-        """
-
-    def release(self, first: int, nbytes: int, /) -> None:
-        """Give the whole pages of a range of addresses back to the system."""
-
-    def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
-        """Make an empty block of unique slices in `arena`."""
-
-    def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
-        """Make an empty part that writes to `block`."""
-
-    def new_writer(
-        self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], repair: Repair, /
-    ) -> TickWriter:
-        """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
-
-    def new_fast_tick(self, lock: Any, repair: Repair, /) -> FastTick:
-        """Make a short way to write ticks, for a memory with this lock."""
-
-    def new_batch_reader(
-        self, lock: Any, repair: Repair, is_changed: bytearray, most_kept_bytes: int, threads: int, /
-    ) -> BatchReader:
-        """Make a short way to draw batches, for a memory with this lock; see `SegmentIndex` for `is_changed`."""
-
-    def gather(
-        self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: Any = None, /
-    ) -> None:
-        """Fill `obs` and `next_obs`, rows of bytes, with one field of the places; None for one not wanted.
-
-        Args:
-            pool: From `new_pool`; without it the calling thread works alone.
-        """
-
-    def find(
-        self, first_ticks: NDArray[np.int64], ids: NDArray[np.int64], lanes: int, /
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the segment and the lane of every id, given where segments begin."""
-
-    def new_pool(self, threads: int | None = None) -> Any:
-        """Make threads that help with `gather`, the caller's among them; None where it uses none; see `ThreadPool`."""
-
-    def namer(self) -> SliceNamer | None:
-        """Return what names the slices of a batch, each once; None where that is not compiled."""
-
-
 AnyPart = OpenPart | ClosedPart
-
-
-class SegmentIndex:
-    """First tick of every segment, and per field a record of every part; the open segment's come last."""
-
-    def __init__(self) -> None:
-        self.version = 0  # another one when segments or their blocks are others
-        self.is_changed = bytearray(b"\x01")  # 1 with every change; read by C, and set to 0 by who has seen it
-        self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
-        self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))
-        self.held: list[tuple[Held, ...]] = []  # per field and segment: what its record points into
-
-    def rebuild(self, first_ticks: list[int], fields: list[list[AnyPart]]) -> None:
-        """Start over, field by field and segment by segment."""
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = np.array(first_ticks, np.int64)
-        self.records = [
-            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
-        ]
-        self.held = [tuple(part.held for part in parts) for parts in fields]
-
-    def open_next(self, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
-        """The open segment was closed, and another one follows."""
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = np.append(self.first_ticks, first_tick)
-        for field, (old, new) in enumerate(zip(closed, following, strict=True)):
-            rows = np.array([old.record(), new.record()], np.int64)
-            self.records[field] = np.concatenate([self.records[field][:-1], rows])
-            self.held[field] = (*self.held[field][:-1], old.held, new.held)
-
-    def drop(self, segments: int) -> None:
-        """Forget the oldest segments."""
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = self.first_ticks[segments:]
-        self.records = [records[segments:] for records in self.records]
-        self.held = [held[segments:] for held in self.held]
-
-    def update(self, field: int, segment: int, part: AnyPart) -> None:
-        """A part lies elsewhere now."""
-        self.version += 1
-        self.is_changed[0] = 1
-        records = self.records[field].copy()
-        records[segment] = part.record()
-        self.records[field] = records
-        held = list(self.held[field])
-        held[segment] = part.held
-        self.held[field] = tuple(held)
 
 
 PartT = TypeVar("PartT", OpenPart, ClosedPart)
@@ -425,38 +458,6 @@ class Segment(Generic[PartT]):
     first_tick: int
     ticks: int
     parts: list[PartT]
-
-
-def read_tick(kernels: Kernels, part: OpenPart, cursors: Cursors) -> tuple[Bytes, Bytes]:
-    """Read the observations and next observations of all lanes in one tick of an open part, as rows of bytes."""
-    shape = (part.lanes, part.obs_bytes)
-    obs, next_obs = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
-    places = Places(
-        records=[np.array([part.record()], np.int64)],
-        segment=np.zeros(part.lanes, np.int32),
-        cursors=[cursors.copy()],
-        lane=np.arange(part.lanes, dtype=np.int32),
-        lanes=part.lanes,
-        held=((part.held,),),
-    )
-    kernels.gather(places, 0, obs, next_obs)
-    return obs, next_obs
-
-
-def describe_parts(parts: Sequence[AnyPart], window: Window) -> str:
-    """Say what was found about a field by its parts, the open one last, for people."""
-    found = window.describe()
-    fitting = [part for part in parts if part.window == window]
-    steps = sum(part.steps for part in fitting)
-    if window.count > 1 and steps:
-        shared = max(window.count - sum(part.new_slices for part in fitting) / steps, 0.0)
-        found = f"{found}; {shared:.1f} of {window.count} slices shared"
-    closed = [part for part in parts if isinstance(part, ClosedPart)]
-    sealed = [part.block.sealed for part in closed if part.block.sealed is not None]
-    if not sealed:
-        return found
-    kinds = sorted({each.codec.describe() for each in sealed})
-    return f"{found}; {len(sealed)} of {len(closed)} segments sealed by {', '.join(kinds)}"
 
 
 @dataclass(frozen=True, slots=True)

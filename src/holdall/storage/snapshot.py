@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from holdall.errors import HoldallError
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import Window
-from holdall.storage.slices import ClosedPart, OpenPart, Segment
+from holdall.storage.slices import ClosedPart, OpenPart, Segment, Window
 
 Ring = Union[Array, "LiveRows"]
 _CHUNK_BYTES = 2**19

@@ -3,15 +3,19 @@
     write(tick)      rings and segments take a tick; blocks that are full go to the tiers
     read(ids)        rows of small fields, and places of large ones
 
-What is done with all of it at once, for checkpoints, pickles and shards, is in store.py.
+What is done with all of it at once is in saved_store.py, for checkpoints and pickles, and in store.py, for shards.
 Invariant: what is read under an id is, bit for bit, what was written under it. Control goes one way: the store asks
 the segments which blocks are full or dropped, the tiers what to do with them, and the sealer what became of them.
+A signal handler may raise between any two instructions: a tick is then written whole or not at all, and everything else
+that a call was in the middle of is undone or finished by the next call, see `Repair`.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,15 +26,69 @@ from holdall.errors import DamageError
 from holdall.schema import Array, Bytes, Schema
 from holdall.storage.batch_source import BatchSource, RowSources, RowTable, fresh_bytes
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import CURSOR_BYTES, TINY_BYTES, Window, WindowScout, field_layouts
-from holdall.storage.rings import Rings, Rows
+from holdall.storage.records import SpillFolder
+from holdall.storage.rings import CURSOR_BYTES, TINY_BYTES, Rings, Rows, field_layouts
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
-from holdall.storage.slices import Kernels
+from holdall.storage.slices import Window, WindowScout
 from holdall.storage.snapshot import RowSnapshots
-from holdall.storage.spill import SpillFolder
-from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, Repair, SlicedTick, StepRuns, Tick, TickWriter, restoring
-from holdall.storage.tiers import Budget, Tiers, warn_of_small_budget
+from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, Kernels, SlicedTick, StepRuns, Tick, TickWriter
+from holdall.storage.tiers import Budget, Tiers
+
+_LOG = logging.getLogger("holdall")
+
+
+class Repair:
+    """What the next call has to do first if this one does not get to its end.
+
+    A change of several steps names, before its first one, the action that undoes it, or the one that does all of it
+    again. The action gives the same result however often it is run, and whenever it was interrupted itself.
+    """
+
+    def __init__(self) -> None:
+        self._action: Callable[[], None] | None = None
+        self.is_pending = bytearray(1)  # 0: there is nothing to do; read by C
+
+    def begin(self, action: Callable[[], None]) -> None:
+        """Name what the next call does if the change that follows is interrupted; it replaces what was named before."""
+        self.is_pending[0] = 1
+        self._action = action
+
+    def end(self) -> None:
+        """The change is complete."""
+        self._action = None
+        self.is_pending[0] = 0
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Do something that the next call does again if it is interrupted."""
+        self.begin(action)
+        action()
+        self.end()
+
+    def run(self) -> None:
+        """Do what an interrupted call left to do, if there is any."""
+        if self.is_pending[0]:
+            if self._action is not None:
+                self._action()
+            self.end()
+
+    @staticmethod
+    def restoring(*changing: object) -> Callable[[], None]:
+        """Return an action that sets all attributes of some objects to what they are now.
+
+        Lists, dicts and the like are copied; what they hold is not, so a change must replace it, not write to it.
+        """
+        copied = (list, dict, set, deque)
+        saved = [
+            (vars(each), {k: v.copy() if isinstance(v, copied) else v for k, v in vars(each).items()})
+            for each in changing
+        ]
+
+        def restore() -> None:
+            for attributes, values in saved:
+                attributes.update(values)
+
+        return restore
 
 
 class TickStore:
@@ -63,18 +121,15 @@ class TickStore:
         self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > TINY_BYTES}
         sliced = [leaves[i] for i in self._large]
         self.large_segments = Segments(
-            kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick, self.repair
+            kernels, sliced, self._lanes, capacity_ticks, self.repair, budget.segment_bytes, first_tick
         )
         is_changed, staging = self.large_segments.index.is_changed, budget.staging_bytes // 2  # the rest: other batches
         self.batch_reader = kernels.new_batch_reader(lock, self.repair, is_changed, staging, budget.threads)
         self._writer = self._new_writer(first_tick, first_tick)
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
-        write = None if folder is None else folder.write
-        is_limited = budget.limit is not None
-        self.sealer = Sealer(
-            kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write, seals_quickly=not is_limited
-        )
+        self.sealer: Sealer | None = None  # made under the lock, with the first block that is full
+        self._spare_bytes = 0  # of blocks that may wait for it
         self._snapshots = RowSnapshots(self._lanes)
 
     @property
@@ -135,14 +190,16 @@ class TickStore:
         fast, write = self.fast_tick, self._writer.write_packed
         sliced = None
         if fast.fills_blocks:
-            sliced = self.large_segments.sliced(self.next_tick, fast.in_slices(obs), fast.in_slices(next_obs))
+            large = [_picked(each, fast.large_keys, is_dict=fast.is_dict) for each in (obs, next_obs)]
+            sliced = self.large_segments.sliced(self.next_tick, *large)
         ticks = write(packed, sliced, is_kept=False)
         if ticks == NO_ROOM:
             self.large_segments.lengthen_logs()
             ticks = write(packed, sliced, is_kept=False)
         if ticks == NOT_CONTINUED:
             self.batch_reader.end()
-            self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
+            small = _picked(obs, fast.small_keys, is_dict=fast.is_dict)
+            self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, small, strict=True)))
             if self._writer.writes(self._rings.flat()):
                 ticks = write(packed, sliced, is_kept=True)
         if ticks > 0 and sliced is not None:
@@ -153,7 +210,9 @@ class TickStore:
     def write_steps(self, runs: StepRuns, first: int) -> None:
         """Write the step `first`, and those behind it that need nothing done in between."""
         (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
-        if writer.has_runs and not (runs.steps.valid is not None or self._snapshots.pending or segments.is_searching):
+        if writer.has_runs and not (
+            runs.steps.valid is not None or self._snapshots.pending or segments.searches.scouts
+        ):
             written, sliced = runs.write(first, writer, self._rings, segments, self._large)
         if not written:
             self.write(runs.steps.cut(first))
@@ -166,7 +225,7 @@ class TickStore:
         segments, now = self.large_segments, self.next_tick
         segments.look(now - 1, sliced.obs, sliced.next_obs)
         if segments.frozen:
-            self.sealer.grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
+            self._sealer().grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
             self._settle(may_evict=True)
         self._evict_before(now - self._capacity_ticks)
 
@@ -194,7 +253,7 @@ class TickStore:
         self.repair.end()
 
     def _restoring(self) -> Callable[[], None]:
-        return restoring(self, self._rings, *self.large_segments.changing(), *self._tiers.changing())
+        return self.repair.restoring(self, self._rings, *self.large_segments.changing(), *self._tiers.changing())
 
     def _settle(self, *, may_evict: bool) -> None:
         """Have blocks sealed, spilled and evicted as the budget says."""
@@ -215,16 +274,29 @@ class TickStore:
                 break
             freed += self._let_go(gone)
         tiers.try_again()
-        self.sealer.spare_bytes = tiers.spare_bytes(allowance)
+        self._spare_bytes = tiers.spare_bytes(allowance)
+
+    def _sealer(self) -> Sealer:
+        if self.sealer is None:
+            write = None if self._folder is None else self._folder.write
+            kernels, budget, quickly = self._kernels, self._budget, self._budget.limit is None
+            self.sealer = Sealer(
+                kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write, seals_quickly=quickly
+            )
+        return self.sealer
 
     def _send_orders(self) -> None:
         """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
         sealing, spilling = self._tiers.under_way()
-        self.sealer.withdraw(self.sealer.waiting - {id(frozen.block) for frozen in (*sealing, *spilling)})
+        if self.sealer is None and not sealing and not spilling:
+            return
+        sealer = self._sealer()
+        sealer.spare_bytes = self._spare_bytes
+        sealer.withdraw(sealer.waiting - {id(frozen.block) for frozen in (*sealing, *spilling)})
         for frozen in sealing:
-            self.sealer.submit(frozen)
+            sealer.submit(frozen)
         for frozen in spilling:
-            self.sealer.spill(frozen)
+            sealer.spill(frozen)
 
     def _let_go(self, gone: list[SliceBlock]) -> int:
         """Forget blocks that were dropped; return the bytes that they had on disk."""
@@ -241,19 +313,25 @@ class TickStore:
         """Collect what the worker did; called by its thread."""
         with self._lock:
             self.repair.run()
-            for block, sealed, _, is_again in self.sealer.collect():
-                if sealed is not None:
-                    self._tiers.exchange(block, partial(self.large_segments.seal, block, sealed), is_again=is_again)
+            sealer = self._sealer()
+            for block, sealed, _, is_again in sealer.collect():
+                if sealed is not None and is_again:
+                    self._tiers.exchange_again(block, partial(self.large_segments.seal, block, sealed))
+                elif sealed is not None:
+                    self.large_segments.seal(block, sealed)
                 if not is_again:  # then it may be on its way to disk
                     self._tiers.take_back(block)
             # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
             self._settle(may_evict=False)
-            if self._is_fit_known or self.sealer.is_behind or self._ticks_that_fit is None:
+            if self._is_fit_known or sealer.is_behind or self._ticks_that_fit is None:
                 return
             self._is_fit_known = True
             fits = self.capacity_that_fits
         if fits is not None:
-            warn_of_small_budget(fits, self._capacity_ticks * self._lanes)
+            _LOG.warning(
+                "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
+                "raise budget, name a spill_dir, or lower capacity", fits, self._capacity_ticks * self._lanes,
+            )  # fmt: skip
 
     @property
     def held(self) -> tuple[int, int]:
@@ -326,8 +404,11 @@ class TickStore:
     @property
     def _ticks_that_fit(self) -> int | None:
         segments = self.large_segments
+        ticks = sum(segment.ticks for segment in segments.closed)
+        parts = [part for segment in segments.closed for part in segment.parts if part.log is not None]
+        slice_bytes = sum(part.new_slices * part.window.slice_bytes for part in parts) / max(ticks, 1)  # as they came
         return self._tiers.ticks_that_fit(
-            self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes, *segments.closed_ticks()
+            self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes, ticks, slice_bytes
         )
 
     @property
@@ -361,6 +442,12 @@ class TickStore:
     def close(self) -> None:
         """End the sealer and delete what was spilled."""
         self.batch_reader.close()
-        self.sealer.stop()
+        if self.sealer is not None:
+            self.sealer.stop()
         if self._folder is not None:
             self._folder.close()
+
+
+def _picked(obs: Any, keys: Sequence[str], *, is_dict: bool) -> list[Array]:
+    """Return some leaves of an observation, in the order of their keys."""
+    return [obs[key] for key in keys] if is_dict else [obs] * len(keys)

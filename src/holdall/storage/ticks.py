@@ -1,28 +1,30 @@
-"""Ticks: one `add` on its way in, checked, and written in one step.
+"""Ticks: one `add` on its way in, checked; and the contracts of the loops that write and read them.
 
-In:  a user's arguments.  Out: ticks whose arrays fit; all fields of a tick written together, and counted.
-Invariant: what does not fit is refused before anything is written. A signal handler may raise between any two
-instructions: a tick is then written whole or not at all, and everything else that a call was in the middle of is undone
-or finished by the next call, see `Repair`.
+In:  a user's arguments.  Out: ticks whose arrays fit; steps of an `extend`, several at once.
+Invariant: what does not fit is refused before anything is written. Storage knows loops only as `Kernels`, `TickWriter`
+and `FastTick`, which native/ implements: compiled, and in NumPy.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
 from holdall.schema import Array, Bytes, Schema, as_array, fit_flags, fit_reward
 
 if TYPE_CHECKING:
+    from holdall.native import SliceNamer
+    from holdall.storage.batch_source import BatchReader, Places
+    from holdall.storage.blocks import Coder, SliceBlock
     from holdall.storage.rings import Rings
     from holdall.storage.segment import Segments
-    from holdall.storage.slices import Cursors, OpenPart
-    from holdall.storage.tick_store import TickStore
+    from holdall.storage.slices import Cursors, OpenPart, Window
+    from holdall.storage.tick_store import Repair, TickStore
 
 
 class Tick(NamedTuple):
@@ -138,68 +140,9 @@ class StepsLeft:
         """Go on behind the last tick that the store counts: all since `before` are these steps."""
         while (done := store.next_tick - before) < self._count:
             store.write_steps(self._runs, done)
-            if store.sealer.is_crowded:
+            if store.sealer is not None and store.sealer.is_crowded:
                 break
         self._written = store.next_tick - before
-
-
-# ---------------------------------------------------------------- interrupts
-
-
-class Repair:
-    """What the next call has to do first if this one does not get to its end.
-
-    A change of several steps names, before its first one, the action that undoes it, or the one that does all of it
-    again. The action gives the same result however often it is run, and whenever it was interrupted itself.
-    """
-
-    def __init__(self) -> None:
-        self._action: Callable[[], None] | None = None
-        self.is_pending = bytearray(1)  # 0: there is nothing to do; read by C
-
-    def begin(self, action: Callable[[], None]) -> None:
-        """Name what the next call does if the change that follows is interrupted; it replaces what was named before."""
-        self.is_pending[0] = 1
-        self._action = action
-
-    def end(self) -> None:
-        """The change is complete."""
-        self._action = None
-        self.is_pending[0] = 0
-
-    def do(self, action: Callable[[], None]) -> None:
-        """Do something that the next call does again if it is interrupted."""
-        self.begin(action)
-        action()
-        self.end()
-
-    def run(self) -> None:
-        """Do what an interrupted call left to do, if there is any."""
-        if self.is_pending[0]:
-            if self._action is not None:
-                self._action()
-            self.end()
-
-
-def restoring(*changing: object) -> Callable[[], None]:
-    """Return an action that sets all attributes of some objects to what they are now.
-
-    Lists, dicts and the like are copied; what they hold is not, so a change must replace it, not write to it.
-    """
-    saved = [
-        (vars(each), {name: _copied(value) for name, value in vars(each).items()})
-        for each in changing
-    ]  # fmt: skip
-
-    def restore() -> None:
-        for attributes, values in saved:
-            attributes.update(values)
-
-    return restore
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, list | dict | set | deque) else value
 
 
 # ---------------------------------------------------------------- writing
@@ -211,11 +154,6 @@ class FlatField(NamedTuple):
     rows: Array
     following: Array | None  # the ring of next observations, if they have one of their own
     is_observation: bool
-
-    @property
-    def tick_bytes(self) -> int:
-        """Bytes of a tick in one ring."""
-        return int(self.rows[0].nbytes)
 
 
 class SlicedTick(NamedTuple):
@@ -231,20 +169,11 @@ NOT_CONTINUED, NO_ROOM = 0, -1
 
 
 class TickWriter(ABC):
-    """Writes all fields of a tick in one step, and counts the ticks: the count alone says what is held.
+    """Writes all fields of a tick in one step, and counts the ticks: the count alone says what is held."""
 
-    Args:
-        flat: The fields in rings, in the order in which a tick brings them.
-        next_tick: Number of the tick that is written next.
-        first_tick: Number of the first one ever: it continues nothing.
-    """
-
-    def __init__(self, flat: Sequence[FlatField], ring_ticks: int, first_tick: int) -> None:
-        self.flat = tuple(flat)
-        self.ring_ticks = ring_ticks
-        self.first_tick = first_tick
-
-    next_tick: int
+    flat: tuple[FlatField, ...]  # the fields in rings, in the order in which a tick brings them
+    first_tick: int  # number of the first one ever: it continues nothing
+    next_tick: int  # number of the one that is written next
     pause_tick: int  # before this tick is written, there is more to do than a short way does
 
     @abstractmethod
@@ -289,8 +218,7 @@ Form = tuple[tuple[int, ...], np.dtype[Any]]
 class Arguments(NamedTuple):
     """What the arguments of an `add` must be to be written as they are."""
 
-    action: Form
-    reward: Form
+    rest: list[Form]  # action, reward, terminated, truncated
     small: dict[str, Form]  # observations in rings, by key; "" is the key of one that is no Dict
     large: dict[str, Form]
     is_dict: bool
@@ -309,8 +237,9 @@ class FastTick:
     fills_blocks = False
     add: Callable[..., int] = staticmethod(lambda *_: 0)
     pack: Callable[..., Any] = add
-    _is_dict = False
-    _keys: tuple[Sequence[str], Sequence[str]] = (), ()  # those in rings, and the others
+    is_dict = False  # whether observations are dicts
+    small_keys: Sequence[str] = ()  # of observations in rings, see `Arguments`
+    large_keys: Sequence[str] = ()  # of those that are cut into slices
 
     def offer(self, _writer: TickWriter, _describe: Callable[[], Arguments | None]) -> None:
         """Write ticks this way, with the caller's writer, from now on, if there is such a way."""
@@ -321,10 +250,88 @@ class FastTick:
     def close(self) -> None:
         """Write no more ticks, and let go of the rings."""
 
-    def in_rings(self, obs: Any) -> list[Array]:
-        """Return the observations that lie in rings, in their order."""
-        return [obs[key] for key in self._keys[0]] if self._is_dict else [obs] * len(self._keys[0])
 
-    def in_slices(self, obs: Any) -> list[Array]:
-        """Return the observations that are cut into slices, in their order."""
-        return [obs[key] for key in self._keys[1]] if self._is_dict else [obs] * len(self._keys[1])
+class Kernels(Protocol):
+    """Batches in, batches out; the caller never handles a row alone."""
+
+    name: str
+    coder: Coder
+    packs_columns: bool  # whether short observations can be packed, and pages of their rings given back
+
+    def pack_columns(
+        self,
+        run: NDArray[np.int64],
+        rings: NDArray[np.int64],
+        ring_ticks: int,
+        lanes: int,
+        out: Bytes,
+        scratch: tuple[NDArray[np.uint32], Bytes],
+        /,
+    ) -> int:
+        """Pack the ticks that `run` names, see `RUN_FIELDS`, and describe it there; return the bytes used, or -1.
+
+        Args:
+            rings: Addresses, by leaf of the plan.
+            scratch: Memory for two numbers a row and one more for every group, and for a row.
+        """
+
+    def release(self, first: int, nbytes: int, /) -> None:
+        """Give the whole pages of a range of addresses back to the system."""
+
+    def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
+        """Make an empty block of unique slices in `arena`."""
+
+    def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
+        """Make an empty part that writes to `block`."""
+
+    def new_writer(
+        self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], repair: Repair, /
+    ) -> TickWriter:
+        """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
+
+    def new_fast_tick(self, lock: Any, repair: Repair, /) -> FastTick:
+        """Make a short way to write ticks, for a memory with this lock."""
+
+    def new_batch_reader(
+        self, lock: Any, repair: Repair, is_changed: bytearray, most_kept_bytes: int, threads: int, /
+    ) -> BatchReader:
+        """Make a short way to draw batches, for a memory with this lock; see `SegmentIndex` for `is_changed`."""
+
+    def read_rows(
+        self,
+        columns: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        ring_rows: int,
+        blocks: tuple[Bytes, Bytes],
+        /,
+    ) -> bool:
+        """Copy the rows of `ids` from rings into two blocks, one column after another, each from a multiple of 64 on.
+
+        Args:
+            columns: A table, see `COLUMN_FIELDS`; what it points into is alive.
+            ids: Contiguous, and writable.
+            held: The first id that may be asked for, and the one behind the last. If one id is another, nothing is
+                copied, and False is returned.
+            ring_rows: Rows of every ring; a transition stands at its id modulo that.
+        """
+
+    def gather(
+        self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: Any = None, /
+    ) -> None:
+        """Fill `obs` and `next_obs`, rows of bytes, with one field of the places; None for one not wanted.
+
+        Args:
+            pool: From `new_pool`; without it the calling thread works alone.
+        """
+
+    def find(
+        self, first_ticks: NDArray[np.int64], ids: NDArray[np.int64], lanes: int, /
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the segment and the lane of every id, given where segments begin."""
+
+    def new_pool(self, threads: int | None = None) -> Any:
+        """Make threads that help with `gather`, the caller's among them; None where it uses none; see `ThreadPool`."""
+
+    def namer(self) -> SliceNamer | None:
+        """Return what names the slices of a batch, each once; None where that is not compiled."""

@@ -1,23 +1,27 @@
-"""Tiers: which blocks stay raw, which are sealed and which go to disk.
+"""Tiers: which blocks stay raw, which are sealed and which go to disk; and the queue of those that wait for that.
 
 In:  what the user said, what this machine has, and blocks as they are frozen, sealed and dropped.  Out: orders.
 Invariant: a budget in bytes is a limit over everything that a memory holds. What does not depend on the blocks is set
-aside first: rings, the open segment, those being sealed and spilled, staging.
+aside first: rings, the open segment, those being sealed and spilled, staging. The queue, which worker and memory share,
+changes in single steps, so that an interrupt of the memory's thread leaves nothing in between.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from holdall.errors import ArgumentError
 from holdall.machine import memory_limits
-from holdall.storage.blocks import SliceBlock
+from holdall.storage.blocks import SealedSlices, SliceBlock
 from holdall.storage.codec_choice import COST_CAPS
-from holdall.storage.layout import FieldLayout
+from holdall.storage.rings import FieldLayout
 from holdall.storage.slices import FrozenBlock
 from holdall.units import format_bytes, parse_bytes
 
@@ -35,7 +39,6 @@ _MOST_STAGING = 256 * 2**20
 _SPARED_WHILE_STUCK = 2
 """Segments that a budget sets aside for writing to disk, and that may be used while the disk takes nothing."""
 NO_LIMIT = 1 << 62
-_LOG = logging.getLogger("holdall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +138,6 @@ class Allowance(NamedTuple):
     at_most: int  # the same while the disk takes nothing: what is set aside for writing is not needed then
 
 
-class Orders(NamedTuple):
-    """What has to be done so that no more is held than may be."""
-
-    seal: list[FrozenBlock]
-    spill: list[FrozenBlock]
-
-
 class Tiers:
     """Keeps the newest blocks raw, the older ones sealed, and the oldest on disk.
 
@@ -184,18 +180,16 @@ class Tiers:
             self._raw.put(frozen)
         self._fields.add(frozen.field)
 
-    def settle(self, allowance: Allowance) -> Orders:
-        """Say what has to be sealed and spilled; it counts as on its way from now on."""
-        seal, self._measured = self._measured, []
-        for frozen in seal:
+    def settle(self, allowance: Allowance) -> None:
+        """Decide what has to be sealed and spilled; it counts as on its way from now on, see `under_way`."""
+        measured, self._measured = self._measured, []
+        for frozen in measured:
             self._sealing[id(frozen.block)] = frozen
         while self._raw.blocks and (self._raw.nbytes > allowance.raw or self._held > allowance.closed):
-            seal.append(self._move_oldest(self._raw, self._sealing))
-        spill = []
+            self._move_oldest(self._raw, self._sealing)
         if self._spills and not self._is_stuck:
             while self._sealed.blocks and self._held > allowance.closed:
-                spill.append(self._move_oldest(self._sealed, self._spilling))
-        return Orders(seal, spill)
+                self._move_oldest(self._sealed, self._spilling)
 
     def is_over(self, allowance: Allowance, freed: int) -> bool:
         """Whether the oldest segment has to leave early, after segments with `freed` bytes on disk did.
@@ -207,45 +201,37 @@ class Tiers:
         ceiling = allowance.at_most if self._spills else allowance.closed
         return self._held > ceiling or (self._held > allowance.closed and freed < _WORTH_TRYING_BYTES)
 
-    def try_again(self) -> FrozenBlock | None:
-        """Return a block to spill if the disk took nothing and something new came since."""
-        if not (self._is_stuck and self._tries_again and self._sealed.blocks):
-            return None
-        self._tries_again = False
-        return self._move_oldest(self._sealed, self._spilling)
+    def try_again(self) -> None:
+        """Have a block spilled if the disk took nothing and something new came since."""
+        if self._is_stuck and self._tries_again and self._sealed.blocks:
+            self._tries_again = False
+            self._move_oldest(self._sealed, self._spilling)
 
-    def take_back(self, block: SliceBlock) -> set[int]:
-        """Go on with a block that was sealed or spilled, or could not be; return what is not wanted any more."""
+    def take_back(self, block: SliceBlock) -> None:
+        """Go on with a block that was sealed or spilled, or could not be: then no other one is to be spilled."""
         frozen = self._sealing.pop(id(block), None)
         if frozen is not None:
             self._sealed.put(frozen)
         frozen = self._spilling.pop(id(block), None)
         if frozen is not None:
             self._is_stuck = not block.is_on_disk
-        if frozen is None or not self._is_stuck:
-            return set()
-        waiting, self._spilling = list(self._spilling.values()), {}
-        for back in reversed([frozen, *waiting]):
-            self._sealed.put_back(back)
-        return {id(other.block) for other in waiting}
+        if frozen is not None and self._is_stuck:
+            waiting, self._spilling = list(self._spilling.values()), {}
+            for back in reversed([frozen, *waiting]):
+                self._sealed.put_back(back)
 
-    def exchange(self, block: SliceBlock, exchange: Callable[[], None], *, is_again: bool) -> None:
-        """Give a block its next form; one that was sealed before, only if it is still in memory and about to stay."""
-        if is_again:
-            self._sealed.exchange(block, exchange)
-        else:
-            exchange()
+    def exchange_again(self, block: SliceBlock, exchange: Callable[[], None]) -> None:
+        """Give a block that was sealed before its next form, if it is still in memory and about to stay."""
+        self._sealed.exchange(block, exchange)
 
-    def forget(self, evicted: Iterable[SliceBlock]) -> set[int]:
-        """Let go of blocks that were evicted; return those that need not be sealed or spilled any more."""
+    def forget(self, evicted: Iterable[SliceBlock]) -> None:
+        """Let go of blocks that were evicted; they need not be sealed or spilled any more."""
         gone = {id(block) for block in evicted}
         self._raw.drop(gone)
         self._sealed.drop(gone)
-        on_their_way = gone & (self._sealing.keys() | self._spilling.keys())
-        for key in on_their_way:
+        for key in gone:
             self._sealing.pop(key, None)
             self._spilling.pop(key, None)
-        return on_their_way
 
     def under_way(self) -> tuple[list[FrozenBlock], list[FrozenBlock]]:
         """Return the blocks that are to be sealed, and those that are to be spilled."""
@@ -292,10 +278,9 @@ class Tiers:
         sealing = sum(frozen.block.used_bytes for frozen in self._sealing.values())
         return self._raw.nbytes + self._sealed.nbytes + int(ratio * sealing)
 
-    def _move_oldest(self, queue: _BlockQueue, target: dict[int, FrozenBlock]) -> FrozenBlock:
+    def _move_oldest(self, queue: _BlockQueue, target: dict[int, FrozenBlock]) -> None:
         oldest = queue.take_oldest()
         target[id(oldest.block)] = oldest
-        return oldest
 
 
 class _BlockQueue:
@@ -335,9 +320,169 @@ class _BlockQueue:
         self.whole_bytes += sign * frozen.block.used * frozen.block.slice_bytes
 
 
-def warn_of_small_budget(fits: int, capacity: int) -> None:
-    """Say that transitions will leave before their capacity is reached."""
-    _LOG.warning(
-        "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
-        "raise budget, name a spill_dir, or lower capacity", fits, capacity,
-    )  # fmt: skip
+# ---------------------------------------------------------------- the queue
+
+
+class SealResult(NamedTuple):
+    """What became of a block."""
+
+    block: SliceBlock
+    sealed: SealedSlices | None  # None: it stays as it is
+    is_spilled: bool  # whether it was to go to a file
+    is_again: bool = False  # whether it was sealed before, in a hurry
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SealJob:
+    """What has to be done with a block."""
+
+    frozen: FrozenBlock
+    spill: bool  # move it to a file, instead of sealing it
+    again: bool = False  # seal better what was sealed in a hurry
+
+
+class HurriedBlock:
+    """A block that was sealed in a hurry; it goes with its last segment all the same.
+
+    Args:
+        is_raw: Whether it did not shrink then.
+    """
+
+    def __init__(self, frozen: FrozenBlock, *, is_raw: bool) -> None:
+        self._block = weakref.ref(frozen.block)
+        self._before, self._behind = (frozen.field, frozen.leaf, frozen.window), (frozen.lanes, frozen.logs)
+        self._is_raw = is_raw
+        self.whole_bytes = frozen.block.used * frozen.block.slice_bytes
+
+    def frozen(self) -> FrozenBlock | None:
+        """Return it; None if it is gone, or no longer in memory."""
+        block = self._block()
+        if block is None or block.is_on_disk or (block.sealed is None and not self._is_raw):
+            return None
+        return FrozenBlock(*self._before, block, *self._behind)
+
+
+class SealQueue:
+    """What the worker and the memory share.
+
+    An interrupt may hit the memory's thread anywhere, so there is no lock that it could leave behind: what is asked for
+    and what came of it lie in queues that change in one step, and bells are locks that one waits for and others
+    release. A thread that waits looks again after a while, so that a bell which was not rung costs time only.
+    """
+
+    def __init__(self, *, seals_again: bool) -> None:
+        self.jobs: deque[SealJob] = deque()
+        self.begun: tuple[SealJob, ...] = ()  # what the worker is at; the last may still be the first of the jobs, too
+        self.results: deque[SealResult] = deque()
+        # Blocks that are to be sealed again when there is time.
+        self.hurried: deque[HurriedBlock] = deque(maxlen=None if seals_again else 0)
+        self.arrivals: deque[tuple[float, int]] = deque(maxlen=4)  # when blocks came, and the bytes of all so far
+        self._waited_s = 0.0  # that `add` waited for room, in all
+        self._waits_since: float | None = None
+        self.has_leisure = False  # somebody waits for all of it, so there is nothing to wait for
+        self.wakes_worker = new_bell()
+        self.waiting: deque[threading.Lock] = deque()  # a bell for everybody who waits for the worker
+        self.stopped = False
+        self.failure = ""
+
+    def under_way(self) -> list[SealJob]:
+        """Return what waits or is being worked at, each once."""
+        jobs, begun = list(self.jobs), self.begun
+        return [*(job for job in begun if job not in jobs), *jobs]
+
+    def begin_next(self) -> SealJob | None:
+        """Take the next job; it is never in between. What was begun before stays begun."""
+        before = self.begun
+        while self.jobs:
+            with contextlib.suppress(IndexError, ValueError):  # it was withdrawn
+                job = self.jobs[0]
+                self.begun = (*before, job)
+                self.jobs.remove(job)
+                return job
+        self.begun = before
+        return None
+
+    def begin_again(self) -> SealJob | None:
+        """Take a block that was sealed in a hurry and is still in memory, to be sealed better."""
+        while self.hurried:
+            with contextlib.suppress(IndexError):
+                frozen = self.hurried[0].frozen()
+                job = None if frozen is None else SealJob(frozen, spill=False, again=True)
+                self.begun = () if job is None else (job,)
+                self.hurried.popleft()
+                if job is not None:
+                    return job
+        return None
+
+    def end(self, job: SealJob) -> None:
+        """Forget a job that was done."""
+        self.begun = tuple(other for other in self.begun if other is not job)
+
+    def came(self, nbytes: int) -> None:
+        """Remember that a block came."""
+        self._waits_since = None  # an interrupt may have left it
+        before = self.arrivals[-1][1] if self.arrivals else 0
+        self.arrivals.append((self._now(), before + nbytes))
+
+    @contextlib.contextmanager
+    def waiting_for_room(self) -> Iterator[None]:
+        """`add` waits meanwhile: blocks would come faster than they do."""
+        self._waits_since = began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited_s += time.monotonic() - began
+            self._waits_since = None
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether `add` waits for room."""
+        return self._waits_since is not None
+
+    def _now(self) -> float:
+        """A clock that stands still while `add` waits."""
+        waits_since = self._waits_since
+        return (time.monotonic() if waits_since is None else waits_since) - self._waited_s
+
+    @property
+    def bytes_per_second(self) -> float:
+        """How fast blocks come, or would if nobody waited: 0 if few came so far."""
+        arrivals = tuple(self.arrivals)
+        if len(arrivals) < 3:
+            return 0.0
+        (first, before), (_, total) = arrivals[0], arrivals[-1]
+        return (total - before) / max(self._now() - first, 1e-6)
+
+    @property
+    def quiet_s(self) -> float:
+        """For how long no block should come, by the last ones; 0 if few came so far, or one is late."""
+        arrivals = tuple(self.arrivals)
+        if len(arrivals) < 3:
+            return 0.0
+        (first, _), (last, _) = arrivals[0], arrivals[-1]
+        return max(0.0, last + (last - first) / (len(arrivals) - 1) - self._now())
+
+    def tell(self) -> None:
+        """Wake everybody who waits for the worker."""
+        while self.waiting:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                ring(self.waiting.popleft())
+
+    def stop(self) -> None:
+        """Let the worker end, and nobody wait for it any more."""
+        self.stopped = True
+        ring(self.wakes_worker)
+        self.tell()
+
+
+def new_bell() -> threading.Lock:
+    """Return what one waits for with `acquire`, and others ring."""
+    bell = threading.Lock()
+    bell.acquire()
+    return bell
+
+
+def ring(bell: threading.Lock) -> None:
+    """Wake who waits for a bell."""
+    with contextlib.suppress(RuntimeError):  # it rang already
+        bell.release()

@@ -33,11 +33,8 @@ _PAIRED_BYTES = 8
 """Pairs of a key and its next up to this size cost less as two columns than as a shared observation."""
 _COLUMN_BYTES = 256
 """Longer rows without a next one are stored as observations, which are compressed."""
-_DTYPES = {
-    torch.bool: np.dtype(np.bool_), torch.uint8: np.dtype(np.uint8), torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16), torch.int32: np.dtype(np.int32), torch.int64: np.dtype(np.int64),
-    torch.float16: np.dtype(np.float16), torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64),
-}  # fmt: skip
+_NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_DTYPES: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name) for name in _NAMES}
 """Stored as they are; all others as bytes."""
 _OUTCOMES = {("next", "reward"): "reward", ("next", "terminated"): "terminated", ("next", "truncated"): "truncated"}
 """Keys that are rewards and flags of the memory, in the order of `ReplayMemory.outcomes`."""
@@ -306,14 +303,14 @@ def _dtype(name: Any) -> torch.dtype:
 # ---------------------------------------------------------------- tensors that are read when they are used
 
 
-class StoredKey(Protocol):
-    """One key of all elements of a storage; cells are numbered through all of its dimensions."""
+class StoredKeys(Protocol):
+    """All elements of a storage, key by key; cells are numbered through all of its dimensions."""
 
-    def read(self, cells: Ids) -> torch.Tensor:
-        """Return what is stored in some cells, of any shape."""
+    def read_key(self, number: int, cells: Ids) -> torch.Tensor:
+        """Return what a key, by its number, has stored in some cells, of any shape."""
 
-    def write(self, cells: Ids, tensor: torch.Tensor) -> None:
-        """Write to some cells."""
+    def write_key(self, number: int, cells: Ids, tensor: torch.Tensor) -> None:
+        """Write one key of some cells."""
 
 
 class StoredTensor(torch.Tensor):
@@ -323,17 +320,18 @@ class StoredTensor(torch.Tensor):
     what it names; everything else reads all of it, and goes on with a tensor.
     """
 
-    key: StoredKey
+    owner: StoredKeys
+    number: int
     cells: Ids
 
     @staticmethod
     def of(
-        key: StoredKey, cells: Ids, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+        owner: StoredKeys, number: int, cells: Ids, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> StoredTensor:  # fmt: skip
-        """Stand for what a key holds in some cells; each is of a shape."""
+        """Stand for what a key, by its number, holds in some cells; each is of a shape."""
         whole = (*cells.shape, *shape)
         stored = torch.Tensor._make_wrapper_subclass(StoredTensor, whole, dtype=dtype, device=device)
-        stored.key, stored.cells = key, cells
+        stored.owner, stored.number, stored.cells = owner, number, cells
         return stored
 
     @classmethod
@@ -354,7 +352,7 @@ class StoredTensor(torch.Tensor):
             if name.endswith("_") and not name.endswith("__"):
                 changed = stored.whole()
                 func(changed, *_read_all(rest), **_read_all(named))
-                stored.key.write(stored.cells, changed)
+                stored.owner.write_key(stored.number, stored.cells, changed)
                 return stored
         return func(*_read_all(args), **_read_all(named))
 
@@ -369,27 +367,26 @@ class StoredTensor(torch.Tensor):
         """Return another one for slices of elements, and a tensor for all else."""
         if not self._names_cells(index):
             return self.whole()[index]
-        cells = np.asarray(self.cells[numpy_index(index)])
+        found = self._of_cells(np.asarray(self.cells[numpy_index(index)]))
         parts = index if isinstance(index, tuple) else (index,)
-        return self._of_cells(cells) if all(isinstance(part, slice) for part in parts) else self.key.read(cells)
+        return found if all(isinstance(part, slice) for part in parts) else found.whole()
 
     def assign(self, index: Any, value: Any) -> None:
         """Write to what an index names."""
+        cells = self.cells
         if self._names_cells(index):
-            cells = np.asarray(self.cells[numpy_index(index)])
-            written = self.key.read(cells)
-            written[...] = _read_all(value)
-        else:
-            cells, written = self.cells, self.whole()
-            written[index] = _read_all(value)
-        self.key.write(cells, written)
+            cells, index = np.asarray(cells[numpy_index(index)]), ...
+        written = self.owner.read_key(self.number, cells)
+        written[index] = _read_all(value)
+        self.owner.write_key(self.number, cells, written)
 
     def whole(self) -> torch.Tensor:
         """Read all of it."""
-        return self.key.read(self.cells)
+        return self.owner.read_key(self.number, self.cells)
 
     def _of_cells(self, cells: Ids) -> StoredTensor:
-        return StoredTensor.of(self.key, cells, tuple(self.shape[self.cells.ndim :]), self.dtype, self.device)
+        shape = tuple(self.shape[self.cells.ndim :])
+        return StoredTensor.of(self.owner, self.number, cells, shape, self.dtype, self.device)
 
     def _names_cells(self, index: Any) -> bool:
         """Whether an index is one of elements alone."""

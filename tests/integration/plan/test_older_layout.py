@@ -15,8 +15,8 @@ from gymnasium import spaces
 
 pytest.importorskip("stable_baselines3")
 
-from holdall.tools.plan.buffer_layout import leaves_of, parse_version, replay_buffer, rollout_buffer
 from holdall.tools.plan.environments import space_to_dict
+from holdall.tools.plan.spec import leaves_of, parse_version, replay_buffer, rollout_buffer
 
 _OBS: dict[str, spaces.Space[Any]] = {
     "image": spaces.Box(0, 255, (36, 36, 4), np.uint8),

@@ -14,8 +14,7 @@ from stable_baselines3.common.vec_env import VecFrameStack
 
 import holdall
 from holdall import lint
-from holdall.sb3 import LintCallback, ReplayBuffer
-from holdall.sb3.callbacks import LintError, LintWarning
+from holdall.sb3 import LintCallback, LintError, LintWarning, ReplayBuffer
 from holdall.tools.lint.source.models import read_model
 
 

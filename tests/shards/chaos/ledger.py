@@ -23,7 +23,7 @@ from holdall.cluster.slots import slots_at
 from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory, Writer
 from holdall.schema import Schema
-from holdall.storage.store import unpack_segment
+from holdall.storage import unpack_segment
 
 Numbers = NDArray[np.int64]
 

@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.cluster import shard as shard_module
-from holdall.cluster.encode import Encoder
 from holdall.cluster.protocol import Ack, AckKind, SegmentHeader
 from holdall.cluster.shard import Shard
 from holdall.cluster.slots import LocalSlots
@@ -21,7 +20,7 @@ from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
 from holdall.sampling.draw import Uniform
 from holdall.schema import Schema
-from holdall.storage.store import pack_segment
+from holdall.storage import Encoder, pack_segment
 from holdall.storage.ticks import Tick
 
 from .ledger import ACTION, EXTRAS, OBSERVATION, step

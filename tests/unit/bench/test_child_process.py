@@ -6,9 +6,9 @@ import time
 import psutil
 import pytest
 
-from holdall.tools.bench.child_process import ChildError, messages
+from holdall.tools.bench import ChildError, messages
 
-EMITS = "import os; from holdall.tools.bench.child_process import emit; emit({'pid': os.getpid()}); "
+EMITS = "import os; from holdall.tools.bench import emit; emit({'pid': os.getpid()}); "
 
 
 def test_whatever_libraries_print_is_not_among_the_lines() -> None:

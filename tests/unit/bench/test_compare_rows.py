@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdall.tools.bench.buffer_libraries import BufferAdapter
-from holdall.tools.bench.measure_buffer import compare_rows
+from holdall.tools.bench.compare_buffers import compare_rows
 from holdall.tools.bench.trace import Trace, TraceStep
 
 from .traces import LENGTHS, write

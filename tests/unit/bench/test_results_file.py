@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.run import ResultWriter, rankings, read_results, runs_of
-from holdall.tools.report.results import BENCH_FORMAT as FORMAT
+from holdall.tools.bench.run import rankings, read_results, runs_of, write_line
+from holdall.tools.report import BENCH_FORMAT as FORMAT
 from holdall.tools.report.results import TrainingRun
 
 RUN = TrainingRun("fast", "sb3", 0, "done", 100, 32, peaks={"train": 7}, rewards=(1.0,), checkpoint={"seconds": 1.0})
@@ -13,10 +13,9 @@ RUN = TrainingRun("fast", "sb3", 0, "done", 100, 32, peaks={"train": 7}, rewards
 def test_what_was_written_is_read_and_the_last_of_a_name_counts(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     with path.open("w") as file:
-        lines = ResultWriter(file)
-        lines.write({"kind": "header", "format": FORMAT})
-        lines.write(TrainingRun("fast", "sb3", 0, "failed", 100, 32).as_dict())
-        lines.write(RUN.as_dict() | {"later": "a key of a version to come"})
+        write_line(file, {"kind": "header", "format": FORMAT})
+        write_line(file, TrainingRun("fast", "sb3", 0, "failed", 100, 32).as_dict())
+        write_line(file, RUN.as_dict() | {"later": "a key of a version to come"})
     first, records = read_results(path)
     assert first["format"] == FORMAT
     assert runs_of(records) == [RUN]

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from holdall import ReplayMemory
 from holdall.checkpoint.file_system import FileSystem
-from holdall.storage import segment, spill
+from holdall.storage import records, segment
 
 SPACE = spaces.Box(0, 255, (1, 60, 60), np.uint8)
 FRAMES = np.random.default_rng(0).integers(0, 256, (3000, 1, 60, 60), np.uint8)
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="links are looked at 
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of a few blocks each."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 200_000)
-    monkeypatch.setattr(spill, "_FILE_BYTES", 1_000_000)
+    monkeypatch.setattr(records, "_FILE_BYTES", 1_000_000)
 
 
 def spilled(tmp_path: Path, ticks: int = 2000, capacity: int = 3000) -> ReplayMemory:

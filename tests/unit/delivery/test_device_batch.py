@@ -29,7 +29,7 @@ from holdall.delivery.device_store import PinnedArenas
 from holdall.native import CopyPlan, SliceNamer, native_kernels, sending
 from holdall.schema import Bytes
 from holdall.storage import segment
-from holdall.storage.slices import Places
+from holdall.storage.batch_source import Places
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 from holdall.testing.oracle import as_array, map_leaves
 from holdall.testing.strategies import box
@@ -217,7 +217,7 @@ def sealed(**options: Any) -> ReplayMemory:
 def coded(memory: ReplayMemory) -> list[NDArray[np.uint8]]:
     """Return the bytes of all sealed blocks."""
     assert memory._store is not None
-    blocks = [closed.parts[0].block for closed in memory._store.large_segments._closed]
+    blocks = [closed.parts[0].block for closed in memory._store.large_segments.closed]
     found = [block.sealed.coded.data for block in blocks if block.sealed is not None]
     return [data for data in found if isinstance(data, np.ndarray)]
 

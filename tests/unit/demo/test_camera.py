@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from holdall.tools.demo.camera import FIELD_PX, VIEW_PX, CameraRover, Observation
+from holdall.tools.demo import FIELD_PX, VIEW_PX, CameraRover, Observation
 
 
 def drive(seed: int, steps: int) -> list[tuple[Observation, float, bool, bool]]:

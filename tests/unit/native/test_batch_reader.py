@@ -18,7 +18,7 @@ from gymnasium import spaces
 import holdall
 from holdall.batch import Batch
 from holdall.errors import ClosedError, DamageError, TransitionIdError
-from holdall.native import batch_reader, draw_slots, native_kernels
+from holdall.native import draw_slots, native_kernels, one_call
 from holdall.storage import RECORD_FIELDS, BatchReader
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="nothing was compiled")
@@ -323,7 +323,7 @@ def test_an_interpreter_that_is_not_as_expected_goes_the_general_way(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     absent: dict[str, Callable[[], Any]] = {"_held_at": lambda: 0, "_array_interface": lambda: None}
-    monkeypatch.setattr(batch_reader, missing, absent[missing])
+    monkeypatch.setattr(one_call, missing, absent[missing])
     memory, _ = filled_memory("vector")
     assert type(memory._open().batch_reader) is BatchReader
     assert at_once(memory, 8) == 0
@@ -331,7 +331,7 @@ def test_an_interpreter_that_is_not_as_expected_goes_the_general_way(
 
 def test_the_byte_that_says_that_a_lock_is_held_is_found() -> None:
     lock = threading.Lock()
-    held = ctypes.c_uint8.from_address(id(lock) + batch_reader._held_at())
+    held = ctypes.c_uint8.from_address(id(lock) + one_call._held_at())
     assert held.value == 0
     with lock:
         assert held.value == 1

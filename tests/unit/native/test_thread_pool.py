@@ -16,14 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdall import threads
+from holdall import machine, threads
 from holdall.errors import DamageError
 from holdall.native import NativeKernels, ThreadPool, compiled_library, native_kernels, reading
 from holdall.schema import Bytes, Leaf
+from holdall.storage.batch_source import Places
 from holdall.storage.blocks import reserve
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.layout import Window
-from holdall.storage.slices import ClosedPart, Places
+from holdall.storage.slices import ClosedPart, Window
 
 LIBRARY = compiled_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="threads wait in the compiled loops")
@@ -263,11 +263,11 @@ def test_a_process_ends_while_threads_wait() -> None:
 
 
 def test_a_pool_has_no_more_threads_than_cores() -> None:
-    """By default as many as the process may use, four at most."""
-    assert ThreadPool().threads == min(threads.pool_threads(), 4)
+    """By default as many as the process may use, eight at most."""
+    assert ThreadPool().threads == min(threads.usable_cores(), 8)
 
 
-@pytest.mark.parametrize(("content", "number"), [("max 100000", 4), ("250000 100000", 2), ("100000 100000", 1)])
+@pytest.mark.parametrize(("content", "number"), [("max 100000", 8), ("250000 100000", 2), ("100000 100000", 1)])
 def test_a_containers_quota_counts_for_the_pools(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, number: int
 ) -> None:
@@ -275,11 +275,11 @@ def test_a_containers_quota_counts_for_the_pools(
     quota = tmp_path / "cpu.max"
     quota.write_text(content)
     monkeypatch.delenv("HOLDALL_THREADS", raising=False)
-    monkeypatch.setattr(threads, "_QUOTA", quota)
+    monkeypatch.setattr(machine, "_QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)
     kernels = native_kernels()
     assert kernels is not None
     namer = kernels.namer()
     assert namer is not None
     assert ThreadPool().threads == number
-    assert namer.pool.threads == (16 if number == 4 else number)
+    assert namer.pool.threads == (16 if number == 8 else number)

@@ -15,7 +15,7 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall.native import compiled_library, tick_writer
+from holdall.native import compiled_library, one_call
 from holdall.testing import OracleMemory, assert_same_bits
 
 pytestmark = pytest.mark.skipif(compiled_library() is None, reason="the compiled loops were not built here")
@@ -193,7 +193,7 @@ def test_a_memory_is_freed_with_the_last_that_refers_to_it() -> None:
 
 def test_an_interpreter_with_other_objects_goes_the_general_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same is stored."""
-    monkeypatch.setattr(tick_writer, "_has_expected_layout", lambda: False)
+    monkeypatch.setattr(one_call, "_has_expected_layout", lambda: False)
     memory, oracle = begun(GOALS)
     with memory:
         assert memory.add_at_once(*step(GOALS, 3)) == 0
@@ -203,13 +203,13 @@ def test_an_interpreter_with_other_objects_goes_the_general_way(monkeypatch: pyt
 
 
 def test_objects_that_lie_otherwise_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tick_writer._has_expected_layout()
-    monkeypatch.setattr(tick_writer, "_OWNER_AT", 32)
-    assert not tick_writer._has_expected_layout.__wrapped__()
+    assert one_call._has_expected_layout()
+    monkeypatch.setattr(one_call, "_OWNER_AT", 32)
+    assert not one_call._has_expected_layout.__wrapped__()
     monkeypatch.undo()
-    fields = list(tick_writer._ArrayFields._fields_)
+    fields = list(one_call._ArrayFields._fields_)
     for first in range(len(fields) - 1):
         swapped = [*fields[:first], fields[first + 1], fields[first], *fields[first + 2 :]]
         other = type("Other", (ctypes.Structure,), {"_fields_": swapped})
-        monkeypatch.setattr(tick_writer, "_ArrayFields", other)
-        assert not tick_writer._has_expected_layout.__wrapped__(), swapped
+        monkeypatch.setattr(one_call, "_ArrayFields", other)
+        assert not one_call._has_expected_layout.__wrapped__(), swapped

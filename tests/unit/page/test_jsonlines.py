@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdall.errors import ArgumentError, HoldallError
-from holdall.tools.report.json_lines import JsonLine, read_lines
+from holdall.tools.report import JsonLine, read_lines
 
 
 def _line(**values: Any) -> JsonLine:

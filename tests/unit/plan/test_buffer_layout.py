@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.tools.plan.buffer_layout import (
+from holdall.tools.plan.spec import (
     BufferLayout,
     default_class,
     installed_version,

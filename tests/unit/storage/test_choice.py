@@ -32,7 +32,7 @@ from holdall.storage.codec_choice import (
     measure_together,
     train,
 )
-from holdall.storage.layout import Window
+from holdall.storage.slices import Window
 
 CODERS: list[Any] = [
     pytest.param(chosen_kernels().coder, id="chosen"),
@@ -93,6 +93,13 @@ def test_hands_that_share_a_batch_may_each_take_longer(monkeypatch: pytest.Monke
     """Decoding is shared out; a raw gather waits for memory, and gains less from that."""
     assert chosen_at(monkeypatch, 9.0, 10.0, threads=1) == 2.0
     assert chosen_at(monkeypatch, 9.0, 10.0, threads=2) == 6.0
+
+
+def test_more_than_two_threads_leave_the_choice_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same data gets the same codec on a workstation and on a server: its cores have other work, too."""
+    for cap, raw_us in ((9.0, 10.0), (3.0, 10.0), (1.5, 10.0)):
+        alike = {chosen_at(monkeypatch, cap, raw_us, threads=threads) for threads in (2, 4, 8, 64)}
+        assert len(alike) == 1
 
 
 def test_preferences_allow_more_and_more() -> None:

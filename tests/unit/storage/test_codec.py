@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdall.schema import Leaf
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates
-from holdall.storage.layout import Window
+from holdall.storage.slices import Window
 from holdall.testing.strategies import dtypes
 
 

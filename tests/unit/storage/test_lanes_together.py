@@ -14,8 +14,7 @@ from holdall import ReplayMemory
 from holdall.schema import Bytes, Leaf
 from holdall.storage import segment
 from holdall.storage.blocks import KeptBlock
-from holdall.storage.layout import Window
-from holdall.storage.slices import FrozenBlock
+from holdall.storage.slices import FrozenBlock, Window
 from holdall.testing import OracleMemory, assert_same_bits
 
 SIDE = 70

@@ -15,7 +15,8 @@ from holdall.schema import Leaf
 from holdall.storage import columns as ring
 from holdall.storage.columns import ObservationRing
 from holdall.storage.snapshot import RowsById
-from holdall.storage.ticks import NOT_CONTINUED, Repair
+from holdall.storage.tick_store import Repair
+from holdall.storage.ticks import NOT_CONTINUED
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import box
 

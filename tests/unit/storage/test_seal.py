@@ -23,13 +23,15 @@ from holdall.native import NativeCoder, PortableCoder, ThreadPool, chosen_kernel
 from holdall.schema import Bytes, Leaf
 from holdall.storage import sealer as seal
 from holdall.storage import segment
+from holdall.storage.batch_source import Places
 from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, address
 from holdall.storage.codec import Codec, Method, Predictor, Transform
-from holdall.storage.layout import Window
-from holdall.storage.seal_queue import SealQueue
+from holdall.storage.saved_store import frozen_segments
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
-from holdall.storage.slices import FrozenBlock, Places
+from holdall.storage.slices import FrozenBlock, Window
+from holdall.storage.tick_store import Repair
+from holdall.storage.tiers import SealQueue
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -572,7 +574,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
     """Places that were looked up before a block was sealed read the same bytes after; none writes to its arena."""
     leaf = Leaf("", (4, 24, 24), np.dtype("u1"))
     kernels, oracle = chosen_kernels(), list[bytes]()
-    segments = Segments(kernels, [leaf], 1, 3_000)
+    segments = Segments(kernels, [leaf], 1, 3_000, Repair())
     film = np.random.default_rng(0).integers(0, 4, (700, 24, 24), np.uint8)
 
     def run(first: int, end: int) -> None:
@@ -598,7 +600,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
         assert sealed is not None
         segments.seal(frozen.block, sealed)
     run(300, 650)
-    assert not arenas & {address(closed.parts[0].block.arena) for closed in segments._closed}
+    assert not arenas & {address(closed.parts[0].block.arena) for closed in segments.closed}
     assert read(before) == b"".join(oracle[:300])
     assert read(segments.places(ticks)) == b"".join(oracle[:300])
 
@@ -615,21 +617,21 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
     """Raw blocks of a loaded memory are listed for the sealer when everything else is in place."""
     leaf = Leaf("", (4, 24, 24), np.dtype("u1"))
     kernels = chosen_kernels()
-    segments = Segments(kernels, [leaf], 1, 3_000)
+    segments = Segments(kernels, [leaf], 1, 3_000, Repair())
     film = (np.arange(310, dtype=np.uint8)[:, None, None] * np.ones((24, 24), np.uint8))[:, None]
     for tick in range(300):
         append(segments, tick, [film[tick : tick + 4, 0][None]], [film[tick + 1 : tick + 5, 0][None]])
     for frozen in segments.take_frozen()[1::2]:
         seal_block(segments, frozen.block)
-    saved = segments.freeze(300)
+    saved = frozen_segments(segments, 300)
     held = pickle.loads(pickle.dumps([*saved.closed, saved.open], protocol=5))
-    loaded = Segments(kernels, [], 1, 3_000)
+    loaded = Segments(kernels, [], 1, 3_000, Repair())
     loaded.thaw(300, [leaf], saved.windows, held, saved.searches)
     loaded.cursors[0][:] = segments.cursors[0]
     for frozen in loaded.take_frozen():
         if frozen.block.sealed is None:
             seal_block(loaded, frozen.block)
-    assert all(closed.parts[0].block.sealed is not None for closed in loaded._closed)
+    assert all(closed.parts[0].block.sealed is not None for closed in loaded.closed)
     obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
     places = loaded.places(np.arange(300))
     kernels.gather(places, 0, obs, next_obs, ThreadPool(threads=1))
@@ -712,6 +714,13 @@ def camera_memory(budget: Any, capacity: int = 4000) -> ReplayMemory:
     return ReplayMemory(spaces.Box(0, 255, (96, 96), np.uint8), spaces.Discrete(2), capacity, budget=budget, seed=0)
 
 
+def sealer_of(memory: ReplayMemory) -> Sealer:
+    """Return the sealer of a memory that has filled a block."""
+    sealer = memory._open().sealer
+    assert sealer is not None
+    return sealer
+
+
 def add_camera(memory: ReplayMemory, first: int, steps: int) -> None:
     """Add images with smooth ground and a little noise, so that one codec shrinks them more than another."""
     ground = np.add.outer(np.arange(96), np.arange(96)).astype(np.uint8)
@@ -732,7 +741,7 @@ def test_what_was_sealed_in_a_hurry_is_sealed_again_at_leisure(monkeypatch: pyte
     memory = camera_memory(None)
     add_camera(memory, 0, 700)
     wait_until(lambda: memory.report().backlog == 0)
-    sealer, tiers = memory._open().sealer, memory._open()._tiers
+    sealer, tiers = sealer_of(memory), memory._open()._tiers
     before, hurried = memory.gather(np.arange(memory.first_id, memory.next_id)), len(sealer._queue.hurried)
     bytes_before = memory.report().fields[0].sealed_bytes
     assert hurried
@@ -753,7 +762,7 @@ def test_a_block_that_left_is_not_sealed_again(monkeypatch: pytest.MonkeyPatch) 
     memory = camera_memory(None, capacity=320)
     add_camera(memory, 0, 800)
     wait_until(lambda: memory.report().backlog == 0)
-    queue = memory._open().sealer._queue
+    queue = sealer_of(memory)._queue
     gone = [each for each in tuple(queue.hurried) if each.frozen() is None]
     assert gone
     memory.drain()
@@ -842,10 +851,10 @@ def test_adding_goes_on_while_a_codec_is_chosen(monkeypatch: pytest.MonkeyPatch)
     memory = camera_memory(None)
     add_camera(memory, 0, 700)
     assert choice.begun.is_set()
-    assert memory._open().sealer._work.is_choosing  # nothing waited for it
+    assert sealer_of(memory)._work.is_choosing  # nothing waited for it
     wait_until(lambda: memory.report().backlog <= 1)
     held = memory.gather(np.arange(memory.first_id, memory.next_id))
-    sealer = memory._open().sealer
+    sealer = sealer_of(memory)
     was_behind = sealer.is_behind
     assert was_behind
     assert "segments sealed by left+lz4" in str(memory.report())

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from holdall.storage.blocks import reserve
-from holdall.storage.layout import as_bytes
+from holdall.storage.slices import as_bytes
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 5 * 2**20])

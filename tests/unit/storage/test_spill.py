@@ -19,18 +19,19 @@ import pytest
 from holdall.errors import ArgumentError, SpillError
 from holdall.native import PortableCoder, native_kernels
 from holdall.schema import Bytes
-from holdall.storage import spill
+from holdall.storage import records
 from holdall.storage.blocks import Coder, Extent, SealedSlices
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.records import (
     DICTIONARY,
     SLICES,
     Record,
+    SpillFolder,
+    _take_lock,
     unpack,
     unpack_dictionary,
     unpack_slices,
 )
-from holdall.storage.spill import SpillFolder, _take_lock
 
 LOCKS = Path("/proc/locks")
 
@@ -118,7 +119,7 @@ def test_several_blocks_share_a_file(coder: Coder, tmp_path: Path) -> None:
 
 def test_a_dictionary_is_written_once_in_every_file(coder: Coder, tmp_path: Path, monkeypatch: Any) -> None:
     """Before the first block that needs it, so that a file can be read by itself."""
-    monkeypatch.setattr(spill, "_FILE_BYTES", 20_000)
+    monkeypatch.setattr(records, "_FILE_BYTES", 20_000)
     folder = SpillFolder(tmp_path, coder)
     blocks = [folder.write(sealed_by(coder, seed, COMMON[seed % 2])) for seed in range(24)]
     files = files_in(tmp_path)
@@ -146,8 +147,8 @@ def test_the_number_of_files_grows_with_the_logarithm_of_what_is_written(coder: 
     """A thousand times as much takes a few times as many descriptors, while all of it is held."""
     patch = pytest.MonkeyPatch()
     with patch.context() as small:
-        small.setattr(spill, "_FILE_BYTES", 5_000)
-        small.setattr(spill, "_FILES", 4)
+        small.setattr(records, "_FILE_BYTES", 5_000)
+        small.setattr(records, "_FILES", 4)
         small.setattr(os, "fdatasync", lambda _descriptor: None)  # 400 of them take long, and change no file
         folder = SpillFolder(tmp_path, coder)
         counts, blocks, sealed = [], [], sealed_by(coder)
@@ -164,7 +165,7 @@ def test_the_number_of_files_grows_with_the_logarithm_of_what_is_written(coder: 
 
 def test_a_file_is_deleted_with_its_last_block(coder: Coder, tmp_path: Path, monkeypatch: Any) -> None:
     """Blocks that were evicted take no room; their descriptors are closed."""
-    monkeypatch.setattr(spill, "_FILE_BYTES", 5_000)
+    monkeypatch.setattr(records, "_FILE_BYTES", 5_000)
     folder = SpillFolder(tmp_path, coder)
     blocks = [folder.write(sealed_by(coder, seed)) for seed in range(12)]
     first = extent_of(blocks[0]).file
@@ -249,7 +250,7 @@ import sys, time
 import numpy as np
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.native import PortableCoder
-from holdall.storage.spill import SpillFolder
+from holdall.storage.records import SpillFolder
 
 coder = PortableCoder()
 folder = SpillFolder(sys.argv[1], coder)

@@ -16,9 +16,9 @@ from holdall.storage import segment
 from holdall.storage import tiers as tier
 from holdall.storage.blocks import Coded, Extent, KeptBlock, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.layout import Window
 from holdall.storage.segment import Segments
-from holdall.storage.slices import FrozenBlock
+from holdall.storage.slices import FrozenBlock, Window
+from holdall.storage.tick_store import Repair
 from holdall.storage.tiers import Allowance, Budget, Tiers
 
 LEAF = Leaf("", (10,), np.dtype("u1"))
@@ -32,15 +32,20 @@ class Waiting:
         self.submitted: list[FrozenBlock] = []
         self.spilled: list[FrozenBlock] = []
         self.withdrawn: set[int] = set()
+        self.waiting: dict[tuple[int, bool], FrozenBlock] = {}
 
-    def submit(self, frozen: FrozenBlock) -> None:
-        self.submitted.append(frozen)
+    def send(self, sealing: list[FrozenBlock], spilling: list[FrozenBlock]) -> None:
+        """Take what is new of the orders, and forget what is not wanted any more."""
+        orders = {(id(frozen.block), False): frozen for frozen in sealing}
+        orders |= {(id(frozen.block), True): frozen for frozen in spilling}
+        self.withdrawn |= {key[0] for key in self.waiting} - {key[0] for key in orders}
+        for key, frozen in orders.items():
+            if key not in self.waiting:
+                (self.spilled if key[1] else self.submitted).append(frozen)
+        self.waiting = orders
 
-    def spill(self, frozen: FrozenBlock) -> None:
-        self.spilled.append(frozen)
-
-    def withdraw(self, evicted: set[int]) -> None:
-        self.withdrawn |= evicted
+    def done(self, block: SliceBlock) -> None:
+        self.waiting = {key: frozen for key, frozen in self.waiting.items() if key[0] != id(block)}
 
 
 def append(segments: Segments, tick: int, obs: list[Any], next_obs: list[Any]) -> None:
@@ -86,10 +91,13 @@ class Memory:
         self.blocks: deque[SliceBlock] = deque()
 
     def forget(self, *blocks: SliceBlock) -> None:
-        self.sealer.withdraw(self.tiers.forget(blocks))
+        self.tiers.forget(blocks)
+        self.sealer.send(*self.tiers.under_way())
 
     def take_back(self, block: SliceBlock) -> None:
-        self.sealer.withdraw(self.tiers.take_back(block))
+        self.sealer.done(block)
+        self.tiers.take_back(block)
+        self.sealer.send(*self.tiers.under_way())
 
     def keep(self, frozen: FrozenBlock, raw: int, closed: int = MUCH) -> None:
         self.blocks.append(frozen.block)
@@ -99,19 +107,15 @@ class Memory:
     def settle(self, raw: int, closed: int, at_most: int | None = None, *, may_evict: bool = True) -> None:
         """Carry out what the tiers say, as a store does."""
         allowance = Allowance(raw, closed, closed if at_most is None else at_most)
-        orders = self.tiers.settle(allowance)
-        for frozen in orders.seal:
-            self.sealer.submit(frozen)
-        for frozen in orders.spill:
-            self.sealer.spill(frozen)
+        self.tiers.settle(allowance)
+        self.sealer.send(*self.tiers.under_way())
         freed = 0
         while may_evict and self.blocks and self.tiers.is_over(allowance, freed):
             oldest = self.blocks.popleft()
             self.forget(oldest)
             freed += 0 if oldest.sealed is None else oldest.sealed.disk_bytes
-        again = self.tiers.try_again()
-        if again is not None:
-            self.sealer.spill(again)
+        self.tiers.try_again()
+        self.sealer.send(*self.tiers.under_way())
 
 
 # ---------------------------------------------------------------- raw
@@ -339,7 +343,7 @@ def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypa
     """Neither as one on disk nor by what its index takes: that would be taken from the budget for ever."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 4_000)
     leaf = Leaf("", (50,), np.dtype("u1"))
-    segments = Segments(chosen_kernels(), [leaf], 1, 10_000)
+    segments = Segments(chosen_kernels(), [leaf], 1, 10_000, Repair())
     rows = np.random.default_rng(0).integers(0, 256, (900, 1, 50), np.uint8)
     for tick in range(800):
         append(segments, tick, [rows[tick]], [rows[tick + 1]])
@@ -351,7 +355,7 @@ def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypa
     held = segments.places(np.array([0]))
     assert held.reads_files
     assert segments.overhead_bytes == before + written[1].nbytes
-    segments.evict_before(segments._closed[2].first_tick)
+    segments.evict_before(segments.closed[2].first_tick)
     after = segments.overhead_bytes
     segments.seal(full[0].block, written[0])
     assert segments.overhead_bytes == after < before
@@ -378,7 +382,7 @@ def test_a_block_is_forgotten_with_its_last_segment(monkeypatch: pytest.MonkeyPa
     """Segments may share a block: one that an older segment left is still raw, counted, and sealed in turn."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
     leaf = Leaf("", (50, 40), np.dtype("u1"))
-    segments = Segments(chosen_kernels(), [leaf], 1, 400)
+    segments = Segments(chosen_kernels(), [leaf], 1, 400, Repair())
     known = Known(segments)
     days = np.random.default_rng(0).integers(0, 256, (2000, 40), np.uint8)
     shared = 0
@@ -386,8 +390,8 @@ def test_a_block_is_forgotten_with_its_last_segment(monkeypatch: pytest.MonkeyPa
         obs, next_obs = (days[None, start : start + 50] for start in (tick, tick + 1))
         known.append(tick, obs, next_obs, tick - 399)
         if tick % 10 == 0:
-            names: list[Any] = [closed.parts[0].block for closed in segments._closed]
-            closed_blocks = {id(block) for block in names if block is not segments._open.parts[0].block}
+            names: list[Any] = [closed.parts[0].block for closed in segments.closed]
+            closed_blocks = {id(block) for block in names if block is not segments.open.parts[0].block}
             shared += len(names) > len({id(block) for block in names})
             assert closed_blocks <= known.blocks
     assert shared > 20, "the segments of this test have to share blocks"
@@ -400,12 +404,12 @@ def test_a_block_that_a_new_window_leaves_behind_is_counted(still_ticks: int, mo
     monkeypatch.setattr(segment, "_SEGMENTS_OF_A_MEMORY", 4)
     monkeypatch.setattr(segment, "_REPLAYED_TICKS", 4)
     leaf = Leaf("", (4, 36, 36), np.dtype("u1"))
-    segments = Segments(chosen_kernels(), [leaf], 1, 17)
+    segments = Segments(chosen_kernels(), [leaf], 1, 17, Repair())
     known = Known(segments)
     film = np.random.default_rng(0).integers(0, 256, (205, 36, 36), np.uint8)
     film[:still_ticks] = 0  # a still picture at first, whose window is found only when it begins to move
     for tick in range(200):
         known.append(tick, film[None, tick : tick + 4], film[None, tick + 1 : tick + 5], tick - 16)
-        open_block = segments._open.parts[0].block
-        closed = {id(each.parts[0].block) for each in segments._closed if each.parts[0].block is not open_block}
+        open_block = segments.open.parts[0].block
+        closed = {id(each.parts[0].block) for each in segments.closed if each.parts[0].block is not open_block}
         assert closed <= known.blocks

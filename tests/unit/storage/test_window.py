@@ -7,7 +7,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall.schema import Bytes, Leaf
-from holdall.storage.layout import Window, WindowScout
+from holdall.storage.slices import Window, WindowScout
 from holdall.testing import LeafPlan, Mishaps, Stream
 from holdall.testing.strategies import box
 from holdall.testing.streams import Padding

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from holdall.machine import LINUX
-from holdall.tools.watch import allocators
+from holdall.tools.watch import reading as allocators
 
 pytestmark = pytest.mark.skipif(not LINUX or allocators.heap() is None, reason="the GNU C library alone is asked")
 
@@ -24,7 +24,7 @@ def test_python_objects_are_counted_to_the_block() -> None:
 def test_heap_in_use_and_mapped_blocks_are_told_apart() -> None:
     program = """
 import ctypes
-from holdall.tools.watch.allocators import heap
+from holdall.tools.watch.reading import heap
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
 library.free.argtypes = (ctypes.c_void_p,)
@@ -58,7 +58,7 @@ assert trim_self().returned < 2**20
 
 _MAPPED = """
 import ctypes
-from holdall.tools.watch.allocators import heap, map_blocks_from
+from holdall.tools.watch.reading import heap, map_blocks_from
 allocate, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
 allocate.argtypes, allocate.restype, free.argtypes = [ctypes.c_size_t], ctypes.c_void_p, [ctypes.c_void_p]
 assert map_blocks_from(2**20)

@@ -10,7 +10,7 @@ from gymnasium import spaces
 
 from holdall import ReplayMemory, watch
 from holdall.machine import held_bytes
-from holdall.tools.watch.guard import MemoryGuard
+from holdall.watch import MemoryGuard
 
 MIB = 2**20
 CAMERA = spaces.Box(0, 255, (3, 128, 128), np.uint8)

@@ -13,7 +13,7 @@ from holdall import ArgumentError, ReplayMemory
 from holdall.machine import Limit, held_bytes
 from holdall.tools.watch.agent import Agent, agent
 from holdall.tools.watch.agent_files import read_agent_report
-from holdall.tools.watch.guard import MemoryGuard
+from holdall.watch import MemoryGuard
 
 MIB = 2**20
 CAMERA = spaces.Box(0, 255, (3, 64, 64), np.uint8)

@@ -15,7 +15,7 @@ from gymnasium import spaces
 from holdall import ReplayMemory
 from holdall.tools.watch.agent import agent
 from holdall.tools.watch.agent_files import read_agent_report
-from holdall.tools.watch.allocators import GrowingLine, trace_growth
+from holdall.tools.watch.reading import GrowingLine, trace_growth
 
 
 class Legs:

@@ -12,7 +12,7 @@ import pytest
 from holdall.errors import WatchError
 from holdall.tools.watch import agent_files as sidecar
 from holdall.tools.watch.agent_files import AgentReport, PhasePeak, Region, own_folder, read_agent_report
-from holdall.tools.watch.allocators import Heap, PythonObjects
+from holdall.tools.watch.reading import Heap, PythonObjects
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="rights of folders are POSIX's")
 

@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from holdall.tools.watch.allocators import GrowingLine
-from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading, ReadingHistory
+from holdall.tools.watch.reading import (
+    AttributedPart,
+    GpuMemory,
+    GrowingLine,
+    LiveObjects,
+    MemoryReading,
+    ReadingHistory,
+)
 from holdall.tools.watch.verdicts import FillingBuffer, WatchVerdict, distance_to, verdicts_for
 
 MIB = 2**20

@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 from holdall.errors import ArgumentError
 from holdall.replay import ReplayMemory
-from holdall.tools.bench.child_process import version_of
+from holdall.tools.bench import version_of
 from holdall.tools.bench.trace import TraceStep
 
 _FLAGS = ("terminated", "truncated")

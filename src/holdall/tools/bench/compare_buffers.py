@@ -3,26 +3,41 @@
 Live environments are recorded first, so that every library gets the same bytes. The order of the libraries changes
 from round to round. The file has a header, {"kind": "round"} for every process, {"kind": "buffer"} for every setup
 whose rounds are done, {"kind": "absent"} for what could not be measured; docs/bench.md describes the fields.
+
+`python -m holdall.tools.bench.compare_buffers TASK`, the task as JSON, measures one buffer in its own process. It
+prints {"done", "total"} while it runs and {"result"} last. Bytes are the growth of the process's unique memory, from
+before the buffer is made until it is full; libraries are imported and used before. Adding is timed by blocks, sampling
+by batch, loading up to the first batch. Every row is compared with the oracle afterwards.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
+import sys
 import tempfile
+import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.table import Table
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.buffer_libraries import BufferSetup
-from holdall.tools.bench.child_process import ChildError, OnProgress, header_of, messages, module_command, version_of
-from holdall.tools.bench.trace import Trace
-from holdall.tools.report.results import BUFFERS_FORMAT
+from holdall.machine import held_bytes
+from holdall.tools import bench
+from holdall.tools.bench import ChildError, OnProgress
+from holdall.tools.bench.buffer_libraries import BUFFER_SETUPS, BufferAdapter, BufferSetup
+from holdall.tools.bench.trace import Trace, TraceStep
+from holdall.tools.report import BUFFERS_FORMAT
 from holdall.units import format_bytes
 
 HEADINGS = ("", "memory", "`add`", "`sample(256)`", "save", "load", "came back right")
@@ -42,12 +57,12 @@ class BufferCase:
     @property
     def missing(self) -> str | None:
         """Say why it cannot be played; None: it can."""
-        return f"{self.needs} is not installed" if self.needs and version_of(self.needs) is None else None
+        return f"{self.needs} is not installed" if self.needs and bench.version_of(self.needs) is None else None
 
 
 CASES = {
     "atari": BufferCase("atari", "ale_py:SeaquestNoFrameskip-v4", "atari", stack=4, needs="ale-py"),
-    "camera": BufferCase("camera", "holdall.tools.demo.camera:CameraRover"),
+    "camera": BufferCase("camera", "holdall.tools.demo:CameraRover"),
     "vector": BufferCase("vector", "Pendulum-v1"),
 }
 """Seaquest's screens in stacks of four, as Stable-Baselines3 prepares them; the demo's rover; a few floats."""
@@ -68,8 +83,8 @@ def record_case(
         return case.file, transitions or len(Trace.load(case.file))
     count = transitions or 20_000
     file = folder / f"{case.name}.npz"
-    options = ("--env", case.env, "--wrapper", case.wrapper, "--stack", case.stack)
-    for message in messages(module_command("tools.bench.trace", *options, "--transitions", count, "--out", file)):
+    options = ("--env", case.env, "--wrapper", case.wrapper, "--stack", case.stack, "--transitions", count)
+    for message in bench.messages(bench.module_command("tools.bench.trace", *options, "--out", file)):
         on_progress(message["done"] / message["total"])
     return file, count
 
@@ -79,7 +94,7 @@ def measure_buffers(
 ) -> Iterator[Any]:
     """Measure everything; yield the header, then records as they come."""
     distributions = sorted({setup.distribution for setup in setups if setup.distribution != "holdall"})
-    yield header_of(BUFFERS_FORMAT, *distributions) | {"rounds": rounds}
+    yield bench.header_of(BUFFERS_FORMAT, *distributions) | {"rounds": rounds}
     with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
         for case in cases:
             if case.missing is not None:
@@ -134,7 +149,7 @@ def _measure_round(
 ) -> dict[str, Any]:
     task = {"setup_name": setup.name, "file": str(file), "transitions": count, "checks": checks}
     found: dict[str, Any] = {}
-    for message in messages(module_command("tools.bench.measure_buffer", json.dumps(task))):
+    for message in bench.messages(bench.module_command("tools.bench.compare_buffers", json.dumps(task))):
         found = message.get("result", found)
         if "done" in message:
             on_progress(message["done"] / message["total"])
@@ -216,12 +231,6 @@ def case_table(records: Sequence[dict[str, Any]], case: str) -> Table:
     return table
 
 
-def markdown(records: Sequence[dict[str, Any]], case: str) -> list[str]:
-    """Write one case as lines of Markdown."""
-    lines = [HEADINGS, ("---",) * len(HEADINGS), *table_rows(records, case)]
-    return ["| " + " | ".join(line) + " |" for line in lines]
-
-
 def cases_of(records: Iterable[dict[str, Any]]) -> list[str]:
     """Return the cases that were measured, in order."""
     return list(dict.fromkeys(record["case"] for record in records if record["kind"] == "buffer"))
@@ -240,3 +249,155 @@ def remarks(records: Iterable[dict[str, Any]]) -> list[str]:
         if record["kind"] == "absent":
             absent.append(f"{f'{library} on {case}' if library else case} was not measured: {record['reason']}")
     return list(dict.fromkeys(played + noted + absent))
+
+
+_AT_ONCE_BYTES = 32 * 2**20
+BATCH = 256
+_BLOCK = 50
+_EMIT_EVERY = 20 * _BLOCK
+_WARM_UP_STEPS = 64  # transitions of a first buffer, which is thrown away
+_BATCHES = 60
+
+
+@dataclass(slots=True)
+class RowDifferences:
+    """What was compared."""
+
+    compared: int = 0
+    wrong: int = 0
+    fields: set[str] = field(default_factory=set)  # in which rows differ
+    dtypes: set[str] = field(default_factory=set)  # fields that came back as another dtype
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self) | {"fields": sorted(self.fields), "dtypes": sorted(self.dtypes)}
+
+
+def compare_rows(buffer: BufferAdapter, steps: Iterator[TraceStep], count: int) -> RowDifferences:
+    """Compare the first `count` transitions, all of them."""
+    from holdall.testing import OracleMemory  # noqa: PLC0415  only a measured process compares
+
+    found = RowDifferences()
+    first = next(steps)
+    steps = chain([first], steps)
+    parts = first.obs.values() if isinstance(first.obs, dict) else [first.obs]
+    rows = max(1, _AT_ONCE_BYTES // max(2 * sum(part.nbytes for part in parts), 1))
+    while found.compared < count:
+        few = list(islice(steps, min(rows, count - found.compared)))
+        oracle = OracleMemory(capacity=len(few))
+        for step in few:
+            oracle.add(*step)
+        ids = np.arange(len(few))
+        _compare_fields(buffer.rows(found.compared + ids), oracle.gather(ids), len(few), found)
+        found.compared += len(few)
+    return found
+
+
+def _compare_fields(rows: dict[str, Any], expected: Any, count: int, found: RowDifferences) -> None:
+    wrong = np.zeros(count, np.bool_)
+    for name, value in rows.items():
+        wanted = expected.terminated | expected.truncated if name == "done" else getattr(expected, name)
+        pairs = {f"{name}.{key}": (value[key], wanted[key]) for key in wanted} if isinstance(wanted, dict) else None
+        for path, (got, want) in (pairs or {name: (value, wanted)}).items():
+            differs = _differing(np.asarray(got), np.asarray(want), path, found)
+            if differs.any():
+                found.fields.add(path)
+                wrong |= differs
+    found.wrong += int(np.count_nonzero(wrong))
+
+
+def _differing(got: NDArray[Any], want: NDArray[Any], path: str, found: RowDifferences) -> NDArray[np.bool_]:
+    count = len(want)
+    if got.size != want.size:
+        return np.ones(count, np.bool_)
+    got, want = got.reshape(count, -1), want.reshape(count, -1)
+    if got.dtype == want.dtype:
+        got, want = (np.ascontiguousarray(rows).view(np.uint8) for rows in (got, want))
+    else:
+        found.dtypes.add(f"{path} as {got.dtype}")
+    return np.asarray((got != want).any(axis=1))
+
+
+def measure(setup_name: str, file: str, transitions: int, *, checks: bool) -> dict[str, Any]:
+    """Fill, sample, save, load, and compare."""
+    setup = BUFFER_SETUPS[setup_name]
+    importlib.import_module("torch")  # batches of every side are its tensors
+    trace = Trace.load(Path(file))
+    _warm_up(setup, trace)
+    before = held_bytes().unique
+    buffer = setup.open(trace.observation_space, trace.action_space, transitions + 1)
+    found: dict[str, Any] = {"add_s": _time_adds(buffer, trace.repeated(), transitions)}
+    found["bytes"] = held_bytes().unique - before
+    found["sample_s"] = _time_samples(buffer)
+    if checks:
+        found["rows"] = compare_rows(buffer, trace.repeated(), transitions).as_dict()
+    with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
+        saved = bench.measured_save(buffer.save, Path(folder))
+        found |= {"save_s": saved["seconds"], "save_extra_bytes": saved["extra"], "file_bytes": saved["bytes"]}
+        reopen = buffer.load
+        buffer.close()
+        del buffer
+        gc.collect()
+        found |= _measure_load(reopen, Path(folder), trace, transitions if checks else 0)
+    return found
+
+
+def _warm_up(setup: BufferSetup, trace: Trace) -> None:
+    """Use a small buffer once: whatever the library loads late is loaded then."""
+    buffer = setup.open(trace.observation_space, trace.action_space, _WARM_UP_STEPS)
+    for step in islice(trace.repeated(), _WARM_UP_STEPS // 2):
+        buffer.add(buffer.prepare(step))
+    buffer.sample(_WARM_UP_STEPS // 4)
+    buffer.close()
+    del buffer
+    gc.collect()
+
+
+def _time_adds(buffer: BufferAdapter, steps: Iterator[TraceStep], transitions: int) -> float:
+    """Add everything; return the median over blocks of the seconds that one `add` takes."""
+    blocks = []
+    for begin in range(0, transitions, _BLOCK):
+        prepared = [buffer.prepare(step) for step in islice(steps, min(_BLOCK, transitions - begin))]
+        add = buffer.add
+        start = time.perf_counter()
+        for one in prepared:
+            add(one)
+        blocks.append((time.perf_counter() - start) / len(prepared))
+        if begin % _EMIT_EVERY == 0:
+            bench.emit({"done": begin, "total": transitions})
+    del prepared
+    buffer.wait()
+    return float(np.median(blocks))
+
+
+def _time_samples(buffer: BufferAdapter) -> float:
+    seconds = []
+    batch = None  # as in training, the last batch is held until the next one was drawn
+    for _ in range(_BATCHES):
+        start = time.perf_counter()
+        batch = buffer.sample(BATCH)
+        seconds.append(time.perf_counter() - start)
+    del batch
+    return float(np.median(seconds))
+
+
+def _measure_load(reopen: Any, folder: Path, trace: Trace, compared: int) -> dict[str, Any]:
+    start = time.perf_counter()
+    loaded: BufferAdapter = reopen(folder)
+    loaded.sample(BATCH)
+    found: dict[str, Any] = {"load_s": time.perf_counter() - start}
+    if compared:
+        found["loaded_rows"] = compare_rows(loaded, trace.repeated(), compared).as_dict()
+    return found
+
+
+def main() -> None:
+    """Read the task, measure, and print the result."""
+    task = json.loads(sys.argv[1])
+    bench.emit({"done": 0, "total": task["transitions"]})
+    warnings.simplefilter("ignore")  # what other libraries warn of is no figure
+    bench.emit({"result": measure(**task)})
+
+
+if __name__ == "__main__":
+    main()

@@ -20,10 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.child_process import ChildError, OnProgress, header_of, run_task
+from holdall.tools.bench import ChildError, OnProgress, header_of, run_task
 from holdall.tools.bench.settings import BenchSettings, Calibration
-from holdall.tools.report import results
-from holdall.tools.report.json_lines import JsonLine
+from holdall.tools.report import BENCH_FORMAT, JsonLine, results
 from holdall.units import counted, format_bytes
 
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}
@@ -43,7 +42,7 @@ def header(settings: BenchSettings, calibration: Calibration, seconds: float) ->
     """Describe what is measured, where, and how long it is expected to take."""
     measured = {"env": settings.env, "algo": settings.algo, "limit": settings.limit_bytes, "announced_seconds": seconds}
     full = {"settings": asdict(settings), "calibration": asdict(calibration)}
-    return header_of(results.BENCH_FORMAT) | measured | full
+    return header_of(BENCH_FORMAT) | measured | full
 
 
 def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
@@ -118,20 +117,13 @@ def _expected(planned: PlannedRun, calibration: Calibration) -> float:
     return calibration.seconds.get(f"{planned.profile}/{planned.buffer}", 0.0)
 
 
-class ResultWriter:
-    """A file of JSON lines that is written one by one; None: nowhere."""
-
-    def __init__(self, file: TextIO | None) -> None:
-        self._file = file
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Write one line, and push it out."""
-        if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+def write_line(file: TextIO | None, record: Mapping[str, Any]) -> None:
+    """Write one line of a file of JSON lines, and push it out; None: nowhere."""
+    if file is not None:
+        print(json.dumps(record), file=file, flush=True)
 
 
-def read_results(path: Path, form: str = results.BENCH_FORMAT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_results(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Read a file: its header, and its other records; a last line that was cut off is passed over."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[:MAX_LINES]
@@ -140,8 +132,8 @@ def read_results(path: Path, form: str = results.BENCH_FORMAT) -> tuple[dict[str
             f"results ({path}) cannot be read ({error}); name a file that `holdall bench` wrote"
         ) from error
     records = [record for line in lines if isinstance(record := _json(line), dict)]
-    if not records or records[0].get("kind") != "header" or records[0].get("format") != form:
-        raise ArgumentError(f"results ({path}) do not begin with a header of {form}; name a file that it wrote")
+    if not records or records[0].get("kind") != "header" or records[0].get("format") != BENCH_FORMAT:
+        raise ArgumentError(f"results ({path}) do not begin with a header of {BENCH_FORMAT}; name a file that it wrote")
     return records[0], records[1:]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import Limit, memory_limits
-from holdall.tools.bench.child_process import ChildError, OnProgress, Task, run_task
+from holdall.tools.bench import ChildError, OnProgress, Task, run_task
 from holdall.tools.plan.config import spec_from_settings
 from holdall.tools.plan.environments import space_from_dict
 from holdall.tools.plan.measure_memory import need_from_spaces
@@ -37,7 +37,7 @@ _TRIAL_ROLLOUT = 256
 
 SHIPPED_ENVS: dict[str, dict[str, Any]] = {
     "demo": {
-        "env_id": "holdall.tools.demo.camera:CameraRover", "batch_size": 16, "limit": "2GiB", "timesteps": 400,
+        "env_id": "holdall.tools.demo:CameraRover", "batch_size": 16, "limit": "2GiB", "timesteps": 400,
         "features": "holdall.tools.bench.training:CameraExtractor", "policy_kwargs": {"net_arch": [64, 64]},
         "threads": 1,  # more than one wait for each other longer than networks of this size take
     },

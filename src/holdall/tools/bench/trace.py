@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
 from holdall.schema import stored_space
-from holdall.tools.bench.child_process import emit
+from holdall.tools.bench import emit
 from holdall.tools.plan.environments import make_single_env, random_steps
 
 _PER_TRANSITION = ("action", "reward", "terminated", "truncated")

@@ -25,7 +25,7 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
-from holdall.tools.bench.child_process import Task, emit, measured_save
+from holdall.tools.bench import Task, emit, measured_save
 from holdall.tools.plan.environments import has_images, make_single_env, space_to_dict
 from holdall.tools.plan.spec import ALGORITHMS
 

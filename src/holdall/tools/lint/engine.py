@@ -30,7 +30,7 @@ from holdall.tools.lint.source.hyperparameters import YamlError, may_hold_runs, 
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.repository import Repository
 from holdall.tools.lint.source.script import Script
-from holdall.tools.plan.buffer_layout import parse_version
+from holdall.tools.plan.spec import parse_version
 from holdall.units import parse_bytes
 
 ALL_RULES = "ALL"

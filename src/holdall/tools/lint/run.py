@@ -25,7 +25,7 @@ from holdall.machine import control_groups, disk, shared_memory
 from holdall.schema import Leaf
 from holdall.threads import usable_cores
 from holdall.tools.lint.finding import SourceRange
-from holdall.tools.plan import buffer_layout
+from holdall.tools.plan import spec as buffer_layout
 from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
 
 # The names that rl-baselines3-zoo gives to files and folders.

@@ -16,16 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.plan.buffer_layout import REPLAY_CLASSES, installed_version, parse_version
-from holdall.tools.plan.environments import (
-    parse_observation,
-    parse_space,
-    read_vec_env,
-    run_probe,
-    space_from_dict,
-    stacked_space,
+from holdall.tools.plan import environments
+from holdall.tools.plan.spec import (
+    ALGORITHM_CLASSES,
+    ALGORITHMS,
+    REPLAY_CLASSES,
+    Spec,
+    installed_version,
+    parse_version,
 )
-from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Spec
 
 _COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
 _SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "saves_buffer", "uses_holdall", "preloads")
@@ -74,9 +73,9 @@ def spec_from_settings(settings: Mapping[str, Any]) -> tuple[Spec, dict[str, Any
 
 def _environment(env_id: str, wrapper: str) -> dict[str, Any]:
     """Make the environment; once more if it brought torch along, which is counted among the libraries."""
-    found = run_probe("environment", env_id=env_id, wrapper=wrapper, with_torch=False)
+    found = environments.run_probe("environment", env_id=env_id, wrapper=wrapper, with_torch=False)
     if found["brought_torch"]:
-        return run_probe("environment", env_id=env_id, wrapper=wrapper, with_torch=True)
+        return environments.run_probe("environment", env_id=env_id, wrapper=wrapper, with_torch=True)
     return found
 
 
@@ -97,16 +96,17 @@ def _spaces(given: Mapping[str, Any], environment: Mapping[str, Any] | None, fra
     if environment is None and "action" not in given:
         raise ArgumentError("action is missing; write --action 8 or --action 'discrete(4)', or name an --env")
     made = environment or {}
-    observation = _observation(given["obs"]) if "obs" in given else space_from_dict(made["observation"])
-    action = parse_space(str(given["action"]), "action") if "action" in given else space_from_dict(made["action"])
-    return stacked_space(observation, frames), action
+    read, parse = environments.space_from_dict, environments.parse_space
+    observation = _observation(given["obs"]) if "obs" in given else read(made["observation"])
+    action = parse(str(given["action"]), "action") if "action" in given else read(made["action"])
+    return environments.stacked_space(observation, frames), action
 
 
 def _observation(given: Any) -> Any:
     if isinstance(given, Mapping):
-        return parse_observation([f"{name}={text}" for name, text in given.items()])
+        return environments.parse_observation([f"{name}={text}" for name, text in given.items()])
     texts = [str(text) for text in given] if isinstance(given, list | tuple) else [str(given)]
-    return parse_observation(texts)
+    return environments.parse_observation(texts)
 
 
 def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any]:
@@ -232,7 +232,7 @@ def spec_from_model(model: Any) -> Spec:
     if algo not in ALGORITHMS or not hasattr(model, "observation_space"):
         names = ", ".join(algorithm.name for algorithm in ALGORITHMS.values())
         raise ArgumentError(f"model ({type(model).__name__}) is none that holdall plan knows: {names}")
-    env = read_vec_env(model.get_env())
+    env = environments.read_vec_env(model.get_env())
     values: dict[str, Any] = {
         "observation": model.observation_space,
         "action": model.action_space,

@@ -14,8 +14,7 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from holdall.machine import Limit
-from holdall.tools.plan.buffer_layout import leaves_of
-from holdall.tools.plan.spec import Spec
+from holdall.tools.plan.spec import Spec, leaves_of
 from holdall.units import counted
 
 MIB = 2**20

@@ -14,22 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from holdall.machine import Limit, disk, largest_mapping, memory_limits, shared_memory
-from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES, installed_version
+from holdall.tools.plan import phases
 from holdall.tools.plan.environments import run_probe
-from holdall.tools.plan.phases import (
-    FitVerdict,
-    HeapGrowth,
-    HoldallNeed,
-    LimitCheck,
-    MachineLimits,
-    MeasuredCosts,
-    PlanInputs,
-    RunPhase,
-    UpdateBytes,
-    largest_phase,
-    vram_phases,
-)
-from holdall.tools.plan.spec import Spec
+from holdall.tools.plan.phases import FitVerdict, LimitCheck, MachineLimits, PlanInputs, RunPhase, largest_phase
+from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, Spec, installed_version
 from holdall.units import counted, format_bytes
 
 _LARGEST_SIZE = 1 << 40
@@ -379,7 +367,7 @@ def make_plan(
         measured, vram = _measure(spec, base.result(), networks, probe_steps, environment, said)
     if vram_bytes is not None:
         vram = Limit("--vram", vram_bytes, vram_bytes)
-    need = made_up or HoldallNeed(**run_probe("experience", spec=spec, steps=probe_steps, prefer=prefer))
+    need = made_up or phases.HoldallNeed(**run_probe("experience", spec=spec, steps=probe_steps, prefer=prefer))
     if made_up is not None and not spec.on_policy:
         said.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
     if not spec.on_policy and spec.total_timesteps is not None and spec.total_timesteps < spec.capacity:
@@ -409,7 +397,7 @@ def plan_from_inputs(spec: Spec, known: PlanInputs, notes: list[str]) -> Plan:
         tuple(known.checks(spec, holdall=uses)),
         tuple(known.phases(spec, holdall=False)),
         tuple(known.phases(spec, holdall=True)) if has_need else (),
-        tuple(vram_phases(spec, known.measured)),
+        tuple(phases.vram_phases(spec, known.measured)),
         tuple(capacity_table(spec, known)),
         tuple(share_profiles(spec, known)),
         {
@@ -425,7 +413,7 @@ def plan_from_inputs(spec: Spec, known: PlanInputs, notes: list[str]) -> Plan:
 
 def _measure(
     spec: Spec, base: Answer, networks: bool, probe_steps: int, environment: Answer | None, notes: list[str]
-) -> tuple[MeasuredCosts, Limit | None]:
+) -> tuple[phases.MeasuredCosts, Limit | None]:
     probe = run_probe("update", spec=spec, steps=probe_steps) if probe_steps and networks else None
     vram = base.get("vram")
     if environment is None and not probe:
@@ -437,12 +425,12 @@ def _measure(
     env = environment or {}
     traces: dict[str, Any] = {}
     if traced := base.get("traced"):
-        once, twice = UpdateBytes(*traced["once"]), UpdateBytes(*traced["twice"])
+        once, twice = phases.UpdateBytes(*traced["once"]), phases.UpdateBytes(*traced["twice"])
         traces = {"traced_batch": traced["batch"], "traced": once, "traced_twice": twice}
     if "growth" in base:
         batch, nbytes, same = base["growth"]
-        traces["growth"] = HeapGrowth(batch, nbytes, UpdateBytes(*same), base["kept"], base["fixed"])
-    measured = MeasuredCosts(
+        traces["growth"] = phases.HeapGrowth(batch, nbytes, phases.UpdateBytes(*same), base["kept"], base["fixed"])
+    measured = phases.MeasuredCosts(
         libraries=base.get("updated", base["imported"]),
         libraries_anonymous=base["imported_anonymous"],
         **traces,

@@ -35,7 +35,7 @@ from holdall.machine import begin_peak, held_bytes, memory_limits, peak_bytes
 from holdall.tools.plan.environments import make_single_env
 from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
 from holdall.tools.plan.spec import Spec
-from holdall.tools.watch.allocators import map_blocks_from, return_free_heap
+from holdall.tools.watch.reading import map_blocks_from, return_free_heap
 
 EPISODE_STEPS = 200
 _UPDATES = 40

@@ -1,30 +1,199 @@
 """Report: one self-contained HTML page from a file that holdall wrote; no requests, no frameworks, light and dark.
 
-file -> json_lines -> recording | results -> *_page -> charts, document
+file -> lines -> results -> *_page -> charts, document
 
 In:  a path to JSON lines; the header says which kind it is.  Out: the text of a page, and a summary as plain data.
-Invariant: text becomes markup only through `charts.tag`, which escapes it.
+Files come from any source, so every line and every value is checked before it is used.
+Invariants: a value has the type and size that was asked for, or a HoldallError names file, line and rule. A missing
+value and null are None. An unfinished last line is left out: the writer was stopped there. Text becomes markup only
+through `charts.tag`, which escapes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from holdall.errors import ArgumentError
-from holdall.tools.report.json_lines import JsonLine, read_lines
-from holdall.tools.report.recording import RECORDING_FORMAT, Recording
-from holdall.tools.report.recording_page import summarize_recording, write_recording_page
-from holdall.tools.report.results import BENCH_FORMAT, BUFFERS_FORMAT, BufferResults, Results
-from holdall.tools.report.results_page import summarize_bench, summarize_buffers, write_bench_page, write_buffers_page
 
-_KINDS: dict[str, tuple[Callable[[JsonLine, Iterable[JsonLine]], Any], Callable[[Any], str], Callable[[Any], Any]]] = {
-    RECORDING_FORMAT: (Recording.read, write_recording_page, summarize_recording),
-    BENCH_FORMAT: (Results.read, write_bench_page, summarize_bench),
-    BUFFERS_FORMAT: (BufferResults.read, write_buffers_page, summarize_buffers),
-}
+_MOST_LINE_BYTES = 8 * 2**20
+_MOST_TEXT = 2_000
+_MOST_ITEMS = 100_000
+_MOST_NUMBER = 1e18
+_Value = TypeVar("_Value")
+
+
+class JsonLine:
+    """One object of a file."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    @property
+    def kind(self) -> str:
+        """What the line is; empty if it does not say."""
+        return self.text("kind") or ""
+
+    def number(self, name: str) -> float | None:
+        """Return a finite number."""
+        value = self._value(name, int | float, "must be a number")
+        if value is None:
+            return None
+        if abs(value) > _MOST_NUMBER or not math.isfinite(value):  # in this order: a whole number may be no float
+            self._refuse(name, value, "must be a finite number, and not above 10^18")
+        return float(value)
+
+    def size(self, name: str) -> float | None:
+        """Return a number that is not negative: bytes, a count, a time."""
+        value = self.number(name)
+        if value is not None and value < 0:
+            self._refuse(name, value, "must not be negative")
+        return value
+
+    def numbers(self, name: str) -> list[float]:
+        """Return a list of numbers; empty if there is none."""
+        return [item.number("item") or 0.0 for item in self._items(name)]
+
+    def text(self, name: str) -> str | None:
+        """Return text, cut off where it is longer than anybody would read."""
+        value: str | None = self._value(name, str, "must be text")
+        return value if value is None or len(value) <= _MOST_TEXT else value[:_MOST_TEXT] + "…"
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts; empty if there is none."""
+        return [item.text("item") or "" for item in self._items(name)]
+
+    def flag(self, name: str) -> bool | None:
+        """Return a truth value."""
+        flag: bool | None = self._value(name, bool, "must be true, false or null")
+        return flag
+
+    def inner(self, name: str) -> JsonLine | None:
+        """Return an object in this one."""
+        value = self._value(name, dict, "must be an object")
+        return None if value is None else self._inner(value, name)
+
+    def inners(self, name: str) -> list[JsonLine]:
+        """Return a list of objects; empty if there is none."""
+        rule = "must hold objects only"
+        items = self._list(name)
+        return [self._inner(one, name) if isinstance(one, dict) else self._refuse(name, one, rule) for one in items]
+
+    def pairs(self, name: str) -> list[tuple[str, str]]:
+        """Return a list of lists of two texts; empty if there is none."""
+        return [self._two(name, item.texts("item")) for item in self._items(name)]
+
+    def pair_pairs(self, name: str) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+        """Return a list of lists of two pairs; empty if there is none."""
+        return [self._two(name, item.pairs("item")) for item in self._items(name)]
+
+    def facts(self, name: str) -> list[tuple[str, Any]]:
+        """Return an object's plain values by name: numbers, texts, truth values; those in it as their own facts."""
+        inner = self.inner(name)
+        return [] if inner is None else list(inner._plain())
+
+    def sizes(self, name: str) -> dict[str, float | None] | None:
+        """Return an object's values by name, none of them negative."""
+        inner = self.inner(name)
+        return None if inner is None else {key: inner.size(key) for key in inner._values}
+
+    def _plain(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in list(self._values.items())[:_MOST_ITEMS]:
+            name = f"{prefix}{key}"[:_MOST_TEXT]
+            if isinstance(value, dict) and not prefix:
+                yield from self._inner(value, key)._plain(f"{name} ")
+            elif isinstance(value, bool | None):
+                yield name, value
+            elif isinstance(value, int | float):
+                yield name, self.number(key)
+            elif isinstance(value, list):
+                yield name, ", ".join(str(item)[:_MOST_TEXT] for item in value[:20])
+            else:
+                yield name, str(value)[:_MOST_TEXT]
+
+    def _list(self, name: str) -> list[Any]:
+        rule = f"must be a list of at most {_MOST_ITEMS:,} items"
+        values: list[Any] = self._value(name, list, rule) or []
+        if len(values) > _MOST_ITEMS:
+            self._refuse(name, values, rule)
+        return values
+
+    def _items(self, name: str) -> list[JsonLine]:
+        """Return the items of a list, each as a line whose only value is `item`."""
+        return [self._inner({"item": value}, name) for value in self._list(name)]
+
+    def _two(self, name: str, values: list[_Value]) -> tuple[_Value, _Value]:
+        if len(values) != 2:
+            self._refuse(name, values, "must hold lists of two")
+        return values[0], values[1]
+
+    def _value(self, name: str, kind: Any, rule: str) -> Any:
+        """Return a value of a kind, or None; true and false are no numbers."""
+        value = self._values.get(name)
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            self._refuse(name, value, rule)
+        return value
+
+    def _inner(self, values: dict[str, Any], name: str) -> JsonLine:
+        return JsonLine(values, f"{self._where}, {name!r}")
+
+    def _refuse(self, name: str, value: Any, rule: str) -> NoReturn:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:60] + "…"
+        raise ArgumentError(f"{self._where}: {name!r} ({shown}) {rule}; the file is damaged, or not holdall's")
+
+
+def read_lines(path: Path) -> Iterator[JsonLine]:
+    """Yield the objects of a file, one by one: it is never in memory as a whole."""
+    try:
+        with path.open("rb") as file:
+            for count, raw in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), start=1):
+                if not raw.endswith(b"\n") and len(raw) < _MOST_LINE_BYTES and not _is_whole(raw):
+                    return
+                if raw.strip():
+                    yield _parse_line(raw, f"file ({path}), line {count}")
+    except OSError as error:
+        raise ArgumentError(
+            f"file ({path}) cannot be read: {error.strerror}; name what holdall watch or bench wrote"
+        ) from error
+
+
+def _is_whole(raw: bytes) -> bool:
+    try:
+        json.loads(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_line(raw: bytes, where: str) -> JsonLine:
+    if len(raw) >= _MOST_LINE_BYTES:
+        raise ArgumentError(f"{where}: is longer than {_MOST_LINE_BYTES:,} bytes; this is no file of holdall's")
+    try:
+        values = json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise ArgumentError(
+            f"{where}: is no JSON ({reason}); the file is damaged, or was written by something else"
+        ) from error
+    if not isinstance(values, dict):
+        raise ArgumentError(f"{where}: must be a JSON object; this is no file of holdall's")
+    return JsonLine(values, where)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)
+
+
+BENCH_FORMAT, BUFFERS_FORMAT, RECORDING_FORMAT = "holdall-bench-1", "holdall-bench-buffers-1", "holdall-watch-1"
+_PAGE_MODULES = {RECORDING_FORMAT: "recording_page", BENCH_FORMAT: "results_page", BUFFERS_FORMAT: "results_page"}
+"""What knows a kind of file; imported with its first file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +210,14 @@ def read_report(path: Path) -> Report:
     lines = read_lines(path)
     header = next(lines, None)
     form = "" if header is None or header.kind != "header" else header.text("format") or ""
-    if header is None or form not in _KINDS:
+    if header is None or form not in _PAGE_MODULES:
         found = (
             "is empty" if header is None else f"begins with format {form!r}" if form else "does not begin with a header"
         )
         raise ArgumentError(
             f"file ({path}) {found}; it must be what `holdall watch --record`, `holdall bench` or `holdall bench "
-            f"buffers` wrote ({', '.join(_KINDS)})"
+            f"buffers` wrote ({', '.join(_PAGE_MODULES)})"
         )
-    read, write_page, summarize = _KINDS[form]
+    read, write_page, summarize = import_module(f"{__name__}.{_PAGE_MODULES[form]}").KINDS[form]
     found = read(header, lines)
     return Report(form, lambda: write_page(found), lambda: summarize(found))

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.tools.report import charts
+from holdall.tools.report import RECORDING_FORMAT, charts
 from holdall.tools.report.charts import Markup, joined, number, tag
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
-from holdall.tools.report.recording import GROUP_TITLES, NAMED_LIMIT, RecordedPart, RecordedVerdict, Recording
+from holdall.tools.report.results import GROUP_TITLES, NAMED_LIMIT, RecordedPart, RecordedVerdict, Recording
 from holdall.units import counted, format_bytes, format_seconds
 
 _MOST_POINTS = 600
@@ -374,3 +374,7 @@ def _evidence_text(name: str, value: Any, unit: Any, of_a_buffer: bool) -> str:
     if (name in _SIZES or name.endswith("_bytes")) and not (of_a_buffer and name in _COUNTS_WITH_A_BUFFER):
         return format_bytes(value)
     return number(value)
+
+
+KINDS = {RECORDING_FORMAT: (Recording.read, write_recording_page, summarize_recording)}
+"""How a file of this format is read, and what writes its page and its summary."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from holdall.tools.report import charts
+from holdall.tools.report import BENCH_FORMAT, BUFFERS_FORMAT, JsonLine, charts
 from holdall.tools.report.charts import Markup, number, or_dash, percent, tag
 from holdall.tools.report.document import (
     Card,
@@ -24,7 +24,6 @@ from holdall.tools.report.document import (
     tiles,
     toned_word,
 )
-from holdall.tools.report.json_lines import JsonLine
 from holdall.tools.report.results import BufferFigures, BufferResults, Interval, ProfileRanking, Results, SeedsSummary
 from holdall.units import counted, format_bytes, format_seconds
 
@@ -439,3 +438,10 @@ def _buffer_table(known: Sequence[BufferFigures]) -> Markup:
 def _buffers_absent(results: BufferResults) -> Markup | None:
     items = [tag("li", f"{what}: {why}" if why else what) for what, why in results.absent]
     return section("Not measured", tag("ul", *items, class_="notes")) if items else None
+
+
+KINDS = {
+    BENCH_FORMAT: (Results.read, write_bench_page, summarize_bench),
+    BUFFERS_FORMAT: (BufferResults.read, write_buffers_page, summarize_buffers),
+}
+"""How a file of each format is read, and what writes its page and its summary."""

@@ -25,10 +25,9 @@ from holdall import report as tracked
 from holdall.errors import ClosedError, WatchError
 from holdall.machine import begin_peak, peak_bytes
 from holdall.report import Tracked
-from holdall.tools.watch import agent_files, allocators
+from holdall.tools.watch import agent_files
 from holdall.tools.watch.agent_files import AgentReport, PhasePeak, Region
-from holdall.tools.watch.allocators import GrowingLine, PythonObjects, trace_growth
-from holdall.tools.watch.reading import IMPORT_PHASE
+from holdall.tools.watch.reading import IMPORT_PHASE, GrowingLine, PythonObjects, heap, python_objects, trace_growth
 
 FillFunction = Callable[[], float]
 
@@ -150,7 +149,7 @@ class Agent:
         while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s)):
             with contextlib.suppress(OSError, WatchError):
                 agent_files.answer_trim_request()
-                if agent_files.take_trace_request():
+                if agent_files.take_request("trace"):
                     self._trace()
             silent = time.monotonic() - self.due > _SILENT_INTERVALS * self.interval_s
             if time.monotonic() >= self.due and (silent or not self._is_called_by_loop):
@@ -183,7 +182,7 @@ class Agent:
         models = self._living_models()
         step = next((int(model.num_timesteps) for model in models), _added() if self.step is None else self.step)
         torch: Any = sys.modules.get("torch")  # never imported to find out
-        self._python = allocators.python_objects() or self._python  # which is not told while allocations are traced
+        self._python = python_objects() or self._python  # which is not told while allocations are traced
         return AgentReport(
             pid=self._pid,
             started=self._started,
@@ -192,7 +191,7 @@ class Agent:
             goal=next((int(goal) for one in models if (goal := getattr(one, "_total_timesteps", None))), self.goal),
             phase=_TRACE_PHASE if self._is_tracing else self.phase or _found_phase(models, step),
             regions=self._regions,
-            heap=allocators.heap(),
+            heap=heap(),
             python=self._python,
             gpu=_torch_gpu_bytes(torch),
             torch_threads=torch.get_num_threads() if hasattr(torch, "get_num_threads") else None,  # None: half imported

@@ -23,7 +23,7 @@ import psutil
 
 from holdall.errors import WatchError
 from holdall.machine import held_bytes
-from holdall.tools.watch.allocators import GrowingLine, Heap, PythonObjects, heap, return_free_heap
+from holdall.tools.watch.reading import GrowingLine, Heap, PythonObjects, heap, return_free_heap
 
 _FOLDER_VARIABLE = "HOLDALL_RUNTIME_DIR"
 LARGEST_FILE_BYTES = 16 * 2**20
@@ -159,12 +159,12 @@ def write_agent_report(report: AgentReport) -> None:
     values: dict[str, Any] = {name: getattr(report, name) for name in AgentReport.__slots__}
     values["phases"] = {name: asdict(phase) for name, phase in report.phases.items()}
     values["format"] = _REPORT_FORMAT
-    replace_file(_report_path(own_folder(), report.pid), json.dumps(values, separators=(",", ":")).encode())
+    replace_file(_path(own_folder(), "agent", report.pid), json.dumps(values, separators=(",", ":")).encode())
 
 
 def remove_agent_report(pid: int) -> None:
     """Remove the report of a process."""
-    _report_path(own_folder(), pid).unlink(missing_ok=True)
+    _path(own_folder(), "agent", pid).unlink(missing_ok=True)
 
 
 def remove_stale_files() -> None:
@@ -179,7 +179,7 @@ def read_agent_report(pid: int) -> AgentReport | None:
     """Return the report of a process; None if there is none, or none that can be trusted."""
     started = process_start(pid)
     for folder in folders_of(pid):
-        content = read_small_file(_report_path(folder, pid))
+        content = read_small_file(_path(folder, "agent", pid))
         found = None if content is None else _parse_report(content)
         if found is not None and found.pid == pid and found.started == started:
             return found
@@ -194,8 +194,9 @@ def process_start(pid: int) -> int:
     return int(fields[19]) if len(fields) > 19 else 0
 
 
-def _report_path(folder: Path, pid: int) -> Path:
-    return folder / f"agent-{pid}.json"
+def _path(folder: Path, kind: str, pid: int) -> Path:
+    """Return where a process leaves its report ("agent"), a request to it ("trim", "trace") or its answer lies."""
+    return folder / f"{kind}-{pid}.json"
 
 
 def _parse_report(content: bytes) -> AgentReport | None:
@@ -301,14 +302,13 @@ def trim_process(pid: int) -> TrimResult:
             f"pid ({pid}) has no agent, and only a process itself can trim its heap; call holdall.watch.start() or "
             "use holdall.sb3.WatchCallback in it, or start it with 'holdall watch -- ...'"
         )
-    paths = [_trim_paths(folder, pid) for folder in folders]
-    for request, answer in paths:
-        answer.unlink(missing_ok=True)
-        replace_file(request, b"{}")
+    for folder in folders:
+        _path(folder, "trimmed", pid).unlink(missing_ok=True)
+        replace_file(_path(folder, "trim", pid), b"{}")
     end = time.monotonic() + _TRIM_TIMEOUT_S
     while time.monotonic() < end:
-        for _, answer in paths:
-            if (content := read_small_file(answer)) is not None:
+        for folder in folders:
+            if (content := read_small_file(_path(folder, "trimmed", pid))) is not None:
                 return TrimResult(**{name: int(value) for name, value in json.loads(content).items()})
         time.sleep(0.05)
     raise WatchError(f"pid ({pid}) did not answer within {_TRIM_TIMEOUT_S:.0f} s; is it stopped, or in one long call?")
@@ -316,30 +316,20 @@ def trim_process(pid: int) -> TrimResult:
 
 def answer_trim_request() -> None:
     """Trim this process if another one asked for it; called by its agent."""
-    request, answer = _trim_paths(own_folder(), os.getpid())
-    if request.exists():
-        request.unlink(missing_ok=True)
-        replace_file(answer, json.dumps(asdict(trim_self())).encode())
+    if take_request("trim"):
+        answer = json.dumps(asdict(trim_self())).encode()
+        replace_file(_path(own_folder(), "trimmed", os.getpid()), answer)
 
 
 def request_trace(pid: int) -> None:
     """Ask the agent of a process to trace what it allocates; its report then says which lines grow."""
     for folder in folders_of(pid):
-        replace_file(_trace_path(folder, pid), b"{}")
+        replace_file(_path(folder, "trace", pid), b"{}")
 
 
-def take_trace_request() -> bool:
-    """Return whether another process asked for a trace of this one; called by its agent."""
-    path = _trace_path(own_folder(), os.getpid())
+def take_request(kind: str) -> bool:
+    """Return whether another process asked this one for a "trim" or a "trace"; called by its agent."""
+    path = _path(own_folder(), kind, os.getpid())
     is_there = path.exists()
     path.unlink(missing_ok=True)
     return is_there
-
-
-def _trace_path(folder: Path, pid: int) -> Path:
-    return folder / f"trace-{pid}.json"
-
-
-def _trim_paths(folder: Path, pid: int) -> tuple[Path, Path]:
-    """Return where a trim is requested, and where it is answered."""
-    return folder / f"trim-{pid}.json", folder / f"trimmed-{pid}.json"

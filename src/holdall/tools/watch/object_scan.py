@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.machine import Mapping
-from holdall.tools.watch.address_ranges import ProcessMemory, is_nameless
 from holdall.tools.watch.agent_files import Region
+from holdall.tools.watch.attribution import ProcessMemory, is_nameless
 
 LEAST_BYTES = 2**20
 _CHUNK_BYTES = 8 * 2**20

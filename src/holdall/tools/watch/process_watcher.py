@@ -14,7 +14,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import import_module
@@ -27,8 +27,7 @@ from holdall.errors import WatchError
 from holdall.machine import LINUX, disk, held_bytes, mappings, memory_limits, page_cache, peak_bytes
 from holdall.threads import usable_cores
 from holdall.tools.watch import agent_files
-from holdall.tools.watch.address_ranges import ProcessMemory
-from holdall.tools.watch.attribution import attribute_memory
+from holdall.tools.watch.attribution import ProcessMemory, attribute_memory
 from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import LIVE_OBJECTS, WatchVerdict, verdicts_for
 
@@ -48,16 +47,11 @@ class ProcessWatcher:
     Args:
         pid: The process; its children are its workers.
         limit_bytes: A limit of the user's own, besides those of the system, over the tree's memory.
-        without: Processes below it that are no part of the training.
         scans: Whether arrays are looked for in its memory if it has no agent.
     """
 
-    def __init__(
-        self, pid: int, limit_bytes: int | None = None, without: Collection[int] = (), *, scans: bool = False
-    ) -> None:
-        self.pid = pid
-        self._limit_bytes = limit_bytes
-        self._without = without
+    def __init__(self, pid: int, limit_bytes: int | None = None, *, scans: bool = False) -> None:
+        self.pid, self._limit_bytes = pid, limit_bytes
         self._before: agent_files.AgentReport | None = None
         self.latest_report: agent_files.AgentReport | None = None  # of the process's agent
         self._cores = usable_cores()
@@ -103,29 +97,21 @@ class ProcessWatcher:
             self._scan(now)
         arrays = self._arrays if report is None else ()
         own = attribute_memory(self.pid, report, arrays) if LINUX else self._sums_alone(report)
-        parts = [*own, *worker_parts(self.pid, self._without)]
+        parts = [*own, *worker_parts(self.pid)]
         pss = sum(part.resident for part in parts)
-        limit = None if self._limit_bytes is None else self._limit_bytes - pss
+        told = report or agent_files.AgentReport(self.pid, 0, now)
+        # An agent that reports phases resets the kernel's own peak.
+        peaks = [phase.peak for phase in told.phases.values()]
+        self._highest = max(self._highest, pss, peak_bytes(self.pid), *peaks)
+        own_limit = {} if self._limit_bytes is None else {"--limit": self._limit_bytes - pss}
+        limits = {limit.name: limit.free_bytes for limit in memory_limits(None, process=self.pid)}
         return MemoryReading(
-            time=now,
-            pss=pss,
-            peak=self._peak(pss, report),
-            parts=tuple(parts),
-            step=self._step_at(now),
-            goal=None if report is None else report.goal,
-            phase=None if report is None else report.phase,
-            gpu=gpu_memory(self.pid, report),
-            steps_per_second=self._rate(),
-            pressure=stalled_percent(),
-            threads=int(self._process.num_threads()),
-            torch_threads=None if report is None else report.torch_threads,
-            cores=self._cores,
-            page_cache=page_cache(self.pid) if LINUX else None,
-            headroom=headroom(self.pid, limit),
-            spilled=0 if report is None else sum(report.spilled.values()),
-            disk_free=None if report is None else _free_on_disk(report),
-            exact=LINUX,
-        )
+            time=now, pss=pss, peak=self._highest, parts=tuple(parts), step=self._step_at(now), goal=told.goal,
+            phase=told.phase, gpu=gpu_memory(self.pid, told.gpu), steps_per_second=self._rate(),
+            pressure=stalled_percent(), threads=int(self._process.num_threads()), torch_threads=told.torch_threads,
+            cores=self._cores, page_cache=page_cache(self.pid) if LINUX else None, headroom=limits | own_limit,
+            spilled=sum(told.spilled.values()), disk_free=_free_on_disk(told), exact=LINUX,
+        )  # fmt: skip
 
     def _scan(self, now: float) -> None:
         """Look for the arrays of a process that has no agent to name them."""
@@ -139,12 +125,6 @@ class ProcessWatcher:
         spent = time.process_time() - begun
         self.scan_seconds += spent
         self._scan_due = now + max(_SCAN_AGAIN_S, spent / _SHARE_OF_A_CORE)
-
-    def _peak(self, pss: int, report: agent_files.AgentReport | None) -> int:
-        """Return the highest of all peaks: an agent that reports phases resets the kernel's own."""
-        phases = [] if report is None else [phase.peak for phase in report.phases.values()]
-        self._highest = max(self._highest, pss, peak_bytes(self.pid), *phases)
-        return self._highest
 
     def _read_report(self) -> agent_files.AgentReport | None:
         """Return the newest agent report, and keep the one before it for the rate of steps."""
@@ -196,16 +176,15 @@ def _free_on_disk(report: agent_files.AgentReport) -> int | None:
     return min((limit.free_bytes for limit in limits if limit is not None), default=None)
 
 
-def worker_parts(pid: int, without: Collection[int] = ()) -> list[AttributedPart]:
-    """Read every process below `pid`, except this one and those in `without`."""
+def worker_parts(pid: int) -> list[AttributedPart]:
+    """Read every process below `pid`, except this one."""
     parts = []
-    passed = {os.getpid(), *without}
     try:
         workers = psutil.Process(pid).children(recursive=True)
     except psutil.Error:
         return []
     for worker in workers:
-        if worker.pid in passed:
+        if worker.pid == os.getpid():
             continue
         try:
             held, addresses = held_bytes(worker.pid).proportional, int(worker.memory_info().vms)
@@ -220,14 +199,11 @@ def _worker_name(worker: psutil.Process) -> str:
     return next((helper for helper in _HELPER_PROCESSES if helper in line), worker.name())[:40]
 
 
-def gpu_memory(
-    pid: int, report: agent_files.AgentReport | None, sysfs: Path = Path("/sys/class/drm")
-) -> GpuMemory | None:
+def gpu_memory(pid: int, torch: dict[str, int], sysfs: Path = Path("/sys/class/drm")) -> GpuMemory | None:
     """Return what a process holds on its GPU; None if it holds nothing there, or that is unknown.
 
     NVML and sysfs report what the driver counts; torch reports its own pool through the agent.
     """
-    torch = {} if report is None else report.gpu
     driver = _nvidia(pid) or (_amd(sysfs) if torch else None)
     if not torch and driver is None:
         return None
@@ -275,12 +251,6 @@ def _amd(sysfs: Path) -> tuple[int, int] | None:
     return None
 
 
-def headroom(pid: int, budget_bytes: int | None = None) -> dict[str, int]:
-    """Return the bytes that are left, by what limits them."""
-    own = {} if budget_bytes is None else {"--limit": budget_bytes}
-    return {limit.name: limit.free_bytes for limit in memory_limits(None, process=pid)} | own
-
-
 def stalled_percent() -> float | None:
     """Return the share of the last ten seconds in which something waited for memory, in per cent."""
     for name in _PRESSURE_FILES:
@@ -323,12 +293,8 @@ class WatchPass:
 class WatchLoop:
     """Reads a process tree again and again, remembers, and judges, in at most 2 % of one core's time."""
 
-    def __init__(
-        self, pid: int, interval_s: float, limit_bytes: int | None = None, without: Collection[int] = (),
-        *,
-        scans: bool = False,
-    ) -> None:  # fmt: skip
-        self.watcher = ProcessWatcher(pid, limit_bytes, without, scans=scans)
+    def __init__(self, pid: int, interval_s: float, limit_bytes: int | None = None, *, scans: bool = False) -> None:
+        self.watcher = ProcessWatcher(pid, limit_bytes, scans=scans)
         self.history = ReadingHistory()
         self._interval_s = interval_s
         self._verdicts: list[WatchVerdict] = []

@@ -14,16 +14,8 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
-from holdall.tools.watch.allocators import GrowingLine
-from holdall.tools.watch.reading import (
-    AttributedPart,
-    MemoryReading,
-    ReadingHistory,
-    Trend,
-    buffers_of,
-    in_common_phase,
-    steady_growth,
-)
+from holdall.tools.watch import reading as series
+from holdall.tools.watch.reading import AttributedPart, GrowingLine, MemoryReading, ReadingHistory, Trend
 from holdall.units import counted, format_bytes, format_seconds
 
 _FEWEST_FILL_READINGS = 4
@@ -126,11 +118,11 @@ def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
     if len(readings) < _FEWEST_FILL_READINGS:
         return []
     found = []
-    for name, parts in buffers_of(history.newest).items():
+    for name, parts in series.buffers_of(history.newest).items():
         share = max((part.fill for part in parts if part.fill is not None), default=1.0)
         if share >= _FULL_SHARE:
             continue
-        past = [(reading, buffers_of(reading).get(name, [])) for reading in readings[len(readings) // 3 :]]
+        past = [(reading, series.buffers_of(reading).get(name, [])) for reading in readings[len(readings) // 3 :]]
         known = [
             (history.position(reading), max(part.fill or 0.0 for part in held), sum(part.resident for part in held))
             for reading, held in past
@@ -179,23 +171,23 @@ def find_leaks(history: ReadingHistory) -> list[Leak]:
 
 
 def _leak_in_live_objects(history: ReadingHistory) -> Leak | None:
-    live = in_common_phase(history.of_training(history.live))
+    live = series.in_common_phase(history.of_training(history.live))
     live = live[int(len(live) * _WARM_UP_SHARE) :]
     positions = [history.position(one) for one in live]
-    found = _if_large_enough(history, steady_growth(positions, [one.heap for one in live]), _LEAST_GROWTH)
+    found = _if_large_enough(history, series.steady_growth(positions, [one.heap for one in live]), _LEAST_GROWTH)
     if found is None:
         return None
-    python = steady_growth(positions, [one.python for one in live])
+    python = series.steady_growth(positions, [one.python for one in live])
     is_python = python is not None and python.slope > 0.5 * found.slope
     source = _PYTHON_SOURCE if is_python else _ARRAY_SOURCE
     return Leak(found, _leak_verdict(history, LIVE_OBJECTS, *source, found, history.growing))
 
 
 def _leak_in_readings(history: ReadingHistory, of: str) -> Leak | None:
-    readings = in_common_phase(history.of_training(history.readings))
+    readings = series.in_common_phase(history.of_training(history.readings))
     readings = readings[int(len(readings) * _WARM_UP_SHARE) :]
     xs, ys = history.series(lambda reading: _leak_candidate(reading, of), readings)
-    found = _if_large_enough(history, steady_growth(xs, ys), _LEAST_GROWTH_OF_SUMS)
+    found = _if_large_enough(history, series.steady_growth(xs, ys), _LEAST_GROWTH_OF_SUMS)
     return None if found is None else Leak(found, _leak_verdict(history, of, *_READING_SOURCES[of], found))
 
 
@@ -274,7 +266,7 @@ def _gpu_limit(history: ReadingHistory) -> list[tuple[float, str, int]]:
         return None if reading.gpu is None or reading.gpu.reserved is None else float(reading.gpu.reserved)
 
     gpu = history.newest.gpu
-    found = steady_growth(*history.series(held))
+    found = series.steady_growth(*history.series(held))
     if gpu is None or gpu.limit is None or gpu.reserved is None or found is None:
         return []
     left = gpu.limit - gpu.reserved - (gpu.other or 0)
@@ -283,7 +275,7 @@ def _gpu_limit(history: ReadingHistory) -> list[tuple[float, str, int]]:
 
 def _disk_limit(history: ReadingHistory) -> list[tuple[float, str, int]]:
     left = history.newest.disk_free
-    found = steady_growth(*history.series(lambda reading: float(reading.spilled)))
+    found = series.steady_growth(*history.series(lambda reading: float(reading.spilled)))
     return [] if left is None or found is None else [(left / found.slope, "disk that memories spill to", left)]
 
 

@@ -11,7 +11,7 @@ from holdall.schema import Leaf
 from holdall.tools.lint.finding import Edit, Severity
 from holdall.tools.lint.rule import Match, run_rule
 from holdall.tools.lint.run import ConfiguredRun, Machine, OneOf, Reference, buffer_need, candidates, percent, sized
-from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES
+from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES
 
 _FLATTEN_SHARE = 0.25  # of the limit
 _VRAM_SHARE = 0.85

@@ -30,7 +30,7 @@ from holdall.tools.lint.source.values import (
     known_items,
     likely,
 )
-from holdall.tools.plan import buffer_layout
+from holdall.tools.plan import spec as buffer_layout
 
 _NAMED_BUFFER = re.compile(r"buffer|memory|replay|experience|rollout|transition|storage|dataset", re.IGNORECASE)
 _LEAST_STATE = 512  # bytes, from which on an array is taken for the observation

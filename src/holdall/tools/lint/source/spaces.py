@@ -28,8 +28,8 @@ from holdall.tools.lint.source.values import (
     length_of,
     likely,
 )
-from holdall.tools.plan.buffer_layout import leaves_of
 from holdall.tools.plan.environments import parse_observation, parse_space
+from holdall.tools.plan.spec import leaves_of
 
 SPACES = {"Box", "Discrete", "MultiDiscrete", "MultiBinary", "Dict", "Tuple"}
 

@@ -17,7 +17,7 @@ def _start_agent() -> None:
     if os.environ.pop("HOLDALL_WATCHED", None) is None:  # workers of a watched process are read from outside
         return
     with contextlib.suppress(Exception):
-        from holdall.tools.watch.session import start_agent_in_command  # noqa: PLC0415  not before it is wanted
+        from holdall.watch import start_agent_in_command  # noqa: PLC0415  not before it is wanted
 
         start_agent_in_command()
 

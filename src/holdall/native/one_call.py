@@ -1,8 +1,9 @@
-"""Batches for the host in one call: batch.c draws rows, copies them and makes the arrays.
+"""A tick added, or a batch drawn, in one call: functions of C as built-in functions of Python, made without headers.
 
-In:  where all fields lie, as the store says it.  Out: a built-in function of Python, made without headers.
-Invariant: C reads and makes objects of Python and NumPy only if real ones are as it expects, see tick_writer.py. All
-other interpreters go the general way, and read the same.
+In:  where all fields lie, and what the arguments of an `add` must be, as the store says it.
+Out: `add`, which arguments.c does with arrays as they are; and `draw`, for which batch.c makes the arrays.
+Invariant: C reads and makes objects of Python and NumPy only if real ones have their fields where it expects them. All
+other interpreters go the general way, and store and read the same.
 """
 
 from __future__ import annotations
@@ -13,24 +14,57 @@ import sys
 import threading
 import time
 import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from holdall.background import tell_of_forks
 from holdall.native.library import (
     KEPT_MEMORIES,
     MOST_DIMENSIONS,
+    ArgumentFormStruct,
     ArrayMakerStruct,
     BatchArrayStruct,
     BatchFieldStruct,
     BatchReaderStruct,
+    FastTickStruct,
+    PythonStruct,
+    TickWriterStruct,
 )
 from holdall.native.reading import NativeDecoder, ThreadPool, global_generator, number_function
-from holdall.native.tick_writer import built_in, owner_address
+from holdall.native.writing import struct_field
 from holdall.schema import Array
-from holdall.storage import ALIGNMENT_BYTES, RECORD_FIELDS, BatchArray, BatchReader, BatchSource, Repair, address
-from holdall.threads import tell_of_forks
+from holdall.storage import (
+    ALIGNMENT_BYTES,
+    RECORD_FIELDS,
+    Arguments,
+    BatchArray,
+    BatchReader,
+    BatchSource,
+    FastTick,
+    Form,
+    Repair,
+    address,
+)
 
+_MOST_ARGUMENTS = 32
+"""Observation fields that arguments.c has room for."""
+_METH_FASTCALL = 0x80
+_CUT_KEY = "TimeLimit.truncated"
+_HEAD_BYTES, _OWNER_AT = 16, 24
+_FUNCTIONS = {
+    "number": "PyLong_FromLongLong", "bytes": "PyBytes_FromStringAndSize", "dict_size": "PyDict_Size",
+    "dict_next": "PyDict_Next", "dict_item": "PyDict_GetItemWithError", "list_size": "PyList_Size",
+    "list_item": "PyList_GetItem", "str_compare": "PyUnicode_Compare", "error": "PyErr_Occurred", "take": "Py_IncRef",
+    "drop": "Py_DecRef",
+}  # fmt: skip
+_OBJECTS = {
+    "array_type": np.ndarray, "dict_type": dict, "ordered_dict_type": OrderedDict, "list_type": list, "str_type": str,
+    "is_false": False, "is_none": None,
+}  # fmt: skip
 _BYTES_PER_THREAD = 1 << 20
 """A thread is woken only for at least this much to copy ..."""
 _SEALED_BYTES_PER_THREAD = 1 << 18
@@ -56,6 +90,89 @@ _NEW_ARRAY, _SET_BASE = 94, 282
 """Places of PyArray_NewFromDescr and PyArray_SetBaseObject in the table that NumPy gives to extensions."""
 _ARRAY_INTERFACES = {0x02000000}
 """Versions of that table, which its first function returns."""
+
+
+# ---------------------------------------------------------------- adding
+
+
+class NativeFastTick(FastTick):
+    """Two built-in functions over one struct, which is described again when ticks are written to other places.
+
+    Args:
+        lock: The memory's own.
+    """
+
+    is_open = struct_field("is_open")
+
+    def __init__(self, library: ctypes.CDLL, lock: Any, repair: Repair) -> None:
+        self._writer: Any = None
+        self._is_readable = False
+        pending = np.frombuffer(repair.is_pending, np.uint8)
+        self._struct = FastTickStruct(
+            python=ctypes.addressof(_python()), lock_owner=owner_address(lock), is_pending=address(pending),
+            cut_key=id(_CUT_KEY),
+        )  # fmt: skip
+        self._kept: list[Any] = []
+        # A tuple, and not an array that has all: the collector of cycles looks into tuples.
+        owner = (np.frombuffer(memoryview(self._struct).cast("B"), np.uint8), lock, pending, self._kept)
+        self.add, self.pack = (built_in(name, library, owner) for name in ("holdall_fast_add", "holdall_fast_pack"))
+
+    def offer(self, writer: Any, describe: Callable[[], Arguments | None]) -> None:
+        """See `FastTick.offer`."""
+        if self._writer is not writer:
+            arguments = describe()
+            if arguments is None:
+                return
+            self._is_readable = _is_readable(arguments, writer.places[0].packed_bytes)
+            self._describe(arguments, *writer.places)
+            self._writer = writer
+        self._struct.is_open = self._is_readable
+
+    def end(self) -> None:
+        """See `FastTick.end`."""
+        self._struct.is_open = 0
+
+    def close(self) -> None:
+        """See `FastTick.close`."""
+        self._struct.is_open = 0
+        self._writer = None
+        self._kept.clear()
+
+    def _describe(self, arguments: Arguments, writer: TickWriterStruct, kept: Any) -> None:
+        """Say what arguments must be and where they go, while nothing is written this way."""
+        self.fills_blocks, self.is_dict = bool(arguments.large), arguments.is_dict
+        self.small_keys, self.large_keys = list(arguments.small), list(arguments.large)
+        observed = [_form(form, key) for fields in (arguments.small, arguments.large) for key, form in fields.items()]
+        forms, packed = (ArgumentFormStruct * len(observed))(*observed), np.empty(writer.packed_bytes, np.uint8)
+        self._kept[:] = [writer, kept, forms, packed, arguments]
+        struct = self._struct
+        struct.writer, struct.observed = ctypes.addressof(writer), ctypes.addressof(forms)
+        struct.observed_count, struct.small_count = len(observed), len(arguments.small)
+        struct.is_dict, struct.rest = arguments.is_dict, (ArgumentFormStruct * 4)(*map(_form, arguments.rest))
+        struct.packed, struct.packed_bytes = address(packed), packed.size
+
+
+def _is_readable(arguments: Arguments, packed_bytes: int) -> bool:
+    """Whether arguments.c has room for such arguments, and packs them into so many bytes."""
+    small, rest = list(arguments.small.values()), arguments.rest
+    forms = [*small, *arguments.large.values(), *rest]
+    if len(forms) > _MOST_ARGUMENTS or any(len(shape) > MOST_DIMENSIONS for shape, _ in forms):
+        return False
+    return sum(map(_form_bytes, [*small, *small, *rest])) == packed_bytes
+
+
+def _form_bytes(form: Form) -> int:
+    return prod(form[0]) * form[1].itemsize
+
+
+def _form(form: Form, key: str = "") -> ArgumentFormStruct:
+    """Describe an argument to C; the caller keeps the key and the dtype alive."""
+    shape, dtype = form
+    lengths = (ctypes.c_int64 * MOST_DIMENSIONS)(*shape)
+    return ArgumentFormStruct(id(key), id(dtype), len(shape), lengths, _form_bytes(form))
+
+
+# ---------------------------------------------------------------- drawing
 
 
 class NativeBatchReader(BatchReader):
@@ -208,6 +325,113 @@ def _array_struct(array: BatchArray) -> BatchArrayStruct:
 
 
 # ---------------------------------------------------------------- what C expects
+
+
+class _MethodDef(ctypes.Structure):
+    """PyMethodDef, of the stable interface."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p), ("function", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p),
+    ]  # fmt: skip
+
+
+class _ArrayFields(ctypes.Structure):
+    """PyArrayObject_fields, as arguments.c declares it, behind the head of every object."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("dimensions", ctypes.c_int), ("lengths", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p), ("base", ctypes.c_void_p), ("dtype", ctypes.c_void_p), ("flags", ctypes.c_int),
+    ]  # fmt: skip
+
+
+def has_expected_objects(lock: Any) -> bool:
+    """Whether this interpreter's objects are as arguments.c expects them, the lock too."""
+    return type(lock) is type(threading.RLock()) and _has_expected_layout()
+
+
+@functools.cache
+def _has_expected_layout() -> bool:
+    """Compare where objects of this interpreter have their fields with what arguments.c expects."""
+    if sys.implementation.name != "cpython" or ctypes.sizeof(ctypes.c_void_p) != 8:
+        return False
+    if object.__basicsize__ != _HEAD_BYTES or np.ndarray.__basicsize__ < _HEAD_BYTES + ctypes.sizeof(_ArrayFields):
+        return False
+    if not all(hasattr(ctypes.pythonapi, name) for name in (*_FUNCTIONS.values(), "PyCFunction_NewEx")):
+        return False
+    if not _has_expected_lock():
+        return False
+    pair, plane = (object(), object()), np.zeros((3, 4), np.int16)
+    arrays: list[Array] = [np.zeros((2, 3, 5), np.float32), plane.T, plane[::2], np.zeros((), np.bool_), np.ones(7)]
+    items = ctypes.c_void_p * 3
+    return list(items.from_address(id(pair) + _HEAD_BYTES)) == [len(pair), *map(id, pair)] and all(
+        map(_is_as_expected, arrays)
+    )
+
+
+def owner_address(lock: Any) -> int:
+    """Return where C sees which thread holds a lock that is as expected."""
+    return id(lock) + _OWNER_AT
+
+
+def _has_expected_lock() -> bool:
+    """Whether a lock says where arguments.c looks which thread holds it."""
+    lock: Any = threading.RLock()
+    if type(lock).__basicsize__ < _OWNER_AT + 8:
+        return False
+    owner, found = ctypes.c_uint64.from_address(id(lock) + _OWNER_AT), []
+    changes: list[Callable[[], object]] = [int, lock.acquire, lock.acquire, lock.release, lock.release]
+    for change in changes:
+        change()
+        found.append(owner.value)
+    here = threading.get_ident()
+    return found == [0, here, here, here, 0]
+
+
+def _is_as_expected(array: Array) -> bool:
+    """Whether an array's fields lie where arguments.c reads them; nothing is followed before its place is certain."""
+    if ctypes.c_void_p.from_address(id(array) + 8).value != id(np.ndarray):
+        return False
+    found = _ArrayFields.from_address(id(array) + _HEAD_BYTES)
+    given = (found.data, found.dimensions, found.dtype, found.flags)
+    if given != (array.ctypes.data, array.ndim, id(array.dtype), array.flags.num):
+        return False
+    if found.base != (None if array.base is None else id(array.base)):
+        return False
+    if not array.ndim:
+        return True
+    if found.lengths is None or found.strides != found.lengths + 8 * array.ndim:
+        return False
+    numbers = ctypes.c_int64 * array.ndim
+    return all(
+        tuple(numbers.from_address(place)) == expected
+        for place, expected in ((found.lengths, array.shape), (found.strides, array.strides))
+    )
+
+
+@functools.cache
+def _python() -> PythonStruct:
+    """Return the functions and objects that arguments.c needs; they live as long as the process."""
+    functions = {
+        field: ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value for field, name in _FUNCTIONS.items()
+    }
+    return PythonStruct(**functions, **{field: id(each) for field, each in _OBJECTS.items()})
+
+
+@functools.cache
+def _method(name: str, function: int) -> _MethodDef:
+    return _MethodDef(name.encode(), function, _METH_FASTCALL, None)
+
+
+def built_in(name: str, library: ctypes.CDLL, owner: tuple[Any, ...]) -> Any:
+    """Make a function of C a function of Python, whose first argument is `owner`."""
+    function = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    return _maker()(ctypes.addressof(_method(name, function)), owner, None)
+
+
+@functools.cache
+def _maker() -> Any:
+    prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.py_object, ctypes.c_void_p)
+    return prototype(("PyCFunction_NewEx", ctypes.pythonapi))
 
 
 def makes_arrays() -> bool:

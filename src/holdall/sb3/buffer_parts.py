@@ -1,22 +1,30 @@
-"""SlotArray: one field of a buffer, read like a NumPy array, and gathered when it is read.
+"""Two parts of a replay buffer of holdall's: its fields as NumPy arrays, and its samples on the GPU.
 
 Stable-Baselines3's buffers show their fields as plain arrays, and code around them indexes these, compares them and
 averages them. A SlotArray gives what the plain array would give, for every key that NumPy takes. What is gathered is a
 copy: where NumPy returns a view, the copy is read-only, so a write that could not reach the buffer is an error.
+
+On a GPU, what a buffer draws is delivered by the memory's own device path, and ahead of time if asked for.
+Invariant: without `prefetch`, tensors are those of Stable-Baselines3 on the same GPU. With it they are those of batches
+that were drawn `prefetch` calls earlier: what was added, prioritised or learnt in between is not in them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
+import torch as th
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 
-from holdall.batch import Batch
+from holdall.batch import Batch, Draw
+from holdall.delivery import BatchJob, DeviceBatch
 from holdall.errors import ArgumentError
 from holdall.replay import ReplayMemory
 
@@ -55,14 +63,9 @@ class SlotArray(NDArrayOperatorsMixin):
         write: WriteRows | None = None,
         row_axes: int = 2,
     ) -> None:
-        self.name = name
-        self.shape = shape
-        self.dtype = dtype
-        self._ids_of = ids_of
-        self._read = read
-        self._rows_at_once = rows_at_once
-        self._write = write
-        self._row_axes = row_axes
+        self.name, self.shape, self.dtype = name, shape, dtype
+        self._ids_of, self._read, self._write = ids_of, read, write
+        self._rows_at_once, self._row_axes = rows_at_once, row_axes
 
     def flattened(self) -> SlotArray:
         """Return the same field with slots and environments in one axis, environment by environment."""
@@ -336,7 +339,9 @@ class BufferArrays:
     next_observations: Any = SlotArrays(
         lambda buffer: buffer._observed("next_observations", lambda batch: batch.next_obs)
     )
-    actions: Any = SlotArrays(lambda buffer: buffer._acted())
+    actions: Any = SlotArrays(
+        lambda buffer: buffer._slots("actions", (buffer.action_dim,), buffer._action_dtype, lambda batch: batch.action)
+    )
     rewards: Any = SlotArrays(lambda buffer: buffer._numbers("rewards", lambda batch: batch.reward))
     dones: Any = SlotArrays(lambda buffer: buffer._numbers("dones", _done_flags, buffer._write_dones))
     timeouts: Any = SlotArrays(
@@ -354,9 +359,6 @@ class BufferArrays:
     def _write_timeouts(self, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
         done, cut = _done_flags(self.memory.gather(ids)), rows.astype(np.bool_)
         self.memory.set_flags(ids, done ^ cut, cut)
-
-    def _acted(self) -> SlotArray:
-        return self._slots("actions", (self.action_dim,), self._action_dtype, lambda batch: batch.action)
 
     def _numbers(self, name: str, of: Any, write: Any = None) -> SlotArray:
         return self._slots(name, (), np.dtype(np.float32), of, write)
@@ -406,3 +408,67 @@ def cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[An
     if rows.shape != shape and rows.size == prod(shape):
         rows = rows.reshape(shape)
     return rows
+
+
+class MadeAhead(deque[BatchJob]):
+    """Batches that were drawn, and not asked for yet; a copy of it, or one that is loaded, is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: tuple[Any, ...] = ()
+
+    def require(self, *kind: Any) -> None:
+        """Drop batches of another kind: another size, or of a memory that was replaced."""
+        if len(kind) != len(self.kind) or any(a is not b and a != b for a, b in zip(kind, self.kind, strict=True)):
+            self.clear()
+            self.kind = kind
+
+    def __reduce__(self) -> Any:
+        return MadeAhead, ()
+
+
+class OnDevice:
+    """The part of the buffers that delivers to a GPU.
+
+    Attributes:
+        prefetch: Batches under way besides the one that is asked for.
+    """
+
+    memory: ReplayMemory
+    device: th.device
+    prefetch: int = 0
+    _is_dict: bool
+    _ahead: MadeAhead
+
+    def _next_recipe(self, batch_size: int) -> Draw:
+        """Draw the recipe of a batch, in Stable-Baselines3's order."""
+        raise NotImplementedError
+
+    def _draw_at_once(self, batch_size: int) -> BatchJob | None:
+        """Draw a batch and begin it in one step, if there is such a way."""
+        return None
+
+    def _delivered(self, batch_size: int) -> Any:
+        """Return the next samples on the GPU; with `prefetch`, others are drawn and under way then."""
+        if not self.prefetch:
+            return self._samples_on_device(self._begun(batch_size).receive())
+        ahead = self._ahead
+        ahead.require(batch_size, self.memory)
+        while len(ahead) <= self.prefetch:
+            ahead.append(self._begun(batch_size))
+        return self._samples_on_device(ahead.popleft().receive())
+
+    def _begun(self, batch_size: int) -> BatchJob:
+        """Draw a batch, and have it put together."""
+        job = self._draw_at_once(batch_size)
+        if job is None:
+            job = self.memory.begin(self._next_recipe(batch_size), str(self.device), ahead=self.prefetch > 0)
+        return job
+
+    def _samples_on_device(self, batch: Batch) -> Any:
+        """Return a batch that is on the GPU as Stable-Baselines3's tuple of tensors."""
+        kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
+        ended = batch.ended if isinstance(batch, DeviceBatch) else (batch.terminated > batch.truncated).to(th.float32)
+        discounts = () if batch.discount is None else (batch.discount.unsqueeze(1),)
+        # In the order of the fields, which is quicker than by name.
+        return kind(batch.obs, batch.action, batch.next_obs, ended.unsqueeze(1), batch.reward.unsqueeze(1), *discounts)

@@ -1,0 +1,262 @@
+/* What was done to slices before they were compressed is undone: differences, planes and pixels, byte shuffle, palettes. */
+#include "codec.h"
+
+#include <stdatomic.h>
+#include <string.h>
+#ifdef HAVE_X86
+#include <cpuid.h>
+#endif
+
+/* ---- differences ------------------------------------------------------------------- */
+
+#ifdef HAVE_X86
+/* Running sums of 16 bytes in four shifted additions, on top of what the byte before summed to, which is left in every
+ * byte of `before` for the next 16. */
+__attribute__((target("ssse3"))) static inline void sum_on(uint8_t *at, __m128i *before) {
+    __m128i v = _mm_loadu_si128((const __m128i *)at);
+    v = _mm_add_epi8(v, _mm_slli_si128(v, 1));
+    v = _mm_add_epi8(v, _mm_slli_si128(v, 2));
+    v = _mm_add_epi8(v, _mm_slli_si128(v, 4));
+    v = _mm_add_epi8(_mm_add_epi8(v, *before), _mm_slli_si128(v, 8));
+    _mm_storeu_si128((__m128i *)at, v);
+    *before = _mm_shuffle_epi8(v, _mm_set1_epi8(15));
+}
+
+/* The same for four bytes. */
+__attribute__((target("ssse3"))) static inline void sum_four_on(uint8_t *at, __m128i *before) {
+    int32_t four;
+    memcpy(&four, at, 4);
+    __m128i v = _mm_cvtsi32_si128(four);
+    v = _mm_add_epi8(v, _mm_slli_si128(v, 1));
+    v = _mm_add_epi8(_mm_add_epi8(v, *before), _mm_slli_si128(v, 2));
+    four = _mm_cvtsi128_si32(v);
+    memcpy(at, &four, 4);
+    *before = _mm_shuffle_epi8(v, _mm_set1_epi8(3));
+}
+
+/* Sum up four neighbouring rows as far as 4 divides them; side by side, since each addition waits for the one before in
+ * its own row only. */
+__attribute__((target("ssse3"))) static int64_t undo_left_from(uint8_t *first, int64_t columns, int64_t x) {
+    uint8_t *const a = first, *const b = a + columns, *const c = b + columns, *const d = c + columns;
+    const __m128i zero = _mm_setzero_si128();
+    __m128i sa = x ? _mm_set1_epi8((char)a[x - 1]) : zero, sb = x ? _mm_set1_epi8((char)b[x - 1]) : zero;
+    __m128i sc = x ? _mm_set1_epi8((char)c[x - 1]) : zero, sd = x ? _mm_set1_epi8((char)d[x - 1]) : zero;
+    for (; x + 16 <= columns; x += 16) {
+        sum_on(a + x, &sa);
+        sum_on(b + x, &sb);
+        sum_on(c + x, &sc);
+        sum_on(d + x, &sd);
+    }
+    for (; x + 4 <= columns; x += 4) {
+        sum_four_on(a + x, &sa);
+        sum_four_on(b + x, &sb);
+        sum_four_on(c + x, &sc);
+        sum_four_on(d + x, &sd);
+    }
+    return x;
+}
+
+/* Whether the processor has AVX2, and the system keeps its registers; asked once. */
+static int has_avx2(void) {
+    static _Atomic int known; /* 0: not asked yet, 1: no, 2: yes */
+    int answer = atomic_load_explicit(&known, memory_order_relaxed);
+    if (answer == 0) {
+        unsigned a, b, c = 0, d, kept = 0;
+        if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE)) __asm__("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
+        answer = (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) ? 2 : 1;
+        atomic_store_explicit(&known, answer, memory_order_relaxed);
+    }
+    return answer == 2;
+}
+
+/* As `sum_on`, for 16 bytes each of two rows. */
+__attribute__((target("avx2"))) static inline void sum_two_on(uint8_t *at, uint8_t *other, __m256i *before) {
+    __m256i v = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)at)),
+                                        _mm_loadu_si128((const __m128i *)other), 1);
+    v = _mm256_add_epi8(v, _mm256_slli_si256(v, 1));
+    v = _mm256_add_epi8(v, _mm256_slli_si256(v, 2));
+    v = _mm256_add_epi8(v, _mm256_slli_si256(v, 4));
+    v = _mm256_add_epi8(_mm256_add_epi8(v, *before), _mm256_slli_si256(v, 8));
+    _mm_storeu_si128((__m128i *)at, _mm256_castsi256_si128(v));
+    _mm_storeu_si128((__m128i *)other, _mm256_extracti128_si256(v, 1));
+    *before = _mm256_shuffle_epi8(v, _mm256_set1_epi8(15));
+}
+
+/* Sum up four neighbouring rows as far as 16 divides them. */
+__attribute__((target("avx2"))) static int64_t undo_left_wide(uint8_t *first, int64_t columns) {
+    __m256i ab = _mm256_setzero_si256(), cd = ab;
+    int64_t x = 0;
+    for (; x + 16 <= columns; x += 16) {
+        sum_two_on(first + x, first + columns + x, &ab);
+        sum_two_on(first + 2 * columns + x, first + 3 * columns + x, &cd);
+    }
+    return x;
+}
+#endif
+
+/* Sum up `rows` neighbouring rows from their first bytes on. */
+static void undo_left_rows(uint8_t *first, int64_t columns, int64_t rows) {
+    int64_t x = 0;
+#ifdef HAVE_X86
+    if (rows == 4 && has_ssse3()) x = undo_left_from(first, columns, has_avx2() ? undo_left_wide(first, columns) : 0);
+#endif
+    for (int64_t y = 0; y < rows; y++) {
+        uint8_t *const row = first + y * columns;
+        for (int64_t i = x > 1 ? x : 1; i < columns; i++) row[i] = (uint8_t)(row[i] + row[i - 1]);
+    }
+}
+
+static void add_row(uint8_t *restrict row, const uint8_t *restrict above, int64_t columns) {
+    for (int64_t x = 0; x < columns; x++) row[x] = (uint8_t)(row[x] + above[x]);
+}
+
+/* Turn planes of differences back into planes of values, in place. */
+void undo_differences(const transform *form, uint8_t *planes) {
+    const int64_t columns = form->columns, plane = form->rows * columns;
+    for (int64_t p = 0; p < form->planes; p++) {
+        uint8_t *const first = planes + p * plane;
+        if (form->predictor == PREDICT_LEFT) {
+            uint8_t sum = 0; /* what stands in memory would be waited for in every row */
+            for (int64_t y = 0; y < form->rows; y++) first[y * columns] = sum = (uint8_t)(sum + first[y * columns]);
+            int64_t y = 0;
+            for (; y + 4 <= form->rows; y += 4) undo_left_rows(first + y * columns, columns, 4);
+            for (; y < form->rows; y++) undo_left_rows(first + y * columns, columns, 1);
+        } else {
+            for (int64_t y = 1; y < form->rows; y++)
+                add_row(first + y * columns, first + (y - 1) * columns, columns);
+        }
+    }
+    if (form->green) {
+        add_row(planes, planes + plane, plane);
+        add_row(planes + 2 * plane, planes + plane, plane);
+    }
+}
+
+#ifdef HAVE_X86
+__attribute__((target("ssse3"))) static int64_t interleave_fast(const uint8_t *planes, int64_t plane,
+                                                                 uint8_t *out) {
+    const __m128i r0 = _mm_setr_epi8(0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1, -1, 5);
+    const __m128i g0 = _mm_setr_epi8(-1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1, -1);
+    const __m128i b0 = _mm_setr_epi8(-1, -1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1);
+    const __m128i r1 = _mm_setr_epi8(-1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1, 10, -1);
+    const __m128i g1 = _mm_setr_epi8(5, -1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1, 10);
+    const __m128i b1 = _mm_setr_epi8(-1, 5, -1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1);
+    const __m128i r2 = _mm_setr_epi8(-1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15, -1, -1);
+    const __m128i g2 = _mm_setr_epi8(-1, -1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15, -1);
+    const __m128i b2 = _mm_setr_epi8(10, -1, -1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15);
+    int64_t i = 0;
+    for (; i + 16 <= plane; i += 16) {
+        const __m128i r = _mm_loadu_si128((const __m128i *)(planes + i));
+        const __m128i g = _mm_loadu_si128((const __m128i *)(planes + plane + i));
+        const __m128i b = _mm_loadu_si128((const __m128i *)(planes + 2 * plane + i));
+        __m128i *const to = (__m128i *)(out + 3 * i);
+        _mm_storeu_si128(to, _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(r, r0), _mm_shuffle_epi8(g, g0)),
+                                          _mm_shuffle_epi8(b, b0)));
+        _mm_storeu_si128(to + 1, _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(r, r1), _mm_shuffle_epi8(g, g1)),
+                                              _mm_shuffle_epi8(b, b1)));
+        _mm_storeu_si128(to + 2, _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(r, r2), _mm_shuffle_epi8(g, g2)),
+                                              _mm_shuffle_epi8(b, b2)));
+    }
+    return i;
+}
+#endif
+
+void interleave(const transform *form, const uint8_t *planes, uint8_t *out) {
+    const int64_t plane = form->rows * form->columns;
+    int64_t i = 0;
+#ifdef HAVE_X86
+    if (form->planes == 3 && has_ssse3()) i = interleave_fast(planes, plane, out);
+#endif
+    for (; i < plane; i++)
+        for (int64_t p = 0; p < form->planes; p++) out[i * form->planes + p] = planes[p * plane + i];
+}
+
+#ifdef HAVE_X86
+/* 32 pixels at a time, 16 in each half of the registers: in three of them, the bytes of a plane stand in different places,
+ * so that they are put together before they are put in order. Returns how many pixels are done. */
+__attribute__((target("avx2"))) static int64_t part_pixels_wide(const uint8_t *in, int64_t plane, uint8_t *planes) {
+    const __m128i every_third = _mm_setr_epi8(-1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1, 0, 0, -1);
+    const __m256i first = _mm256_broadcastsi128_si256(every_third);
+    const __m256i second = _mm256_broadcastsi128_si256(_mm_slli_si128(every_third, 1));
+    const __m256i third = _mm256_broadcastsi128_si256(_mm_slli_si128(every_third, 2));
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 3, 6, 9, 12, 15, 2, 5, 8, 11, 14, 1, 4, 7, 10, 13));
+    const __m256i order_1 = _mm256_broadcastsi128_si256(_mm_setr_epi8(1, 4, 7, 10, 13, 0, 3, 6, 9, 12, 15, 2, 5, 8, 11, 14));
+    const __m256i order_2 = _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 5, 8, 11, 14, 1, 4, 7, 10, 13, 0, 3, 6, 9, 12, 15));
+    int64_t i = 0;
+    for (; i + 32 <= plane; i += 32) {
+        const __m128i *const at = (const __m128i *)(in + 3 * i);
+        const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(at)), _mm_loadu_si128(at + 3), 1);
+        const __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(at + 1)), _mm_loadu_si128(at + 4), 1);
+        const __m256i c = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128(at + 2)), _mm_loadu_si128(at + 5), 1);
+        const __m256i red = _mm256_blendv_epi8(_mm256_blendv_epi8(b, a, first), c, second);
+        const __m256i green = _mm256_blendv_epi8(_mm256_blendv_epi8(c, b, first), a, second);
+        const __m256i blue = _mm256_blendv_epi8(_mm256_blendv_epi8(b, c, first), a, third);
+        _mm256_storeu_si256((__m256i *)(planes + i), _mm256_shuffle_epi8(red, order));
+        _mm256_storeu_si256((__m256i *)(planes + plane + i), _mm256_shuffle_epi8(green, order_1));
+        _mm256_storeu_si256((__m256i *)(planes + 2 * plane + i), _mm256_shuffle_epi8(blue, order_2));
+    }
+    return i;
+}
+
+__attribute__((target("ssse3"))) static int64_t part_pixels_fast(const uint8_t *in, int64_t plane, uint8_t *planes) {
+    const __m128i from_a[3] = {_mm_setr_epi8(0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(2, 5, 8, 11, 14, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1)};
+    const __m128i from_b[3] = {_mm_setr_epi8(-1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, 0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, 1, 4, 7, 10, 13, -1, -1, -1, -1, -1, -1)};
+    const __m128i from_c[3] = {_mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1, 4, 7, 10, 13),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14),
+                               _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 0, 3, 6, 9, 12, 15)};
+    int64_t i = 0;
+    for (; i + 16 <= plane; i += 16) {
+        const __m128i *const at = (const __m128i *)(in + 3 * i);
+        const __m128i a = _mm_loadu_si128(at), b = _mm_loadu_si128(at + 1), c = _mm_loadu_si128(at + 2);
+        for (int p = 0; p < 3; p++) {
+            const __m128i ab = _mm_or_si128(_mm_shuffle_epi8(a, from_a[p]), _mm_shuffle_epi8(b, from_b[p]));
+            _mm_storeu_si128((__m128i *)(planes + p * plane + i), _mm_or_si128(ab, _mm_shuffle_epi8(c, from_c[p])));
+        }
+    }
+    return i;
+}
+#endif
+
+void part_pixels(const transform *form, const uint8_t *in, uint8_t *planes) {
+    const int64_t plane = form->rows * form->columns;
+    int64_t i = 0;
+#ifdef HAVE_X86
+    if (form->planes == 3 && has_ssse3())
+        i = has_avx2() ? part_pixels_wide(in, plane, planes) : part_pixels_fast(in, plane, planes);
+#endif
+    for (; i < plane; i++)
+        for (int64_t p = 0; p < form->planes; p++) planes[p * plane + i] = in[i * form->planes + p];
+}
+
+/* ---- words ------------------------------------------------------------------------- */
+
+void unshuffle(int64_t word, int64_t bytes, const uint8_t *in, uint8_t *out) {
+    const int64_t words = bytes / word;
+    if (word == 4) {
+        for (int64_t i = 0; i < words; i++) {
+            out[4 * i] = in[i];
+            out[4 * i + 1] = in[words + i];
+            out[4 * i + 2] = in[2 * words + i];
+            out[4 * i + 3] = in[3 * words + i];
+        }
+    } else {
+        for (int64_t b = 0; b < word; b++)
+            for (int64_t i = 0; i < words; i++) out[i * word + b] = in[b * words + i];
+    }
+    memcpy(out + words * word, in + words * word, (size_t)(bytes - words * word));
+}
+
+void look_up_words(const transform *form, const uint8_t *palette, const uint8_t *in, uint8_t *out) {
+    const int64_t words = form->slice_bytes / form->word_bytes;
+    if (form->word_bytes == 4) {
+        for (int64_t i = 0; i < words; i++) memcpy(out + 4 * i, palette + 4 * in[i], 4);
+    } else if (form->word_bytes == 8) {
+        for (int64_t i = 0; i < words; i++) memcpy(out + 8 * i, palette + 8 * in[i], 8);
+    } else {
+        for (int64_t i = 0; i < words; i++) memcpy(out + 2 * i, palette + 2 * in[i], 2);
+    }
+}
