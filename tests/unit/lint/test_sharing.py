@@ -175,6 +175,38 @@ PROGRAMS = {
         + LOOP.format(first="obs", stored="state", stored_next="next_state", last=HANDED),
         [ROWS * 4 * FRAME],
     ),
+    "objects that a loop asks one after the other": (
+        ATARI + "class Small:\n    def process(self, x):\n        return prepare(x)\nclass Stacked:\n"
+        "    def __init__(self):\n        self.frames = deque(maxlen=4)\n    def process(self, x):\n"
+        "        self.frames.append(x)\n        return np.stack(self.frames)\nsteps = [Small(), Stacked()]\n"
+        "def processed(x):\n    for step in steps:\n        x = step.process(x)\n    return x\nwhile True:\n"
+        "    obs, reward, done, truncated, info = env.step(0)\n    memory.append((processed(obs), 0))\n",
+        [ROWS * 4 * FRAME],
+    ),
+    "all rows of an array, as a tuple": (
+        ATARI + "while True:\n    obs, reward, done, truncated, info = env.step(0)\n"
+        "    state = np.stack([prepare(obs)] * 4)\n    memory.append(tuple(map(tuple, (state, [0]))))\n",
+        [ROWS * 4 * FRAME],
+    ),
+    "a class that is a deque": (
+        ATARI + "class Replay(deque):\n    def __init__(self, rows):\n        super().__init__(maxlen=rows)\n"
+        "    def push(self, *row):\n        self.append(row)\nreplay = Replay(100_000)\nwhile True:\n"
+        "    obs, reward, done, truncated, info = env.step(0)\n    replay.push(obs, 0, reward)\n",
+        [ROWS * SCREEN],
+    ),
+    "a module that nobody imported": (
+        "class Replay:\n    def __init__(self):\n        self.obs = np.zeros((100_000, 4, 84, 84), np.uint8)\nReplay()\n",
+        [ROWS * 4 * FRAME],
+    ),
+    "a wrapper of vectors that passes its space on": (
+        IMPORTS + "from stable_baselines3 import DQN\n"
+        "from stable_baselines3.common.vec_env import DummyVecEnv, VecEnvWrapper\nclass Coded(VecEnvWrapper):\n"
+        "    def __init__(self, venv):\n"
+        "        super().__init__(venv, observation_space=gym.spaces.Box(-1, 1, (2048,), np.float32))\n"
+        "env = Coded(DummyVecEnv([lambda: gym.make('PongNoFrameskip-v4')]))\n"
+        "DQN('MlpPolicy', env, buffer_size=100_000).learn(1_000_000)\n",
+        [ROWS * (2 * 2048 * 4 + 20)],
+    ),
     "what a wrapper declares and nobody can follow": (
         ATARI + "from elsewhere import drawn\nclass Drawn(gym.Wrapper):\n    def __init__(self, env):\n"
         "        super().__init__(env)\n"

@@ -311,6 +311,10 @@ def start(interpreter: Any, instance: InstanceValue, arguments: Any) -> None:
         return
     first = arguments.get(0, "env", UNKNOWN)
     first = arguments.get(0, "venv", UNKNOWN) if first is UNKNOWN else first
+    if any(one.endswith(("VecEnvWrapper", "VecEnv")) for one in made_of.libraries()):
+        for at, name in ((1, "observation_space"), (2, "action_space")):
+            if isinstance(space := likely(arguments.get(at, name, None)), SpaceInfo):
+                instance.attributes[name] = space
     if first is UNKNOWN:
         return
     known = [

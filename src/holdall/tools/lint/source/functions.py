@@ -41,10 +41,9 @@ from holdall.tools.lint.source.values import (
 
 _DEEPEST_CALL = 14
 _SHAPED = re.compile(r"\.(?:shape|size)\b")
-_MOST_JOINED = 8  # frames that a loop puts together
+_MOST_BUILT = 8  # rounds of a loop that build on each other
 _MOST_NAMED = 32  # rounds of a loop that are followed one by one
 _NAMING = {"register", "setattr"}
-_JOINING = {"concatenate", "append", "cat", "concat", "vstack", "hstack", "dstack"}
 _DATA_CLASSES = {"dataclass", "NamedTuple", "struct", "define", "frozen", "s", "attrs"}
 
 
@@ -54,12 +53,15 @@ class LoopFacts:
 
     counted: frozenset[str]  # changed by += and the like
     carried: frozenset[str]  # assigned in one round and read in the next
-    joins: bool = False  # it puts arrays together, one after the other
+    builds: bool = False  # a call makes a value out of the one that the round before left
     by_name: bool = False  # it registers environments, or sets attributes, by names that it goes through
 
 
-def _joins(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _JOINING
+def _builds(name: str, value: ast.expr) -> bool:
+    """Whether a call makes the next value of a name out of its last one."""
+    parts = list(subtree(value))
+    is_read = any(isinstance(one, ast.Name) and one.id == name for one in parts)
+    return is_read and any(isinstance(one, ast.Call) for one in parts)
 
 
 def _is_callable(item: Any) -> bool:
@@ -298,12 +300,12 @@ class Functions(Expressions):
         self.block(node.orelse)
 
     def _went_item_by_item(self, node: ast.AST, facts: LoopFacts) -> bool:
-        """Go through a loop that names things, puts wrappers around each other, or joins a few frames."""
+        """Go through a loop that names things, or whose rounds build on each other: wrappers, joined frames."""
         if not isinstance(node, ast.For) or not (facts.by_name or facts.carried):
             return False
         items = known_items(self.value(node.iter)) or []
-        is_joining = facts.joins and len(items) <= _MOST_JOINED
-        if not items or not (facts.by_name or is_joining or any(map(_is_callable, items))):
+        is_building = facts.builds and len(items) <= _MOST_BUILT
+        if not items or not (facts.by_name or is_building or any(map(_is_callable, items))):
             return False
         for item in items[:_MOST_NAMED]:
             self.assign(node.target, item)
@@ -363,7 +365,7 @@ class Functions(Expressions):
         if node not in self._loops:
             counted: set[str] = set()
             first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-            by_name = joins = False
+            by_name = builds = False
             for part in subtree(node):
                 if type(part) is ast.Call:
                     by_name = by_name or getattr(part.func, "id", getattr(part.func, "attr", "")) in _NAMING
@@ -372,7 +374,7 @@ class Functions(Expressions):
                 elif type(part) is ast.Assign and isinstance(part.targets[0], ast.Name):  # read before it is assigned
                     _, stores = first.setdefault(part.targets[0].id, ([], []))
                     stores.append((part.end_lineno or 0, part.end_col_offset or 0))
-                    joins = joins or any(_joins(one) for one in subtree(part.value))
+                    builds = builds or _builds(part.targets[0].id, part.value)
                 if isinstance(part, ast.Name):
                     at = (part.lineno, part.col_offset)
                     is_load = isinstance(part.ctx, ast.Load)
@@ -381,7 +383,7 @@ class Functions(Expressions):
             carried = {
                 name for name, (loads, stores) in first.items() if loads and stores and min(loads) <= max(stores)
             }
-            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), joins, by_name)
+            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), builds, by_name)
         return self._loops[node]
 
     def limit_list(self, node: ast.If | ast.While) -> None:

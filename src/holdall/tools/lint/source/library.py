@@ -7,6 +7,7 @@ Out: a value. What is not described here, in arrays.py, in environments.py or in
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
@@ -40,6 +41,13 @@ _NAMES = (
 BUILTINS = {name: Reference(f"builtins.{name}") for name in (*command_line.NUMBERS, *_NAMES.split())}
 BUILTINS["xrange"] = BUILTINS["range"]
 SUPER = BUILTINS["super"]
+CONTAINERS = {"collections.deque", "builtins.list"}  # that a class of the program may extend
+USUAL = {
+    name: Reference(dotted) for name, dotted in (
+        ("np", "numpy"), ("torch", "torch"), ("cv2", "cv2"), ("gym", "gymnasium"), ("tf", "tensorflow"),
+    )
+}  # fmt: skip
+"""What a name means that a file never imports, or that comes from a module which is not there."""
 _STARTED = ("Process", "Thread")  # what runs a function, or its own `run`, beside the program
 _HARDWARE = {"torch.cuda.is_available": True, "torch.backends.mps.is_available": False}  # where most people train
 _MOST_FOLLOWED = 16  # items of a sequence that a function is called with one by one
@@ -312,7 +320,9 @@ def _sequence(interpreter: Any, name: str, first: Any, is_given: bool) -> Any:
     first = filled_deque(arrays.unwrapped(first))
     items = known_items(first)
     if isinstance(first, ArrayValue) and 0 < (length_of(first) or 0) <= _MOST_FOLLOWED:
-        items = [interpreter.item_of_loop(first)] * (length_of(first) or 0)
+        row = interpreter.item_of_loop(first)
+        is_whole = name == "tuple" and isinstance(row, ArrayValue)  # all rows together, each a view
+        items = [replace(row, held=first.kept) if is_whole else row] * (length_of(first) or 0)
     if items is None:
         return ListValue(list(first.items), first.length) if isinstance(first, ListValue) else UNKNOWN
     return tuple(items) if name == "tuple" else ListValue(items, len(items))
@@ -352,6 +362,9 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
                 return command_line.ini_method(interpreter, owner, name, arguments)
             if name == "start":
                 _started(interpreter, owner, node)
+            rows = owner.attributes.get("__rows__")
+            if isinstance(rows, ListValue) and isinstance(owner.made_of, ClassValue) and name != "__init__":
+                return containers.list_method(interpreter, rows, name, arguments, node)
             if name in interpreter.managed:
                 return spread(lambda one: interpreter.call(one, arguments, node), interpreter.managed[name])
             if name == "read" and owner.kind == "builtins.open":

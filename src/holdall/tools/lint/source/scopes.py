@@ -206,7 +206,8 @@ class Names:
                 return names[name]
             scope, is_own = scope.parent, False
         stars = self.scope.module.stars if self.scope.module is not None and name not in library.BUILTINS else ()
-        return Reference(f"{stars[-1]}.{name}") if stars else library.BUILTINS.get(name, UNKNOWN)
+        usual = library.USUAL.get(name)
+        return usual or (Reference(f"{stars[-1]}.{name}") if stars else library.BUILTINS.get(name, UNKNOWN))
 
     def bind(self, name: str, value: Any) -> None:
         """Give a name a value."""
@@ -421,6 +422,9 @@ class Names:
         model = next((one for one in known if algorithm_by_import(one)), None)
         buffer = next((one for one in known if frameworks.is_buffer(one)), None)
         callback = next((one for one in known if ".callbacks" in one), None)
+        if (made := next((one for one in known if one in library.CONTAINERS), None)) is not None:
+            instance.attributes["__rows__"] = library.call(self, made, arguments, instance.node or self.main.tree)
+            self._remember(instance.kind, instance.attributes["__rows__"])
         if model is not None:
             frameworks.start_model(self, instance, model, arguments)
         elif buffer is not None:
