@@ -1,7 +1,7 @@
 """Make the table of environments that lint knows by id, where their packages are installed.
 
     pip install 'gymnasium[atari,box2d,classic-control,toy-text,mujoco]' minigrid highway-env gymnasium-robotics \
-        miniworld vizdoom
+        miniworld vizdoom panda-gym
     python benchmarks/lint_environments.py
 
 In:  every id that the installed packages register.  Out: src/holdall/tools/lint/environments.json: by observation and
@@ -21,7 +21,9 @@ import gymnasium as gym
 from gymnasium import spaces
 
 FILE = Path(__file__).parents[1] / "src" / "holdall" / "tools" / "lint" / "environments.json"
-PACKAGES = ("ale_py", "minigrid", "highway_env", "gymnasium_robotics", "panda_gym", "vizdoom.gymnasium_wrapper")
+PACKAGES = ("ale_py", "minigrid", "highway_env", "gymnasium_robotics", "panda_gym", "vizdoom.gymnasium_wrapper",
+            "miniworld")  # fmt: skip
+TEXTS = {"Text", "MissionSpace"}
 PROCGEN = (
     "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot", "heist", "jumper",
     "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
@@ -66,7 +68,8 @@ def text(space: spaces.Space[Any]) -> str | None:
         case spaces.MultiBinary() if isinstance(space.n, int):
             return f"multibinary({space.n})"
         case spaces.Dict():
-            parts = {name: text(child) for name, child in space.spaces.items()}
+            arrays = {name: one for name, one in space.spaces.items() if type(one).__name__ not in TEXTS}
+            parts = {name: text(child) for name, child in arrays.items()}
             return None if None in parts.values() else "+".join(f"{name}={part}" for name, part in parts.items())
     return None
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdall.tools.bench.compare_buffers import cases_of, markdown
+from holdall.tools.bench.compare_buffers import HEADINGS, cases_of, table_rows
 
 README = Path(__file__).parents[1] / "README.md"
 PAGE = README.parent / "docs" / "benchmarks.md"
@@ -85,7 +85,8 @@ def beside_others(records: Records) -> list[str]:
     for case in cases_of(records):
         held = next(record for record in records if record["kind"] == "buffer" and record["case"] == case)
         lines += [*([""] if lines else []), f"{BUFFER_CASES[case].format(held['transitions'])}:", ""]
-        lines += markdown(records, case)
+        table = [HEADINGS, ("---",) * len(HEADINGS), *table_rows(records, case)]
+        lines += ["| " + " | ".join(line) + " |" for line in table]
     return [*lines, "", _conditions(records[0])]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import left
 from holdall.checkpoint import Restored, RowsKey, SavedMemory, Snapshot
 from holdall.delivery import (
     Batches,
@@ -33,7 +34,6 @@ from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.sampling import Sampler
 from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, on_host, require_held
 from holdall.storage import Budget, Kernels, Rows, StepsLeft, Store, StoreContent, Tick, last_rows
-from holdall.threads import left
 
 
 class BaseMemory(SavedMemory):
@@ -42,7 +42,6 @@ class BaseMemory(SavedMemory):
     _store: Store | None
     _kernels: Kernels
     _budget: Budget
-    _delivery: Delivery
     _tensor_fit: TensorFit | None = None  # of a memory that lives on its device
     _resident: ResidentBatches | None = None  # the same one's batches
     add_at_once: Callable[..., int]  # adds a tick in one step, see `FastTick.add`; for adapters
@@ -95,7 +94,12 @@ class BaseMemory(SavedMemory):
         """Wait until no block waits to be compressed or spilled; for measurements and tests."""
         with self._locked():
             sealer = self._whole().sealer
-        sealer.drain()
+        if sealer is not None:
+            sealer.drain()
+
+    @functools.cached_property
+    def _delivery(self) -> Delivery:
+        return Delivery.of(self._settings["device"], self._settings["store_device"], self.schema.leaves)
 
     @functools.cached_property
     def _assembler(self) -> ObservationAssembler:
@@ -142,7 +146,7 @@ class BaseMemory(SavedMemory):
             if self._store is not store or not store.fast_tick.is_open:
                 return 0
             ticks = store.write_fast(packed, arguments[0], arguments[3])
-        if store.fast_tick.fills_blocks:
+        if store.sealer is not None:
             store.sealer.wait_for_room()
         return max(ticks, 0)
 
@@ -179,8 +183,10 @@ class BaseMemory(SavedMemory):
         try:
             while left:
                 with self._locked():
-                    left.write(self._whole())
-                self._open().sealer.wait_for_room()
+                    store = self._whole()
+                    left.write(store)
+                if store.sealer is not None:
+                    store.sealer.wait_for_room()
         except BaseException:
             if waits:
                 self._write_steps(left, waits=False)

@@ -8,6 +8,7 @@ device memory only if it brings more than any update before, and never holds the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from math import prod
 from typing import Any, NamedTuple
 
@@ -128,16 +129,9 @@ class TrajectoryBuffer(list[torch.Tensor]):
         self._copies = []
         if self._copier is None:
             return
-        groups: list[list[int]] = []
-        for i, item in enumerate(items):
-            if item[0].device.type != "cpu":
-                continue
-            if groups and groups[-1][-1] == i - 1:
-                groups[-1].append(i)
-            else:
-                groups.append([i])
-        for which in groups:
-            spans = []
+        on_host = [i for i, item in enumerate(items) if item[0].device.type == "cpu"]
+        for _, group in groupby(enumerate(on_host), lambda pair: pair[1] - pair[0]):  # neighbours have one difference
+            which, spans = [i for _, i in group], []
             for i in which:
                 start = self._sections[i].start
                 for tensor in items[i]:

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import fork_number
 from holdall.errors import ArgumentError, CheckpointError, DamageError, HoldallError
-from holdall.schema import Leaf, Schema, Structure, Tree
-from holdall.threads import fork_number
+from holdall.schema import Leaf, Schema, Structure, Tree, dtype_name
 
 _SAFE = 2**53
 _MOST_COUNT = 2**62
@@ -114,11 +114,6 @@ def dtype_of(text: Any) -> np.dtype[Any]:
     if not isinstance(text, str) or not _DTYPE.fullmatch(text):
         raise DamageError(f"a checkpoint names the dtype {text!r}, which holdall does not store")
     return np.dtype(text)
-
-
-def dtype_name(dtype: np.dtype[Any]) -> str:
-    """Name a dtype, in little-endian order."""
-    return str(dtype.newbyteorder("<").str)
 
 
 _KNOWN = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")

@@ -1,6 +1,6 @@
-"""What this machine has and what this process takes: memory limits, control groups, resident pages.
+"""What this machine has and what this process takes: cores, memory limits, control groups, resident pages.
 
-In:  /proc, the control group, psutil.  Out: bytes, each with the name of the limit that it comes from.
+In:  /proc, the control group, psutil.  Out: cores; bytes, each with the name of the limit that it comes from.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from holdall.errors import ArgumentError
+
 _NO_LIMIT = 1 << 60
 """Version 1 writes a number near 2^63 where there is no limit."""
 LINUX = sys.platform.startswith("linux")
@@ -22,6 +24,44 @@ _COUNTED = {
 }  # fmt: skip
 """The lines of smaps that are read, and where they are added up."""
 _HEXADECIMAL = frozenset(bytes([digit]) for digit in b"0123456789abcdef")
+_MOST_THREADS = 8
+"""Decoding a batch still gains from so many; four copy raw slices as fast, see RAW_HELPERS in C."""
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_QUOTA_V1 = (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use: its affinity, or its container's share if that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def pool_threads(most: int = _MOST_THREADS) -> int:
+    """Count the threads of a pool of holdall's own: HOLDALL_THREADS, or the cores that can be used; `most` at most."""
+    return min(wished_threads() or usable_cores(), most)
+
+
+def wished_threads() -> int | None:
+    """Return what HOLDALL_THREADS says; None if it is not set."""
+    wish = os.environ.get("HOLDALL_THREADS", "")
+    if not wish:
+        return None
+    if not wish.isdecimal() or int(wish) < 1:
+        raise ArgumentError(f"HOLDALL_THREADS ({wish}) must be a whole number of at least 1; correct or unset it")
+    return int(wish)
+
+
+def _quota() -> float | None:
+    """Read the share of cores that a control group is given; None if it has no limit."""
+    try:
+        if _QUOTA.exists():
+            most, period = _QUOTA.read_text(encoding="ascii").split()
+        else:
+            most, period = (path.read_text(encoding="ascii").strip() for path in _QUOTA_V1)
+        return int(most) / int(period) if most not in {"max", "-1"} else None
+    except (OSError, ValueError, ZeroDivisionError):  # no such control group, or none that says so
+        return None
 
 
 @dataclass(frozen=True, slots=True)

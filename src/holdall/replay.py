@@ -23,6 +23,7 @@ from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, 
 from holdall.errors import ArgumentError
 from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.json_state import generator_of
+from holdall.machine import pool_threads
 from holdall.native import chosen_kernels, fallback
 from holdall.report import LIVING, MemoryReport
 from holdall.sampling import (
@@ -37,7 +38,6 @@ from holdall.sampling import (
 )
 from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
 from holdall.storage import Budget, SpillFolder, StepsLeft, Store, steps_in
-from holdall.threads import pool_threads
 from holdall.units import require_count, whole
 
 
@@ -88,7 +88,8 @@ class ReplayMemory(BaseMemory):
         super().__init__(schema, int(capacity), settings, self._kernels.coder)
         self.spill_dir, self._generator = spill_dir, generator_of(seed)
         self.sampler = required_sampler(sampler)
-        self._delivery = Delivery.of(device, store_device, schema.leaves)
+        if device is not None or store_device is not None:
+            self._delivery = Delivery.of(device, store_device, schema.leaves)  # now: it may be refused
         self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
         try:
@@ -126,7 +127,8 @@ class ReplayMemory(BaseMemory):
             tick = self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
             store = self._whole()
             store.write(tick)
-        store.sealer.wait_for_room()
+        if store.sealer is not None:
+            store.sealer.wait_for_room()
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -257,7 +259,7 @@ class ReplayMemory(BaseMemory):
             return MemoryReport(
                 transitions=store.transitions, fields=tuple(store.report()), segments=store.segments,
                 staging_bytes=self._staged_bytes,
-                backlog=store.sealer.backlog, failure=store.sealer.failure,
+                backlog=store.backlog, failure=store.failure,
                 budget_bytes=self._budget.limit, capacity_that_fits=store.capacity_that_fits, fallback=fallback(),
             )  # fmt: skip
 

@@ -19,6 +19,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from holdall.background import tell_of_forks
 from holdall.batch import RolloutBatch
 from holdall.delivery import DeviceRollout, Gather, MinibatchDelivery, is_on_device
 from holdall.errors import ArgumentError, ClosedError
@@ -28,7 +29,6 @@ from holdall.report import LIVING, FieldReport, MemoryReport
 from holdall.sampling import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, on_host
 from holdall.storage import FinalObservations, RolloutFields, gather_padded, gather_rows, new_ring
-from holdall.threads import tell_of_forks
 from holdall.units import require_count, require_share
 
 _FLOAT32 = np.dtype(np.float32)

@@ -30,6 +30,11 @@ _MOST_SHOWN = 8
 """Numbers of an argument that an error shows."""
 
 
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """Name a dtype as it is written down, in little-endian order."""
+    return str(dtype.newbyteorder("<").str)
+
+
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """One array of a space: what a single lane contributes at a single step."""

@@ -1,6 +1,6 @@
 """Watch a training from inside with `start()`, and name its large objects with `track(...)`.
 
-`holdall watch -- command` watches it from around.
+`holdall watch -- command` starts a training and watches it.
 
 In:  names for arrays, a limit, a command line.  Out: a watcher process, or a running command with an agent in it.
 A launched Python finds `startup/sitecustomize.py` on its path. That module starts the agent, which follows every model

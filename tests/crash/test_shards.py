@@ -18,7 +18,6 @@ from holdall.checkpoint import (
     ShardsSnapshot,
     Snapshot,
     Streams,
-    WriterRun,
     collect_all,
     damages,
     newest,
@@ -32,6 +31,7 @@ from holdall.checkpoint import (
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, schema_words
 from holdall.native import chosen_kernels
+from holdall.sampling import WriterRun
 from holdall.schema import Schema
 
 SPACE = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "at": spaces.Box(-9, 9, (2,), np.float32)})

@@ -20,7 +20,8 @@ import pytest
 from gymnasium import spaces
 
 from holdall import CheckpointError, ReplayMemory
-from holdall.checkpoint import open_reader, waiting
+from holdall import background as waiting
+from holdall.checkpoint import open_reader
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
 
@@ -149,7 +150,7 @@ def test_a_program_with_a_mistyped_endpoint_ends(nobody: str, end: str, seconds:
     if end == "exit" and seconds is None:
         pytest.skip("the same time as close() has")
     program = f"""
-import time, holdall.checkpoint.waiting as waiting
+import time, holdall.background as waiting
 from tests.crash.test_waiting import new_memory
 waiting.CLOSE_S = {seconds} or waiting.CLOSE_S
 memory = new_memory(5)

@@ -17,20 +17,20 @@ from numpy.typing import NDArray
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.batch import Batch
-from holdall.cluster import answer, row_reader
+from holdall.cluster import answer
 from holdall.cluster.answer import Answer, AnswerPacker, Deliverer, Payload, RowDraw, read_answer
-from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.row_reader import ShardReader
-from holdall.cluster.shard_data import ShardData
+from holdall.cluster.shard_data import ShardData, ShardReader
 from holdall.errors import ArgumentError, DamageError
 from holdall.json_state import schema_words
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.sampling import Uniform
 from holdall.schema import Schema
+from holdall.storage import batch_source
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.codec_choice import choose
-from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
+from holdall.storage.sealed_segment import Encoder, SealedSegment, pack_segment, sliced_leaves, unpack_segment
+from holdall.storage.store import Store
 from holdall.storage.ticks import Kernels, Tick
 from holdall.storage.tiers import Budget
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -194,7 +194,7 @@ def test_decoded_slices_are_kept_within_a_limit_and_go_with_their_segment(kernel
 
 
 def test_what_compresses_well_is_not_kept_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_reader, "_KEPT_FROM", 1.2)  # as if all of it did
+    monkeypatch.setattr(batch_source, "_KEPT_FROM", 1.2)  # as if all of it did
     desk = Desk(Stream(FRAMES, spaces.Discrete(2), 1, plans=[LeafPlan()]), 60, 10, None, 1 << 30)
     for _ in range(40):
         desk.tick()

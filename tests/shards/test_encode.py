@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 
-from holdall.cluster import encode
-from holdall.cluster.encode import Encoder
+from holdall.cluster import writer
 from holdall.native import chosen_kernels
 from holdall.schema import Schema
+from holdall.storage import sealed_segment
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.store import SealedSegment, pack_segment
+from holdall.storage.sealed_segment import Encoder, SealedSegment, pack_segment
 from holdall.storage.ticks import Tick
 from holdall.testing import Stream
 from holdall.testing.strategies import streams
@@ -67,7 +67,7 @@ def test_a_trajectory_becomes_the_segments_of_its_ticks(
     schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
     one, other = (Encoder(schema, stream.num_envs, most, chosen_kernels()) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode, "_SEGMENT_BYTES", segment_bytes)
+        patch.setattr(sealed_segment, "_SEGMENT_BYTES", segment_bytes)
         for length in lengths:
             ticks = [flat(stream, schema) for _ in range(length)]
             expected, found = [], []
@@ -93,7 +93,7 @@ def test_a_level_that_takes_hardly_more_room_is_preferred_if_it_is_quicker() -> 
         frame[row : row + 8, column : column + 8] = 255
     slices, coder = frames.reshape(512, -1), chosen_kernels().coder
     slow = Codec(Method.ZSTD, 12, Transform(84 * 84), None, 16)
-    quick = encode._quicker(coder, slow, slices)
+    quick = writer._quicker(coder, slow, slices)
     sealed, again = coder.seal(slices, slow), coder.seal(slices, quick)
     assert sealed is not None
     assert again is not None

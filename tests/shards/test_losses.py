@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -225,7 +226,8 @@ def test_a_shard_that_is_back_is_asked_again_whatever_became_of_questions_before
     monkeypatch.setattr(status, "_LOOK_AGAIN_S", -1.0)
     handle = Restarting()
     member = status._Member(handle, lost=True)
-    shards = status.Cluster(None, 1.0)
+    nowhere: Any = SimpleNamespace(patience_s=1.0, roster=lambda: None, ask=lambda *_: None)
+    shards = status.Cluster(nowhere)
     shards._members = {0: member}
     shards._hear(0, member)
     assert handle.asked == [False]

@@ -7,9 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from holdall.checkpoint import WriterRun
-from holdall.cluster.shard_data import RowOrder
-from holdall.sampling import LANE
+from holdall.sampling import LANE, RowOrder, WriterRun
 
 
 class Shard:

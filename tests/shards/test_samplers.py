@@ -14,7 +14,6 @@ import holdall
 from holdall import ArgumentError, Hindsight, NStep, Prioritized, Sequence
 from holdall.batch import Batch
 from holdall.cluster.answer import Answer, Deliverer, read_answer
-from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.fleet import for_shards
 from holdall.cluster.learner import assigned, checked, weights_of
 from holdall.cluster.protocol import ShardCounters, shards_of
@@ -24,7 +23,7 @@ from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory
 from holdall.sampling.draw import Sampler
 from holdall.schema import Schema
-from holdall.storage import Tick, pack_segment
+from holdall.storage import Encoder, Tick, pack_segment, sliced_leaves
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 
 from .chaos.chi_square import chi_square_p

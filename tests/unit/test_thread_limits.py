@@ -13,7 +13,7 @@ import pytest
 import torch
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from holdall import threads
+from holdall import machine, threads
 from holdall.errors import ArgumentError
 
 COUNT = """
@@ -112,7 +112,7 @@ def test_a_containers_share_of_cores_counts(
 ) -> None:
     quota = tmp_path / "cpu.max"
     quota.write_text(content)
-    monkeypatch.setattr(threads, "_QUOTA", quota)
+    monkeypatch.setattr(machine, "_QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)
     assert threads.usable_cores() == cores
 

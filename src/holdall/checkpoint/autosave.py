@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from holdall.background import JobThread, Waiting, end_before_python, left
 from holdall.checkpoint.manifest import Manifest, next_number
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
-from holdall.checkpoint.waiting import JobThread, Waiting
 from holdall.errors import CheckpointError, ClosedError, HoldallError
 from holdall.storage import Extent, SegmentFile
-from holdall.threads import end_before_python, left
 
 if TYPE_CHECKING:
     from holdall.checkpoint.save import SaveHandle

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdall.background import LOAD_S, Waiting
 from holdall.checkpoint.file_system import FileSystem, disk_errors_explained, read_error, remedy
 from holdall.checkpoint.manifest import (
     DATA_NAME,
@@ -39,7 +40,6 @@ from holdall.checkpoint.manifest import (
     require_format,
     require_whole,
 )
-from holdall.checkpoint.waiting import LOAD_S, Waiting
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.storage import SegmentFile
 

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from holdall.background import LOAD_S, Waiting
 from holdall.checkpoint.manifest import (
     DATA_NAME,
     LEASE_S,
@@ -40,7 +41,6 @@ from holdall.checkpoint.manifest import (
     require_format,
 )
 from holdall.checkpoint.objects import PART_BYTES, Objects, StoredObject, sent, short
-from holdall.checkpoint.waiting import LOAD_S, Waiting
 from holdall.errors import CheckpointError, FencedError
 from holdall.storage import AwaitedFile, SegmentFile
 

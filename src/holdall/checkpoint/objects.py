@@ -18,8 +18,8 @@ from functools import partial
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from holdall.background import Reminder, Waiting
 from holdall.checkpoint.manifest import Buffer, new_writer_id
-from holdall.checkpoint.waiting import Reminder, Waiting
 from holdall.errors import CheckpointError, DamageError, HoldallError, MissingPackageError
 
 if TYPE_CHECKING:
@@ -144,6 +144,10 @@ class Objects:
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of the objects in a folder, by name."""
         return {name: entry.nbytes for name, entry in self.listed(folder).items()}
+
+    def names(self) -> list[str]:
+        """Return the names of the objects below the url."""
+        return list(self.sizes(""))
 
     def folders(self) -> list[str]:
         """Return the names of the folders right below the url."""

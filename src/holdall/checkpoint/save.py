@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from holdall.background import CLOSE_S, JobThread, Waiting, left
 from holdall.checkpoint.directory import DirectoryWriter
 from holdall.checkpoint.file_system import CheckpointWriter, disk_errors_explained
 from holdall.checkpoint.manifest import is_remote, last_number, newest_manifest, next_number, normalized_url
 from holdall.checkpoint.saved_records import RowsKey, SavedRecords
-from holdall.checkpoint.waiting import CLOSE_S, JobThread, Waiting
 from holdall.checkpoint.write import Report, ShardsSnapshot, Snapshot, SnapshotWriter
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.storage import Coder, FullBlock, SliceBlock
-from holdall.threads import left
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import CheckpointMirror

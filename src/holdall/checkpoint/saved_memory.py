@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from holdall.background import CLOSE_S, LOAD_S, fork_safe, left, tell_of_forks
 from holdall.checkpoint.directory import open_reader
 from holdall.checkpoint.load import Loading, Restored
 from holdall.checkpoint.manifest import ATTACHMENT_NAME, normalized_url
 from holdall.checkpoint.save import Progress, SaveHandle, Savers, require_mirror
 from holdall.checkpoint.saved_records import Attached, RowsKey
-from holdall.checkpoint.waiting import CLOSE_S, LOAD_S
 from holdall.checkpoint.write import Snapshot
 from holdall.delivery import Prefetched
 from holdall.errors import ArgumentError, CheckpointError
@@ -29,7 +29,6 @@ from holdall.json_state import childs_generator, generator_state, restored_gener
 from holdall.sampling import Sampler, resume, sampler_to_resume, sampler_words
 from holdall.schema import Schema
 from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
-from holdall.threads import fork_safe, left, tell_of_forks
 from holdall.units import require_count, require_flag, require_number, whole
 
 if TYPE_CHECKING:

@@ -34,6 +34,7 @@ from holdall.checkpoint.save import open_writer
 from holdall.checkpoint.saved_records import Attached, RecordFiles
 from holdall.errors import DamageError
 from holdall.json_state import malformed_refused
+from holdall.sampling import WriterRun
 from holdall.schema import Array, Schema
 
 _BYTES_AT_ONCE = 4 * 2**20
@@ -72,16 +73,6 @@ class LoadedMemory(TransitionSource, Protocol):
 
     def close(self) -> None:
         """Free everything."""
-
-
-class WriterRun(NamedTuple):
-    """Rows of a shard that one writer sent together; row r is tick r // lanes and lane r % lanes of the run."""
-
-    writer: str
-    first_tick: int  # of the writer's own ticks; -1: not known
-    lanes: int
-    first_row: int
-    rows: int
 
 
 def runs_state(runs: Sequence[WriterRun]) -> dict[str, Any]:
@@ -211,13 +202,14 @@ class LaneLayout:
 
 
 def trajectories(
-    sources: Sequence[TransitionSource], streams: Streams, lanes: int, schema: Schema
+    sources: Sequence[TransitionSource], streams: Streams, lanes: int, schema: Schema, *, marks_ends: bool = True
 ) -> Iterator[tuple[Any, ...]]:
     """Yield the arguments of `extend`, with which a memory of `lanes` lanes gets all transitions of the streams.
 
     Args:
         sources: What the streams name by number.
         schema: Of the sources, whatever their lanes.
+        marks_ends: Whether the last row before one that does not follow in time is marked as truncated.
     """
     layout = LaneLayout(streams, lanes)
     fields = (*schema.observation.leaves, *schema.observation.leaves, *schema.action.leaves, *schema.extras.leaves)
@@ -229,6 +221,8 @@ def trajectories(
         for number, source in enumerate(sources):
             of_source = ticks.is_held & (ticks.source == number)
             valid[of_source] = source.are_valid(ticks.ids[of_source])
+        if not marks_ends:
+            ticks.is_last[:] = False
         if valid.any():
             yield _extend_arguments(sources, ticks, valid, schema)
 

@@ -26,8 +26,7 @@ from holdall.checkpoint.file_system import CheckpointWriter
 from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry, ShardEntry, shard_folder
 from holdall.checkpoint.saved_records import PartialBlock, RecordWriter, SavedRecords, adoptable, compacted, ref_of
 from holdall.errors import CheckpointError, DamageError
-from holdall.json_state import dtype_name
-from holdall.schema import Bytes
+from holdall.schema import Bytes, dtype_name
 from holdall.storage import (
     PIECE_BYTES,
     Buffer,

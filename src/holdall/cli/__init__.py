@@ -22,6 +22,8 @@ from typer.core import TyperGroup
 
 from holdall.errors import ArgumentError, HoldallError
 
+__all__ = ["app", "main"]
+
 _VERBOSE = "holdall.verbose"
 ERROR_CODE = "holdall.error_code"
 """A command sets it in its context's `meta` where 1, the exit code of errors, means something else."""
@@ -113,8 +115,6 @@ def writing(option: str, path: Path) -> Iterator[None]:
             f"{option} ({path}) cannot be written: {error.strerror}; name a file in a directory that exists"
         ) from error
 
-
-__all__ = ["app", "main"]
 
 COMMANDS = {name: name for name in ("bench", "checkpoint", "demo", "lint", "plan", "watch")}
 COMMANDS |= {"report": "watch", "trim": "watch"}

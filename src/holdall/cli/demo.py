@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import shlex
 import shutil
 import time
 from contextlib import closing
@@ -24,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from holdall.cli import AsJson, OptText, Verbose, option
-from holdall.errors import ArgumentError, HoldallError, MissingPackageError
+from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import Limit, memory_limits
 from holdall.tools.bench import messages, module_command
 from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
@@ -101,7 +100,7 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
 
     heading(2, "Train with Stable-Baselines3's replay buffer")
     task: dict[str, Any] = {"buffer": "sb3", "steps": steps, "transitions": transitions}
-    plain = _result_of(_train(console, task))
+    plain = DemoResult(**_train(console, task)["result"])
 
     heading(3, f"Train with holdall's under a budget of {BUDGET}, save a checkpoint half-way, and kill -9")
     settings = {"budget": BUDGET, "prefer": "memory", "spill_dir": str(folder / "spilled")}
@@ -118,7 +117,8 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     if now := latest_reading(record):
         console.print(f"  at the end {now}", soft_wrap=True)
 
-    comparison = Comparison(fitted, plain, _result_of(messages_by_kind), saved, resumed)
+    own = DemoResult(**messages_by_kind["result"])
+    comparison = Comparison(fitted, plain, own, saved, resumed)
     page = folder / "report.html"
     page.write_text(read_report(record).page(), encoding="utf-8")
     return dataclasses.replace(comparison, seconds=time.perf_counter() - begun, report=str(page))
@@ -129,7 +129,8 @@ def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -
     messages_by_kind: dict[str, Any] = {}
     columns = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
     shown = Progress(*columns, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
-    with shown as bars, closing(messages(training_command(task))) as lines:  # closing kills the child, with SIGKILL
+    command = module_command("tools.demo.training", json.dumps(task))
+    with shown as bars, closing(messages(command)) as lines:  # closing kills the child, with SIGKILL
         bar = bars.add_task(TITLES[task["buffer"]], total=1.0, memory="")
         for message in lines:
             if "done" not in message:
@@ -142,27 +143,12 @@ def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -
     return messages_by_kind
 
 
-def training_command(task: dict[str, Any]) -> list[str]:
-    """Return the command that trains in a process of its own."""
-    return module_command("tools.demo.training", json.dumps(task))
-
-
 def _train_until_killed(console: Console, task: dict[str, Any]) -> CheckpointFingerprint:
     """Run a training until its checkpoint is safe, and kill it some steps later."""
-    found = _train(console, task, is_killed=True)
-    if "saved" not in found:
-        command = shlex.join(training_command(task))
-        raise HoldallError(f"The training ended before it saved a checkpoint; run `{command}` to see why.")
-    saved = CheckpointFingerprint(**found["saved"])
+    saved = CheckpointFingerprint(**_train(console, task, is_killed=True)["saved"])
     size = format_bytes(saved.checkpoint_bytes)
     console.print(f"  checkpoint at step {saved.step}: {size}, safe on disk after {saved.seconds:.1f} s; then kill -9")
     return saved
-
-
-def _result_of(messages_by_kind: dict[str, Any]) -> DemoResult:
-    if "result" not in messages_by_kind:
-        raise HoldallError("The training ended without a result; run `python -m holdall.tools.demo.training` alone.")
-    return DemoResult(**messages_by_kind["result"])
 
 
 def _check(steps: int, transitions: int) -> None:

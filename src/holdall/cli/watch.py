@@ -17,8 +17,9 @@ import sys
 import webbrowser
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Self
 
 import psutil
 import typer
@@ -78,24 +79,24 @@ def watch(
 ) -> None:
     """Watch a process that runs, or start one and watch it; or the memories of a Ray cluster."""
     is_pid = len(target or []) == 1 and (target or [""])[0].isdigit()
-    options = OutputOptions(once, _json_target(json, starts=not is_pid and not ray), record, prometheus, bind)
+    outputs = Outputs(once, _json_target(json, starts=not is_pid and not ray), record, prometheus, bind)
     if ray:
         if limit is not None:
             raise typer.BadParameter("a cluster has limits of its own", param_hint="--limit")
         from holdall.cli.watch_ray import watch_ray  # noqa: PLC0415  an extra
 
-        watch_ray(target or [], interval, options)
+        watch_ray(target or [], interval, outputs)
         return
     if not target:
         raise typer.BadParameter("name a process id, or a command after --", param_hint="TARGET")
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
-    with options.opened() as outputs:
+    with outputs:
         if is_pid:
             # What runs has a command line; what was just started may not have its own yet.
             with contextlib.suppress(KeyboardInterrupt):
                 _watch_process(int(target[0]), _command_line_of(int(target[0])), None, (interval, limit_bytes), outputs)
             return
-        launched = LaunchedCommand(target, captured=options.shows_live)
+        launched = LaunchedCommand(target, captured=outputs.shows_live)
         try:
             _watch_process(launched.pid, target, launched, (interval, limit_bytes), outputs)
         except KeyboardInterrupt:  # it was for the command, too
@@ -199,49 +200,36 @@ class ScreenOutput:
             self._console.print(self.draw(self._last, self._console.width))
 
 
-class OutputOptions(NamedTuple):
-    """Where readings go, as the options say."""
-
-    once: bool
-    json: Path | int | None
-    record: Path | None
-    prometheus: int | None
-    bind: str
-
-    @property
-    def shows_live(self) -> bool:
-        """Whether a reading is drawn over the one before."""
-        return sys.stdout.isatty() and not self.once and self.json is None
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Outputs]:
-        """Open all of them: what cannot be written is known before a command runs."""
-        with contextlib.ExitStack() as stack:
-            outputs = Outputs(self.once)
-            makers: list[Callable[[], WatchOutput]] = []
-            if self.json is None:
-                makers.append(lambda: ScreenOutput(is_live=self.shows_live))
-            else:
-                makers.append(lambda: WatchRecorder(self.json or 1))
-            if self.record is not None:
-                makers.append(lambda: WatchRecorder(self.record or 1))
-            if self.prometheus is not None:
-                makers.append(lambda: PrometheusServer(self.prometheus or 0, self.bind))
-            for make in makers:
-                outputs.open.append(make())
-                stack.callback(_close, outputs.open[-1])
-            yield outputs
-
-
 WatchOutput = ScreenOutput | WatchRecorder | PrometheusServer
 
 
 class Outputs:
-    """What is shown, and where; an output whose reader goes away is left out from then on."""
+    """Where readings go, as the options say; an output whose reader goes away is left out from then on."""
 
-    def __init__(self, once: bool) -> None:
-        self.open: list[WatchOutput] = []
+    def __init__(
+        self, once: bool, json: Path | int | None, record: Path | None, prometheus: int | None, bind: str
+    ) -> None:
         self._once = once
+        self.shows_live = sys.stdout.isatty() and not once and json is None  # over the one before
+        screen = partial(ScreenOutput, is_live=self.shows_live)
+        self._makers: list[Callable[[], WatchOutput]] = [screen if json is None else partial(WatchRecorder, json)]
+        self._makers += [] if record is None else [partial(WatchRecorder, record)]
+        self._makers += [] if prometheus is None else [partial(PrometheusServer, prometheus, bind)]
+        self._open: list[WatchOutput] = []
+        self._closing = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        """Open all of them: what cannot be written is known before a command runs."""
+        with contextlib.ExitStack() as stack:
+            for make in self._makers:
+                self._open.append(make())
+                stack.callback(self._open[-1].close)
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._closing.close()
 
     def show(self, turns: Iterable[Any], first: dict[str, Any], draw: DrawPass) -> None:
         """Show one turn after the other, until there is no more or nobody looks.
@@ -250,28 +238,23 @@ class Outputs:
             first: The first line of a record.
             draw: Draws a turn for a screen.
         """
-        for output in self.open:
+        for output in self._open:
             if isinstance(output, ScreenOutput):
                 output.draw = draw
         self._to_all(lambda output: output.begin(first) if isinstance(output, WatchRecorder) else None)
         for turn in turns:
             self._to_all(lambda output, turn=turn: output.show(turn))  # type: ignore[misc]  # of this turn
-            if self._once or not self.open:
+            if self._once or not self._open:
                 return
 
     def _to_all(self, do: Callable[[WatchOutput], None]) -> None:
-        for output in list(self.open):
+        for output in list(self._open):
             try:
                 do(output)
             except OSError as error:
-                self.open.remove(output)
+                self._open.remove(output)
                 if not isinstance(error, BrokenPipeError):
                     typer.echo(f"holdall watch: {error.strerror}; no more is written there", err=True)
-
-
-def _close(output: WatchOutput) -> None:
-    with contextlib.suppress(OSError):
-        output.close()
 
 
 def process_view(
@@ -318,15 +301,10 @@ def curve_of(history: ReadingHistory, room: int) -> str:
 
 def _headline(title: str, reading: MemoryReading, width: int) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
-    facts = []
-    if reading.step is not None:
-        facts.append(f"step {reading.step:,}" + (f" of {reading.goal:,}" if reading.goal else ""))
-    if reading.steps_per_second:
-        facts.append(f"{reading.steps_per_second:,.0f}/s")
-    if reading.phase:
-        facts.append(reading.phase)
-    facts.append(counted(reading.threads, "thread"))
-    tail = "  ".join(facts)
+    goal = f" of {reading.goal:,}" if reading.goal else ""
+    facts = ["" if reading.step is None else f"step {reading.step:,}{goal}"]
+    facts += [f"{reading.steps_per_second:,.0f}/s" if reading.steps_per_second else "", reading.phase or ""]
+    tail = "  ".join(filter(None, [*facts, counted(reading.threads, "thread")]))
     text.append(title[: max(width - len(tail) - 2, 10)], style="bold")
     return text.append("  " + tail)
 

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.watch import OutputOptions, curve_of, verdict_line
+from holdall.cli.watch import Outputs, curve_of, verdict_line
 from holdall.cluster.security import use_token
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.watch.reading import ReadingHistory
@@ -34,7 +34,7 @@ _STATE_COLOURS = {"answers": "green", "drains": "cyan", "starts": "yellow", "res
 _UNREACHABLE_COLOUR = "bold red"
 
 
-def watch_ray(target: list[str], interval: float, options: OutputOptions) -> None:
+def watch_ray(target: list[str], interval: float, outputs: Outputs) -> None:
     """Watch a cluster until interrupted."""
     if len(target) > 1:
         raise ArgumentError(f"TARGET ({' '.join(target)}) is no address; name host and port of Ray's head, or nothing")
@@ -51,7 +51,7 @@ def watch_ray(target: list[str], interval: float, options: OutputOptions) -> Non
     monitor = cluster_watch.ClusterMonitor(target[0] if target else None, timeout_s)
     turns = cluster_watch.ClusterWatch(monitor, interval)
     try:
-        with options.opened() as outputs, contextlib.suppress(KeyboardInterrupt):
+        with outputs, contextlib.suppress(KeyboardInterrupt):
             outputs.show(
                 _cluster_passes(turns), turns.header(), lambda turn, width: cluster_view(turn, turns.history, width)
             )

@@ -16,7 +16,7 @@ import secrets
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from holdall.batch import Batch, Draw
 from holdall.cluster.protocol import ShardCounters, ids_of
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
-from holdall.sampling import Hindsight, Sampler
+from holdall.sampling import ComposedSampler, Hindsight, Sampler
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage import ALIGNMENT_BYTES, Kernels, Rows
 
@@ -43,6 +43,11 @@ _DIGEST_BYTES = 8
 _HEAD = struct.Struct("<QQ")
 """Behind a digest of the record: one of the arrays beside it, and how many of them were compressed as one."""
 NOBODY = np.empty(0, np.int64)
+
+
+def followed(sampler: Sampler) -> Sampler:
+    """Return what decides how likely a row is drawn: the sampler itself, or that by which it draws its first steps."""
+    return sampler.by if isinstance(sampler, ComposedSampler) else sampler
 
 
 class RowDraw(NamedTuple):
@@ -107,20 +112,6 @@ class Answer:
         return Answer(
             self.counters, RowDraw(self.draw.rows[first:end]), self.scaled[first:end], self.rows, order, begin=first
         )
-
-
-def _each(parts: Sequence[Rows], act: Callable[[list[Array]], Array]) -> Rows:
-    """Return rows whose every array is made of the same array of all parts."""
-
-    def lists(of: Callable[[Rows], list[Array]]) -> list[Array]:
-        return [act(list(arrays)) for arrays in zip(*(of(part) for part in parts), strict=True)]
-
-    first = parts[0]
-    small = {i: tuple(lists(lambda rows, i=i: list(rows.small[i]))) for i in first.small}  # type: ignore[misc]
-    flat = lists(lambda rows: [rows.reward, rows.terminated, rows.truncated, rows.ended])
-    reward, terminated, truncated, ended = flat
-    action, extras = lists(lambda rows: rows.action), lists(lambda rows: rows.extras)
-    return Rows(small, (), None, action, reward, terminated, truncated, extras, ended)  # type: ignore[arg-type]
 
 
 class AnswerPacker:
@@ -212,7 +203,7 @@ class Deliverer:
 
     def __init__(self, schema: Schema, kernels: Kernels, device: str | None, large: Sequence[int]) -> None:
         self._leaves = schema.observation.leaves
-        self.blocks = BatchBlocks({i: self._leaves[i] for i in large})
+        self.blocks = BatchBlocks(block_leaves(schema, large))
         assembler = ObservationAssembler(kernels, 1 << 62, 1)
         self._room = assembler.staging
         self._batches = HostBatches(schema, assembler, Delivery(device, schema.leaves))
@@ -266,24 +257,27 @@ class Deliverer:
         Args:
             written: Leaves of the batch whose rows may be there already.
         """
-        found = [share.answer.rows for share in shares]
-        rest = _each(
-            [rows._replace(small={}) for rows in found],
-            lambda parts: _merged(
-                [part[share.rows] for part, share in zip(parts, shares, strict=True)],
-                [share.positions for share in shares],
-            ),
-        )
+        found, where = [share.answer.rows for share in shares], [share.positions for share in shares]
+
+        def merged(parts: Sequence[Array]) -> Array:
+            return _merged([part[share.rows] for part, share in zip(parts, shares, strict=True)], where)
+
+        def all_merged(leaves: Sequence[Sequence[Array]]) -> list[Array]:
+            return [merged(parts) for parts in zip(*leaves, strict=True)]
+
         count, small = sum(len(share.ids) for share in shares), {}
         for i, leaf in enumerate(self._leaves):
             pair = small[i] = (written or {}).get(i) or (self._empty(count, leaf), self._empty(count, leaf))
             for share, rows in zip(shares, found, strict=True):
                 if i not in rows.small and i not in (written or {}):
                     raise DamageError("an answer lacks a field of its rows; nothing of it is used")
-                if i in rows.small:
-                    for merged, part in zip(pair, rows.small[i], strict=True):
-                        merged[share.positions] = part[share.rows]
-        return rest._replace(small=small)
+                for side, part in zip(pair, rows.small.get(i, ()), strict=False):
+                    side[share.positions] = part[share.rows]
+        reward, terminated, truncated, ended = all_merged(
+            [[rows.reward, rows.terminated, rows.truncated, rows.ended] for rows in found]
+        )
+        action, extras = all_merged([rows.action for rows in found]), all_merged([rows.extras for rows in found])
+        return Rows(small, (), None, action, reward, terminated, truncated, extras, ended)
 
     def _empty(self, count: int, leaf: Leaf) -> Array:
         room: Array = self._room.take(count * leaf.nbytes)
@@ -452,6 +446,11 @@ class BatchBlocks:
         """Bytes kept for the next batches."""
         with self._lock:
             return sum(len(block) for block, _ in self._spare)
+
+
+def block_leaves(schema: Schema, large: Sequence[int]) -> dict[int, Leaf]:
+    """Return the observation leaves that lie in a block: all, where any is large; small ones alone travel as well."""
+    return dict(enumerate(schema.observation.leaves)) if large else {}
 
 
 def block_bytes(leaves: Iterable[Leaf], rows: int) -> int:

@@ -101,21 +101,11 @@ class ClusterSettings:
         return health_patience_s() if self.patience_s is None else self.patience_s
 
     @property
-    def reserved(self) -> dict[str, float]:
-        """What Ray reserves for a shard, by the names that Ray has for it."""
-        return {"CPU" if name == "num_cpus" else name: amount for name, amount in (self.resources or {}).items()}
-
-    @property
     def options(self) -> dict[str, Any]:
         """What is passed to Ray about where a shard runs."""
         named = dict(self.resources or {})
         own: dict[str, Any] = {name: named.pop(name) for name in ("memory", "num_cpus") if name in named}
         return {"scheduling_strategy": PLACEMENTS[self.placement], "num_cpus": 0, "resources": named, **own}
-
-
-def _require_number(number: int) -> None:
-    if number >= MOST_SHARDS:
-        raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
 
 
 def shared(sampler: Sampler | None) -> Sampler:
@@ -170,8 +160,7 @@ class Fleet:
             raise ArgumentError(f"name ({name!r}) is that of another memory of this cluster; choose another") from error
         # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
         shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS, enable_task_events=False)
-        self._shard, self._options = shard(Shard), settings.options
-        self._reserved = settings.reserved
+        self._shard, self._options, self._reserved = shard(Shard), settings.options, dict(settings.resources or {})
         self.actors: dict[int, Any] = {}
         self._next = 0
         nodes: Any = ray.nodes  # it has no types
@@ -189,12 +178,13 @@ class Fleet:
             saved: Where a checkpoint lies that it begins with, and what the manifest says of it.
         """
         with self._lock:
-            _require_number(number)
-            self._next = max(self._next, number + 1)
             self.actors[number] = self._started(number, saved)
             self._ask(self.roster, "admit", number, self.actors[number])
 
     def _started(self, number: int, saved: tuple[str, Any] | None = None) -> Any:
+        if number >= MOST_SHARDS:
+            raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
+        self._next = max(self._next, number + 1)
         named = self._shard.options(**self._options, name=str(number), namespace=self._home)
         return named.remote(number, *self._made_with, saved)
 
@@ -202,8 +192,7 @@ class Fleet:
         """Start one more shard and return its number; nobody hears of it before it is up."""
         with self._lock:
             self._require_room()
-            number, self._next = self._next, self._next + 1
-            _require_number(number)
+            number = self._next
             actor = self._started(number)
             try:
                 ray.get(actor.counters.remote(), timeout=self._patience_s)
@@ -224,15 +213,15 @@ class Fleet:
 
     def _require_room(self) -> None:
         """Refuse to start a shard for which no machine has what it reserves."""
-        wanted = {name: amount for name, amount in self._reserved.items() if amount}
         resources: Any = ray.available_resources  # it has no types
         available: dict[str, float] = resources()
-        lacking = {name: amount for name, amount in wanted.items() if available.get(name, 0.0) < amount}
+        free = {name: available.get("CPU" if name == "num_cpus" else name, 0.0) for name in self._reserved}
+        lacking = {name: amount for name, amount in self._reserved.items() if free[name] < amount}
         if lacking:
             raise ShardError(
                 f"there is no room for another shard: it reserves {lacking}, and the cluster has "
-                f"{ {name: available.get(name, 0.0) for name in lacking} } free; start a machine that has it, and call "
-                "add_shard() again; the memory is as before"
+                f"{ {name: free[name] for name in lacking} } free; start a machine that has it, and call add_shard() "
+                "again; the memory is as before"
             )
 
     def drain(self, number: int, mover: LaneGroup, cluster: Cluster) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import secrets
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -19,13 +18,12 @@ import ray
 
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
-from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, checked, together
 from holdall.cluster.protocol import ShardCounters, asked
-from holdall.cluster.roster import NAMESPACE, WaitNotice
+from holdall.cluster.roster import NAMESPACE, Address, roster_of, wait_for_grant
 from holdall.cluster.security import join_cluster, require_safe_cluster
 from holdall.cluster.status import Cluster, Gauges, ShardStatus
-from holdall.cluster.writer import Address, Writer
+from holdall.cluster.writer import Writer
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, schema_of
@@ -33,9 +31,9 @@ from holdall.native import chosen_kernels, fallback
 from holdall.report import FieldReport, MemoryReport
 from holdall.sampling import ComposedSampler, Hindsight, Sampler
 from holdall.schema import as_ids
+from holdall.storage import sliced_leaves
 from holdall.units import require_count
 
-_ASK_AGAIN_S = 0.005
 _ROSTER_S = 120.0
 _MOST_AT_ONCE = 8
 _WAITING_BYTES = 64 * 2**20
@@ -70,18 +68,13 @@ class MemoryHandle:
         self.schema = schema_of(self._address.words)
         self.num_envs, self.name = self.schema.num_envs, self._address.name
         self._deliverer = Deliverer(self.schema, chosen_kernels(), device, sliced_leaves(self.schema))
-        self._device = device
-        self._lock = threading.RLock()
-        self._closed = False
+        self._device, self._lock, self._closed = device, threading.RLock(), False
         self._asked: tuple[int, BatchesAhead] | None = None  # by `sample`: rows of a batch, and what draws them
         self._metrics = Gauges("learner", memory=self.name)
-        patience_s = self._address.patience_s
-        self._cluster = Cluster(self._address.roster(), patience_s, learner)
+        self._cluster = Cluster(self._address, learner)
         self._writer = Writer(self._address, self.num_envs)
-        self._drawing = Drawing(
-            self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss, patience_s
-        )
-        self._priorities = Priorities(self._cluster, self.sampler, patience_s)
+        self._drawing = Drawing(self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss)
+        self._priorities = Priorities(self._cluster, self.sampler)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the name: a copy is a handle of its own, in whatever process it is."""
@@ -139,7 +132,8 @@ class MemoryHandle:
         From four shards on, all on this machine, some batches are drawn at once while the memory does not change, so
         that fewer calls are made. One that waits is handed out only if no shard has changed since.
         """
-        require_count("batch_size", batch_size, 1)
+        if type(batch_size) is not int or batch_size < 1:
+            batch_size = require_count("batch_size", batch_size, 1)
         self._open()
         with self._lock:
             if self._asked is None or self._asked[0] != batch_size:
@@ -276,29 +270,18 @@ class MemoryHandle:
         self.flush()
         self._priorities.hear()
         self._priorities.level()
-        self._wait_for_grant(count)
-        if self._metrics.is_due:
-            self._set_metrics()
+        if (limit := self._address.limit) is not None:
+            limit.require("batch", count)
+            wait_for_grant("sample", self._cluster.ask_roster, "take_samples", count)
+        self._metrics.report(self._figures)
 
-    def _set_metrics(self) -> None:
-        shards = max(1, self.num_shards)
-        self._metrics.set(
-            coverage=1 - len(self._cluster.lost) / shards,
-            losses=self._cluster.losses,
-            unacknowledged_bytes=self._writer.unacknowledged_bytes,
-            credit_wait_seconds=self._writer.waited_s,
-        )
-
-    def _wait_for_grant(self, count: int) -> None:
-        """Wait until the limiter grants a draw, if there is one."""
-        limit = self._address.limit
-        if limit is None:
-            return
-        limit.require("batch", count)
-        notice = WaitNotice("sample")
-        while not self._cluster.ask_roster("take_samples", count):
-            notice.give(lambda: self._cluster.ask_roster("limiter"))
-            time.sleep(_ASK_AGAIN_S)
+    def _figures(self) -> dict[str, float]:
+        return {
+            "coverage": 1 - len(self._cluster.lost) / max(1, self.num_shards),
+            "losses": self._cluster.losses,
+            "unacknowledged_bytes": self._writer.unacknowledged_bytes,
+            "credit_wait_seconds": self._writer.waited_s,
+        }
 
 
 def attach(
@@ -320,7 +303,7 @@ def attach(
         require_safe_cluster()
     else:
         join_cluster(address, NAMESPACE)
-    find_roster = functools.partial(Address.roster_of, name)  # which refuses a memory that was closed
+    find_roster = functools.partial(roster_of, name)  # which refuses a memory that was closed
     terms: MemoryTerms = asked(find_roster, "terms", patience_s=_ROSTER_S, timeout_s=None)
     if sampler is not None or isinstance(terms.sampler, Hindsight):
         terms = replace(terms, sampler=_same(terms.sampler, sampler))

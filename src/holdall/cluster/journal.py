@@ -9,21 +9,28 @@ writers wait meanwhile, and nothing is lost.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdall.cluster.protocol import whole
-from holdall.cluster.slots import LocalSlots, RemoteSlots, folders_at, slots_at
-from holdall.errors import CheckpointError, DamageError, FencedError, HoldallError
-from holdall.storage import Record, SealedSegment, pack, records_in
+from holdall.checkpoint import FileObjects, Objects, is_remote
+from holdall.errors import CheckpointError, DamageError, FencedError
+from holdall.json_state import counted, malformed_refused
+from holdall.storage import SealedSegment, pack, records_in
 
 SLOT, ENTRY, PRIORITIES, FOLDER = "slot", "entry", "priorities", "journal"
+_NAME = re.compile(r"[0-9a-f]{16}\.slot")
+_MOST_SLOT_BYTES = 2**30
+_REQUEST_S = 0.2
 _FULL_EVERY = 32
 """Slots between two that say what is expected of every writer; what is older than the last of them may be removed."""
 
@@ -70,20 +77,74 @@ class JournalState:
     @classmethod
     def of(cls, head: Mapping[str, Any]) -> JournalState:
         """Read what a slot says."""
-        move = None if head.get("move") is None else _move_of(head["move"])
+        move = None if head.get("move") is None else SegmentMove(**head["move"])
+        if move is not None:
+            _writer_of(move.writer)
+            counted(move.shard, 2**16), counted(move.sequence), counted(move.first_row)
         words = str(head.get("loading", "")), str(head.get("closed_by", "")), head.get("drained") is True
-        return cls(whole(head["hidden_before"], 2**62), *words, move)
+        return cls(counted(head["hidden_before"]), *words, move)
 
 
 class _RemovedError(Exception):
     """A slot that was listed, and removed before it was read."""
 
 
+class Slots:
+    """Numbered files, on a disk or in an object store, that are each created once and never written again.
+
+    Of several that create one at a time, one succeeds.
+    """
+
+    def __init__(self, objects: Objects | FileObjects) -> None:
+        self._objects, self.url = objects, objects.url
+        # How long to wait for more segments before the next one is created: a request costs time and money.
+        self.batching_s = _REQUEST_S if isinstance(objects, Objects) else 0.0
+
+    def require_fencing(self) -> None:
+        """Refuse a place where a number could be created twice: some stores take conditions, and do not keep them."""
+        if not self._objects.honours_conditions():
+            raise CheckpointError(
+                f"{self.url} ignores conditions, so a shard that was taken for dead looks like its "
+                "successor; use a store that has conditional puts, or durability='memory' and checkpoints"
+            )
+
+    def numbers(self) -> list[int]:
+        """Return the numbers that are there, in order."""
+        return sorted(int(name[:16], 16) for name in self._objects.names() if _NAME.fullmatch(name))
+
+    def create(self, number: int, content: bytes) -> bool:
+        """Create a slot; False if another stands there, and not one of an earlier try whose answer was lost."""
+        return self._objects.create(_name(number), content) or self.read(number) == content
+
+    def read(self, number: int) -> bytes | None:
+        """Return the bytes of a slot; None if it is not there: slots may be removed at any time."""
+        return self._objects.get(_name(number), _MOST_SLOT_BYTES)
+
+    def delete(self, numbers: list[int]) -> None:
+        """Remove slots."""
+        self._objects.delete([_name(number) for number in numbers])
+
+
+def _name(number: int) -> str:
+    return f"{number:016x}.slot"
+
+
+def _objects_at(url: str | os.PathLike[str], *folders: str) -> Objects | FileObjects:
+    if is_remote(url):
+        return Objects("/".join((os.fspath(url).rstrip("/"), *folders)))
+    return FileObjects(Path(os.fspath(url)).joinpath(*folders))
+
+
+def slots_at(url: str | os.PathLike[str], *folders: str) -> Slots:
+    """Return the slots in a folder below a url or path."""
+    return Slots(_objects_at(url, *folders))
+
+
 class Journal:
     """The journal that one shard keeps, from its opening on."""
 
-    def __init__(self, slots: LocalSlots | RemoteSlots) -> None:
-        self._slots = slots
+    def __init__(self, slots: Slots) -> None:
+        self._slots, self.url, self.batching_s = slots, slots.url, slots.batching_s
         self._next = self._since_full = 0
         self._first_rows: dict[int, int] = {}  # of slots with entries: the number of their first row
         self._full_at = -1  # the last slot that says what is expected of every writer
@@ -93,7 +154,6 @@ class Journal:
         self.priorities: dict[str, Any] | None = None  # the state of the shard's sampler when it was last written
         self._priorities_at = -1  # the slot that has it
         self.fenced = False
-        self.url, self.batching_s = slots.url, slots.batching_s
 
     def open(self, *, waits: bool = False) -> Iterator[Page]:
         """Return everything that was accepted, and take the journal over.
@@ -195,29 +255,34 @@ class Journal:
         content = self._slots.read(number)
         if content is None:
             raise _RemovedError
+
+        def read(start: int, nbytes: int) -> bytes:
+            return content[start : start + nbytes]
+
         records = list(records_in(content))
-        try:
+        with malformed_refused(f"slot {number} of {self.url}"):
             if not records or records[0].kind != SLOT or records[0].head["number"] != number:
                 raise DamageError(f"slot {number} of {self.url} is none; it is not used")
             head = records[0].head
-            for writer, expected in head.get("expected", {}).items():
-                name = bytes.fromhex(writer)
-                self.expected[name] = max(self.expected.get(name, 0), whole(expected, 2**53))
+            self._expect({_writer_of(name): counted(n) for name, n in head.get("expected", {}).items()})
             self._full_at = number if "expected" in head else self._full_at
             self.state = JournalState.of(head)
+            entries = []
             for record in records[1:]:
                 if record.kind == PRIORITIES:
-                    scaled = np.frombuffer(_part(record, "scaled", content), "<f8")
+                    scaled = np.frombuffer(record.part("scaled", read), "<f8")
                     self.priorities, self._priorities_at = record.head | {"scaled": scaled}, number
-            entries = [_entry_of(record, content) for record in records[1:] if record.kind == ENTRY]
-            page = Page(whole(head["first_row"], 2**53), entries, not self._first_rows)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamageError(f"slot {number} of {self.url} makes no sense ({error})") from error
-        for entry in entries:
-            self.expected[entry.writer] = max(self.expected.get(entry.writer, 0), entry.sequence + 1)
+                elif record.kind == ENTRY:
+                    named = _writer_of(record.head["writer"]), counted(record.head["sequence"])
+                    entries.append(Entry(*named, record.part("segment", read)))
+            page = Page(counted(head["first_row"]), entries, not self._first_rows)
         if entries:
+            self._expect({entry.writer: entry.sequence + 1 for entry in entries})
             self._first_rows[number] = page.first_row
             yield page
+
+    def _expect(self, numbers: Mapping[bytes, int]) -> None:
+        self.expected |= {writer: max(self.expected.get(writer, 0), number) for writer, number in numbers.items()}
 
 
 def journal_of(url: str, shard: int) -> Journal:
@@ -227,7 +292,8 @@ def journal_of(url: str, shard: int) -> Journal:
 
 def journals_in_use(url: str) -> list[int]:
     """Return the shards that have journals below a url, but for those that were drained."""
-    return [int(name) for name in sorted(folders_at(url, FOLDER)) if name.isdecimal() and not _is_drained(url, name)]
+    names = sorted(_objects_at(url, FOLDER).folders())
+    return [int(name) for name in names if name.isdecimal() and not _is_drained(url, name)]
 
 
 def _is_drained(url: str, name: str) -> bool:
@@ -238,22 +304,12 @@ def _is_drained(url: str, name: str) -> bool:
     return last is None or last.head.get("drained") is True
 
 
-def _move_of(words: dict[str, Any]) -> SegmentMove:
-    if len(bytes.fromhex(words["writer"])) != 16:
+def _writer_of(name: str) -> bytes:
+    """Read a writer's name."""
+    found = bytes.fromhex(name)
+    if len(found) != 16:
         raise ValueError("a writer's name has 16 bytes")
-    numbers = (whole(words["shard"], 2**16), whole(words["sequence"], 2**53), whole(words["first_row"], 2**53))
-    return SegmentMove(str(words["memory"]), numbers[0], str(words["writer"]), *numbers[1:])
-
-
-def _entry_of(record: Record, content: bytes) -> Entry:
-    writer = bytes.fromhex(record.head["writer"])
-    if len(writer) != 16:
-        raise DamageError("an entry of a journal is none of holdall's; it is not used")
-    return Entry(writer, whole(record.head["sequence"], 2**53), _part(record, "segment", content))
-
-
-def _part(record: Record, name: str, content: bytes) -> bytes:
-    return record.part(name, lambda start, nbytes: content[start : start + nbytes])
+    return found
 
 
 SLOT_BYTES = 16 * 2**20
@@ -268,20 +324,12 @@ _OWNED_S = 5.0
 _LOG = logging.getLogger("holdall")
 
 
-@dataclass(slots=True)
-class Staged:
+class Staged(NamedTuple):
     """A segment on its way to the journal."""
 
     entry: Entry
     segment: SealedSegment
-    done: threading.Event = field(default_factory=threading.Event)
-    error: HoldallError | None = None
-
-    def wait(self) -> None:
-        """Return when the segment can be drawn; raise if it never will be."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
+    done: Future[None]  # when it can be drawn; or never will be
 
 
 class Committer:
@@ -296,15 +344,10 @@ class Committer:
         self, journal: Journal, next_row: int, apply: Callable[[list[Staged]], int],
         priorities: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:  # fmt: skip
-        self.journal = journal
-        self._apply = apply
-        self._priorities = priorities
-        self._priorities_due = 0.0
-        self._next_row = next_row
+        self.journal, self._apply, self._priorities = journal, apply, priorities
+        self._next_row, self._commits, self._priorities_due = next_row, 0, 0.0
         self._staged: list[Staged] = []
-        self._changed = threading.Condition()
-        self._writing = threading.Lock()
-        self._commits = 0
+        self._changed, self._writing = threading.Condition(), threading.Lock()
         self.backlog = 0  # bytes
         self.trouble = ""  # why nothing is written, as long as that lasts
         self.fenced: FencedError | None = None  # as soon as another shard has the journal
@@ -354,8 +397,7 @@ class Committer:
                 self.fenced = error
         with self._changed:
             for each in self._staged:
-                each.error = self.fenced
-                each.done.set()
+                each.done.set_exception(self.fenced)
 
     def _taken(self) -> list[Staged]:
         with self._changed:

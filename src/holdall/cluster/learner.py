@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,10 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, read_answer
+from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, followed, read_answer
 from holdall.cluster.protocol import ShardCounters, client_name, received, rows_of, shards_of
 from holdall.cluster.status import LOSSES, Cluster
+from holdall.delivery import HostBatchJob
 from holdall.errors import ArgumentError, CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler, require_enough
 from holdall.schema import Array, as_array, ids_of_any_shape
@@ -100,20 +102,13 @@ class Drawing:
 
     Args:
         policy: What is done while a shard does not answer, see `ReplayMemory`.
-        patience_s: Seconds after which a shard that says nothing counts as lost.
     """
 
     def __init__(
-        self, cluster: Cluster, deliverer: Deliverer, sampler: Sampler,
-        generator: np.random.Generator, policy: str, patience_s: float,
+        self, cluster: Cluster, deliverer: Deliverer, sampler: Sampler, generator: np.random.Generator, policy: str
     ) -> None:  # fmt: skip
-        self._cluster = cluster
-        self._deliverer = deliverer
-        self._sampler = sampler
-        self.generator = generator
-        self._policy = policy
-        self._patience_s = patience_s
-        self._lock = threading.Lock()
+        self._cluster, self._deliverer, self._sampler, self.generator = cluster, deliverer, sampler, generator
+        self._policy, self._lock, self._patience_s = policy, threading.Lock(), cluster.patience_s
         self.updates = 0  # how often this handle has sent something that draws depend on
 
     def state(self) -> tuple[Any, ...] | None:
@@ -139,29 +134,25 @@ class Drawing:
 
     def finish(self, request: Request) -> Batch:
         """Wait for the rows, draw those again whose shard was lost, and make the batch."""
-        answers: list[Answer] = []
-        asked: list[Asked] = []
+        answers, where, masses, shards = list[Answer](), list[Ids](), list[float](), list[int]()
         block = request.block
         while request.asked:
             oldest = request.asked.pop(0)
             answer = self._heard(oldest)
-            if answer is None:
-                if block is not None:
-                    block.is_given_up = True
-                    request.block = None  # what is asked for again comes with its answer
-                with self._lock:
-                    self._ask([(request, oldest.rows)], self._reachable(1))
+            if answer is not None:
+                answers.append(answer)
+                where.append(oldest.rows if answer.order is None else oldest.rows[answer.order])
+                masses.append(oldest.mass)
+                shards.append(oldest.shard)
                 continue
-            answers.append(answer)
-            asked.append(oldest)
-        by = self._sampler.by if isinstance(self._sampler, ComposedSampler) else self._sampler
-        beta = by.beta if isinstance(by, Prioritized) else 1.0
-        where = [
-            each.rows if answer.order is None else each.rows[answer.order]
-            for each, answer in zip(asked, answers, strict=True)
-        ]
-        weights = weights_of(answers, where, [each.mass for each in asked], beta)
-        return self._deliverer.batch(answers, where, [each.shard for each in asked], weights, self._sampler, block)
+            if block is not None:
+                block.is_given_up = True
+                request.block = None  # what is asked for again comes with its answer
+            with self._lock:
+                self._ask([(request, oldest.rows)], self._reachable(1))
+        by = followed(self._sampler)
+        weights = weights_of(answers, where, masses, by.beta if isinstance(by, Prioritized) else 1.0)
+        return self._deliverer.batch(answers, where, shards, weights, self._sampler, block)
 
     def gather(self, wanted: Ids) -> Batch:
         """Return the transitions `wanted`, in that order."""
@@ -169,19 +160,18 @@ class Drawing:
         unknown = np.flatnonzero(~np.isin(shards, list(numbers)))
         if unknown.size:
             raise TransitionIdError(f"ids holds {int(wanted[unknown[0]])}, which is of no shard of this memory")
-        calls = []
-        for shard in np.unique(shards).tolist() or [min(numbers)]:
-            rows = np.flatnonzero(shards == shard)
-            calls.append(
-                (shard, rows, self._cluster.handle(shard).gather.remote(client_name(), rows_of(wanted[rows]).tobytes()))
-            )
+        named = np.unique(shards).tolist() or [min(numbers)]
+        where = [np.flatnonzero(shards == shard) for shard in named]
+        calls = [
+            self._cluster.handle(shard).gather.remote(client_name(), rows_of(wanted[rows]).tobytes())
+            for shard, rows in zip(named, where, strict=True)
+        ]
         answers = []
-        for shard, _, call in calls:
+        for shard, call in zip(named, calls, strict=True):
             try:
                 answers.append(self.answer(shard, received(call, self._patience_s)))
             except LOSSES as error:
                 raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
-        where, named = [rows for _, rows, _ in calls], [shard for shard, _, _ in calls]
         return self._deliverer.batch(answers, where, named, np.ones(len(wanted), np.float32))
 
     def answer(self, shard: int, payload: Payload | bytes) -> Answer:
@@ -192,38 +182,33 @@ class Drawing:
 
     def _heard(self, asked: Asked) -> Answer | None:
         """Wait for a shard's answer, and cut out the rows; None if it is lost, or holds nothing any more."""
-        call = asked.call
+        call, shard = asked.call, asked.shard
         if not call.is_heard:
-            call.answer = self._answered(asked.shard, call)
-        return None if call.answer is None else call.answer.part(asked.first, asked.first + len(asked.rows))
-
-    def _answered(self, shard: int, call: Call) -> Answer | None:
-        try:
-            payload = self._payload(shard, call)
+            try:
+                payload = self._payload(shard, call)
+            except LOSSES as error:
+                call.is_heard = True  # so that it is lost once
+                self._cluster.lose(shard)
+                if self._policy == "raise":
+                    raise _away([shard], type(error).__name__) from error
+                return None
             call.is_heard = True
             if isinstance(payload, ShardCounters):
                 self._cluster.note(shard, payload)
-                return None
-            return self.answer(shard, payload)
-        except LOSSES as error:
-            call.is_heard = True  # so that it is lost once
-            self._cluster.lose(shard)
-            if self._policy == "raise":
-                raise _away([shard], type(error).__name__) from error
-            return None
+            else:
+                call.answer = self.answer(shard, payload)
+        return None if call.answer is None else call.answer.part(asked.first, asked.first + len(asked.rows))
 
-    def _payload(self, shard: int, call: Call) -> Payload | bytes | ShardCounters:
+    def _payload(self, shard: int, call: Call) -> Any:
         """Wait for what a shard says, but not for one that is known to be away: Ray fails its calls seconds later."""
         until = time.monotonic() + self._patience_s
         while True:
             left = until - time.monotonic()
             try:
-                payload: Payload | bytes | ShardCounters = received(call.reference, min(_LOOK_S, max(0.0, left)))
+                return received(call.reference, min(_LOOK_S, max(0.0, left)))
             except ray.exceptions.GetTimeoutError:
                 if left <= 0 or self._cluster.is_away(shard):
                     raise
-            else:
-                return payload
 
     def _ask(self, wanted: Sequence[tuple[Request, Ids]], masses: Mapping[int, float]) -> None:
         """Ask shards for some rows of batches, each batch's drawn for itself."""
@@ -279,9 +264,10 @@ def _away(shards: list[int], why: str) -> ShardError:
     )
 
 
-def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any], patience_s: float) -> dict[int, Checkpoint]:
+def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any]) -> dict[int, Checkpoint]:
     """Wait for the checkpoints of all shards, each for as long as it answers."""
     found: dict[int, Checkpoint] = {}
+    patience_s = cluster.patience_s
     for shard, call in calls.items():
         handle = cluster.handle(shard)
         try:
@@ -296,10 +282,6 @@ def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any], patience_s: f
                 "save again"
             ) from error
     return found
-
-
-Draw = Callable[[int], list[Request]]
-"""Draws so many batches."""
 
 
 _FROM_SHARDS = 4
@@ -327,8 +309,9 @@ class BatchesAhead:
     """
 
     def __init__(
-        self, drawing: Drawing, draw: Draw, batches: int, most: int = 1, settle: Callable[[], None] = lambda: None
-    ) -> None:
+        self, drawing: Drawing, draw: Callable[[int], list[Request]], batches: int, most: int = 1,
+        settle: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self._drawing, self._draw, self._settle = drawing, draw, settle
         self._batches, self._most = batches, max(batches, most)
         self._at_once = batches
@@ -342,9 +325,9 @@ class BatchesAhead:
         """Batches that were drawn, and not handed out yet."""
         return len(self._drawn)
 
-    def __call__(self) -> ClusterJob:
+    def __call__(self) -> HostBatchJob:
         """Start the next batch."""
-        return ClusterJob(self._drawing, self.next())
+        return HostBatchJob(partial(self._drawing.finish, self.next()))
 
     def next(self) -> Request:
         """Return the next batch."""
@@ -367,37 +350,14 @@ class BatchesAhead:
         self._drawn.extend(self._draw(self._at_once))
 
 
-class ClusterJob:
-    """A batch that was asked for and is put together in the background."""
-
-    is_quick = False
-
-    def __init__(self, drawing: Drawing, request: Request) -> None:
-        self._drawing = drawing
-        self._request = request
-        self._batch: Batch | None = None
-
-    def work(self) -> None:
-        """Wait for the answers, and decode them."""
-        self._batch = self._drawing.finish(self._request)
-
-    def receive(self) -> Batch:
-        """Return the batch."""
-        batch = self._drawing.finish(self._request) if self._batch is None else self._batch
-        self._batch = None
-        return batch
-
-
 _MOST_UNDER_WAY = 16
 
 
 class Priorities:
     """Sends shards the priorities of their rows, and has all of them know the highest."""
 
-    def __init__(self, cluster: Cluster, sampler: Sampler, patience_s: float) -> None:
-        self._cluster = cluster
-        self._by = sampler.by if isinstance(sampler, ComposedSampler) else sampler
-        self._patience_s = patience_s
+    def __init__(self, cluster: Cluster, sampler: Sampler) -> None:
+        self._cluster, self._by, self._patience_s = cluster, followed(sampler), cluster.patience_s
         self._under_way: deque[tuple[int, Any]] = deque()
         self._lock = threading.Lock()
 
@@ -411,7 +371,7 @@ class Priorities:
         for shard in np.unique(shards).tolist():
             if shard in reachable:
                 rows = np.flatnonzero(shards == shard)
-                sent = (rows_of(wanted[rows]).tobytes(), priorities[rows].tobytes(), priorities.dtype.str)
+                sent = rows_of(wanted[rows]), priorities[rows]
                 with self._lock:
                     self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
         if not isinstance(self._by, Prioritized) or not priorities.size:
@@ -452,7 +412,7 @@ class Priorities:
 
 def checked(sampler: Sampler, ids: Any, priorities: Any) -> tuple[Ids, Array]:
     """Return ids of what was drawn, and priorities, as arrays of one length, or say why they are none."""
-    by = sampler.by if isinstance(sampler, ComposedSampler) else sampler
+    by = followed(sampler)
     if not isinstance(by, Prioritized):
         raise ArgumentError(
             f"update_priorities was called, but the memory's sampler ({type(sampler).__name__}) has no "
@@ -462,11 +422,5 @@ def checked(sampler: Sampler, ids: Any, priorities: Any) -> tuple[Ids, Array]:
     wanted = ids_of_any_shape(ids)
     if isinstance(sampler, ComposedSampler):
         wanted = sampler.first_ids(wanted)
-    if wanted.ndim != 1 or found.shape != wanted.shape or found.dtype.kind not in "iuf":
-        raise ArgumentError(
-            f"priorities has shape {found.shape} and dtype {found.dtype} for ids of shape {wanted.shape}; pass one "
-            "number for every row drawn"
-        )
-    if found.size and not (np.isfinite(found).all() and found.min() >= 0):
-        raise ArgumentError(f"priorities holds {found.min()}; pass finite numbers of at least 0")
+    by.require(wanted, found)
     return wanted, found

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -24,20 +25,19 @@ from holdall import checkpoint
 from holdall.cluster.fleet import ClusterSettings, Fleet, shared
 from holdall.cluster.handle import MemoryHandle, MemoryTerms
 from holdall.cluster.learner import saved_by
-from holdall.cluster.roster import RateLimit
+from holdall.cluster.roster import Address, RateLimit
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.writer import Address, LaneGroup, Writer
+from holdall.cluster.writer import LaneGroup, Writer
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
 from holdall.sampling import ComposedSampler, Sampler, Uniform, sampler_to_resume, sampler_words
-from holdall.schema import Schema, Tree
+from holdall.schema import Schema
 from holdall.units import require_count, whole
 
 _STAYS = 4
 """An episode that is longer than this part of a shard is cut, and goes on on another."""
 _LOCAL_ON = 8
-_BYTES_AT_ONCE = 4 * 2**20
 _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
 
@@ -162,10 +162,8 @@ class ReplayMemory(MemoryHandle):
             number: self._cluster.call(number, "begin_save", checkpoint.shard_url(place, number))
             for number in self._fleet.actors
         }
-        ticks, patience = self.capacity // self.num_envs, self._address.patience_s
-        snapshot = checkpoint.ShardsSnapshot(
-            self._address.words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls, patience)
-        )
+        ticks, saved = self.capacity // self.num_envs, partial(saved_by, self._cluster, place, calls)
+        snapshot = checkpoint.ShardsSnapshot(self._address.words, ticks, state, {}, saved)
         return self._savers.to(place).save(snapshot, int(keep), None, None)
 
     @classmethod
@@ -239,37 +237,9 @@ class ReplayMemory(MemoryHandle):
 
 
 def _copy_transitions(url: str, writer: Writer) -> None:
-    """Send all transitions of a local memory's newest checkpoint, and return when the shards have them."""
+    """Send all transitions of a local memory's newest checkpoint, bit for bit; return when the shards have them."""
     with LocalReplayMemory.load(url, sampler=Uniform()) as memory:
-        for steps in _trajectories_of(memory):
+        streams = checkpoint.Streams.of_lanes(memory.first_id, memory.next_id, memory.num_envs)
+        for steps in checkpoint.trajectories([memory], streams, memory.num_envs, memory.schema, marks_ends=False):
             writer.extend(*steps)
     writer.close()
-
-
-def _trajectories_of(memory: LocalReplayMemory) -> Iterator[tuple[Any, ...]]:
-    """Yield the arguments of `extend` with which a writer sends all transitions of a memory, bit for bit."""
-    lanes, schema = memory.num_envs, memory.schema
-    row_bytes = sum(leaf.nbytes for leaf in schema.leaves)
-    at_once = max(1, _BYTES_AT_ONCE // (2 * lanes * row_bytes))
-    for start in range(memory.first_id // lanes, memory.next_id // lanes, at_once):
-        ids = np.arange(start * lanes, min(memory.next_id, (start + at_once) * lanes))
-        valid = memory.are_valid(ids)
-        if not valid.any():
-            continue
-        ids[~valid] = ids[valid][0]  # a lane that made no transition gets any row, and is marked
-        batch, shape = memory.gather(ids), (len(ids) // lanes, lanes)
-
-        def laid_out(tree: Tree, value: Any, count: int = len(ids), shape: tuple[int, int] = shape) -> Any:
-            leaves = tree.flatten(value, (count,), "a batch")
-            return tree.build([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in leaves])
-
-        yield (
-            laid_out(schema.observation, batch.obs),
-            laid_out(schema.action, batch.action),
-            batch.reward.reshape(*shape, *schema.reward_shape),
-            laid_out(schema.observation, batch.next_obs),
-            batch.terminated.reshape(shape),
-            batch.truncated.reshape(shape),
-            laid_out(schema.extras, batch.extras),
-            None if valid.all() else valid.reshape(shape),
-        )

@@ -63,13 +63,6 @@ def rows_of(ids: Ids) -> Ids:
     return ids & _ROW_MASK
 
 
-def whole(value: Any, most: int) -> int:
-    """Return a whole number that was received, if it is one within bounds."""
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{value!r} is no count up to {most}")
-    return value
-
-
 class ShardCounters(NamedTuple):
     """One shard at one moment."""
 
@@ -106,18 +99,14 @@ _MACHINE_BYTES = 6
 
 def client_name() -> bytes:
     """Return a new name for a client of shards; it begins with the machine that the client runs on."""
-    return _machine() + secrets.token_bytes(16 - _MACHINE_BYTES)
+    node: str = ray.get_runtime_context().get_node_id()
+    machine = hashlib.blake2b(node.encode(), digest_size=_MACHINE_BYTES).digest()
+    return machine + secrets.token_bytes(16 - _MACHINE_BYTES)
 
 
 def machine_of(client: bytes) -> bytes:
     """Return the part of a client's name that is the machine's."""
     return client[:_MACHINE_BYTES]
-
-
-def _machine() -> bytes:
-    """Name the machine that this process runs on, as Ray counts machines."""
-    node: str = ray.get_runtime_context().get_node_id()
-    return hashlib.blake2b(node.encode(), digest_size=_MACHINE_BYTES).digest()
 
 
 class CallQueue:
@@ -137,12 +126,8 @@ class CallQueue:
             self._next.move_to_end(client)
             while len(self._next) > _MOST_CLIENTS:
                 self._next.popitem(last=False)
-            until = time.monotonic() + self._patience_s
-            while self._next.get(client, number) < number:
-                left = until - time.monotonic()
-                if left <= 0:
-                    raise CallOrderError(f"call {number} came, but {self._next.get(client)} of the same client did not")
-                self._changed.wait(left)
+            if not self._changed.wait_for(lambda: self._next.get(client, number) >= number, self._patience_s):
+                raise CallOrderError(f"call {number} came, but {self._next.get(client)} of the same client did not")
         try:
             yield
         finally:
@@ -263,7 +248,9 @@ class ShardList:
 
 
 @dataclass(slots=True)
-class _SentSegment:
+class SentSegment:
+    """A segment on its way to a shard."""
+
     sequence: int
     payload: bytes
     rows: int
@@ -282,12 +269,9 @@ class SegmentStream:
     def __init__(
         self, shard: Any, number: int, writer: bytes, survives: bool, patience_s: float, roster: Any = None
     ) -> None:  # fmt: skip
-        self._shard, self._roster = shard, roster
-        self.number = number
-        self._writer = writer
-        self._survives = survives
-        self._patience_s = patience_s
-        self._under_way: deque[_SentSegment] = deque()
+        self._shard, self._roster, self.number, self._writer = shard, roster, number, writer
+        self._survives, self._patience_s = survives, patience_s
+        self.under_way: deque[SentSegment] = deque()
         self.sequence = 0  # of the next segment
         self._epoch = -1
         self._credits = 1
@@ -302,28 +286,23 @@ class SegmentStream:
     def inserted(self) -> int:
         """Transitions that the shard ever took, as far as is known, with those under way."""
         taken = 0 if self.counters is None else self.counters.inserted
-        return taken + sum(segment.rows for segment in self._under_way)
-
-    @property
-    def unacknowledged_bytes(self) -> int:
-        """Bytes of the segments under way."""
-        return sum(len(segment.payload) for segment in self._under_way)
+        return taken + self.unacknowledged_rows
 
     @property
     def unacknowledged_rows(self) -> int:
         """Rows of the segments under way."""
-        return sum(segment.rows for segment in self._under_way)
+        return sum(segment.rows for segment in self.under_way)
 
     @property
     def has_room(self) -> bool:
         """Whether the shard allows another segment under way."""
-        return len(self._under_way) < self._credits
+        return len(self.under_way) < self._credits
 
     def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
         """Send a segment; it is kept until the shard has acknowledged it."""
-        segment = _SentSegment(self.sequence, payload, rows, lease)
+        segment = SentSegment(self.sequence, payload, rows, lease)
         self.sequence += 1
-        self._under_way.append(segment)
+        self.under_way.append(segment)
         if self._is_unsure:
             self.poll()
         else:
@@ -331,13 +310,13 @@ class SegmentStream:
 
     def flush(self) -> None:
         """Wait until every segment is acknowledged."""
-        left, since = len(self._under_way), time.monotonic()
-        while self._under_way:
-            self.poll(min(1.0, self._patience_s))
-            if len(self._under_way) < left:
-                left, since = len(self._under_way), time.monotonic()
-            elif time.monotonic() - since > self._patience_s:
+        left, until = 0, 0.0
+        while self.under_way:
+            if len(self.under_way) != left:
+                left, until = len(self.under_way), time.monotonic() + self._patience_s
+            elif time.monotonic() > until:
                 raise self.silence()
+            self.poll(min(1.0, self._patience_s))
 
     def silence(self) -> ShardError:
         """Return the error that says that the shard takes nothing, and why, as far as it says so."""
@@ -351,18 +330,17 @@ class SegmentStream:
             "way are kept: call flush() to try again"
         )
 
-    def take_back(self) -> list[tuple[bytes, int]]:
+    def take_back(self) -> deque[SentSegment]:
         """Give up the segments that were not acknowledged, of a shard that is gone with all that it held."""
-        left = [(segment.payload, segment.rows) for segment in self._under_way]
-        self._under_way.clear()
+        left, self.under_way = self.under_way, deque()
         return left
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Go on with what the shard said meanwhile; wait so long for its next word at most."""
         if self._is_unsure:
             self._ask(wait_s)
-        while self._under_way and not self._is_unsure:
-            oldest = self._under_way[0]
+        while self.under_way and not self._is_unsure:
+            oldest = self.under_way[0]
             if not ray.wait([oldest.call], timeout=wait_s)[0]:
                 return
             wait_s = 0.0
@@ -375,15 +353,15 @@ class SegmentStream:
                 return
             self._hear(ack, oldest)
 
-    def _hear(self, ack: Ack, oldest: _SentSegment) -> None:
+    def _hear(self, ack: Ack, oldest: SentSegment) -> None:
         """Take over what the shard said of the oldest segment."""
         self._credits, self.counters = max(1, ack.credits), ack.counters
         if ack.kind is AckKind.ACCEPTED:
-            self._under_way.popleft()
+            self.under_way.popleft()
             if oldest.lease >= 0:
                 self._roster.end_insert.remote(oldest.lease, self.number, ack.counters)
         elif ack.kind is AckKind.REFUSED:
-            self._under_way.popleft()
+            self.under_way.popleft()
             self._number_from(oldest.sequence)
             self._doubt(None)
             raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.reason}")
@@ -393,15 +371,14 @@ class SegmentStream:
     def _doubt(self, error: Exception | None) -> None:
         """Ask the shard what it expects before anything else is sent."""
         self._is_unsure, self._question = True, None
-        now = time.monotonic()
-        self._settled_by = now + self._patience_s
+        self._settled_by = time.monotonic() + self._patience_s
         if error is not None:
-            self._trouble, self._ask_at = type(error).__name__, now + _PAUSE_S
+            self._trouble, self._ask_at = type(error).__name__, time.monotonic() + _PAUSE_S
 
     def _ask(self, wait_s: float) -> None:
         """Ask which segment the shard expects, once no call runs that could still be accepted; go on from there."""
         if self._question is None:
-            calls = [segment.call for segment in self._under_way if segment.call is not None]
+            calls = [segment.call for segment in self.under_way if segment.call is not None]
             if calls and time.monotonic() < self._settled_by:
                 ready, _ = ray.wait(calls, num_returns=len(calls), timeout=wait_s)
                 if len(ready) < len(calls):
@@ -430,19 +407,19 @@ class SegmentStream:
         self._epoch, self._credits, self.counters = ack.counters.epoch, max(1, ack.credits), ack.counters
         if lost_all:
             self._number_from(ack.expected)
-        while self._under_way and self._under_way[0].sequence < ack.expected:
-            self._under_way.popleft()
+        while self.under_way and self.under_way[0].sequence < ack.expected:
+            self.under_way.popleft()
         if ack.kind is AckKind.CLOSED:
             raise ShardClosedError(f"shard {self.number} takes nothing more")
         self._is_unsure, self._trouble = False, ""
-        for segment in self._under_way:
+        for segment in self.under_way:
             self._call(segment)
 
     def _number_from(self, sequence: int) -> None:
         self.sequence = sequence
-        for segment in self._under_way:
+        for segment in self.under_way:
             segment.sequence, self.sequence = self.sequence, self.sequence + 1
 
-    def _call(self, segment: _SentSegment) -> None:
+    def _call(self, segment: SentSegment) -> None:
         header = SegmentHeader(self._writer, self._epoch, segment.sequence)
         segment.call = self._shard.insert.remote(header, segment.payload)

@@ -22,11 +22,13 @@ from typing import Any
 
 import ray
 
-from holdall.cluster.protocol import MOST_LIVES, ShardCounters
+from holdall.cluster.protocol import MOST_LIVES, ShardCounters, received
 from holdall.cluster.status import Gauges
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, ShardError
 from holdall.units import require_count, require_number
 
+NAMESPACE = "holdall"
+"""Where rosters have their names."""
 _LEASE_S = 30.0
 """How long a grant lasts that is neither used nor given back."""
 
@@ -70,36 +72,66 @@ class RateLimit:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a memory is, for writers and learners in other processes."""
+
+    words: dict[str, Any]  # of the schema
+    name: str  # of the roster; a handle in its place could not be had again by an actor that is restarted
+    survives: bool  # whether shards hold after a restart what they acknowledged
+    prefer: str
+    patience_s: float  # of a process that asks something
+    writer_patience_s: float  # of writers, whose error comes when Ray has given a machine up
+    limit: RateLimit | None = None
+    stay_rows: int = 0  # rows after which a writer may leave a shard within an episode; 0: after every segment
+    lane_groups: int = 1  # in which a writer's lanes go to the shards, as episodes of a group stay on one
+
+    def roster(self) -> Any:
+        """Find the roster."""
+        return roster_of(self.name)
+
+    def ask(self, roster: Any, method: str, *arguments: Any) -> Any:
+        """Ask the roster something; None while it is being restarted, ShardError if the memory was closed."""
+        try:
+            return received(getattr(roster, method).remote(*arguments), self.patience_s)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            self.roster()
+            return None
+
+
+def roster_of(name: str) -> Any:
+    """Find the roster of a memory."""
+    try:
+        return ray.get_actor(name, NAMESPACE)
+    except ValueError as error:
+        raise ShardError(f"the memory {name} is not there; was it closed?") from error
+
+
 _NOTICE_S = 5.0
 _NOTICE_AGAIN_S = 30.0
+_ASK_AGAIN_S = 0.01
 _LOG = logging.getLogger("holdall")
 
 
-class WaitNotice:
-    """Says, now and then, what a call waits for that a limiter holds back.
+def wait_for_grant(
+    call: str, ask: Callable[..., Any], method: str, rows: int, meanwhile: Callable[[], None] = lambda: None
+) -> Any:
+    """Ask until the limiter grants something, and say now and then what is waited for.
 
     Args:
         call: "add" or "sample".
+        ask: Asks the roster, see `Address.ask`.
     """
-
-    def __init__(self, call: str) -> None:
-        self._call = call
-        self._began = time.monotonic()
-        self._next = self._began + _NOTICE_S
-
-    def give(self, ask: Callable[[], dict[str, float] | None]) -> None:
-        """Log how the limiter stands, if it is time for that.
-
-        Args:
-            ask: Returns what `Roster.limiter` says; None if it is being restarted.
-        """
+    began = time.monotonic()
+    notice_at = began + _NOTICE_S
+    while (grant := ask(method, rows)) is None:
         now = time.monotonic()
-        if now < self._next:
-            return
-        self._next = now + _NOTICE_AGAIN_S
-        words = ask()
-        if words:
-            _LOG.warning("%s has waited %.0f s for the limiter: %s", self._call, now - self._began, _waited_for(words))
+        if now >= notice_at and (words := ask("limiter")):
+            notice_at = now + _NOTICE_AGAIN_S
+            _LOG.warning("%s has waited %.0f s for the limiter: %s", call, now - began, _waited_for(words))
+        time.sleep(_ASK_AGAIN_S)
+        meanwhile()
+    return grant
 
 
 def _waited_for(words: dict[str, float]) -> str:
@@ -167,8 +199,6 @@ class Limiter:
         self.sampled = int(behind * self.limit.samples_per_insert)
 
 
-NAMESPACE = "holdall"
-"""Where rosters have their names."""
 _LOOK_AGAIN_S = 0.05
 _FIRST_RANK = 2**20
 """Of learners that are given none: above those that are."""
@@ -257,12 +287,12 @@ class Roster:
                 self._note(shard, counters)
                 self._limiter.end_insert(lease)
 
-    def take_samples(self, rows: int) -> bool:
-        """Grant the draw of some rows; False: not yet."""
+    def take_samples(self, rows: int) -> bool | None:
+        """Grant the draw of some rows; None: not yet."""
         self._look_at_shards()
         with self._lock:
             self._asked["sample_s"] = time.monotonic()
-            return self._limiter is None or self._limiter.take_samples(rows)
+            return self._limiter is None or self._limiter.take_samples(rows) or None
 
     def limiter(self) -> dict[str, float]:
         """Say how the limiter stands, and how long ago a grant was last asked for; -1: never."""
@@ -291,10 +321,8 @@ class Roster:
                     continue
                 with self._lock:
                     self._note(shard, found)
-        if self._metrics is not None and self._metrics.is_due:
-            with self._lock:
-                words = self._limiter.words()
-            self._metrics.set(**words)
+        if self._metrics is not None:
+            self._metrics.report(self._limiter.words)
 
     def _note(self, shard: int, counters: ShardCounters) -> None:
         """Add up what was ever taken; a shard that began again counts from 0 again."""

@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -33,7 +34,7 @@ from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardErr
 from holdall.json_state import generator_of
 from holdall.native import fallback
 from holdall.sampling import Sampler
-from holdall.schema import as_ids
+from holdall.schema import Array
 
 GROUPS = {"insert": 32, "sample": 4, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind."""
@@ -65,10 +66,8 @@ class Shard:
         self, number: int, words: dict[str, Any], capacity: int, sampler: Sampler, seed: int | None, memory: str,
         url: str | None = None, neighbours: int = 1, saved: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
-        self._number = number
+        self._number, self._memory, self._url = number, memory, url
         self._machine = protocol.machine_of(protocol.client_name())
-        self._memory = memory
-        self._url = url
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._call_queue = protocol.CallQueue()
@@ -140,9 +139,9 @@ class Shard:
                 if self._is_closed.is_set():
                     return self._ack(sent.writer, protocol.AckKind.CLOSED)
             segment = self._data.unpacked(payload)
-            staged = Staged(Entry(sent.writer, sent.sequence, payload), segment)
+            staged = Staged(Entry(sent.writer, sent.sequence, payload), segment, Future())
             with self._changed:
-                self._changed.wait_for(lambda: self._is_due(sent), _OVERTAKEN_S)
+                self._changed.wait_for(lambda: sent.sequence <= self._expected.get(sent.writer, 0), _OVERTAKEN_S)
                 if self._is_closed.is_set():
                     return self._ack(sent.writer, protocol.AckKind.CLOSED)
                 if sent.sequence != self._expected.get(sent.writer, 0):
@@ -155,7 +154,7 @@ class Shard:
                     self._staged[sent.writer] += 1
                     self._committer.stage(staged)
                 self._changed.notify_all()
-            staged.wait()
+            staged.done.result()
             with self._lock:
                 return self._ack(sent.writer, protocol.AckKind.ACCEPTED)
         except (ArgumentError, DamageError) as error:
@@ -236,15 +235,12 @@ class Shard:
             counters, found = self._counters(), self._data.found(RowDraw(wanted))
         return self._data.answer(counters, RowDraw(wanted), found, is_near=self._is_near(client))
 
-    def update_priorities(
-        self, order: protocol.CallOrder, rows: bytes, priorities: bytes, dtype: str
-    ) -> protocol.ShardCounters:
+    def update_priorities(self, order: protocol.CallOrder, rows: Ids, priorities: Array) -> protocol.ShardCounters:
         """Set the priorities of rows; those that left are passed over."""
-        wanted, numbers = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
         sampler: Any = self._data.sampler
         with self._in_turn(order):
             # Rows of an earlier life are lost; their numbers are below all that are held now.
-            sampler.update_priorities(self._data.held(), wanted, numbers)
+            sampler.update_priorities(self._data.held(), rows, priorities)
             self._changes.raise_by_one()
             return self._counters()
 
@@ -262,10 +258,9 @@ class Shard:
         with self._changed:
             self._is_closed.set()
             self._changed.notify_all()
-            committer = self._committer
-        if committer is not None:
-            committer.drain()
-            committer.record(lambda journal: journal.say(closed_by=self._memory))
+        if self._committer is not None:
+            self._committer.drain()
+            self._say(closed_by=self._memory)
 
     @ray.method(concurrency_group="control")
     def oldest(self) -> tuple[bytes, int, int, int]:
@@ -288,9 +283,12 @@ class Shard:
         with self._lock:
             self._data.store.forget_before(end)
             self._changes.raise_by_one()
+        self._say(hidden_before=end, move=SegmentMove(self._memory, to, writer.hex(), sequence, first_row))
+
+    def _say(self, **changes: Any) -> None:
+        """Have the journal, if there is one, say more of this shard, see `JournalState`."""
         if self._committer is not None:
-            move = SegmentMove(self._memory, to, writer.hex(), sequence, first_row)
-            self._committer.record(lambda journal: journal.say(hidden_before=end, move=move))
+            self._committer.record(lambda journal: journal.say(**changes))
 
     @ray.method(concurrency_group="control")
     def move(self) -> tuple[int, bytes, int] | None:
@@ -306,18 +304,15 @@ class Shard:
         with self._lock:
             if self._committer is None or self._committer.journal.state.move is None:
                 return
-            journal = self._committer.journal
             if arrived:
-                self._data.store.forget_before(journal.state.hidden_before)
-            first = self._data.store.first_tick
-            self._committer.record(lambda journal: journal.say(hidden_before=first, move=None))
+                self._data.store.forget_before(self._committer.journal.state.hidden_before)
+            self._say(hidden_before=self._data.store.first_tick, move=None)
             self._changes.raise_by_one()
 
     @ray.method(concurrency_group="control")
     def end_drain(self) -> None:
         """Hear that all segments have arrived elsewhere."""
-        if self._committer is not None:
-            self._committer.record(lambda journal: journal.say(move=None, drained=True))
+        self._say(move=None, drained=True)
 
     @ray.method(concurrency_group="control")
     def journals(self) -> list[int]:
@@ -384,9 +379,6 @@ class Shard:
         with self._call_queue.taken(order), self._lock:
             yield
 
-    def _is_due(self, sent: protocol.SegmentHeader) -> bool:
-        return sent.sequence <= self._expected.get(sent.writer, 0)
-
     def _apply(self, staged: list[Staged]) -> int:
         """Show what is durable now; return the first row that is still needed."""
         with self._lock:
@@ -400,7 +392,7 @@ class Shard:
     def _take(self, staged: Staged) -> None:
         self._data.take(staged.entry.writer, staged.segment)
         self._changes.raise_by_one()
-        staged.done.set()
+        staged.done.set_result(None)
 
     def _ack(self, writer: bytes, kind: protocol.AckKind, reason: str = "") -> protocol.Ack:
         counters = self._counters()
@@ -424,14 +416,12 @@ def begun_life(memory: str, number: int, first_life: int, *, has_journal: bool) 
     """
     find = functools.partial(ray.get_actor, memory, NAMESPACE)
     try:
-        begun: tuple[int, float] = protocol.asked(
-            find, "begin_life", number, first_life, patience_s=math.inf, timeout_s=None
-        )
+        life, highest = protocol.asked(find, "begin_life", number, first_life, patience_s=math.inf, timeout_s=None)
     except (ValueError, protocol.GoneError):  # the memory was closed
         if has_journal:  # which has both, as they were
             return first_life, 0.0
         raise
-    return begun
+    return life, highest
 
 
 def _checkpoint_of(url: str, number: int) -> Restored:

@@ -6,9 +6,10 @@ Invariant: row numbers only grow, and name the same transition for as long as it
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,18 +17,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall import storage
-from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
-from holdall.cluster.answer import Answer, AnswerPacker, BlockPlace, Payload, RowDraw
-from holdall.cluster.encode import sliced_leaves
+from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, runs_of, runs_state
+from holdall.cluster.answer import (
+    Answer,
+    AnswerPacker,
+    BlockPlace,
+    Pair,
+    Payload,
+    RowDraw,
+    block_bytes,
+    block_leaves,
+    followed,
+    pairs_in,
+)
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.row_reader import ShardReader
-from holdall.delivery import Prefetched
+from holdall.delivery import ObservationAssembler, Prefetched
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.machine import memory_limits
 from holdall.native import chosen_kernels
-from holdall.sampling import LANE, ComposedSampler, Held, Hindsight, Prioritized, Sampler
+from holdall.sampling import ComposedSampler, Held, Hindsight, Prioritized, RowOrder, Sampler, WriterRun, resume
+from holdall.schema import Leaf, Schema
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
@@ -53,21 +64,18 @@ class ShardData:
         self, words: dict[str, Any], capacity: int, sampler: Sampler, generator: np.random.Generator,
         lock: threading.Lock, neighbours: int = 1,
     ) -> None:  # fmt: skip
-        self.capacity = capacity
-        self.sampler = sampler
-        self.generator = generator
+        self.capacity, self.sampler, self.generator = capacity, sampler, generator
         self.inserted = 0  # transitions ever accepted
         self._words = words | {"num_envs": 1}
-        self._schema = schema_of(self._words)
-        self._lock = lock
-        self._kernels = chosen_kernels()
+        self._schema, self._lock, self._kernels = schema_of(self._words), lock, chosen_kernels()
+        self._large = storage.sliced_leaves(self._schema)
         decoded_bytes = memory_limits()[0].free_bytes // _SHARE_OF_AVAILABLE // neighbours
-        self._reader = ShardReader(self._schema, sliced_leaves(self._schema), self._kernels, decoded_bytes, neighbours)
+        self._reader = ShardReader(self._schema, self._large, self._kernels, decoded_bytes, neighbours)
         self._packer = AnswerPacker()
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[storage.Codec, storage.Codec] = {}
         self._runs: deque[WriterRun] = deque()
-        self._by = sampler.by if isinstance(sampler, ComposedSampler) else sampler
+        self._by = followed(sampler)
         self._starts = Prioritized(alpha=0.0)  # counts what a sequence may begin with
         self._order: RowOrder | None = None
         self.store = self.begin_at(0)
@@ -76,14 +84,9 @@ class ShardData:
         """Hold nothing, and number the next row so."""
         self._runs.clear()
         self._order = RowOrder() if isinstance(self.sampler, ComposedSampler) else None
+        budget = storage.Budget.of(None, "balanced", 1)
         self.store = storage.Store(
-            self._schema,
-            self.capacity,
-            self._kernels,
-            self._lock,
-            storage.Budget.of(None, "balanced", 1),
-            first_tick=first_row,
-            large=sliced_leaves(self._schema),
+            self._schema, self.capacity, self._kernels, self._lock, budget, first_tick=first_row, large=self._large
         )
         return self.store
 
@@ -144,8 +147,7 @@ class ShardData:
         """Go on with the priorities that the journal has, if they were made with the same settings."""
         saved, by = journal.priorities, self._by
         if saved is not None and isinstance(by, Prioritized) and [by.alpha, by.floor] == saved["settings"]:
-            by.restore(saved)
-            by.resize(self.capacity, self.store.first_tick)
+            resume(by, {"kind": Prioritized.__name__, "state": saved}, self.capacity, self.store.first_tick)
 
     def priorities(self) -> dict[str, Any] | None:
         """Return all that `replay` needs of a sampler with priorities; None of one without."""
@@ -173,10 +175,7 @@ class ShardData:
                 self._order.add(run, store.first_tick)
         self.inserted = int(state["inserted"])
         self.generator = restored_generator(state["generator"])
-        if state["sampler"]["kind"] == type(self.sampler).__name__:
-            self.sampler.restore(state["sampler"]["state"])
-        if isinstance(self._by, Prioritized):
-            self._by.resize(self.capacity, store.first_tick)
+        resume(self.sampler, state["sampler"], self.capacity, store.first_tick)
 
     def write_loaded(self, journal: Journal, checkpoint: str, written: int) -> None:
         """Write the segments of a checkpoint that a journal does not have yet.
@@ -230,10 +229,9 @@ class ShardData:
         Args:
             counts: Of every batch how many, and how many of these get another goal.
         """
-        sampler, held, chosen = self.sampler, self.held(), generator or self.generator
-        if isinstance(sampler, Hindsight):
-            return RowDraw.of([sampler.draw(held, count, chosen, relabelled) for count, relabelled in counts])
-        return RowDraw.of([sampler.draw(held, count, chosen) for count, _ in counts])
+        held, chosen, draw = self.held(), generator or self.generator, self.sampler.draw
+        numbers: Any = counts if isinstance(self.sampler, Hindsight) else [(count,) for count, _ in counts]
+        return RowDraw.of([draw(held, count, chosen, *goals) for count, *goals in numbers])
 
     def found(self, draw: RowDraw) -> tuple[NDArray[np.float64], storage.Rows]:
         """Look rows up: what each was drawn in proportion to, and where it lies."""
@@ -291,111 +289,77 @@ class ShardData:
         return self.sampler.starts(self.held()) if isinstance(self.sampler, ComposedSampler) else self.held()
 
 
-_ROW, _TICKS, _LANES, _PLACE, _SPACING, _PAST = range(6)
-"""Of a run: its first row; its ticks and lanes; the place of its first row; how far apart the places of its ticks are;
-the row behind the run before it, or -1."""
-_FAR = 2**19
-"""Places between rows that are not known to follow each other: no sequence is as long."""
+class ShardReader:
+    """Decodes rows of a shard's store; several threads may use it.
 
-
-class RowOrder:
-    """Which rows of a shard follow each other in time: it holds pieces of many writers' lanes, in the order they came.
-
-    Invariant: a lane of a writer has a number of its own, and its steps their ticks, so the step after one is the next
-    tick of that lane, or is not held here. Steps of two writers never follow each other.
+    Args:
+        neighbours: Shards on a machine, this one counted; each has its share of the cores.
     """
 
-    def __init__(self) -> None:
-        self._by_row = np.empty((6, 0), np.int64)
-        self._by_place = np.empty((6, 0), np.int64)
-        self._lanes: dict[tuple[str, int], int] = {}  # the first lane of a writer with so many
-        self._first_lanes: Ids = np.empty(0, np.int64)
-        self._next_lane = 0
-        self._first_row = 0
+    def __init__(
+        self, schema: Schema, large: Sequence[int], kernels: storage.Kernels, decoded_bytes: int = 0,
+        neighbours: int = 1,
+    ) -> None:  # fmt: skip
+        self._leaves = schema.observation.leaves
+        self._assembler = ObservationAssembler(kernels, 0, max(1, (os.cpu_count() or 1) // neighbours))
+        self._kept = storage.DecodedSegments(kernels.coder, decoded_bytes)
+        self._blocks = OpenedBlocks(block_leaves(schema, large))
 
-    def add(self, run: WriterRun, first_row: int) -> None:
-        """Take a run over whose rows are the newest; those before `first_row` have left."""
-        self.forget_before(first_row)
-        # Rows that are not known to follow each other lie far apart, in a lane of their own.
-        is_ordered = run.first_tick >= 0
-        lanes, tick, spacing = (run.lanes, run.first_tick, 1) if is_ordered else (1, 0, _FAR)
-        place = self._lane_of(run.writer if is_ordered else "", lanes) * LANE + tick
-        at = int(np.searchsorted(self._by_place[_PLACE], place))
-        past = -1
-        if at and self._by_place[_PLACE, at - 1] + self._by_place[_TICKS, at - 1] == place:
-            before = self._by_place[:, at - 1]
-            past = int(before[_ROW] + before[_TICKS] * before[_LANES])
-        entry = np.array([run.first_row, run.rows // lanes, lanes, place, spacing, past], np.int64)
-        self._by_row = np.concatenate([self._by_row, entry[:, None]], axis=1)
-        self._by_place = np.insert(self._by_place, at, entry, axis=1)
+    def read(self, found: storage.Rows, counts: Sequence[int], blocks: Sequence[BlockPlace]) -> storage.Rows:
+        """Return rows with all of their observations; those that could be written to blocks are not among them.
 
-    def _lane_of(self, writer: str, lanes: int) -> int:
-        """Return the number of a writer's first lane; who has no name gets another one every time."""
-        known = self._lanes.get((writer, lanes)) if writer else None
-        if known is None:
-            known, self._next_lane = self._next_lane, self._next_lane + lanes
-            self._first_lanes = np.append(self._first_lanes, known)
-            if writer:
-                self._lanes[writer, lanes] = known
-        return known
+        Args:
+            counts: Rows of every batch.
+            blocks: Where each of them is written; nothing: nowhere.
+        """
+        if found.places is None:
+            return found._replace(large=())
+        if found.places.awaits_files:
+            storage.bring_places(found.places)
+        places = self._kept.instead(found.places)
+        opened = [self._blocks.pairs(place) for place in blocks]
+        if not blocks or None in opened:
+            return self._assembler.complete(found._replace(places=places), self._leaves)
+        end = 0
+        for pairs, place, count in zip(opened, blocks, counts, strict=True):
+            some, end = slice(end, end + count), end + count
+            rows = np.frombuffer(place.positions, np.int64).copy() if place.positions else None
+            self._write(found, _part(places, some, rows), some, pairs or {})
+        return found._replace(small={}, large=(), places=None)
 
-    def forget_before(self, first_row: int) -> None:
-        """Hear that rows have left."""
-        if first_row == self._first_row:
-            return
-        self._first_row = first_row
-        ends = self._by_row[_ROW] + self._by_row[_TICKS] * self._by_row[_LANES]
-        left = int(np.searchsorted(ends, first_row, "right"))
-        if left:
-            self._by_place = self._by_place[:, ~np.isin(self._by_place[_ROW], self._by_row[_ROW, :left])]
-            self._by_row = self._by_row[:, left:]
+    def _write(self, found: storage.Rows, places: storage.Places, some: slice, pairs: Mapping[int, Pair]) -> None:
+        """Write the rows of one batch to where they belong in its block."""
+        for field, i in enumerate(found.large):
+            obs, next_obs = (side.view(np.uint8).reshape(len(side), self._leaves[i].nbytes) for side in pairs[i])
+            self._assembler.fill(places, field, obs, next_obs)
+        for i, sides in found.small.items():
+            for side, part in zip(pairs[i], sides, strict=True):
+                side[slice(None) if places.rows is None else places.rows] = part[some]
 
-    def places(self, ids: Ids) -> Ids:
-        """See `StepOrder`."""
-        run = self._by_row[:, np.searchsorted(self._by_row[_ROW], ids, "right") - 1]
-        tick, lane = np.divmod(ids - run[_ROW], run[_LANES])
-        return np.asarray(run[_PLACE] + lane * LANE + tick * run[_SPACING])
 
-    def at(self, places: Ids) -> tuple[Ids, Flags]:
-        """See `StepOrder`."""
-        if not self._by_place.shape[1]:
-            return places, np.zeros(places.shape, np.bool_)
-        lane, wanted = self._in_first_lanes(places)
-        index = np.searchsorted(self._by_place[_PLACE], wanted, "right") - 1
-        run = self._by_place[:, index]
-        tick, between = np.divmod(wanted - run[_PLACE], run[_SPACING])
-        rows = run[_ROW] + tick * run[_LANES] + lane
-        known = (index >= 0) & (between == 0) & (tick < run[_TICKS]) & (rows >= self._first_row)
-        return rows, known & (lane >= 0) & (lane < run[_LANES])
+def _part(places: storage.Places, some: slice, rows: NDArray[np.int64] | None) -> storage.Places:
+    """Return the places of some rows, and where in a batch each of them goes; None: they are all of it."""
+    cursors = [each[some] for each in places.cursors]
+    return replace(places, segment=places.segment[some], cursors=cursors, lane=places.lane[some], rows=rows)
 
-    def _in_first_lanes(self, places: Ids) -> tuple[Ids, Ids]:
-        """Return which lane of its writer each place is of, and the place of the same tick in the writer's first."""
-        lane, tick = np.divmod(places, LANE)
-        first = self._first_lanes[np.searchsorted(self._first_lanes, lane, "right") - 1]
-        return lane - first, first * LANE + tick
 
-    def pieces(self, ids: Ids) -> tuple[Ids, Ids]:
-        """See `StepOrder`."""
-        runs = self._by_place
-        end = runs[_PLACE] + (runs[_TICKS] - 1) * runs[_SPACING] + 1
-        breaks = np.flatnonzero(end[:-1] != runs[_PLACE, 1:])
-        places = self.places(ids)
-        lane, wanted = self._in_first_lanes(places)
-        piece = np.searchsorted(breaks, np.searchsorted(runs[_PLACE], wanted, "right") - 1)
-        begin, last = np.append(-1, breaks)[piece] + 1, np.append(breaks, len(end) - 1)[piece]
-        # Of the oldest run some rows may have left.
-        left = np.maximum(0, -((runs[_ROW, begin] + lane - self._first_row) // runs[_LANES, begin]))
-        first, behind = runs[_PLACE, begin] + left + lane * LANE, end[last] + lane * LANE
-        is_alone = runs[_SPACING, begin] > 1
-        return np.where(is_alone, places, first), np.where(is_alone, places, behind - 1)
+class OpenedBlocks:
+    """Blocks of learners on this machine, as a shard writes to them."""
 
-    def without_past(self, first_id: int) -> Ids:
-        """See `StepOrder`."""
-        runs, held_from = self._by_row, self._first_row
-        # Rows of the oldest run, behind those that left; and the first rows of runs that follow one that left.
-        is_cut = runs[_ROW] < held_from
-        follows = (runs[_PAST] > first_id) & (runs[_PAST] - runs[_LANES] < held_from)
-        begin = np.maximum(runs[_ROW], held_from)
-        end = np.minimum(begin + runs[_LANES], runs[_ROW] + runs[_TICKS] * runs[_LANES])
-        found = [np.arange(begin[run], end[run]) for run in np.flatnonzero(is_cut | follows)]
-        return np.concatenate([np.empty(0, np.int64), *found])
+    def __init__(self, leaves: dict[int, Leaf]) -> None:
+        self._leaves = leaves
+        self._lock = threading.Lock()  # a shard answers several calls at a time
+        self._opened: dict[tuple[str, int], tuple[BlockPlace, dict[int, Pair]]] = {}  # by name and rows
+
+    def pairs(self, place: BlockPlace) -> dict[int, Pair] | None:
+        """Return where the rows of a batch are written; None if the block is not within reach."""
+        with self._lock:
+            found = self._opened.get((place.name, place.rows))
+            if found is None:
+                # Those that their learners gave up take memory for as long as they are open here.
+                self._opened = {key: known for key, known in self._opened.items() if known[0].is_there}
+                memory = place.opened(block_bytes(self._leaves.values(), place.rows))
+                if memory is None:
+                    return None
+                found = self._opened[place.name, place.rows] = place, dict(pairs_in(memory, self._leaves, place.rows))
+        return found[1]

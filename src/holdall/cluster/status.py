@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.util import metrics
@@ -33,6 +34,9 @@ from holdall.cluster.protocol import (
     received,
 )
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
+
+if TYPE_CHECKING:
+    from holdall.cluster.roster import Address
 
 _SHARE_OF_A_CORE = 0.02
 
@@ -137,20 +141,19 @@ class Gauges:
         self._set_at = -_PAUSE_S
         self._lock = threading.Lock()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time to set them again, during a call that comes anyway; the caller does so then."""
+    def report(self, figures: Callable[[], Mapping[str, float]]) -> None:
+        """Set them if it is time for that, during a call that comes anyway."""
         with self._lock:
             now = time.monotonic()
             if now - self._set_at < _PAUSE_S:
-                return False
+                return
             self._set_at = now
-            return True
+        self.set(figures())
 
-    def set(self, **values: float) -> None:
-        """Set gauges."""
-        for name, value in values.items():
-            self._gauges[name].set(float(value))
+    def set(self, values: Mapping[str, Any]) -> None:
+        """Set gauges, of what is among the values."""
+        for name in self._gauges.keys() & values.keys():
+            self._gauges[name].set(float(values[name]))
 
 
 class ShardMetrics(Gauges):
@@ -179,9 +182,7 @@ class ShardMetrics(Gauges):
     def _follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
         while True:
             found = figures()
-            counters: ShardCounters = found["counters"]
-            values = {name: getattr(counters, name) for name in self._gauges if hasattr(counters, name)}
-            self.set(**values, **{name: found[name] for name in self._gauges if name in found})
+            self.set({**found["counters"]._asdict(), **found})
             time.sleep(_PAUSE_S)
 
 
@@ -252,10 +253,10 @@ class _Member:
 class Cluster:
     """All shards of a memory."""
 
-    def __init__(self, roster: Any, patience_s: float, learner: int = 0) -> None:
-        self._roster, self._list = roster, ShardList(roster, patience_s)
+    def __init__(self, address: Address, learner: int = 0) -> None:
+        self.patience_s, roster = address.patience_s, address.roster()
+        self.ask_roster, self._list = partial(address.ask, roster), ShardList(roster, address.patience_s)
         self._learner, self._handle = learner, secrets.randbits(63)
-        self._patience_s = patience_s
         self._members: dict[int, _Member] = {}  # in its place another is put when shards come or go
         self._lock, self._looking = threading.RLock(), threading.Lock()
         self.losses = 0
@@ -271,13 +272,6 @@ class Cluster:
             calls = CallOrder(member.client, epoch, member.calls, self._learner, self._handle)
             member.calls += 1
             return member.handle.ordered.remote(pickle.dumps((method, calls, *arguments)))
-
-    def ask_roster(self, method: str, *arguments: Any) -> Any:
-        """Ask the roster something; None while it is being restarted."""
-        try:
-            return ray.get(getattr(self._roster, method).remote(*arguments), timeout=self._patience_s)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            return None
 
     @property
     def handles(self) -> dict[int, Any]:
@@ -361,7 +355,7 @@ class Cluster:
         found = {}
         for number, call in calls.items():
             try:
-                found[number] = received(call, self._patience_s)
+                found[number] = received(call, self.patience_s)
             except LOSSES:
                 self.lose(number)
         return found

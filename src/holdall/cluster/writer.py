@@ -8,68 +8,34 @@ the shards do. A segment goes to the less filled of two shards; it needs none of
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import ray
 import xxhash
 
-from holdall.cluster.encode import Encoder, SharedCodecs
-from holdall.cluster.protocol import (
-    GoneError,
-    SegmentStream,
-    ShardClosedError,
-    ShardCounters,
-    ShardList,
-    is_newer,
-    received,
-)
-from holdall.cluster.roster import NAMESPACE, RateLimit, WaitNotice
+from holdall import storage
+from holdall.background import end_before_python
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, ShardList, is_newer
+from holdall.cluster.roster import Address, wait_for_grant
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
-from holdall.schema import Schema
-from holdall.storage import Tick, pack_segment
+from holdall.schema import Bytes, Schema
 
 _SEGMENT_ROWS = 128
-_ASK_AGAIN_S = 0.01
 _WAIT_S = 0.05
 _LOG = logging.getLogger("holdall")
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a memory is, for writers and learners in other processes."""
-
-    words: dict[str, Any]  # of the schema
-    name: str  # of the roster; a handle in its place could not be had again by an actor that is restarted
-    survives: bool  # whether shards hold after a restart what they acknowledged
-    prefer: str
-    patience_s: float  # of a process that asks something
-    writer_patience_s: float  # of writers, whose error comes when Ray has given a machine up
-    limit: RateLimit | None = None
-    stay_rows: int = 0  # rows after which a writer may leave a shard within an episode; 0: after every segment
-    lane_groups: int = 1  # in which a writer's lanes go to the shards, as episodes of a group stay on one
-
-    def roster(self) -> Any:
-        """Find the roster."""
-        return self.roster_of(self.name)
-
-    @staticmethod
-    def roster_of(name: str) -> Any:
-        """Find the roster of a memory."""
-        try:
-            return ray.get_actor(name, NAMESPACE)
-        except ValueError as error:
-            raise ShardError(f"the memory {name} is not there; was it closed?") from error
 
 
 class LaneGroup:
@@ -87,8 +53,8 @@ class LaneGroup:
         self._name = secrets.token_bytes(16)
         self._roster, self._kernels = address.roster(), chosen_kernels()
         count = schema.num_envs
-        self.encoder = Encoder(schema, count, max(1, _SEGMENT_ROWS // count), self._kernels)
-        self._codecs = SharedCodecs(self._roster, self._kernels.coder, self.encoder.leaves, count, address.prefer)
+        self.encoder = storage.Encoder(schema, count, max(1, _SEGMENT_ROWS // count), self._kernels)
+        self._codecs = SharedCodecs(self._roster, self._kernels.coder, self.encoder, count, address.prefer)
         self._generator = np.random.default_rng()
         self._home = -1  # the shard on which it stays while episodes go on
         self.streams: dict[int, SegmentStream] = {}
@@ -110,10 +76,14 @@ class LaneGroup:
         """Send what waits, and return when the shards have acknowledged everything."""
         if self.encoder.rows:
             self._send()
-        while any(stream.unacknowledged_rows for stream in self.streams.values()):
-            for stream in list(self.streams.values()):
-                with self._rerouting(stream):
-                    stream.flush()
+        while any(stream.under_way for stream in self.streams.values()):
+            self._each(SegmentStream.flush)
+
+    def _each(self, act: Callable[[SegmentStream], None], numbers: Iterable[int] | None = None) -> None:
+        """Do something with every stream, or with some."""
+        for stream in [self.streams[number] for number in (self.streams if numbers is None else numbers)]:
+            with self._rerouting(stream):
+                act(stream)
 
     def _send(self) -> None:
         """Close the segment and send it on its way; what could fail comes before that, so that none is lost."""
@@ -122,10 +92,10 @@ class LaneGroup:
         if self.streams.get(stream.number) is not stream:  # its shard was closed or lost while a grant was waited for
             stream = self._roomy()
         self.waited_s += time.monotonic() - start
-        codecs, rows = self._codecs.of(self.encoder.fields), self.encoder.rows
+        codecs, rows = self._codecs.of_fields(), self.encoder.rows
         stays = self._address.stay_rows and not self.encoder.ends_episodes
         self._home, self._first = stream.number if stays else -1, -1
-        payload = pack_segment(self.encoder.close(codecs), self._kernels.coder)
+        payload = storage.pack_segment(self.encoder.close(codecs), self._kernels.coder)
         with self._rerouting(stream):
             stream.send(payload, rows, lease)
 
@@ -137,9 +107,7 @@ class LaneGroup:
         until = time.monotonic() + self._address.writer_patience_s
         while True:
             self._look_around()
-            for stream in [self.streams[number] for number in self._open_to]:
-                with self._rerouting(stream):
-                    stream.poll()
+            self._each(SegmentStream.poll, self._open_to)
             chosen = [self.streams[number] for number in self._open_to if number in self.streams]
             roomy = [stream for stream in self._allowed(chosen) if stream.has_room]
             if roomy:
@@ -166,19 +134,9 @@ class LaneGroup:
         if limit is None:
             return -1
         limit.require("block", rows * limit.samples_per_insert)
-        notice = WaitNotice("add")
-        while True:
-            try:
-                lease: int | None = ray.get(self._roster.lease_insert.remote(rows), timeout=self._address.patience_s)
-                if lease is not None:
-                    return lease
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                self._address.roster()  # it refuses a memory that was closed
-            notice.give(lambda: received(self._roster.limiter.remote(), self._address.patience_s))
-            time.sleep(_ASK_AGAIN_S)
-            for stream in list(self.streams.values()):
-                with self._rerouting(stream):
-                    stream.poll()  # what has arrived does not count as under way any more
+        ask, poll = partial(self._address.ask, self._roster), partial(self._each, SegmentStream.poll)
+        # What has arrived meanwhile does not count as under way any more.
+        return int(wait_for_grant("add", ask, "lease_insert", rows, poll))
 
     @contextmanager
     def _rerouting(self, stream: SegmentStream) -> Iterator[None]:
@@ -194,16 +152,16 @@ class LaneGroup:
                 self._left.add(stream.number)
             self._look_around()
             others = [self.streams[number] for number in self._open_to if number != stream.number]
-            if stream.unacknowledged_rows and not others:
+            if stream.under_way and not others:
                 raise ShardError(
                     f"no shard takes the {stream.unacknowledged_rows} transitions that were under way to shard "
                     f"{stream.number}, which is gone; they are kept: add one with memory.add_shard(), and call flush()"
                 ) from error
             self.streams.pop(stream.number, None)
-            for payload, rows in stream.take_back():
+            for segment in stream.take_back():
                 least = min(others, key=lambda each: each.inserted)
                 with self._rerouting(least):
-                    least.send(payload, rows)
+                    least.send(segment.payload, segment.rows)
 
     def leave(self, shard: int) -> None:
         """Send no more segments to a shard."""
@@ -239,6 +197,84 @@ class LaneGroup:
         self._open_to = taking
 
 
+_ENOUGH = 512
+"""Slices that a choice is made on."""
+_HARDLY_MORE = 1.03
+_QUICK_LEVEL = 7
+"""Zstandard's last level that is quick: those above take far longer for frames of a game, and hardly less room."""
+
+
+_Key = tuple[int, storage.Window]
+"""A field, and how it is cut."""
+
+
+class SharedCodecs:
+    """The codecs that one writer uses: those that the memory's first writer chose for the same fields.
+
+    Args:
+        prefer: How much slower sampling may get, see `holdall.ReplayMemory`.
+    """
+
+    def __init__(self, roster: Any, coder: storage.Coder, encoder: storage.Encoder, lanes: int, prefer: str) -> None:
+        self._roster, self._coder, self._encoder, self._lanes = roster, coder, encoder, lanes
+        self._cap = storage.COST_CAPS[prefer]
+        self._codecs: dict[_Key, storage.Codec | None] = {}  # None: it is being chosen
+        self._samples: dict[_Key, list[Bytes]] = {}
+
+    def of_fields(self) -> dict[int, storage.Codec]:
+        """Return the codecs of the fields of a segment that is about to be closed, as far as they were chosen."""
+        chosen = {}
+        for number, field in enumerate(self._encoder.fields):
+            self._look((number, field.window), field.raw)
+            if (codec := self._codecs.get((number, field.window))) is not None:
+                chosen[number] = codec
+        return chosen
+
+    def _look(self, key: _Key, slices: Bytes) -> None:
+        """Keep some slices of a field that has no codec yet, until there are enough to storage.choose one."""
+        if key in self._codecs:
+            return
+        kept = self._samples.setdefault(key, [])
+        held = sum(map(len, kept))
+        if held < _ENOUGH:
+            kept.append(slices[: _ENOUGH - held].copy())
+            return
+        self._codecs[key] = None
+        work = (key, np.concatenate(self._samples.pop(key)))
+        thread = threading.Thread(target=self._choose, args=work, name="holdall-codec", daemon=True)
+        end_before_python(thread)
+        thread.start()
+
+    def _choose(self, key: _Key, slices: Bytes) -> None:
+        """Ask for the codec of a field, and choose one if there is none; if that fails, it is tried again later."""
+        (field, window), asked = key, json.dumps([key[0], key[1].words()])
+        try:
+            words = ray.get(self._roster.codec.remote(asked))
+            if words is None:
+                # A segment stands for itself: a dictionary would have to follow it wherever it goes.
+                leaf = self._encoder.leaves[field]
+                chosen = storage.choose(
+                    self._coder, leaf, window, slices, self._cap, 1, self._lanes, has_dictionary=False
+                )
+                words = storage.codec_words(_quicker(self._coder, chosen, slices))
+                words = ray.get(self._roster.codec.remote(asked, words))
+            self._codecs[key] = storage.codec_of(words, {})
+        except ray.exceptions.RayError:
+            del self._codecs[key]
+
+
+def _quicker(coder: storage.Coder, codec: storage.Codec, slices: Bytes) -> storage.Codec:
+    """Return the codec at a lower level if that takes hardly more bytes: steps of an environment wait for it."""
+    sealed = coder.seal(slices, codec)
+    if sealed is None:
+        return codec
+    for quick in (codec.hurried(), replace(codec, level=min(codec.level, _QUICK_LEVEL))):
+        found = coder.seal(slices, quick)
+        if found is not None and found.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes:
+            return quick
+    return codec
+
+
 _OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
@@ -261,7 +297,7 @@ class Writer:
     """
 
     def __init__(self, address: Address, num_envs: int, spread: int | None = None) -> None:
-        self._address, self._lanes, self._spread = address, num_envs, spread
+        self._address, self._lanes, self._spread, self._closed = address, num_envs, spread, False
         self._lock = threading.RLock()  # the end of a process flushes, whatever its threads do
         self.schema = replace(schema_of(address.words), num_envs=num_envs)
         split = np.array_split(np.arange(num_envs), min(num_envs, address.lane_groups))
@@ -275,7 +311,6 @@ class Writer:
         ]  # fmt: skip
         # An `extend` that raised: its steps, the group that raised, and how many of its steps are held.
         self._stopped_at = b"", 0, 0
-        self._closed = False
         if not _OPEN:
             atexit.unregister(_flush_all)
             atexit.register(_flush_all)  # before Ray's own, which was registered earlier
@@ -318,7 +353,7 @@ class Writer:
     @property
     def unacknowledged_bytes(self) -> int:
         """Bytes that were sent and not acknowledged yet."""
-        return sum(stream.unacknowledged_bytes for stream in self._all_streams)
+        return sum(len(segment.payload) for stream in self._all_streams for segment in stream.under_way)
 
     @property
     def waited_s(self) -> float:
@@ -357,7 +392,7 @@ class Writer:
             leading = (len(reward), self._lanes)
             self._extend(self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid))
 
-    def _extend(self, steps: Tick) -> None:
+    def _extend(self, steps: storage.Tick) -> None:
         """Add steps that were checked, one group of lanes after another; after an error go on where it came."""
         stopped, first, taken = self._stopped_at
         if not stopped or _digest_of(steps) != stopped:
@@ -392,11 +427,11 @@ class Writer:
         if self._closed:
             raise ClosedError("the writer was closed; make a new one with memory.writer()")
 
-    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
-        return Tick.fitted(self.schema, leading, self._groups[0].encoder.reward_dtype, *arguments)
+    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> storage.Tick:
+        return storage.Tick.fitted(self.schema, leading, self._groups[0].encoder.reward_dtype, *arguments)
 
 
-def _digest_of(steps: Tick) -> bytes:
+def _digest_of(steps: storage.Tick) -> bytes:
     """Return a digest of the steps of an `extend`: those of another have another one."""
     flags = [steps.terminated, steps.truncated, *([] if steps.valid is None else [steps.valid])]
     digest = xxhash.xxh3_128()

@@ -10,7 +10,15 @@ Torch is imported when a device is asked for.
 """
 
 from holdall.delivery.batch_layout import DeviceBatch
-from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows, HostBatches, ObservationAssembler
+from holdall.delivery.batches import (
+    Batches,
+    BatchJob,
+    Delivery,
+    DrawnRows,
+    HostBatches,
+    HostBatchJob,
+    ObservationAssembler,
+)
 from holdall.delivery.device import stream_to
 from holdall.delivery.device_assembly import SlotDraw
 from holdall.delivery.device_rollout import DeviceRollout

@@ -11,16 +11,17 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import fork_safe, left
 from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError, DamageError, MissingPackageError
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage import ALIGNMENT_BYTES, Kernels, Places, Rows, Store, bring_places, fresh_bytes
-from holdall.threads import fork_safe, left
 
 if TYPE_CHECKING:
     import torch
@@ -154,10 +155,14 @@ class ObservationAssembler:
         obs, next_obs = (
             end.reshape(rows, leaf.nbytes) if want else None for end, want in zip(ends, wanted, strict=True)
         )
-        if rows:
-            self._kernels.gather(places, field, obs, next_obs, self._threads)
+        self.fill(places, field, obs, next_obs)
         shape = (rows, *leaf.shape)
         return ends[0].view(leaf.dtype).reshape(shape), ends[1].view(leaf.dtype).reshape(shape)
+
+    def fill(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None) -> None:
+        """Write observation and next observation of one field, as rows of bytes; what is None is not wanted."""
+        if len(places.segment):
+            self._kernels.gather(places, field, obs, next_obs, self._threads)
 
     def complete(self, rows: Rows, leaves: Sequence[Leaf]) -> Rows:
         """Return rows with the observations of all leaves, large ones too."""
@@ -370,7 +375,7 @@ class HostBatches(Batches):
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""
-        return _HostBatchJob(self, draw, drawn)
+        return HostBatchJob(partial(self.make, draw, drawn))
 
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """Copy the large fields, which takes no lock, and make the batch."""
@@ -465,19 +470,18 @@ class HostBatches(Batches):
         return keys.index(key)
 
 
-class _HostBatchJob:
+class HostBatchJob:
     """A batch in arrays, or in tensors that share their memory."""
 
     is_quick = False
 
-    def __init__(self, batches: HostBatches, draw: Draw, drawn: DrawnRows) -> None:
-        self._arguments = (batches, draw, drawn)
+    def __init__(self, make: Callable[[], Batch]) -> None:
+        self._make = make
         self._batch: Batch | None = None
 
     def work(self) -> None:
         """See `BatchJob`."""
-        batches, draw, drawn = self._arguments
-        self._batch = batches.make(draw, drawn)
+        self._batch = self._make()
 
     def receive(self) -> Batch:
         """See `BatchJob`."""

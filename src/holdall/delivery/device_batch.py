@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import fork_safe, left
 from holdall.batch import Batch, Draw, of_ids
 from holdall.delivery.batch_layout import BatchLayout, BlockSpan, DeviceBatch, DeviceMove, PackedField, PinnedHead
 from holdall.delivery.batches import Batches, BatchJob, BlockPool, DrawnRows, HostBatches
@@ -29,7 +30,6 @@ from holdall.native import CopyPlan, Cut, Names, SliceNamer
 from holdall.sampling import Uniform
 from holdall.schema import Schema
 from holdall.storage import Kernels, Rows, Store
-from holdall.threads import fork_safe, left
 
 if TYPE_CHECKING:
     import torch

@@ -324,8 +324,8 @@ class DeviceTickWriter(TickWriter):
     def __init__(
         self, rings: DeviceRings, loops: DeviceLoops, counts: torch.Tensor, ticks: tuple[int, int], repair: Repair
     ) -> None:
-        super().__init__((), rings.ring_ticks, ticks[0])
-        self.next_tick = ticks[1]
+        self.flat = ()
+        self.first_tick, self.next_tick = ticks
         self._rings, self._loops, self._counts, self._repair = rings, loops, counts, repair
 
     def write(self, rows: Sequence[Any], sliced: SlicedTick | None, *, is_kept: bool) -> int:

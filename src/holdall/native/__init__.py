@@ -99,8 +99,10 @@ def native_kernels() -> NativeKernels | None:
 
 
 def _chosen() -> Kernels:
-    native = None if chosen_library() is None else native_kernels()
-    return native or PortableKernels()
+    if os.environ.get("HOLDALL_KERNELS", "") in {"", "native"} and (native := native_kernels()) is not None:
+        return native
+    chosen_library()  # refuses a wish that cannot be met
+    return PortableKernels()
 
 
 def chosen_kernels() -> Kernels:

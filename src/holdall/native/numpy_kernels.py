@@ -293,8 +293,8 @@ class PortableTickWriter(TickWriter):
     """Writes a tick field by field; if it does not get to the end, the next call takes all of it back."""
 
     def __init__(self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], repair: Repair) -> None:
-        super().__init__(flat, ring_ticks, ticks[0])
-        self.next_tick = ticks[1]
+        self.flat, self.ring_ticks = tuple(flat), ring_ticks
+        self.first_tick, self.next_tick = ticks
         self._repair = repair
 
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:

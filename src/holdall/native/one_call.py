@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from holdall.background import tell_of_forks
 from holdall.native.library import (
     KEPT_MEMORIES,
     MOST_DIMENSIONS,
@@ -48,11 +49,9 @@ from holdall.storage import (
     Repair,
     address,
 )
-from holdall.threads import tell_of_forks
 
 _MOST_ARGUMENTS = 32
 """Observation fields that arguments.c has room for."""
-_BOOL = np.dtype(np.bool_)
 _METH_FASTCALL = 0x80
 _CUT_KEY = "TimeLimit.truncated"
 _HEAD_BYTES, _OWNER_AT = 16, 24
@@ -66,10 +65,8 @@ _OBJECTS = {
     "array_type": np.ndarray, "dict_type": dict, "ordered_dict_type": OrderedDict, "list_type": list, "str_type": str,
     "is_false": False, "is_none": None,
 }  # fmt: skip
-_BYTES_PER_THREAD = 1 << 20
-"""A thread is woken only for at least this much to copy ..."""
-_SEALED_BYTES_PER_THREAD = 1 << 18
-"""... or to decode."""
+_BYTES_PER_THREAD, _SEALED_BYTES_PER_THREAD = 1 << 20, 1 << 18
+"""A thread is woken only for at least this much to copy, or to decode."""
 _BYTES_WITHOUT_GIL = 1 << 16
 """Copying less takes no longer than it takes to give up the GIL and to get it back."""
 _MOST_SHORT_BYTES = 1 << 20
@@ -144,27 +141,22 @@ class NativeFastTick(FastTick):
         self.fills_blocks, self.is_dict = bool(arguments.large), arguments.is_dict
         self.small_keys, self.large_keys = list(arguments.small), list(arguments.large)
         observed = [_form(form, key) for fields in (arguments.small, arguments.large) for key, form in fields.items()]
-        rest = [arguments.action, arguments.reward, *[_flags(arguments)] * 2]
         forms, packed = (ArgumentFormStruct * len(observed))(*observed), np.empty(writer.packed_bytes, np.uint8)
         self._kept[:] = [writer, kept, forms, packed, arguments]
         struct = self._struct
         struct.writer, struct.observed = ctypes.addressof(writer), ctypes.addressof(forms)
         struct.observed_count, struct.small_count = len(observed), len(arguments.small)
-        struct.is_dict, struct.rest = arguments.is_dict, (ArgumentFormStruct * 4)(*map(_form, rest))
+        struct.is_dict, struct.rest = arguments.is_dict, (ArgumentFormStruct * 4)(*map(_form, arguments.rest))
         struct.packed, struct.packed_bytes = address(packed), packed.size
 
 
 def _is_readable(arguments: Arguments, packed_bytes: int) -> bool:
     """Whether arguments.c has room for such arguments, and packs them into so many bytes."""
-    small, rest = list(arguments.small.values()), [arguments.action, arguments.reward, *[_flags(arguments)] * 2]
+    small, rest = list(arguments.small.values()), arguments.rest
     forms = [*small, *arguments.large.values(), *rest]
     if len(forms) > _MOST_ARGUMENTS or any(len(shape) > MOST_DIMENSIONS for shape, _ in forms):
         return False
     return sum(map(_form_bytes, [*small, *small, *rest])) == packed_bytes
-
-
-def _flags(arguments: Arguments) -> Form:
-    return arguments.action[0][:1], _BOOL
 
 
 def _form_bytes(form: Form) -> int:

@@ -1,6 +1,7 @@
 """Reading: batches are filled with observations by gather.c, and slices decoded by decode.c, without the GIL.
 
-In:  places, or numbers of slices.  Out: rows of bytes. Ids of slots are drawn here, too.
+In:  places, or numbers of slices.  Out: rows of bytes. Ids of slots are drawn here, too, and arrays whose axes were
+transposed are described to C.
 Invariant: every thread decodes with a context and scratch memory of its own. Nothing outside the blocks that the
 places hold is read: C checks every index, and one that is wrong is a `DamageError`.
 """
@@ -20,7 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import left
 from holdall.errors import DamageError
+from holdall.machine import pool_threads
 from holdall.native.library import (
     MOST_DIMENSIONS,
     CompressionLibraries,
@@ -32,7 +35,6 @@ from holdall.native.library import (
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Array, Bytes
 from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices
-from holdall.threads import left, pool_threads
 
 _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
@@ -367,6 +369,9 @@ def number_function(generator: Any) -> tuple[int, int]:
     """Return what C calls for the next number, and with which argument."""
     interface = generator.ctypes
     return ctypes.cast(interface.next_uint32, ctypes.c_void_p).value or 0, interface.state_address
+
+
+# ---------------------------------------------------------------- arrays that are transposed
 
 
 class DenseLayout:

@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError, HoldallError
+from holdall.machine import pool_threads
 from holdall.native.library import BatchRequestStruct, NamesStruct, chosen_library
 from holdall.native.reading import BATCH_NUMBERS, NativeDecoder, ThreadPool
 from holdall.schema import Bytes
 from holdall.storage import RECORD_FIELDS, Places, address
-from holdall.threads import pool_threads
 
 _PIECE_BYTES = 1 << 18
 """What a thread takes at once: little enough that all of them end together."""

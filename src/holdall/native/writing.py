@@ -1,6 +1,6 @@
 """Writing: ticks become unique slices by append.c, and blocks of slices are compressed by encode.c, without the GIL.
 
-In:  contiguous arrays, whose sizes are checked here.  Out: parts of the open segment, and sealed slices.
+In:  arrays, whose sizes are checked here.  Out: ticks written and counted, parts of the open segment, sealed slices.
 Invariant: a slice that was numbered never moves; what is sealed has the bytes that numpy_codec.py reads, too.
 """
 
@@ -102,17 +102,12 @@ class NativeTickWriter(TickWriter):
     def __init__(
         self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
     ) -> None:
-        super().__init__(flat, ring_ticks, ticks[0])
+        self.flat, self.first_tick = tuple(flat), ticks[0]
         self._write, self._write_ticks = library.holdall_write_tick, library.holdall_write_ticks
-        rings = [
-            FlatFieldStruct(
-                address(field.rows),
-                None if field.following is None else address(field.following),
-                field.tick_bytes,
-                field.is_observation,
-            )
-            for field in flat
-        ]
+        rings = []
+        for rows, following, is_observation in flat:
+            beside = None if following is None else address(following)
+            rings.append(FlatFieldStruct(address(rows), beside, rows[0].nbytes, is_observation))
         self._flat = (FlatFieldStruct * len(rings))(*rings)
         self._sliced = (SlicedFieldStruct * 0)()
         self._parts: list[OpenPart] = []
@@ -120,7 +115,7 @@ class NativeTickWriter(TickWriter):
             next_tick=ticks[1],
             first_tick=ticks[0],
             ring_ticks=ring_ticks,
-            packed_bytes=sum((1 + field.is_observation) * field.tick_bytes for field in flat),
+            packed_bytes=sum((1 + is_observation) * rows[0].nbytes for rows, _, is_observation in flat),
             flat=ctypes.addressof(self._flat),
             flat_count=len(rings),
         )

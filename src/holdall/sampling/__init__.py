@@ -1,13 +1,11 @@
 """Which transitions come next: the contract of a sampler, and the samplers."""
 
 from holdall.sampling.draw import (
-    LANE,
     Held,
     PrioritySampler,
     Sampler,
     SmallFields,
     Stateless,
-    StepOrder,
     Uniform,
     drawn_from,
     require_enough,
@@ -19,3 +17,4 @@ from holdall.sampling.draw import (
 )
 from holdall.sampling.episodic import ComposedSampler, Hindsight, NStep, RolloutSequences, Sequence
 from holdall.sampling.prioritized import Prioritized
+from holdall.sampling.row_order import LANE, RowOrder, WriterRun

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 
 from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError, TransitionIdError
+from holdall.sampling.row_order import LANE, Flags, Ids, RowOrder
 from holdall.schema import Validity, as_array, ids_of_any_shape, require_held
 
-Ids = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 State = dict[str, Any]
 """Arrays and plain numbers by name."""
 
@@ -38,26 +37,6 @@ class SmallFields(Validity, Protocol):
         """Return the rewards, in their own dtype."""
 
 
-LANE = np.int64(1) << 40
-"""A place is lane * LANE + tick: sorted by lane, then by tick. A trillion ticks are enough."""
-
-
-class StepOrder(Protocol):
-    """Which held ids follow each other in time, where that is not every `lanes`-th one."""
-
-    def places(self, ids: Ids) -> Ids:
-        """Return the places of held ids: the step after one has the next place."""
-
-    def at(self, places: Ids) -> tuple[Ids, Flags]:
-        """Return the ids at places of any shape, and which of them are held; the others are any number."""
-
-    def pieces(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Return the first and last place of the held steps around each id that follow each other without a gap."""
-
-    def without_past(self, first_id: int) -> Ids:
-        """Return at least those held ids whose step before was held when `first_id` was the first one held."""
-
-
 @dataclass(frozen=True, slots=True)
 class Held:
     """What a memory holds at the moment of a draw: the ids from `first_id` up to `next_id` - 1.
@@ -72,7 +51,7 @@ class Held:
     capacity: int
     fields: SmallFields
     only: Callable[[Held, Ids], Flags] | None = None
-    order: StepOrder | None = None
+    order: RowOrder | None = None
 
     def limited(self, only: Callable[[Held, Ids], Flags]) -> Held:
         """Return the same, of which only some ids may be drawn."""

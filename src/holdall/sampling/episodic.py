@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from holdall.batch import Draw, Goals, RewardFunction
 from holdall.errors import ArgumentError, TransitionIdError
-from holdall.sampling.draw import LANE, Flags, Held, Ids, State, Uniform, own_sampler
+from holdall.sampling.draw import Held, State, Uniform, own_sampler
 from holdall.sampling.prioritized import Prioritized
+from holdall.sampling.row_order import LANE, Flags, Ids
 from holdall.units import require_count, require_flag, require_number
 
 

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError, TransitionIdError
 from holdall.native import chosen_library
-from holdall.sampling.draw import Held, Ids, State, own_sampler
+from holdall.sampling.draw import Held, State, own_sampler
+from holdall.sampling.row_order import Ids
 from holdall.storage import address
 from holdall.units import require_number
 
@@ -214,21 +215,26 @@ class Prioritized:
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
         """Set the priorities of transitions; of equal ids the last one counts."""
         tree = self._caught_up(held)
+        self.require(ids, priorities)
+        if not held.fields.all_valid:
+            self._require_valid(held, ids)
+        scaled = self.scale(priorities)
+        self._unfinished = (ids, scaled, (held.first_id, held.next_id, self._capacity))
+        if not self._update(tree):
+            raise self._refusal(held, ids, priorities, scaled)
+
+    @staticmethod
+    def require(ids: Ids, priorities: NDArray[Any]) -> None:
+        """Refuse priorities that are none, or not one for every id."""
         if ids.ndim != 1 or ids.shape != priorities.shape:
             raise ArgumentError(
                 f"priorities has shape {priorities.shape} for ids of shape {ids.shape}; pass one for every row drawn"
             )
         if priorities.dtype.kind not in "iuf":
             raise ArgumentError(f"priorities has dtype {priorities.dtype}; pass integers or floating point numbers")
-        if not held.fields.all_valid:
-            self._require_valid(held, ids)
         if priorities.size and not (priorities.min() >= 0 and priorities.max() < np.inf):  # or NaN
             wrong = priorities[~((priorities >= 0) & (priorities < np.inf))][0]
             raise ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
-        scaled = self.scale(priorities)
-        self._unfinished = (ids, scaled, (held.first_id, held.next_id, self._capacity))
-        if not self._update(tree):
-            raise self._refusal(held, ids, priorities, scaled)
 
     def _update(self, tree: SumTree) -> bool:
         """Set priorities, and the highest one, both or none; return whether they could be set."""

@@ -149,6 +149,10 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
             done,
             cut,
         )
+        return self._ticks_added()
+
+    def _ticks_added(self) -> int:
+        """Return how many ticks were added in all, after one was; over shards another process may have added some."""
         return self.memory.next_id // self.n_envs
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
@@ -369,11 +373,15 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
                 return
             frame = frame.f_back
 
-    def _new_memory(self) -> ReplayMemory:
+    def _stored_spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+        """Describe observations and actions as they are stored, here or over shards."""
         stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
         observed = spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""]  # a plain dict would be sorted
-        action, settings = stored_space((self.action_dim,), self._action_dtype), self.tiers | self._own_draws()
-        return ReplayMemory(observed, action, self.buffer_size * self.n_envs, self.n_envs, **settings)
+        return observed, stored_space((self.action_dim,), self._action_dtype)
+
+    def _new_memory(self) -> ReplayMemory:
+        settings = self.tiers | self._own_draws()
+        return ReplayMemory(*self._stored_spaces(), self.buffer_size * self.n_envs, self.n_envs, **settings)
 
     def _own_draws(self) -> dict[str, Any]:
         """Return how the memory draws by itself, if it does: this class draws slots, in Stable-Baselines3's order."""

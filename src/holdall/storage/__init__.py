@@ -1,6 +1,6 @@
 """Storage: one transition's way into memory and out again.
 
-    layout -> blocks, codec -> slices -> snapshot, rings -> records, segment -> tiers, spill, sealer -> store
+    ticks -> codec, blocks -> slices -> snapshot, rings -> records, segment -> tiers, sealer -> tick_store -> store
 
 Other packages import the names below, and kernels (`Kernels`, `Coder`) are handed in: storage knows no loop of its own.
 """
@@ -12,6 +12,7 @@ from holdall.storage.batch_source import (
     BatchArray,
     BatchReader,
     BatchSource,
+    DecodedSegments,
     Held,
     Places,
     RowSources,
@@ -36,7 +37,6 @@ from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, P
 from holdall.storage.codec_choice import COST_CAPS, choose
 from holdall.storage.columns import COLUMN_TABLES, NEVER, new_ring
 from holdall.storage.records import (
-    DICTIONARY,
     SLICES,
     Buffer,
     Read,
@@ -71,7 +71,15 @@ from holdall.storage.saved_store import (
     unpack_rows,
     unpack_state,
 )
-from holdall.storage.segment import SEGMENT_BYTES, WindowSearches
+from holdall.storage.sealed_segment import (
+    Encoder,
+    SealedSegment,
+    pack_segment,
+    records_in,
+    sliced_leaves,
+    unpack_segment,
+)
+from holdall.storage.segment import SEGMENT_BYTES
 from holdall.storage.slices import (
     NEXT_IS_WHOLE,
     ClosedPart,
@@ -99,7 +107,7 @@ from holdall.storage.snapshot import (
     put_rows,
     rows_of,
 )
-from holdall.storage.store import SealedSegment, Store, pack_segment, records_in, unpack_segment
+from holdall.storage.store import Store
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import (
     NO_ROOM,

@@ -1,4 +1,4 @@
-"""What batches are read from: a table of where short rows lie, and all of it, for who draws and copies at once.
+"""What batches are read from: places of large fields, a table of short rows, and all of it for who draws at once.
 
 In:  where the fields of a memory lie.  Out: columns of rows; or a function that draws rows and returns new arrays.
 Invariant: what is drawn and returned is what the general way draws and returns. Whatever changes where fields lie ends
@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import weakref
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes
-from holdall.storage.blocks import SealedSlices
+from holdall.storage.blocks import Coder, SealedSlices
 
 if TYPE_CHECKING:
     from holdall.storage.columns import ObservationRing
@@ -33,21 +35,13 @@ COLUMN_FIELDS = (
 """Columns of a table of columns, in the order of the struct `row_column` in structs.h; the loader compares them."""
 Held = tuple[object, ...]
 """What the addresses of a record point into; referring to it keeps it from being freed."""
-
-
 RECORD_FIELDS = (
     "log", "log_rows", "log_width", "slices", "slice_count", "outer", "run_bytes", "window", "shift",
     "sealed",
 )  # fmt: skip
 """Columns of a table of records, in the order of the struct `part` in structs.h; the library's loader compares them."""
-
-
 _SEALED = RECORD_FIELDS.index("sealed")
-
-
 _WINDOW = RECORD_FIELDS.index("window")
-
-
 ALIGNMENT_BYTES = 64
 """Where the columns of a batch begin, as torch's own tensors do: matrix products of floats that begin elsewhere add up
 in another order, so that the last bits differ."""
@@ -279,3 +273,65 @@ class BatchReader:
     def arrays(self) -> list[Array]:
         """Return what is kept for the next batches."""
         return []
+
+
+_KEPT_FROM = 0.05
+"""Share of its decoded bytes from which on a segment is kept decoded: others decode in the time of a copy."""
+_NEWLY = 16
+"""Segments that one answer decodes and keeps so."""
+_SLICES = RECORD_FIELDS.index("slices")
+
+
+class DecodedSegments:
+    """Decoded slices of segments that are drawn from: as an ordinary memory leaves what it has room for uncompressed.
+
+    Those of a segment go with it. Where there is no room left, others are decoded for every batch.
+
+    Args:
+        most_bytes: Kept at most.
+    """
+
+    def __init__(self, coder: Coder, most_bytes: int) -> None:
+        self._coder = coder
+        self._room = most_bytes
+        self._slices: weakref.WeakKeyDictionary[SealedSlices, Bytes] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def instead(self, places: Places) -> Places:
+        """Return the places of a batch, with decoded slices where these are kept."""
+        if places.reads_files:
+            return places
+        touched, where = np.unique(places.segment, return_inverse=True)
+        records, held, newly = [table[touched] for table in places.records], list[tuple[Held, ...]](), _NEWLY
+        for table, contents in zip(records, places.held, strict=True):
+            kept = list[Held]()
+            for record, segment in zip(table, touched.tolist(), strict=True):
+                log, content = contents[segment]
+                if isinstance(content, SealedSlices):
+                    slices = self._slices.get(content)
+                    if slices is None and newly:
+                        slices, newly = self._decode(content), newly - 1
+                    if slices is not None:
+                        record[_SLICES], record[_SEALED], content = slices.ctypes.data, 0, slices
+                kept.append((log, content))
+            held.append(tuple(kept))
+        return replace(places, records=records, segment=where.astype(np.int32), held=tuple(held))
+
+    def _decode(self, sealed: SealedSlices) -> Bytes | None:
+        """Decode slices and keep them, if that pays and there is room."""
+        nbytes = sealed.count * sealed.codec.transform.slice_bytes
+        if np.asarray(sealed.coded.data).nbytes < _KEPT_FROM * nbytes:
+            return None
+        with self._lock:
+            if nbytes > self._room:
+                return None
+            self._room -= nbytes
+        slices = np.empty((sealed.count, sealed.codec.transform.slice_bytes), np.uint8)
+        self._coder.decode(sealed, np.arange(sealed.count), slices)
+        self._slices[sealed] = slices
+        weakref.finalize(sealed, self._free, nbytes).atexit = False
+        return slices
+
+    def _free(self, nbytes: int) -> None:
+        with self._lock:
+            self._room += nbytes

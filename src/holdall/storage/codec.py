@@ -110,12 +110,16 @@ class Codec:
     raw_keys: bool = False  # whether keys stay as they are, so that they need no decoding
     reason: str = field(default="", repr=False, compare=False)  # why it was chosen, for people
     is_sound: bool = field(init=False, repr=False, compare=False)  # it may come from a file
+    # How many bytes must repeat for Zstandard to refer to them; 0: as many as it says itself.
+    shortest_match: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Units are of a size that readers make room for, see codec.h.
         fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
         fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and self.dictionary)
         object.__setattr__(self, "is_sound", fits and self.transform.is_sound())
+        is_of_differences = self.transform.predictor in {Predictor.LEFT, Predictor.UP}
+        object.__setattr__(self, "shortest_match", _REPEATED_DIFFERENCES if is_of_differences else 0)
 
     @property
     def wants_dictionary(self) -> bool:
@@ -133,11 +137,6 @@ class Codec:
         form = self.transform
         is_image = form.predictor in {Predictor.LEFT, Predictor.UP} and not form.word_bytes and not self.dictionary
         return is_image and self.method is Method.LZ4 and self.level > 0 and form.slice_bytes <= _DICTIONARY_UP_TO
-
-    @property
-    def shortest_match(self) -> int:
-        """How many bytes must repeat for Zstandard to refer to them; 0: as many as it says itself."""
-        return _REPEATED_DIFFERENCES if self.transform.predictor in {Predictor.LEFT, Predictor.UP} else 0
 
     def grouped(self, group: int, key: int = 0, *, raw_keys: bool = False) -> Codec:
         """Return the same code for units of so many slices, behind keys if so."""

@@ -1,4 +1,4 @@
-"""Flat rings: the small fields of a transition, addressed by tick.
+"""Flat rings: the small fields of a transition, addressed by tick; and which fields are small.
 
 In:  rows of every lane, tick by tick.  Out: rows of given ticks and lanes.
 Invariant: the row of tick t stands at t modulo the ring's length, which is one more than the
@@ -30,24 +30,17 @@ if TYPE_CHECKING:
 
 TINY_BYTES = 256
 """Observation fields up to this size always lie in a flat ring: nothing beats it."""
-
-
 _SMALL_BYTES = 4096
 """Fields up to this size lie in a flat ring, unless a window is found in their first steps, or a budget is small."""
-
-
 CURSOR_BYTES = 4
 """What a transition of a field in segments takes beside them: where it lies there."""
-
-
 _FEWEST_TICKS = 2
 """What the smallest segment has to hold."""
-
-
 FLAG = Leaf("", (), np.dtype(np.bool_))
-
-
 _REWARD_BYTES = 8
+
+
+# ---------------------------------------------------------------- which fields lie where
 
 
 class FieldLayout(NamedTuple):
@@ -81,6 +74,9 @@ def row_bytes(schema: Schema, small: Iterable[Leaf]) -> int:
     """Count the bytes of a transition in rings, if each of the small fields lies there once."""
     leaves = (*schema.action.leaves, *schema.extras.leaves, *small)
     return sum(leaf.nbytes for leaf in leaves) + prod(schema.reward_shape) * _REWARD_BYTES + 3 * FLAG.nbytes
+
+
+# ---------------------------------------------------------------- rings
 
 
 class Rows(NamedTuple):
@@ -219,8 +215,9 @@ class Rings:
             return None
         forms = {i: ((self.lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
         return Arguments(
-            action=(self.action[0].shape[1:], self.action[0].dtype),
-            reward=(self.reward.shape[1:], self.reward.dtype),
+            rest=[
+                (ring.shape[1:], ring.dtype) for ring in (self.action[0], self.reward, self.terminated, self.truncated)
+            ],
             small={keys[i]: forms[i] for i in self.small},
             large={keys[i]: forms[i] for i in large},
             is_dict=is_dict,

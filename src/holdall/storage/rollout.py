@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, DamageError
+from holdall.machine import pool_threads
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf
 from holdall.storage.batch_source import RECORD_FIELDS, Places
@@ -36,7 +37,6 @@ from holdall.storage.slices import (
     lies_direct,
 )
 from holdall.storage.ticks import Kernels
-from holdall.threads import pool_threads
 
 Copy = Callable[[Array, Array], None]
 """Copies to an array in C order from one of the same shape and any layout, as `np.copyto`."""

@@ -16,8 +16,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError, DamageError
-from holdall.json_state import counted, decode_state, dtype_name, dtype_of, encode_state
-from holdall.schema import Array, Leaf
+from holdall.json_state import counted, decode_state, dtype_of, encode_state
+from holdall.schema import Array, Leaf, dtype_name
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.records import Buffer, Read, Record, pack, parsed, unparsed
 from holdall.storage.rings import field_layouts

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from holdall.background import end_before_python
 from holdall.report import GROWTH_CHECKS
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, reserve
@@ -27,7 +28,6 @@ from holdall.storage.codec import Codec, Method, stored
 from holdall.storage.codec_choice import BlockSample, choose, choose_quickly
 from holdall.storage.slices import FrozenBlock, Window
 from holdall.storage.tiers import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
-from holdall.threads import end_before_python
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the

@@ -1,7 +1,7 @@
 """Segments: the large observation fields of all ticks, one run of ticks after another.
 
 In:  observations and next observations of all lanes, tick by tick, and segments that were sealed elsewhere.
-Out: places, from which kernels read observations; blocks that are full; blocks that were dropped.
+Out: places, from which kernels read observations; windows that were found; blocks that are full, or were dropped.
 Invariant: a segment that was closed never changes but for the form of its blocks, and places that were handed out keep
 the form that they were given.
 """
@@ -18,20 +18,19 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.batch_source import Places
+from holdall.storage.batch_source import RECORD_FIELDS, Held, Places
 from holdall.storage.blocks import ArenaPool, CarriedSlices, KeptBlock, SealedSlices, SegmentFile, SliceBlock, reserve
 from holdall.storage.rings import CURSOR_BYTES
 from holdall.storage.slices import (
+    AnyPart,
     ClosedPart,
     Cursors,
     FrozenBlock,
     Log,
     OpenPart,
     Segment,
-    SegmentIndex,
     Window,
-    WindowScout,
-    as_bytes,
+    WindowSearches,
     lies_direct,
 )
 from holdall.storage.snapshot import put_rows
@@ -53,57 +52,54 @@ _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
 
 
-class WindowSearches:
-    """One search a field at a time; the more searches find nothing, the longer the pause before the next."""
+class SegmentIndex:
+    """First tick of every segment, and per field a record of every part; the open segment's come last."""
 
-    def __init__(self, lanes: int) -> None:
-        self._lanes = lanes
-        self.scouts: dict[int, WindowScout] = {}  # of the fields that are looked at
-        self._in_vain: dict[int, int] = {}
-        self._rest: dict[int, int] = {}  # segments to pass before the next search
+    def __init__(self) -> None:
+        self.version = 0  # another one when segments or their blocks are others
+        self.is_changed = bytearray(b"\x01")  # 1 with every change; read by C, and set to 0 by who has seen it
+        self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
+        self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))
+        self.held: list[tuple[Held, ...]] = []  # per field and segment: what its record points into
 
-    def state(self) -> dict[str, Any]:
-        """Return how far the searches are, as plain numbers."""
-        return {
-            "scouts": {str(field): scout.state() for field, scout in self.scouts.items()},
-            "in_vain": {str(field): count for field, count in self._in_vain.items()},
-            "rest": {str(field): count for field, count in self._rest.items()},
-        }
+    def rebuild(self, first_ticks: list[int], fields: list[list[AnyPart]]) -> None:
+        """Start over, field by field and segment by segment."""
+        self.version += 1
+        self.is_changed[0] = 1
+        self.first_ticks = np.array(first_ticks, np.int64)
+        self.records = [
+            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
+        ]
+        self.held = [tuple(part.held for part in parts) for parts in fields]
 
-    def restore(self, state: dict[str, Any], leaves: list[Leaf]) -> None:
-        """Go on where `state` was returned elsewhere."""
-        self.scouts = {}
-        for field, leaf in enumerate(leaves):
-            if str(field) in state["scouts"]:
-                self.begin(field, leaf)
-                self.scouts[field].restore(state["scouts"][str(field)])
-        self._in_vain = {int(field): int(count) for field, count in state["in_vain"].items()}
-        self._rest = {int(field): int(count) for field, count in state["rest"].items()}
+    def open_next(self, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
+        """The open segment was closed, and another one follows."""
+        self.version += 1
+        self.is_changed[0] = 1
+        self.first_ticks = np.append(self.first_ticks, first_tick)
+        for field, (old, new) in enumerate(zip(closed, following, strict=True)):
+            rows = np.array([old.record(), new.record()], np.int64)
+            self.records[field] = np.concatenate([self.records[field][:-1], rows])
+            self.held[field] = (*self.held[field][:-1], old.held, new.held)
 
-    def begin(self, field: int, leaf: Leaf) -> None:
-        """Look at a field from the next tick on."""
-        self.scouts[field] = WindowScout(leaf)
+    def drop(self, segments: int) -> None:
+        """Forget the oldest segments."""
+        self.version += 1
+        self.is_changed[0] = 1
+        self.first_ticks = self.first_ticks[segments:]
+        self.records = [records[segments:] for records in self.records]
+        self.held = [held[segments:] for held in self.held]
 
-    def consider(self, field: int, leaf: Leaf) -> None:
-        """Begin a search in a field whose segment closed without a window that fits."""
-        if field in self.scouts:
-            return
-        self._rest[field] = self._rest.get(field, 0) - 1
-        if self._rest[field] <= 0:
-            self.begin(field, leaf)
-
-    def look(self, obs: list[Array], next_obs: list[Array]) -> list[int]:
-        """Show a tick to the scouts; return the fields whose search is over."""
-        for field, scout in self.scouts.items():
-            scout.look(as_bytes(obs[field], self._lanes), as_bytes(next_obs[field], self._lanes))
-        return [field for field, scout in self.scouts.items() if scout.done]
-
-    def end(self, field: int) -> Window | None:
-        """Close a search and return what it found."""
-        finding = self.scouts.pop(field).finding
-        self._in_vain[field] = 0 if finding else self._in_vain.get(field, 0) + 1
-        self._rest[field] = 1 << min(self._in_vain[field], 16)
-        return finding
+    def update(self, field: int, segment: int, part: AnyPart) -> None:
+        """A part lies elsewhere now."""
+        self.version += 1
+        self.is_changed[0] = 1
+        records = self.records[field].copy()
+        records[segment] = part.record()
+        self.records[field] = records
+        held = list(self.held[field])
+        held[segment] = part.held
+        self.held[field] = tuple(held)
 
 
 class Segments:

@@ -1,9 +1,9 @@
-"""Parts: what one segment holds of one large field.
+"""Slices: how observations are cut so that they overlap (windows), and what a segment holds of a field (parts).
 
 In:  observations and next observations of all lanes, as rows of bytes, tick by tick.
-Out: a cursor per transition, and a record from which kernels read the observations back.
-Invariant: an observation is a range of its lane's log. It continues the last one only where
-the bytes say so; where they do not, it is written whole. A closed part never changes.
+Out: a window; a cursor per transition, and a record from which kernels read the observations back.
+Invariant: a window is a proposal. An observation is a range of its lane's log, and continues the last one only where
+the bytes say so; else it is written whole: a wrong window costs memory, never truth. A closed part never changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.json_state import counted
 from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.batch_source import RECORD_FIELDS, Held
+from holdall.storage.batch_source import Held
 from holdall.storage.blocks import KeptBlock, Order, SliceBlock, reserve
 
 Log = NDArray[np.uint16] | NDArray[np.uint32]
@@ -29,29 +29,22 @@ Cursors = NDArray[np.uint32]
 
 NEXT_IS_WHOLE = np.uint32(1 << 31)
 """Set in a cursor whose next observation does not continue the window but follows it."""
-
-
 _DIRECT_BYTES = 32
 """Slices up to this size lie in the log itself: a number would cost as much."""
 _REUSE_THAT_PAYS = 0.25
 """Share of known slices from which on the next segment goes on in the same block."""
 _FIRST_LOG_ROWS = 64
-
-
 _ENOUGH = 8
 """Informative pairs after which a window may be named."""
-
-
 _PATIENCE = 32
 """Informative pairs after which the search is given up."""
-
-
 _AGREEMENT = 0.75
 """Share of the pairs that a window must explain; resets and skipped steps are the rest."""
-
-
 _PAIRS_PER_TICK = 4
 """Lanes looked at in one tick: more of them would say the same."""
+
+
+# ---------------------------------------------------------------- windows
 
 
 def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
@@ -195,6 +188,62 @@ class WindowScout:
             *_, axis, step = min(explaining)
             self.finding = Window.along(self._leaf, axis, step)
         self.done = bool(explaining) or self._pairs >= _PATIENCE
+
+
+class WindowSearches:
+    """One search a field at a time; the more searches find nothing, the longer the pause before the next."""
+
+    def __init__(self, lanes: int) -> None:
+        self._lanes = lanes
+        self.scouts: dict[int, WindowScout] = {}  # of the fields that are looked at
+        self._in_vain: dict[int, int] = {}
+        self._rest: dict[int, int] = {}  # segments to pass before the next search
+
+    def state(self) -> dict[str, Any]:
+        """Return how far the searches are, as plain numbers."""
+        return {
+            "scouts": {str(field): scout.state() for field, scout in self.scouts.items()},
+            "in_vain": {str(field): count for field, count in self._in_vain.items()},
+            "rest": {str(field): count for field, count in self._rest.items()},
+        }
+
+    def restore(self, state: dict[str, Any], leaves: list[Leaf]) -> None:
+        """Go on where `state` was returned elsewhere."""
+        self.scouts = {}
+        for field, leaf in enumerate(leaves):
+            if str(field) in state["scouts"]:
+                self.begin(field, leaf)
+                self.scouts[field].restore(state["scouts"][str(field)])
+        self._in_vain = {int(field): int(count) for field, count in state["in_vain"].items()}
+        self._rest = {int(field): int(count) for field, count in state["rest"].items()}
+
+    def begin(self, field: int, leaf: Leaf) -> None:
+        """Look at a field from the next tick on."""
+        self.scouts[field] = WindowScout(leaf)
+
+    def consider(self, field: int, leaf: Leaf) -> None:
+        """Begin a search in a field whose segment closed without a window that fits."""
+        if field in self.scouts:
+            return
+        self._rest[field] = self._rest.get(field, 0) - 1
+        if self._rest[field] <= 0:
+            self.begin(field, leaf)
+
+    def look(self, obs: list[Array], next_obs: list[Array]) -> list[int]:
+        """Show a tick to the scouts; return the fields whose search is over."""
+        for field, scout in self.scouts.items():
+            scout.look(as_bytes(obs[field], self._lanes), as_bytes(next_obs[field], self._lanes))
+        return [field for field, scout in self.scouts.items() if scout.done]
+
+    def end(self, field: int) -> Window | None:
+        """Close a search and return what it found."""
+        finding = self.scouts.pop(field).finding
+        self._in_vain[field] = 0 if finding else self._in_vain.get(field, 0) + 1
+        self._rest[field] = 1 << min(self._in_vain[field], 16)
+        return finding
+
+
+# ---------------------------------------------------------------- parts
 
 
 def lies_direct(window: Window) -> bool:
@@ -397,56 +446,6 @@ def _record(window: Window, log: Log | None, log_rows: int, slices: int, slice_c
 
 
 AnyPart = OpenPart | ClosedPart
-
-
-class SegmentIndex:
-    """First tick of every segment, and per field a record of every part; the open segment's come last."""
-
-    def __init__(self) -> None:
-        self.version = 0  # another one when segments or their blocks are others
-        self.is_changed = bytearray(b"\x01")  # 1 with every change; read by C, and set to 0 by who has seen it
-        self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
-        self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))
-        self.held: list[tuple[Held, ...]] = []  # per field and segment: what its record points into
-
-    def rebuild(self, first_ticks: list[int], fields: list[list[AnyPart]]) -> None:
-        """Start over, field by field and segment by segment."""
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = np.array(first_ticks, np.int64)
-        self.records = [
-            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
-        ]
-        self.held = [tuple(part.held for part in parts) for parts in fields]
-
-    def open_next(self, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
-        """The open segment was closed, and another one follows."""
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = np.append(self.first_ticks, first_tick)
-        for field, (old, new) in enumerate(zip(closed, following, strict=True)):
-            rows = np.array([old.record(), new.record()], np.int64)
-            self.records[field] = np.concatenate([self.records[field][:-1], rows])
-            self.held[field] = (*self.held[field][:-1], old.held, new.held)
-
-    def drop(self, segments: int) -> None:
-        """Forget the oldest segments."""
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = self.first_ticks[segments:]
-        self.records = [records[segments:] for records in self.records]
-        self.held = [held[segments:] for held in self.held]
-
-    def update(self, field: int, segment: int, part: AnyPart) -> None:
-        """A part lies elsewhere now."""
-        self.version += 1
-        self.is_changed[0] = 1
-        records = self.records[field].copy()
-        records[segment] = part.record()
-        self.records[field] = records
-        held = list(self.held[field])
-        held[segment] = part.held
-        self.held[field] = tuple(held)
 
 
 PartT = TypeVar("PartT", OpenPart, ClosedPart)

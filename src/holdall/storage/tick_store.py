@@ -3,9 +3,11 @@
     write(tick)      rings and segments take a tick; blocks that are full go to the tiers
     read(ids)        rows of small fields, and places of large ones
 
-What is done with all of it at once, for checkpoints, pickles and shards, is in store.py.
+What is done with all of it at once is in saved_store.py, for checkpoints and pickles, and in store.py, for shards.
 Invariant: what is read under an id is, bit for bit, what was written under it. Control goes one way: the store asks
 the segments which blocks are full or dropped, the tiers what to do with them, and the sealer what became of them.
+A signal handler may raise between any two instructions: a tick is then written whole or not at all, and everything else
+that a call was in the middle of is undone or finished by the next call, see `Repair`.
 """
 
 from __future__ import annotations
@@ -126,11 +128,8 @@ class TickStore:
         self._writer = self._new_writer(first_tick, first_tick)
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
-        write = None if folder is None else folder.write
-        is_limited = budget.limit is not None
-        self.sealer = Sealer(
-            kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write, seals_quickly=not is_limited
-        )
+        self.sealer: Sealer | None = None  # made under the lock, with the first block that is full
+        self._spare_bytes = 0  # of blocks that may wait for it
         self._snapshots = RowSnapshots(self._lanes)
 
     @property
@@ -226,7 +225,7 @@ class TickStore:
         segments, now = self.large_segments, self.next_tick
         segments.look(now - 1, sliced.obs, sliced.next_obs)
         if segments.frozen:
-            self.sealer.grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
+            self._made_sealer().grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
             self._settle(may_evict=True)
         self._evict_before(now - self._capacity_ticks)
 
@@ -275,16 +274,29 @@ class TickStore:
                 break
             freed += self._let_go(gone)
         tiers.try_again()
-        self.sealer.spare_bytes = tiers.spare_bytes(allowance)
+        self._spare_bytes = tiers.spare_bytes(allowance)
+
+    def _made_sealer(self) -> Sealer:
+        if self.sealer is None:
+            write = None if self._folder is None else self._folder.write
+            kernels, budget, quickly = self._kernels, self._budget, self._budget.limit is None
+            self.sealer = Sealer(
+                kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write, seals_quickly=quickly
+            )
+        return self.sealer
 
     def _send_orders(self) -> None:
         """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
         sealing, spilling = self._tiers.under_way()
-        self.sealer.withdraw(self.sealer.waiting - {id(frozen.block) for frozen in (*sealing, *spilling)})
+        if self.sealer is None and not sealing and not spilling:
+            return
+        sealer = self._made_sealer()
+        sealer.spare_bytes = self._spare_bytes
+        sealer.withdraw(sealer.waiting - {id(frozen.block) for frozen in (*sealing, *spilling)})
         for frozen in sealing:
-            self.sealer.submit(frozen)
+            sealer.submit(frozen)
         for frozen in spilling:
-            self.sealer.spill(frozen)
+            sealer.spill(frozen)
 
     def _let_go(self, gone: list[SliceBlock]) -> int:
         """Forget blocks that were dropped; return the bytes that they had on disk."""
@@ -301,14 +313,17 @@ class TickStore:
         """Collect what the worker did; called by its thread."""
         with self._lock:
             self.repair.run()
-            for block, sealed, _, is_again in self.sealer.collect():
-                if sealed is not None:
-                    self._tiers.exchange(block, partial(self.large_segments.seal, block, sealed), is_again=is_again)
+            sealer = self._made_sealer()
+            for block, sealed, _, is_again in sealer.collect():
+                if sealed is not None and is_again:
+                    self._tiers.exchange_again(block, partial(self.large_segments.seal, block, sealed))
+                elif sealed is not None:
+                    self.large_segments.seal(block, sealed)
                 if not is_again:  # then it may be on its way to disk
                     self._tiers.take_back(block)
             # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
             self._settle(may_evict=False)
-            if self._is_fit_known or self.sealer.is_behind or self._ticks_that_fit is None:
+            if self._is_fit_known or sealer.is_behind or self._ticks_that_fit is None:
                 return
             self._is_fit_known = True
             fits = self.capacity_that_fits
@@ -427,7 +442,8 @@ class TickStore:
     def close(self) -> None:
         """End the sealer and delete what was spilled."""
         self.batch_reader.close()
-        self.sealer.stop()
+        if self.sealer is not None:
+            self.sealer.stop()
         if self._folder is not None:
             self._folder.close()
 

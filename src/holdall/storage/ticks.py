@@ -1,9 +1,8 @@
-"""Ticks: one `add` on its way in, checked, and written in one step.
+"""Ticks: one `add` on its way in, checked; and the contracts of the loops that write and read them.
 
-In:  a user's arguments.  Out: ticks whose arrays fit; all fields of a tick written together, and counted.
-Invariant: what does not fit is refused before anything is written. A signal handler may raise between any two
-instructions: a tick is then written whole or not at all, and everything else that a call was in the middle of is undone
-or finished by the next call, see `Repair`.
+In:  a user's arguments.  Out: ticks whose arrays fit; steps of an `extend`, several at once.
+Invariant: what does not fit is refused before anything is written. Storage knows loops only as `Kernels`, `TickWriter`
+and `FastTick`, which native/ implements: compiled, and in NumPy.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ class StepsLeft:
         """Go on behind the last tick that the store counts: all since `before` are these steps."""
         while (done := store.next_tick - before) < self._count:
             store.write_steps(self._runs, done)
-            if store.sealer.is_crowded:
+            if store.sealer is not None and store.sealer.is_crowded:
                 break
         self._written = store.next_tick - before
 
@@ -155,11 +154,6 @@ class FlatField(NamedTuple):
     rows: Array
     following: Array | None  # the ring of next observations, if they have one of their own
     is_observation: bool
-
-    @property
-    def tick_bytes(self) -> int:
-        """Bytes of a tick in one ring."""
-        return int(self.rows[0].nbytes)
 
 
 class SlicedTick(NamedTuple):
@@ -175,20 +169,11 @@ NOT_CONTINUED, NO_ROOM = 0, -1
 
 
 class TickWriter(ABC):
-    """Writes all fields of a tick in one step, and counts the ticks: the count alone says what is held.
+    """Writes all fields of a tick in one step, and counts the ticks: the count alone says what is held."""
 
-    Args:
-        flat: The fields in rings, in the order in which a tick brings them.
-        next_tick: Number of the tick that is written next.
-        first_tick: Number of the first one ever: it continues nothing.
-    """
-
-    def __init__(self, flat: Sequence[FlatField], ring_ticks: int, first_tick: int) -> None:
-        self.flat = tuple(flat)
-        self.ring_ticks = ring_ticks
-        self.first_tick = first_tick
-
-    next_tick: int
+    flat: tuple[FlatField, ...]  # the fields in rings, in the order in which a tick brings them
+    first_tick: int  # number of the first one ever: it continues nothing
+    next_tick: int  # number of the one that is written next
     pause_tick: int  # before this tick is written, there is more to do than a short way does
 
     @abstractmethod
@@ -233,8 +218,7 @@ Form = tuple[tuple[int, ...], np.dtype[Any]]
 class Arguments(NamedTuple):
     """What the arguments of an `add` must be to be written as they are."""
 
-    action: Form
-    reward: Form
+    rest: list[Form]  # action, reward, terminated, truncated
     small: dict[str, Form]  # observations in rings, by key; "" is the key of one that is no Dict
     large: dict[str, Form]
     is_dict: bool

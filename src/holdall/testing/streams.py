@@ -41,7 +41,7 @@ def random_rows(leaf: Leaf, leading: tuple[int, ...], generator: np.random.Gener
         if leaf.dtype.itemsize in _RARE_BITS:
             unsigned = rows.view(f"u{leaf.dtype.itemsize}")
             unsigned[where == 1] = _RARE_BITS[leaf.dtype.itemsize] + generator.integers(0, 256)
-    return rows.reshape(*leading, *leaf.shape)
+    return rows.reshape((*leading, *leaf.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class _LeafSource:
 
     def __post_init__(self) -> None:
         self._begin()
-        self.now = self._fresh_rows(self.lanes)
+        self.now = self.fresh_rows()
         self.reset(np.ones(self.lanes, np.bool_))
 
     def begin_tick(self) -> None:
@@ -122,10 +122,6 @@ class _LeafSource:
             kept = np.take(fill, np.arange(length - step), axis=axis)
             self.now[lane] = np.concatenate([kept, newest], axis=axis)
 
-    def foreign(self) -> Array:
-        """Return observations that no lane will see."""
-        return self._fresh_rows(self.lanes)
-
     def _begin(self) -> None:
         axis, shape = self.plan.axis, self.leaf.shape
         element = self.leaf if axis is None else replace(self.leaf, shape=shape[:axis] + shape[axis + 1 :])
@@ -133,13 +129,14 @@ class _LeafSource:
         self._table = random_rows(element, (rows,), self.generator)
         self._day = np.zeros(self.lanes, np.int64)
 
-    def _fresh_rows(self, count: int) -> Array:
-        return random_rows(self.leaf, (count,), self.generator)
+    def fresh_rows(self) -> Array:
+        """Return observations of all lanes, drawn at random."""
+        return random_rows(self.leaf, (self.lanes,), self.generator)
 
     def _unseen(self, lane: int) -> Array:
         """Return a whole observation: a random one, or one out of the table, as of the lane's day."""
         if self.plan.content == "noise":
-            return np.asarray(self._fresh_rows(1)[0])
+            return random_rows(self.leaf, (), self.generator)
         if self.plan.axis is None:
             return np.asarray(self._table[self._day[lane] % len(self._table)])
         days = self._day[lane] + np.arange(self.leaf.shape[self.plan.axis])
@@ -224,7 +221,7 @@ class Stream:
         next_obs = [world.now.copy() for world in self._worlds]
         for world, rows in zip(self._worlds, next_obs, strict=True):
             if foreign.any():
-                rows[foreign] = world.foreign()[foreign]
+                rows[foreign] = world.fresh_rows()[foreign]  # which no lane will see
             world.reset(ends | silent)
             world.advance(skipped)
         return StreamStep(

@@ -271,9 +271,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         for first in range(0, len(positions), at_once):
             some = positions[first : first + at_once]
             self._make_room(len(some))
-            ids = np.arange(memory.next_id, memory.next_id + len(some) * rows)
-            memory.extend(**_cut(given, slice(first * rows // lanes, (first + len(some)) * rows // lanes)))
-            self._ids[some] = ids.reshape(len(some), *self._ids.shape[1:]) + 1
+            self._append(some, _cut(given, slice(first * rows // lanes, (first + len(some)) * rows // lanes)))
 
     def _make_room(self, elements: int) -> None:
         """Add again what so many more elements would push out of the memory although a position names it."""
@@ -289,9 +287,12 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             carried = carried[np.argsort(heads[carried])]
             whole, lanes = self._gathered(self._ids[carried]), memory.num_envs
             given = self._known_fields.arguments(whole, (len(carried) * rows // lanes, lanes))
-            ids = np.arange(memory.next_id, memory.next_id + len(carried) * rows)
-            memory.extend(**given)
-            self._ids[carried] = ids.reshape(len(carried), *self._ids.shape[1:]) + 1
+            self._append(carried, given)
+
+    def _append(self, positions: Ids, given: dict[str, Any]) -> None:
+        first = self.memory.next_id + 1
+        self.memory.extend(**given)
+        self._ids[positions] = np.arange(first, self.memory.next_id + 1).reshape(-1, *self._ids.shape[1:])
 
     # ---------------------------------------------------------------- reading
 

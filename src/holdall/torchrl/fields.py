@@ -33,11 +33,8 @@ _PAIRED_BYTES = 8
 """Pairs of a key and its next up to this size cost less as two columns than as a shared observation."""
 _COLUMN_BYTES = 256
 """Longer rows without a next one are stored as observations, which are compressed."""
-_DTYPES = {
-    torch.bool: np.dtype(np.bool_), torch.uint8: np.dtype(np.uint8), torch.int8: np.dtype(np.int8),
-    torch.int16: np.dtype(np.int16), torch.int32: np.dtype(np.int32), torch.int64: np.dtype(np.int64),
-    torch.float16: np.dtype(np.float16), torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64),
-}  # fmt: skip
+_NAMES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+_DTYPES: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name) for name in _NAMES}
 """Stored as they are; all others as bytes."""
 _OUTCOMES = {("next", "reward"): "reward", ("next", "terminated"): "terminated", ("next", "truncated"): "truncated"}
 """Keys that are rewards and flags of the memory, in the order of `ReplayMemory.outcomes`."""

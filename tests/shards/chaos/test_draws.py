@@ -15,7 +15,6 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.cluster.answer import Answer, RowDraw
-from holdall.cluster.encode import Encoder
 from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.shard_data import ShardData
@@ -24,6 +23,7 @@ from holdall.native import chosen_kernels
 from holdall.sampling.draw import Held, Uniform
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Schema
+from holdall.storage import Encoder
 from holdall.storage.ticks import Tick
 
 from .chi_square import chi_square_p

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdall import threads
+from holdall import machine, threads
 from holdall.errors import DamageError
 from holdall.native import NativeKernels, ThreadPool, compiled_library, native_kernels, reading
 from holdall.schema import Bytes, Leaf
@@ -275,7 +275,7 @@ def test_a_containers_quota_counts_for_the_pools(
     quota = tmp_path / "cpu.max"
     quota.write_text(content)
     monkeypatch.delenv("HOLDALL_THREADS", raising=False)
-    monkeypatch.setattr(threads, "_QUOTA", quota)
+    monkeypatch.setattr(machine, "_QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)
     kernels = native_kernels()
     assert kernels is not None

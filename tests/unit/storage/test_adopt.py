@@ -20,7 +20,8 @@ from holdall.schema import Schema
 from holdall.storage.blocks import KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.records import SpillFolder
-from holdall.storage.store import SealedSegment, Store, pack_segment, unpack_segment
+from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
+from holdall.storage.store import Store
 from holdall.storage.ticks import Kernels, Tick
 from holdall.storage.tiers import Budget
 
@@ -254,6 +255,7 @@ def test_adopted_segments_spill_and_move_on_from_the_disk(tmp_path: Path) -> Non
         with store._lock:
             store.adopt(segment)
         rows += added
+    assert store.sealer is not None
     store.sealer.drain()
     assert store.disk_bytes > 0
     require_equal(store, rows)

@@ -714,6 +714,13 @@ def camera_memory(budget: Any, capacity: int = 4000) -> ReplayMemory:
     return ReplayMemory(spaces.Box(0, 255, (96, 96), np.uint8), spaces.Discrete(2), capacity, budget=budget, seed=0)
 
 
+def sealer_of(memory: ReplayMemory) -> Sealer:
+    """Return the sealer of a memory that has filled a block."""
+    sealer = memory._open().sealer
+    assert sealer is not None
+    return sealer
+
+
 def add_camera(memory: ReplayMemory, first: int, steps: int) -> None:
     """Add images with smooth ground and a little noise, so that one codec shrinks them more than another."""
     ground = np.add.outer(np.arange(96), np.arange(96)).astype(np.uint8)
@@ -730,11 +737,12 @@ def test_what_was_sealed_in_a_hurry_is_sealed_again_at_leisure(monkeypatch: pyte
     """The better codec in the end, every bit as it was, and the count of bytes right all the while."""
     monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
     monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)  # every block after the first few is late
+    monkeypatch.setattr(seal, "_LOOK_AGAIN_S", 60.0)  # there is no leisure before it is asked for
     monkeypatch.setattr(seal, "choose", lambda *_: SLOW_CODEC)
     memory = camera_memory(None)
     add_camera(memory, 0, 700)
     wait_until(lambda: memory.report().backlog == 0)
-    sealer, tiers = memory._open().sealer, memory._open()._tiers
+    sealer, tiers = sealer_of(memory), memory._open()._tiers
     before, hurried = memory.gather(np.arange(memory.first_id, memory.next_id)), len(sealer._queue.hurried)
     bytes_before = memory.report().fields[0].sealed_bytes
     assert hurried
@@ -751,11 +759,12 @@ def test_a_block_that_left_is_not_sealed_again(monkeypatch: pytest.MonkeyPatch) 
     """Nor kept: what waits for leisure is referred to weakly."""
     monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
     monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)
+    monkeypatch.setattr(seal, "_LOOK_AGAIN_S", 60.0)  # there is no leisure before it is asked for
     monkeypatch.setattr(seal, "choose", lambda *_: SLOW_CODEC)
     memory = camera_memory(None, capacity=320)
     add_camera(memory, 0, 800)
     wait_until(lambda: memory.report().backlog == 0)
-    queue = memory._open().sealer._queue
+    queue = sealer_of(memory)._queue
     gone = [each for each in tuple(queue.hurried) if each.frozen() is None]
     assert gone
     memory.drain()
@@ -844,10 +853,10 @@ def test_adding_goes_on_while_a_codec_is_chosen(monkeypatch: pytest.MonkeyPatch)
     memory = camera_memory(None)
     add_camera(memory, 0, 700)
     assert choice.begun.is_set()
-    assert memory._open().sealer._work.is_choosing  # nothing waited for it
+    assert sealer_of(memory)._work.is_choosing  # nothing waited for it
     wait_until(lambda: memory.report().backlog <= 1)
     held = memory.gather(np.arange(memory.first_id, memory.next_id))
-    sealer = memory._open().sealer
+    sealer = sealer_of(memory)
     was_behind = sealer.is_behind
     assert was_behind
     assert "segments sealed by left+lz4" in str(memory.report())

@@ -231,12 +231,6 @@ def case_table(records: Sequence[dict[str, Any]], case: str) -> Table:
     return table
 
 
-def markdown(records: Sequence[dict[str, Any]], case: str) -> list[str]:
-    """Write one case as lines of Markdown."""
-    lines = [HEADINGS, ("---",) * len(HEADINGS), *table_rows(records, case)]
-    return ["| " + " | ".join(line) + " |" for line in lines]
-
-
 def cases_of(records: Iterable[dict[str, Any]]) -> list[str]:
     """Return the cases that were measured, in order."""
     return list(dict.fromkeys(record["case"] for record in records if record["kind"] == "buffer"))

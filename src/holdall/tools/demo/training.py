@@ -140,14 +140,10 @@ def set_env_state(env: VecEnv, state: bytes) -> None:
     _rover(env).set_state(json.loads(state))
 
 
-def _rover(env: Any) -> CameraRover:
+def _rover(env: Any) -> Any:
     while not isinstance(env, DummyVecEnv):
         env = env.venv
-    rover = env.envs[0].unwrapped
-    if not isinstance(rover, CameraRover):
-        msg = f"env is a {type(rover).__name__}; the demo trains a CameraRover"
-        raise TypeError(msg)
-    return rover
+    return env.envs[0].unwrapped
 
 
 def weights_digest(policy: torch.nn.Module) -> str:

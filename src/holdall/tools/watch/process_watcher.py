@@ -99,28 +99,19 @@ class ProcessWatcher:
         own = attribute_memory(self.pid, report, arrays) if LINUX else self._sums_alone(report)
         parts = [*own, *worker_parts(self.pid)]
         pss = sum(part.resident for part in parts)
+        told = report or agent_files.AgentReport(self.pid, 0, now)
+        # An agent that reports phases resets the kernel's own peak.
+        peaks = [phase.peak for phase in told.phases.values()]
+        self._highest = max(self._highest, pss, peak_bytes(self.pid), *peaks)
         own_limit = {} if self._limit_bytes is None else {"--limit": self._limit_bytes - pss}
         limits = {limit.name: limit.free_bytes for limit in memory_limits(None, process=self.pid)}
         return MemoryReading(
-            time=now,
-            pss=pss,
-            peak=self._peak(pss, report),
-            parts=tuple(parts),
-            step=self._step_at(now),
-            goal=None if report is None else report.goal,
-            phase=None if report is None else report.phase,
-            gpu=gpu_memory(self.pid, report),
-            steps_per_second=self._rate(),
-            pressure=stalled_percent(),
-            threads=int(self._process.num_threads()),
-            torch_threads=None if report is None else report.torch_threads,
-            cores=self._cores,
-            page_cache=page_cache(self.pid) if LINUX else None,
-            headroom=limits | own_limit,
-            spilled=0 if report is None else sum(report.spilled.values()),
-            disk_free=None if report is None else _free_on_disk(report),
-            exact=LINUX,
-        )
+            time=now, pss=pss, peak=self._highest, parts=tuple(parts), step=self._step_at(now), goal=told.goal,
+            phase=told.phase, gpu=gpu_memory(self.pid, told.gpu), steps_per_second=self._rate(),
+            pressure=stalled_percent(), threads=int(self._process.num_threads()), torch_threads=told.torch_threads,
+            cores=self._cores, page_cache=page_cache(self.pid) if LINUX else None, headroom=limits | own_limit,
+            spilled=sum(told.spilled.values()), disk_free=_free_on_disk(told), exact=LINUX,
+        )  # fmt: skip
 
     def _scan(self, now: float) -> None:
         """Look for the arrays of a process that has no agent to name them."""
@@ -134,12 +125,6 @@ class ProcessWatcher:
         spent = time.process_time() - begun
         self.scan_seconds += spent
         self._scan_due = now + max(_SCAN_AGAIN_S, spent / _SHARE_OF_A_CORE)
-
-    def _peak(self, pss: int, report: agent_files.AgentReport | None) -> int:
-        """Return the highest of all peaks: an agent that reports phases resets the kernel's own."""
-        phases = [] if report is None else [phase.peak for phase in report.phases.values()]
-        self._highest = max(self._highest, pss, peak_bytes(self.pid), *phases)
-        return self._highest
 
     def _read_report(self) -> agent_files.AgentReport | None:
         """Return the newest agent report, and keep the one before it for the rate of steps."""
@@ -214,14 +199,11 @@ def _worker_name(worker: psutil.Process) -> str:
     return next((helper for helper in _HELPER_PROCESSES if helper in line), worker.name())[:40]
 
 
-def gpu_memory(
-    pid: int, report: agent_files.AgentReport | None, sysfs: Path = Path("/sys/class/drm")
-) -> GpuMemory | None:
+def gpu_memory(pid: int, torch: dict[str, int], sysfs: Path = Path("/sys/class/drm")) -> GpuMemory | None:
     """Return what a process holds on its GPU; None if it holds nothing there, or that is unknown.
 
     NVML and sysfs report what the driver counts; torch reports its own pool through the agent.
     """
-    torch = {} if report is None else report.gpu
     driver = _nvidia(pid) or (_amd(sysfs) if torch else None)
     if not torch and driver is None:
         return None

@@ -42,17 +42,11 @@ def record_header(
     groups = [limit.total_bytes for limit in limits if limit.name.startswith("control group")]
     machine = next((limit for limit in limits if limit.name.startswith("free memory")), Limit("", 0, 0))
     return {
-        "kind": "header",
-        "format": RECORD_FORMAT,
-        "pid": pid,
-        "command": list(command),
-        "host": socket.gethostname(),
-        "started": time.time(),
-        "interval": interval_s,
+        "kind": "header", "format": RECORD_FORMAT, "pid": pid, "command": list(command), "host": socket.gethostname(),
+        "started": time.time(), "interval": interval_s, "system": platform.system(),
         "limits": {
             "memory": machine.total_bytes, "cgroup": min(groups, default=None), "vram": None, "disk": None, **given,
         },
-        "system": platform.system(),
     }  # fmt: skip
 
 

@@ -126,6 +126,8 @@ def stacked_then_flattened(script: Script, training: TrainingReader, machine: Ma
             case ast.Attribute(attr="flatten", value=base):
                 made = script.assigned(base) or base
             case ast.Attribute(attr="reshape" | "view", value=base) if call.args and ast.unparse(call.args[0]) == "-1":
+                if ast.unparse(call.args[-1]) == "1":
+                    continue  # a column of numbers, which torch.cat refuses
                 made = script.assigned(base) or base
             case _:
                 continue

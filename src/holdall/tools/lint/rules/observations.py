@@ -17,6 +17,7 @@ _FLATTEN_SHARE = 0.25  # of the limit
 _VRAM_SHARE = 0.85
 _LARGE_BATCH = 2**30
 _SHARE_WORTH_REPORTING = 0.1  # of the limit
+_BYTES_WORTH_REPORTING = 2**30
 
 
 @run_rule("M04", "rollout-stores-images-as-float", Severity.WARNING)
@@ -234,7 +235,7 @@ def observations_stored_twice(run: ConfiguredRun, machine: Machine) -> Iterator[
         return
     held = min(needed.layout.transitions, run.total_timesteps or needed.layout.transitions)
     repeated = int(observation.nbytes * held * (2 - 1 / stack))
-    if repeated < _SHARE_WORTH_REPORTING * machine.limit_bytes:
+    if repeated < min(_SHARE_WORTH_REPORTING * machine.limit_bytes, _BYTES_WORTH_REPORTING):
         return
     what = "each observation is stored twice" if stack == 1 else f"each frame is stored {2 * stack} times"
     yield Match(

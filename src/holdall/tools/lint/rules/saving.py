@@ -11,6 +11,7 @@ from holdall.tools.lint.rule import Match, run_rule, script_rule
 from holdall.tools.lint.run import ConfiguredRun, Machine, algorithm_by_import, buffer_need, sized, whole
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script, argument_of
+from holdall.tools.lint.source.values import InstanceValue, ListValue, likely
 
 _PROTOCOL = 5
 _DEFAULT_IS_ENOUGH = (3, 14)  # pickle's default protocol is 5 from this version on
@@ -211,7 +212,7 @@ def pickle_copies_arrays(script: Script, training: TrainingReader, machine: Mach
         with open("buffer.pkl", "wb") as file:
             pickle.dump(replay_buffer, file, protocol=5)
     """
-    for call in _pickles(script, "dump"):
+    for call in _pickles(script, training, "dump"):
         given = argument_of(call, "protocol", 2)
         if any(k.arg is None for k in call.keywords) or (given is None and machine.python >= _DEFAULT_IS_ENOUGH):
             continue
@@ -232,11 +233,20 @@ def _edit(script: Script, call: ast.Call, given: ast.expr | None) -> Edit | None
     return Edit(end, "", f", protocol={_PROTOCOL}")
 
 
-def _pickles(script: Script, function: str) -> Iterator[ast.Call]:
-    """Yield the calls that pickle something large."""
+def _pickles(script: Script, training: TrainingReader, function: str) -> Iterator[ast.Call]:
+    """Yield the calls that pickle something large, or an object that has it."""
     for call in script.calls_of(f"pickle.{function}", f"cloudpickle.{function}"):
-        if call.args and _LARGE.search(ast.unparse(call.args[0])):
+        if call.args and (_LARGE.search(ast.unparse(call.args[0])) or _has_buffer(training, call.args[0])):
             yield call
+
+
+def _has_buffer(training: TrainingReader, node: ast.expr) -> bool:
+    value = likely(training.interpreter.seen(node))
+    held = value.attributes.items() if isinstance(value, InstanceValue) else ()
+    return any(
+        isinstance(one, InstanceValue | ListValue) and _LARGE.search(f"{name} {getattr(one, 'kind', '')}")
+        for name, one in held
+    )
 
 
 @script_rule("S05", "pickled-into-memory", Severity.WARNING, words=("pickle",))
@@ -257,7 +267,7 @@ def pickled_into_memory(script: Script, training: TrainingReader, machine: Machi
         with gzip.open("buffer.pkl.gz", "wb") as file:
             pickle.dump(replay_buffer, file, protocol=5)
     """
-    for call in _pickles(script, "dumps"):
+    for call in _pickles(script, training, "dumps"):
         yield Match(f"pickle.dumps holds {ast.unparse(call.args[0])} once more in memory", script.place(call))
 
 
@@ -288,7 +298,7 @@ def pickled_in_a_thread(script: Script, training: TrainingReader, machine: Machi
 
         save(buffer)
     """
-    calls = [*_pickles(script, "dump"), *_pickles(script, "dumps")]
+    calls = [*_pickles(script, training, "dump"), *_pickles(script, training, "dumps")]
     pickling = {owner.name for call in calls if (owner := script.function(call))}
     for call in script.calls:
         if (name := _run_in_thread(script, call)) in pickling:

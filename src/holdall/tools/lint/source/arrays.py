@@ -36,7 +36,8 @@ _FILLED = {"zeros", "ones", "empty", "full", "rand", "randn", "random", "uniform
 _LIKE = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 _NUMBERS = {"float32", "uint8", "float64", "float16", "int64", "int32"}  # called as functions
 _FROM = _NUMBERS | {
-    "array", "asarray", "ascontiguousarray", "tensor", "as_tensor", "from_numpy", "asanyarray", "convert_to_tensor", "constant",
+    "array", "asarray", "ascontiguousarray", "tensor", "as_tensor", "from_numpy", "asanyarray", "convert_to_tensor",
+    "constant",
 }  # fmt: skip
 _TENSORS = {
     "FloatTensor": "float32",
@@ -207,6 +208,12 @@ def fixed_shape(given: list[Any]) -> tuple[Any, ...] | None:
     return None if axes is None or not all((whole(likely(one)) or 0) > 0 for one in axes) else axes
 
 
+def _named_axes(given: list[Any]) -> tuple[Any, ...] | None:
+    """Return the axes that `reshape` names, those among them that are not known as such."""
+    axes = tuple(given) if len(given) > 1 else shape_of(given[0]) if given else None
+    return None if axes is None else tuple(one if (whole(likely(one)) or 0) > 0 else UNKNOWN for one in axes)
+
+
 def _function(interpreter: Any, dotted: str, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
     if shapes.knows(last, package == "torch") and ".nn." not in dotted:
         made = shapes.call(last, arguments.values, arguments.named, node, package == "torch")
@@ -279,7 +286,7 @@ def array_member(array: ArrayValue, name: str) -> Any:
     return BoundMethod(array, name)
 
 
-def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each method
+def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each method
     """Return what a method of an array returns."""
     match name:
         case "astype" | "type":
@@ -315,8 +322,8 @@ def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, 
     if not shapes.knows_method(name, array.is_tensor):
         return ArrayValue()
     made = shapes.call(name, [array, *arguments.values], arguments.named, node, array.is_tensor)
-    if made is UNKNOWN and name in {"reshape", "view"} and (axes := fixed_shape(arguments.values)) is not None:
-        return replace(array, shape=axes)
+    if made is UNKNOWN and name in {"reshape", "view"} and arguments.is_complete and array.nbytes is None:
+        return replace(array, shape=_named_axes(arguments.values))
     if made is UNKNOWN and name == "mean" and array.nbytes is None:
         return ArrayValue(None, np.dtype(np.float64), frozenset({node}))
     is_number = made is UNKNOWN and array.nbytes is not None

@@ -58,7 +58,7 @@ def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
         unique = _alternatives(interpreter, {_origin(one): one for one in group})
         rows = _leading(unique)
         kept = [one for one in unique if rows is None or whole((one.value.shape or (None,))[0]) == rows]
-        fields = tuple(_field(interpreter, one, rows) for one in kept)
+        fields = tuple(field for one in kept for field in _fields(interpreter, one, rows))
         total = sum(one.value.nbytes * max(one.detail.get("times") or 1, 1) for one in kept)
         title = owner.made_of.node.name if isinstance(owner, InstanceValue) and hasattr(owner.made_of, "node") else ""
         place = interpreter.place(kept[0].node)
@@ -100,10 +100,13 @@ def _leading(group: list[Any]) -> int | None:
     return whole(largest.value.shape[0]) if largest.value.shape else None
 
 
-def _field(interpreter: Any, made: Any, rows: int | None) -> StoredField:
+def _fields(interpreter: Any, made: Any, rows: int | None) -> list[StoredField]:
     shape = tuple(whole(one) or 0 for one in made.value.shape or ())
-    name = _name(interpreter, _origin(made))
-    return StoredField(name, shape[1:] if rows else shape, made.value.dtype)
+    shape, dtype = shape[1:] if rows else shape, made.value.dtype
+    if not dtype.names:
+        return [StoredField(_name(interpreter, _origin(made)), shape, dtype)]
+    parts = [(name, dtype[name]) for name in dtype.names]  # a record for each transition
+    return [StoredField(name, (*shape, *part.shape), part.base) for name, part in parts]
 
 
 def _stores_next(fields: tuple[StoredField, ...]) -> bool:
@@ -293,6 +296,11 @@ def _tianshou(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
         for prefix in prefixes
         for leaf in leaves
     )
+    acted = env.action.leaves[0] if env.action is not None else Leaf("", (), np.dtype(np.int64))
+    fields += (
+        StoredField("act", acted.shape, acted.dtype), StoredField("rew", (), np.dtype(np.float64)),
+        StoredField("flags", (3,), np.dtype(np.bool_)),
+    )  # fmt: skip
     return PlainBuffer(
         title=last, rows=size, nbytes=size * sum(one.nbytes for one in fields), fields=fields,
         place=interpreter.place(made.node), condition=" and ".join(made.path), is_buffer=True, library="tianshou",

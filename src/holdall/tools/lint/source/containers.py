@@ -126,6 +126,7 @@ def _append(owner: ListValue, value: Any, interpreter: Any) -> None:
 def _popped(owner: ListValue, at: int) -> Any:
     """Take an item from a list; what is appended next takes its place: a window of the latest items."""
     found = one_of((one, "") for one in owner.added) if owner.added else UNKNOWN
+    owner.is_passed = True
     if owner.is_known and owner.items:
         owner.is_popped = True
         owner.length = len(owner.items) - 1
@@ -161,7 +162,7 @@ def _split(text: str, plain: list[Any]) -> Any:
     return ListValue(parts, len(parts))
 
 
-def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911  one line for each kind of value
+def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911, PLR0912  one line for each kind of value
     """Return `base[index]`."""
     if isinstance(base, arrays.ReturnedValues) and whole(index) is None:
         base = base.observation  # older environments return nothing else
@@ -175,7 +176,8 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
     if isinstance(base, tuple) and number is not None and -len(base) <= number < len(base):
         return base[number]
     if isinstance(base, ListValue):
-        is_kept = not base.is_deque or not base.added  # what passes through a deque is one of all that were appended
+        passes = (base.is_deque or base.is_passed) and base.added  # then an item is one of all that were appended
+        is_kept = not passes
         if number is not None and is_kept and base.is_known and -len(base.items) <= number < len(base.items):
             return base.items[number]
         samples = (base.items or base.added) if is_kept else [*base.items, *base.added]
@@ -188,6 +190,9 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
         return base[number]
     if isinstance(base, InstanceValue) and isinstance(index, str) and index in base.attributes:
         return base.attributes[index]
+    if isinstance(base, InstanceValue) and number is not None and getattr(base.made_of, "fields", False):
+        values = list(base.attributes.values())  # a named tuple
+        return values[number] if -len(values) <= number < len(values) else UNKNOWN
     if base is UNKNOWN and isinstance(index, tuple) and len(index) > 2 and any(isinstance(one, slice) for one in index):
         return shapes.cut_out(index)
     return interpreter.special(base, "__getitem__", index)

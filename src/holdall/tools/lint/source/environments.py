@@ -370,10 +370,31 @@ def _passed_on(
         observe = made_of.find("_observation")
     if isinstance(observe, FunctionValue):
         seen = interpreter.call_function(observe, type(arguments)([seen]), owner)
-    is_known = getattr(likely(seen), "shape", True) is not None and seen is not UNKNOWN and seen is not None
-    if not is_known and found is not None:
+    if not is_measured(seen) and found is not None:
         seen = call_method(interpreter, found, name, arguments, node)[0]
     return ReturnedValues((seen, *rest))
+
+
+def is_measured(seen: Any) -> bool:
+    """Whether it is known what an environment returned: for an array, its bytes."""
+    value = likely(seen)
+    return value is not UNKNOWN and value is not None and (type(value) is not ArrayValue or value.nbytes is not None)
+
+
+def as_declared(interpreter: Any, owner: InstanceValue, name: str, result: Any, node: ast.AST) -> Any:
+    """Return what a class of the program returns from `reset` or `step`; what cannot be followed is as it declares."""
+    result = likely(result)
+    items = known_items(result)
+    is_several = isinstance(result, tuple) and bool(items)
+    if is_measured(items[0] if items and is_several else result) or isinstance(result, TableValue | InstanceValue):
+        return result
+    own = owner.attributes.get("observation_space")
+    inner = environment_of(interpreter, owner.attributes.get("env", UNKNOWN))
+    if not isinstance(own, SpaceInfo) or (inner is not None and inner.observation == own):
+        return result
+    sample = space_sample(own, owner.node or node)
+    rest = tuple(items[1:]) if items and is_several else (UNKNOWN,) * (1 if name == "reset" else 4)
+    return ReturnedValues((sample, *rest))
 
 
 # ------------------------------------------------------------ members and methods of environments and spaces

@@ -117,7 +117,7 @@ class Expressions(Names):
         left, right = self.value(node.left), self.value(node.right)
         return spread(lambda a, b: self.binary(node.op, a, b, node), left, right)
 
-    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:
+    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a kind
         """Return the result of an operator."""
         if isinstance(left, ArrayValue) or isinstance(right, ArrayValue):
             return library.calculated(op, left, right, node)
@@ -214,6 +214,7 @@ class Expressions(Names):
         lengths, items = self._comprehended(node)
         made = [ListValue(list(items), length, node=node, path=self.path, is_fixed=True) for length in lengths]
         for one in made:
+            one.rounds = len(self.rounds)
             if (one.length or 0) >= containers.MANY and isinstance(one.items[0], TableValue):
                 self.record("appended", one, None, node, item=one.items[0])  # a dict for every transition
         return made[0] if len(made) == 1 else OneOf(tuple(made), tuple(lengths.values()))
@@ -228,14 +229,22 @@ class Expressions(Names):
         try:
             known = known_items(over) if len(node.generators) == 1 and not node.generators[0].ifs else None
             if known is not None and len(known) <= 16:
-                for item in known:
+                for index, item in enumerate(known):
                     self.assign(node.generators[0].target, item)
-                    items.append(self.value(node.elt))
+                    items.append(self._made_in_turn(node.elt, (node, index)))
             else:
                 items = [self.value(node.elt)]
         finally:
             self.scope = self.scope.parent or self.scope
         return lengths, items
+
+    def _made_in_turn(self, node: ast.expr, turn: tuple[ast.AST, int]) -> Any:
+        """Return one item of a comprehension: large arrays that it allocates are others than those of the next one."""
+        self.scope.call = turn
+        made = self.value(node)
+        if isinstance(made, ArrayValue) and (made.nbytes or 0) >= arrays.WORTH_RECORDING:
+            return replace(made, origins=frozenset((one, turn) for one in made.origins))
+        return made
 
     def _on_dictcomp(self, node: ast.DictComp) -> Any:
         _, over = self._enter_comprehension(node.generators)
@@ -243,12 +252,12 @@ class Expressions(Names):
         try:
             known = known_items(over) if len(node.generators) == 1 else None
             table.is_complete = known is not None
-            for item in known or [UNKNOWN]:
+            for index, item in enumerate(known or [UNKNOWN]):
                 if known is not None:
                     self.assign(node.generators[0].target, item)
                 truths = {self.truth(self.value(test)) for test in node.generators[0].ifs}
                 table.is_complete = table.is_complete and None not in truths
-                key, value = self.value(node.key), self.value(node.value)
+                key, value = self.value(node.key), self._made_in_turn(node.value, (node, index))
                 if is_key(key) and truths <= {True}:
                     table[key] = value
         finally:
@@ -333,8 +342,10 @@ class Expressions(Names):
                 return self.call_function(called, arguments)
             case ClassValue():
                 return self.instantiate(called, arguments, node)
-            case BoundMethod(owner=owner, function=FunctionValue() as function):
-                return self.call_function(function, arguments, owner)
+            case BoundMethod(owner=owner, name=name, function=FunctionValue() as function):
+                result = self.call_function(function, arguments, owner)
+                is_env = name in {"reset", "step"} and isinstance(owner, InstanceValue)
+                return environments.as_declared(self, owner, name, result, node) if is_env else result
             case BoundMethod(owner=owner, name=name):
                 return spread(lambda one: library.call_method(self, one, name, arguments, node), owner)
             case Reference(dotted=dotted):
@@ -425,7 +436,7 @@ def _repeated(left: Any, right: Any) -> Any:
     return None
 
 
-def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a kind
+def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a kind
     if isinstance(left, ArrayValue) and isinstance(op, ast.Gt | ast.GtE | ast.Lt | ast.LtE | ast.Eq | ast.NotEq):
         return left.made_by(node, dtype=np.dtype(np.bool_))
     if isinstance(op, ast.Is | ast.IsNot) and right is None:

@@ -19,7 +19,15 @@ from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, Reference, SpaceInfo, algorithm_by_import, whole
 from holdall.tools.lint.source import environments
 from holdall.tools.lint.source.spaces import by_id
-from holdall.tools.lint.source.values import ArrayValue, ClassValue, FunctionValue, InstanceValue, TableValue, known_items, likely
+from holdall.tools.lint.source.values import (
+    ArrayValue,
+    ClassValue,
+    FunctionValue,
+    InstanceValue,
+    TableValue,
+    known_items,
+    likely,
+)
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
 _SB3_BUFFERS = {
@@ -109,7 +117,7 @@ def start_model(interpreter: Any, instance: InstanceValue, dotted: str, argument
     interpreter.record("model", instance, arguments, instance.node or interpreter.anchor, dotted=dotted)
 
 
-def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
+def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case each
     """Return what a method of a library's object returns."""
     if name == "learn":
         interpreter.record("learn", owner, arguments, node)

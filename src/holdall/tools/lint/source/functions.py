@@ -1,36 +1,70 @@
-"""Functions and classes of the program: how they are defined, called and made into objects.
+"""Functions, classes and loops of the program: how they are defined, called, made into objects and gone through.
 
-In:  a definition, or a function or class with the arguments of a call.  Out: the value that the call returns.
+In:  a definition, or a function or class with the arguments of a call, or a loop.  Out: the value that a call returns.
 Invariant: calls are followed to a bounded depth, and a function within itself once.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from holdall.tools.lint.run import UNKNOWN, OneOf
+from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 from holdall.tools.lint.source import command_line, containers
 from holdall.tools.lint.source.arrays import ReturnedValues
 from holdall.tools.lint.source.expressions import Expressions
 from holdall.tools.lint.source.scopes import CallArguments, Scope
-from holdall.tools.lint.source.script import subtree
+from holdall.tools.lint.source.script import lengthened_by, shortened_by, subtree
 from holdall.tools.lint.source.values import (
+    MOST_CANDIDATES,
+    MOST_SETTINGS,
     ArrayValue,
+    BoundMethod,
     ClassValue,
     FunctionValue,
     InstanceValue,
     ListValue,
     TableValue,
     candidates_of,
+    carried,
+    grouped_settings,
+    joined_names,
+    known_items,
+    length_of,
+    likely,
     one_of,
 )
 
 _DEEPEST_CALL = 14
+_SHAPED = re.compile(r"\.(?:shape|size)\b")
+_MOST_JOINED = 8  # frames that a loop puts together
+_MOST_NAMED = 32  # rounds of a loop that are followed one by one
+_NAMING = {"register", "setattr"}
+_JOINING = {"concatenate", "append", "cat", "concat", "vstack", "hstack", "dstack"}
 _DATA_CLASSES = {"dataclass", "NamedTuple", "struct", "define", "frozen", "s", "attrs"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoopFacts:
+    """Names of a loop's body."""
+
+    counted: frozenset[str]  # changed by += and the like
+    carried: frozenset[str]  # assigned in one round and read in the next
+    joins: bool = False  # it puts arrays together, one after the other
+    by_name: bool = False  # it registers environments, or sets attributes, by names that it goes through
+
+
+def _joins(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", "") in _JOINING
+
+
+def _is_callable(item: Any) -> bool:
+    first = item[0] if isinstance(item, tuple) and item else item
+    return isinstance(first, ClassValue | FunctionValue | Reference | BoundMethod)
 
 
 def _inner(origin: object) -> object:
@@ -50,6 +84,7 @@ class Functions(Expressions):
         self._active: Counter[ast.AST] = Counter()
         self._inside: dict[ast.AST, frozenset[int]] = {}  # the nodes of functions
         self._depth = 0
+        self._loops: dict[ast.AST, LoopFacts] = {}
 
     def block(self, statements: Iterable[ast.stmt]) -> bool:
         """Follow statements."""
@@ -225,3 +260,137 @@ class Functions(Expressions):
             instance.attributes[name] = self.fresh_default(value)
         instance.attributes |= dict(zip(names, arguments.values, strict=False))
         instance.attributes |= {name: value for name, value in arguments.named.items() if name in names}
+
+    # ------------------------------------------------------------ loops
+
+    def loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        """Follow a loop: one round for each item where they build on each other, otherwise one or two for all."""
+        facts = self.loop_facts(node)
+        if self._went_item_by_item(node, facts):
+            return
+        for name in facts.counted:
+            if isinstance(self.scope.names.get(name), int | float):
+                self.scope.names[name] = UNKNOWN
+        before = dict(self.scope.names)
+        times = None
+        if isinstance(node, ast.While):
+            self.limit_list(node)
+            if self._went_through(node):
+                return
+        else:
+            over = self.value(node.iter)
+            times = length_of(over)
+            *several, last = grouped_settings(over)
+            for one in several:
+                self.assign(node.target, self.item_of_loop(one))
+                self.block(node.body)
+            self.assign(node.target, self.item_of_loop(last))
+        self.rounds, replaced = (*self.rounds, times), self.arrays_replaced
+        self.block(node.body)
+        changed = [n for n in facts.carried if n in before and before[n] is not self.scope.names.get(n, before[n])]
+        if changed or replaced != self.arrays_replaced:  # what one round leaves is what the next one finds
+            for name in changed:
+                self.scope.names[name] = carried(before[name], self.scope.names[name])
+            self.block(node.body)
+        self.rounds = self.rounds[:-1]
+        self.scope.names = joined_names([("", self.scope.names), ("", before)])
+        self._filled_by(node)
+        self.block(node.orelse)
+
+    def _went_item_by_item(self, node: ast.AST, facts: LoopFacts) -> bool:
+        """Go through a loop that names things, puts wrappers around each other, or joins a few frames."""
+        if not isinstance(node, ast.For) or not (facts.by_name or facts.carried):
+            return False
+        items = known_items(self.value(node.iter)) or []
+        is_joining = facts.joins and len(items) <= _MOST_JOINED
+        if not items or not (facts.by_name or is_joining or any(map(_is_callable, items))):
+            return False
+        for item in items[:_MOST_NAMED]:
+            self.assign(node.target, item)
+            self.block(node.body)
+        return True
+
+    def _went_through(self, node: ast.While) -> bool:
+        """Go through a loop that ends when an array has its shape: frames that are put together until they suffice."""
+        tested = self.value(node.test)
+        if not isinstance(node.test, ast.Compare) or not _SHAPED.search(self.text_of(node.test)):
+            return False
+        for _ in range(_MOST_NAMED):
+            if self.truth(tested) is not True:
+                break
+            self.block(node.body)
+            tested = self.value(node.test)
+        return self.truth(tested) is False or self._is_left(node.test)
+
+    def _is_left(self, test: ast.expr) -> bool:
+        """Keep, of what a name may be, that with which a loop's condition does not hold; whether there is any."""
+        names = (one.id for one in subtree(test) if isinstance(one, ast.Name))
+        name = next((one for one in names if isinstance(self.scope.names.get(one), OneOf)), "")
+        value, kept = self.scope.names.get(name), []
+        for one, text in candidates_of(value) if name else ():
+            self.scope.names[name] = one
+            if self.truth(self.value(test)) is False:
+                kept.append((one, text))
+        self.scope.names |= {name: one_of(kept) if kept else value} if name else {}
+        return bool(kept)
+
+    def _filled_by(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
+        """Learn how long a list is behind `while len(rows) < limit: rows.append(...)`."""
+        match getattr(node, "test", None):
+            case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[ast.Lt()], comparators=[limit]):
+                container, count = self.value(held), whole(likely(self.value(limit)))
+                if isinstance(container, ListValue) and count is not None and container.maxlen is None:
+                    container.length = count
+
+    def item_of_loop(self, over: Any) -> Any:
+        """Return what a loop's variable is: one of the items."""
+        items = known_items(over)
+        if items is None and isinstance(over, TableValue):
+            items = list(over)
+        if items is None and isinstance(over, ListValue):
+            return one_of((item, "") for item in over.items) if over.items else UNKNOWN
+        if isinstance(over, ArrayValue) and over.shape and len(over.shape) > 1:
+            return replace(over, shape=over.shape[1:])
+        if items is None and isinstance(over, OneOf):
+            return one_of(((self.item_of_loop(one), text) for one, text in candidates_of(over)), MOST_SETTINGS)
+        if not items:
+            return UNKNOWN
+        most = MOST_SETTINGS if isinstance(items[-1], TableValue | tuple) else MOST_CANDIDATES
+        return one_of(((item, "") for item in items), most)
+
+    def loop_facts(self, node: ast.AST) -> LoopFacts:
+        """Return which names a loop's body changes, and which of them its next round reads."""
+        if node not in self._loops:
+            counted: set[str] = set()
+            first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
+            by_name = joins = False
+            for part in subtree(node):
+                if type(part) is ast.Call:
+                    by_name = by_name or getattr(part.func, "id", getattr(part.func, "attr", "")) in _NAMING
+                elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
+                    counted.add(part.target.id)
+                elif type(part) is ast.Assign and isinstance(part.targets[0], ast.Name):  # read before it is assigned
+                    _, stores = first.setdefault(part.targets[0].id, ([], []))
+                    stores.append((part.end_lineno or 0, part.end_col_offset or 0))
+                    joins = joins or any(_joins(one) for one in subtree(part.value))
+                if isinstance(part, ast.Name):
+                    at = (part.lineno, part.col_offset)
+                    is_load = isinstance(part.ctx, ast.Load)
+                    loads, stores = first.setdefault(part.id, ([], []))
+                    (loads if is_load else stores).append(at)
+            carried = {
+                name for name, (loads, stores) in first.items() if loads and stores and min(loads) <= max(stores)
+            }
+            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), joins, by_name)
+        return self._loops[node]
+
+    def limit_list(self, node: ast.If | ast.While) -> None:
+        """Learn how long a list gets from `if len(rows) > limit: del rows[0]` and the like."""
+        match node.test:
+            case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[op], comparators=[limit]):
+                changed = shortened_by if isinstance(op, ast.Gt | ast.GtE | ast.Eq) else lengthened_by
+                several = [one for statement in node.body for one in changed(statement)]
+                if any(ast.dump(one) == ast.dump(held) for one in several):
+                    for container in map(self.value, several):  # lists side by side are cut together
+                        if isinstance(container, ListValue) and container.maxlen is None:
+                            container.maxlen = likely(self.value(limit))

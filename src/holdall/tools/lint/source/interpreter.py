@@ -13,7 +13,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdall.tools.lint.finding import SourceRange
@@ -22,26 +22,21 @@ from holdall.tools.lint.source import environments, library
 from holdall.tools.lint.source.functions import Functions
 from holdall.tools.lint.source.repository import Module, Repository
 from holdall.tools.lint.source.scopes import CallArguments, OutOfStepsError, Scope
-from holdall.tools.lint.source.script import LONGEST_CONDITION, Script, conditions_of, lengthened_by, shortened_by, subtree
+from holdall.tools.lint.source.script import (
+    LONGEST_CONDITION,
+    Script,
+    conditions_of,
+)
 from holdall.tools.lint.source.values import (
-    MOST_CANDIDATES,
-    MOST_SETTINGS,
-    ArrayValue,
-    BoundMethod,
     ClassValue,
     FunctionValue,
     InstanceValue,
     ListValue,
     ModuleValue,
     Path,
-    TableValue,
     candidates_of,
-    carried,
     either,
-    grouped_settings,
     joined_names,
-    known_items,
-    length_of,
     likely,
     one_of,
 )
@@ -54,16 +49,8 @@ _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported
 _CAPACITY = re.compile(
     r"_*(?:max(?:imum)?_*)?(?:replay|buffer|buf|mem|memory|experiences?)?_*(?:capacity|max|size|len|length|limit|maxlen|maxsize)"
 )
-_SHAPED = re.compile(r"\.(?:shape|size)\b")
-_MOST_JOINED = 8  # frames that a loop puts together
-_MOST_NAMED = 32  # rounds of a loop that are followed one by one
 _ENDS = {"sys.exit", "os._exit"}
 _FOLLOWED = InstanceValue | ClassValue | FunctionValue | ModuleValue
-
-
-def _is_callable(item: Any) -> bool:
-    first = item[0] if isinstance(item, tuple) and item else item
-    return isinstance(first, ClassValue | FunctionValue | Reference | BoundMethod)
 
 
 @dataclass(eq=False, slots=True)
@@ -263,7 +250,7 @@ class Interpreter(Functions):
             case ast.If():
                 return self._if(node)
             case ast.For() | ast.AsyncFor() | ast.While():
-                self._loop(node)
+                self.loop(node)
             case ast.With(items=items, body=body) | ast.AsyncWith(items=items, body=body):
                 for item in items:
                     opened = self.value(item.context_expr)
@@ -308,19 +295,8 @@ class Interpreter(Functions):
         """Return the conditions that hold here and did not yet hold where the function began."""
         return " and ".join(self.path[len(self.scope.path) :])
 
-    def _limit_list(self, node: ast.If | ast.While) -> None:
-        """Learn how long a list gets from `if len(rows) > limit: del rows[0]` and the like."""
-        match node.test:
-            case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[op], comparators=[limit]):
-                changed = shortened_by if isinstance(op, ast.Gt | ast.GtE | ast.Eq) else lengthened_by
-                several = [one for statement in node.body for one in changed(statement)]
-                if any(ast.dump(one) == ast.dump(held) for one in several):
-                    for container in map(self.value, several):  # lists side by side are cut together
-                        if isinstance(container, ListValue) and container.maxlen is None:
-                            container.maxlen = likely(self.value(limit))
-
     def _if(self, node: ast.If) -> bool:
-        self._limit_list(node)
+        self.limit_list(node)
         outer_soft, self.is_soft = self.is_soft, False
         tested = self.value(node.test)
         truth = self.truth(tested)
@@ -394,94 +370,6 @@ class Interpreter(Functions):
             after = self.scope.names | after | again
         self.scope.names = after
         return self.block(node.finalbody) or (left and not node.handlers)
-
-    # ------------------------------------------------------------ loops
-
-    def _loop(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
-        facts = self.loop_facts(node)
-        items = known_items(self.value(node.iter)) if isinstance(node, ast.For) and (facts.by_name or facts.carried) else None
-        is_joining = facts.joins and len(items or ()) <= _MOST_JOINED
-        if items and (facts.by_name or is_joining or any(map(_is_callable, items))):  # wrappers, one around the other
-            for item in items[:_MOST_NAMED]:
-                self.assign(node.target, item)
-                self.block(node.body)
-            return
-        for name in facts.counted:
-            if isinstance(self.scope.names.get(name), int | float):
-                self.scope.names[name] = UNKNOWN
-        before = dict(self.scope.names)
-        times = None
-        if isinstance(node, ast.While):
-            self._limit_list(node)
-            if self._went_through(node):
-                return
-        else:
-            over = self.value(node.iter)
-            times = length_of(over)
-            groups = grouped_settings(over)
-            for one in groups[:-1]:
-                self.assign(node.target, self.item_of_loop(one))
-                self.block(node.body)
-            self.assign(node.target, self.item_of_loop(groups[-1]))
-        self.rounds, replaced = (*self.rounds, times), self.arrays_replaced
-        self.block(node.body)
-        changed = [n for n in facts.carried if n in before and before[n] is not self.scope.names.get(n, before[n])]
-        if changed or replaced != self.arrays_replaced:  # what one round leaves is what the next one finds
-            for name in changed:
-                self.scope.names[name] = carried(before[name], self.scope.names[name])
-            self.block(node.body)
-        self.rounds = self.rounds[:-1]
-        self.scope.names = joined_names([("", self.scope.names), ("", before)])
-        self._filled_by(node)
-        self.block(node.orelse)
-
-    def _went_through(self, node: ast.While) -> bool:
-        """Go through a loop that ends when an array has its shape: frames that are put together until they suffice."""
-        tested = self.value(node.test)
-        if not isinstance(node.test, ast.Compare) or not _SHAPED.search(self.text_of(node.test)):
-            return False
-        for _ in range(_MOST_NAMED):
-            if self.truth(tested) is not True:
-                break
-            self.block(node.body)
-            tested = self.value(node.test)
-        return self.truth(tested) is False or self._is_left(node.test)
-
-    def _is_left(self, test: ast.expr) -> bool:
-        """Keep, of what a name may be, that with which a loop's condition does not hold; whether there is any."""
-        names = (one.id for one in subtree(test) if isinstance(one, ast.Name))
-        name = next((one for one in names if isinstance(self.scope.names.get(one), OneOf)), "")
-        value, kept = self.scope.names.get(name), []
-        for one, text in candidates_of(value) if name else ():
-            self.scope.names[name] = one
-            if self.truth(self.value(test)) is False:
-                kept.append((one, text))
-        self.scope.names |= {name: one_of(kept) if kept else value} if name else {}
-        return bool(kept)
-
-    def _filled_by(self, node: ast.For | ast.AsyncFor | ast.While) -> None:
-        """Learn how long a list is behind `while len(rows) < limit: rows.append(...)`."""
-        match getattr(node, "test", None):
-            case ast.Compare(left=ast.Call(func=ast.Name(id="len"), args=[held]), ops=[ast.Lt()], comparators=[limit]):
-                container, count = self.value(held), whole(likely(self.value(limit)))
-                if isinstance(container, ListValue) and count is not None and container.maxlen is None:
-                    container.length = count
-
-    def item_of_loop(self, over: Any) -> Any:
-        """Return what a loop's variable is: one of the items."""
-        items = known_items(over)
-        if items is None and isinstance(over, TableValue):
-            items = list(over)
-        if items is None and isinstance(over, ListValue):
-            return one_of((item, "") for item in over.items) if over.items else UNKNOWN
-        if isinstance(over, ArrayValue) and over.shape and len(over.shape) > 1:
-            return replace(over, shape=over.shape[1:])
-        if items is None and isinstance(over, OneOf):
-            return one_of(((self.item_of_loop(one), text) for one, text in candidates_of(over)), MOST_SETTINGS)
-        if not items:
-            return UNKNOWN
-        most = MOST_SETTINGS if isinstance(items[-1], TableValue | tuple) else MOST_CANDIDATES
-        return one_of(((item, "") for item in items), most)
 
     # ------------------------------------------------------------ what nothing calls
 

@@ -44,15 +44,15 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
     is_torch = package == "torchvision"
     match last:
         case "resize" | "imresize" | "resize_images" | "resize_with_pad":
-            is_nearest = "nearest" in str(getattr(arguments.get(2, "method", ""), "last", arguments.get(2, "method", ""))).lower()
-            dtype = _FLOAT64 if package == "skimage" else _FLOAT32 if package == "tensorflow" and not is_nearest else None
+            is_scaled = package == "tensorflow" and "NEAREST" not in str(arguments.get(2, "method", "")).upper()
+            dtype = _FLOAT64 if package == "skimage" else _FLOAT32 if is_scaled else None
             size = arguments.get(1, next((k for k in ("size", "output_shape") if k in arguments.named), "size"))
             return _resized(image, size, node, dtype, channels_first=is_torch)
         case "resized_crop" | "center_crop" | "crop" if is_torch:
             size = arguments.get(5 if last == "resized_crop" else 1, "size" if last != "crop" else "output_size")
             sides = (arguments.get(3, "height"), arguments.get(4, "width")) if last == "crop" else size
             return _resized(image, (sides, sides) if whole(sides) is not None else sides, node, channels_first=True)
-        case "crop_to_bounding_box" | "pad_to_bounding_box" | "resize_with_crop_or_pad" | "resize_image_with_crop_or_pad":
+        case _ if last.endswith(("_to_bounding_box", "_with_crop_or_pad")):
             at = 3 if "box" in last else 1
             return _resized(image, (arguments.get(at, "target_height"), arguments.get(at + 1, "target_width")), node)
         case "rgb2gray" | "rgb_to_grayscale" | "to_grayscale":

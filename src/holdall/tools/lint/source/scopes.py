@@ -16,7 +16,6 @@ from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, Spac
 from holdall.tools.lint.source import containers, environments, frameworks, library, spaces
 from holdall.tools.lint.source.arrays import ReturnedValues
 from holdall.tools.lint.source.repository import Module
-from holdall.tools.lint.source.script import subtree
 from holdall.tools.lint.source.values import (
     ArrayValue,
     AttributeTable,
@@ -40,8 +39,6 @@ from holdall.tools.lint.source.values import (
 _PLAIN = int | float | str | bool | bytes | None
 _NAMELESS = {int, float, str, bool, type(None), tuple, Reference, type(UNKNOWN), FunctionValue, ClassValue, BoundMethod}
 _MOST_PARENTS = 8
-_NAMING = {"register", "setattr"}
-_JOINING = {"concatenate", "append", "cat", "concat", "vstack", "hstack", "dstack"}
 _MOST_ENTRIES = 8  # of a dict, one of which may be changed
 _MOST_STEPS = 60_000
 _CONSTANT: list[Any] = []  # what was seen of a constant
@@ -69,7 +66,7 @@ class Scope:
     yielded: list[Any] = field(default_factory=list)
     rounds: int = 0  # how many loops were running when it was called
     maker: Any = None  # the object whose method is running, also through functions that it calls
-    call: ast.AST | None = None
+    call: object = None
 
 
 @dataclass(eq=False, slots=True)
@@ -99,16 +96,6 @@ class CallArguments:
         return given | {name: (value, self.nodes.get(name)) for name, value in self.named.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class LoopFacts:
-    """Names of a loop's body."""
-
-    counted: frozenset[str]  # changed by += and the like
-    carried: frozenset[str]  # assigned in one round and read in the next
-    joins: bool = False  # it puts arrays together, one after the other
-    by_name: bool = False  # it registers environments, or sets attributes, by names that it goes through
-
-
 class Names:
     """The names of the scopes, and what they hold; how calls are followed is the interpreter's."""
 
@@ -128,7 +115,6 @@ class Names:
         self.tracked: TableValue | None = None  # the configuration of a run of Weights & Biases
         self.arrays_replaced = 0  # attributes that held one array and got another
         self.steps = 0
-        self._loops: dict[ast.AST, LoopFacts] = {}
 
     def times_since(self, rounds: int) -> int | None:
         """Return how often the loops run this line that began after so many others."""
@@ -269,6 +255,8 @@ class Names:
 
     def _unpack(self, targets: list[ast.expr], value: Any) -> None:
         items = known_items(value)
+        if isinstance(value, InstanceValue) and isinstance(value.made_of, ClassValue) and value.made_of.fields:
+            items = list(value.attributes.values())  # a named tuple
         if isinstance(value, ReturnedValues) and len(value) == 5 and len(targets) == 4:
             items = list(value[:4])  # older environments return one flag for both ends
         if isinstance(value, OneOf):
@@ -297,13 +285,7 @@ class Names:
 
     def _set_item(self, owner: Any, key: Any, value: Any, node: ast.AST) -> None:
         if isinstance(owner, TableValue):
-            if is_key(key):
-                put(owner, key, value, owner.path, self.path)
-            elif 0 < len(owner) <= _MOST_ENTRIES:  # one of them
-                for each in owner:
-                    owner[each] = one_of([(value, ""), (owner[each], "")])
-            else:
-                owner.is_complete = False
+            self._set_entry(owner, key, value)
         elif isinstance(owner, ListValue):
             number = whole(key)
             if number is not None and owner.is_known and -len(owner.items) <= number < len(owner.items):
@@ -313,9 +295,18 @@ class Names:
             is_row = owner.is_fixed and isinstance(value, ArrayValue)
             if is_row or isinstance(value, tuple | TableValue | InstanceValue | ListValue):
                 self.record("appended", owner, None, node, item=value)
-        elif self.special(owner, "__setitem__", key, value) is UNKNOWN and isinstance(owner, InstanceValue):
-            if isinstance(key, str):  # of a class that extends dict
-                self._set_attribute(owner, key, value)
+        elif self.special(owner, "__setitem__", key, value) is UNKNOWN and isinstance(key, str):
+            self._set_attribute(owner, key, value)  # of a class that extends dict
+
+    def _set_entry(self, table: TableValue, key: Any, value: Any) -> None:
+        self.arrays_replaced += type(value) is ArrayValue and len(table) > 0
+        if is_key(key):
+            put(table, key, value, table.path, self.path)
+        elif 0 < len(table) <= _MOST_ENTRIES:  # one of them
+            for each in table:
+                table[each] = one_of([(value, ""), (table[each], "")])
+        else:
+            table.is_complete = False
 
     def special(self, owner: Any, name: str, *values: Any) -> Any:
         """Return what an operator means for an object whose class defines it; UNKNOWN if it does not."""
@@ -455,29 +446,3 @@ class Names:
             truths = {Names.truth(one) for one in value.values if one is not UNKNOWN}
             return truths.pop() if len(truths) == 1 else None
         return None
-
-    def loop_facts(self, node: ast.AST) -> LoopFacts:
-        """Return which names a loop's body changes, and which of them its next round reads."""
-        if node not in self._loops:
-            counted: set[str] = set()
-            first: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
-            by_name = joins = False
-            for part in subtree(node):
-                if type(part) is ast.Call:
-                    by_name = by_name or getattr(part.func, "id", getattr(part.func, "attr", "")) in _NAMING
-                elif isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name):
-                    counted.add(part.target.id)
-                elif type(part) is ast.Assign and isinstance(part.targets[0], ast.Name):  # read before it is assigned
-                    _, stores = first.setdefault(part.targets[0].id, ([], []))
-                    stores.append((part.end_lineno or 0, part.end_col_offset or 0))
-                    joins = joins or getattr(getattr(part.value, "func", None), "attr", "") in _JOINING
-                if isinstance(part, ast.Name):
-                    at = (part.lineno, part.col_offset)
-                    is_load = isinstance(part.ctx, ast.Load)
-                    loads, stores = first.setdefault(part.id, ([], []))
-                    (loads if is_load else stores).append(at)
-            carried = {
-                name for name, (loads, stores) in first.items() if loads and stores and min(loads) <= max(stores)
-            }
-            self._loops[node] = LoopFacts(frozenset(counted), frozenset(carried - counted), joins, by_name)
-        return self._loops[node]

@@ -431,7 +431,7 @@ def shortened_by(statement: ast.stmt) -> Iterator[ast.expr]:
             yield held
         case ast.Expr(value=ast.Call(func=ast.Attribute(value=held, attr="pop" | "popleft" | "remove"))):
             yield held
-        case ast.Assign(targets=[ast.Name()], value=ast.Subscript(value=held, slice=ast.Slice())):
+        case ast.Assign(targets=[ast.Name() | ast.Attribute()], value=ast.Subscript(value=held, slice=ast.Slice())):
             yield held
         case ast.For(target=ast.Name(id=name), iter=ast.List(elts=lists) | ast.Tuple(elts=lists), body=[inner]):
             if any(isinstance(one, ast.Name) and one.id == name for one in shortened_by(inner)):

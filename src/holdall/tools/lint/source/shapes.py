@@ -273,7 +273,8 @@ def _arrays(values: Any) -> Iterator[ArrayValue]:
 def item(array: ArrayValue, index: Any, node: object = None) -> Any:
     """Return `array[index]`: a part of the same memory, unless numbers choose the parts."""
     if array.shape is None:
-        return array
+        is_cut = isinstance(index, tuple) and len(index) > 2 and any(isinstance(one, slice) for one in index)
+        return replace(array, shape=cut_out(index).shape) if is_cut else array
     if index is UNKNOWN:  # one of them, or several
         return replace(array, shape=None)
 

@@ -46,6 +46,10 @@ _CONSOLES = {
     "GbAdvance": "160x240", "Sms": "192x256",
 }  # fmt: skip
 """The screens of the games of retro, whose names end with the console's."""
+_FAMILIES = {
+    "MiniWorld-": "60x80x3:uint8 discrete(3)", "donkey-": "120x160x3:uint8 2", "Duckietown-": "480x640x3:uint8 2",
+}  # fmt: skip
+"""What all environments of a package show, by how their ids begin."""
 
 
 def space_of(space: Any, argument: str, place: SourceRange) -> SpaceInfo | None:
@@ -96,6 +100,7 @@ def by_id(name: str) -> tuple[SpaceInfo | None, SpaceInfo | None, object]:
     console = _CONSOLES.get(plain.rpartition("-")[2].partition("@")[0].removesuffix("-v0"))
     if found is None and console is not None:
         found = (f"{console}x3:uint8 multibinary(12)", None)
+    found = found or next(((text, None) for start, text in _FAMILIES.items() if plain.startswith(start)), None)
     if found is None:
         return None, None, UNKNOWN
     observation, _, action = found[0].rpartition(" ")

@@ -73,6 +73,7 @@ class ListValue:
     is_fixed: bool = False  # it has its length from the start, and its items are replaced
     rounds: int = 0  # how many loops were running when it was made
     is_popped: bool = False  # an item was taken from it, and nothing appended since
+    is_passed: bool = False  # items are taken from it, as from a deque
 
     @property
     def is_known(self) -> bool:

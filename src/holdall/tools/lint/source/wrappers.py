@@ -40,6 +40,7 @@ _SAME_ACTIONS = frozenset({
     "RandomizeAction", "NormalizeActionSpace",
 })  # fmt: skip
 _VERSION = re.compile(r"V\d$")  # of the wrappers that Gymnasium once called experimental
+_GRID = re.compile(r"-(\d+)x(\d+)-")
 _SUPERSUIT = re.compile(r"_v\d+$")
 ATARI_WRAPPERS = frozenset({"wrap_deepmind", "make_atari"})
 
@@ -264,6 +265,27 @@ def _filtered_image(env: Environments) -> Environments:
     return replace(env, observation=seen)
 
 
+def _tiled(env: Environments, arguments: Any, place: SourceRange) -> Environments:
+    """MiniGrid's wrapper that draws what the agent sees."""
+    tile = whole(arguments.get(1, "tile_size", 8))
+    if tile is None:
+        return replace(env, observation=None)
+    return _changed(env, lambda leaf: _drawn(leaf, leaf.shape[:2], tile) if leaf.name == "image" else leaf)
+
+
+def _tiled_whole(env: Environments, arguments: Any, place: SourceRange) -> Environments:
+    """MiniGrid's wrapper that draws the grid, whose sides most ids name."""
+    tile, sides = whole(arguments.get(1, "tile_size", 8)), _GRID.search(env.env_id)
+    if tile is None or sides is None:
+        return replace(env, observation=None)
+    grid = (int(sides[2]), int(sides[1]))
+    return _changed(env, lambda leaf: _drawn(leaf, grid, tile) if leaf.name == "image" else leaf)
+
+
+def _drawn(leaf: Leaf, sides: tuple[int, ...], tile: int) -> Leaf:
+    return replace(leaf, shape=(*(side * tile for side in sides), 3))
+
+
 _CHANGES: dict[str, Change] = {
     "AtariWrapper": _atari, "WarpFrame": _warp, "AtariPreprocessing": _preprocessing, "wrap_deepmind": _deepmind,
     "GrayscaleObservation": _grey, "GrayScaleObservation": _grey, "ResizeObservation": _resized,
@@ -271,4 +293,5 @@ _CHANGES: dict[str, Change] = {
     "VecNormalize": _normalized, "FlattenObservation": _flat, "FilterObservation": _filtered,
     "NormalizeObservation": _floats,
     "CastObservationToFloat32": _floats, "TransformObservation": _given_space, "ImgObsWrapper": _pictured,
+    "RGBImgPartialObsWrapper": _tiled, "RGBImgObsWrapper": _tiled_whole,
 }  # fmt: skip

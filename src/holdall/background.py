@@ -1,13 +1,15 @@
-"""Waiting in the background: jobs in a thread of their own, which can be given up, are limited at the end, and say why.
+"""Threads of holdall's own: forks, interrupts, jobs in the background, and the end of all of them.
 
-In:  jobs.  Out: the same, done one after another; or an error that names what was waited for.
+In:  locks, threads and jobs.  Out: the same, as a fork's child, the next call and the end of Python need them.
 Invariant: nothing waits for ever once a memory is closed or the program ends. A thread that cannot be started changes
 nothing: the job that needed it is not taken.
 """
 
 from __future__ import annotations
 
+import atexit
 import errno
+import itertools
 import logging
 import math
 import os
@@ -16,9 +18,124 @@ import time
 import weakref
 from collections.abc import Callable
 from multiprocessing import util
+from typing import Any, Protocol, TypeVar
 
 from holdall.errors import CheckpointError
-from holdall.threads import left
+
+_LOG = logging.getLogger("holdall")
+
+
+def left(lock: Any) -> Any:
+    """Return a reentrant lock, for `with`, after this thread left it: it may still be in it if it was interrupted.
+
+    For locks that nobody takes twice.
+    """
+    while lock._is_owned():
+        lock.release()
+    return lock
+
+
+# ---------------------------------------------------------------- forks
+
+_FORK_PATIENCE_S = 5.0
+"""How long a fork waits for locks. They are held for milliseconds, unless it is the forking thread that holds one."""
+
+_Lock = TypeVar("_Lock")
+
+
+class Forked(Protocol):
+    """What has to know that it is in a child now."""
+
+    def after_fork(self) -> None:
+        """Leave to the parent what is the parent's; called in the child, by its only thread."""
+
+
+_LOCKS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+_FORKED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Fork(threading.local):
+    """The fork that a thread is about to make."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+        self.made = 0  # its number among the forks of this process
+        self.number = 0  # of the fork that made this process
+
+
+_FORK = _Fork()
+_FORKS = itertools.count(1)
+
+
+def fork_safe(lock: _Lock) -> _Lock:
+    """Have a lock taken before a fork and let go of after it, so that no child finds it held by a thread it lacks.
+
+    Locks are taken in the order of these calls: one that is taken under another comes later.
+    """
+    _LOCKS[next(_NUMBERS)] = lock
+    return lock
+
+
+def tell_of_forks(thing: Forked) -> None:
+    """Have `after_fork` called in every child, for as long as the thing lives."""
+    _FORKED.add(thing)
+
+
+def fork_number() -> int:
+    """Return which of its parent's forks made this process; 0 if none did."""
+    return _FORK.number
+
+
+def _before_fork() -> None:
+    deadline = time.monotonic() + _FORK_PATIENCE_S
+    for lock in [_LOCKS[number] for number in sorted(_LOCKS) if number in _LOCKS]:
+        if lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            _FORK.held.append(lock)
+    _FORK.made = next(_FORKS)
+
+
+def _after_fork_in_parent() -> None:
+    while _FORK.held:
+        _FORK.held.pop().release()
+
+
+def _after_fork_in_child() -> None:
+    _after_fork_in_parent()
+    _FORK.number = _FORK.made
+    for thing in list(_FORKED):
+        thing.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+# ---------------------------------------------------------------- the end of a program
+
+_END_S = 30.0
+"""How long the end of a program waits for a thread: a disk may hang."""
+_ENDED: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+
+
+def end_before_python(thread: threading.Thread, stop: Callable[[], object] = lambda: None) -> None:
+    """Have a daemon thread stopped and waited for when the program ends.
+
+    Python would end it in the middle of a call, which C++ inside NumPy answers by aborting the process.
+    """
+    _ENDED[thread] = stop
+
+
+@atexit.register
+def _end_threads() -> None:
+    alive = [(thread, stop) for thread, stop in tuple(_ENDED.items()) if thread.is_alive()]
+    for _, stop in alive:
+        stop()
+    for thread, _ in alive:
+        thread.join(_END_S)
+
+
+# ---------------------------------------------------------------- jobs
 
 CLOSE_S = 30.0
 """How long `close`, and the end of the program, wait for a job that does not get on."""
@@ -33,8 +150,6 @@ _IDLE_S = 60.0
 _YIELD_S = 0.001
 """A thread that was woken takes Python's lock, and would make the one that woke it wait for a whole turn."""
 _EXIT_PRIORITY = 100
-
-_LOG = logging.getLogger("holdall")
 
 
 class Waiting:

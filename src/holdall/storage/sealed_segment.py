@@ -1,0 +1,361 @@
+"""Segments that travel: runs of ticks that go to another machine, to a journal, or to another store, as bytes.
+
+In:  checked ticks, in order, from which an encoder makes one small segment after another; or parts of a store.
+Out: sealed segments; bytes, which are the records that a checkpoint has of them; and back.
+Invariant: a segment holds bit for bit the ticks that it was given, and refers to nothing outside of itself but
+dictionaries, by name. Nothing that was received is trusted: every checksum is computed, and every number is held
+against the others before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.errors import ArgumentError, DamageError
+from holdall.json_state import counted, dtype_of, malformed_refused
+from holdall.schema import Array, Bytes, Leaf, Schema
+from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock, reserve
+from holdall.storage.codec import Codec, Dictionary, Method, Transform, stored
+from holdall.storage.records import Record, pack_slices, unpack, unpack_slices_whole
+from holdall.storage.rings import FLAG, TINY_BYTES
+from holdall.storage.saved_store import ROWS, Like, pack_logs, pack_rows, require_kind, unpack_logs, unpack_rows
+from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window, WindowSearches
+from holdall.storage.snapshot import RowChunk
+from holdall.storage.ticks import Kernels, Tick
+
+_MOST_SEGMENT_ROWS = 2**20
+_SEGMENT_BYTES = 4 * 2**20
+"""Unique slices, raw, after which a segment that is encoded is full."""
+_CURSOR = Leaf("", (), np.dtype(np.uint32))
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSegment:
+    """A run of ticks that can be moved: to another machine, to a journal, to another store.
+
+    It refers to nothing outside of itself but the dictionaries of its codecs. `Store.segment_at` and writers make it,
+    `pack_segment` and `unpack_segment` turn it into bytes and back, `Store.adopt` takes it over.
+
+    The columns of `rows` are named as a store names its own, each (ticks, lanes, ...): `action.0`, `extras.0`,
+    `reward.0`, `terminated.0`, `truncated.0`; `invalid.0` only if a lane made no transition; `cursors.3` for an
+    observation leaf that lies in slices, `obs.0` and `next.0` for one that does not. Nothing is kept apart.
+    """
+
+    rows: RowChunk
+    parts: tuple[ClosedPart, ...]  # by large leaf, in the order of the leaves: window, log (entries, lanes), block
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that advanced together."""
+        return int(self.rows.columns["terminated.0"].shape[1])
+
+    @property
+    def large(self) -> tuple[int, ...]:
+        """The observation leaves that lie in slices."""
+        return _large_leaves(self.rows.columns)
+
+    def require(self, lanes: int, large: Sequence[int], reward_dtype: np.dtype[Any] | None) -> None:
+        """Refuse to be adopted by a store of other fields; one of a single lane takes any number of lanes."""
+        dtype = self.rows.columns["reward.0"].dtype
+        if reward_dtype is not None and reward_dtype != dtype:
+            raise ArgumentError(
+                f"reward has dtype {dtype}, the first add had {reward_dtype}; holdall never casts, so have every "
+                f"writer pass np.asarray(reward, dtype=np.{reward_dtype.name})"
+            )
+        if self.large != tuple(large) or lanes not in (1, self.lanes):
+            raise ArgumentError(
+                f"a segment of {self.lanes} lanes whose leaves {self.large} are large came to a store of {lanes} lanes "
+                f"whose leaves {tuple(large)} are; make both of the same schema"
+            )
+
+    def in_one_lane(self) -> SealedSegment:
+        """Return the same transitions one after another: row r was tick r // lanes in lane r % lanes."""
+        rows, lanes = self.rows.ticks * self.lanes, self.lanes
+        columns = {name: column.reshape(rows, 1, *column.shape[2:]) for name, column in self.rows.columns.items()}
+        parts = []
+        for i, part in zip(self.large, self.parts, strict=True):
+            log: Any = part.log
+            entries = np.arange(lanes, dtype=np.uint32) * np.uint32(len(log))
+            columns[f"cursors.{i}"] = (self.rows.columns[f"cursors.{i}"] + entries).reshape(rows, 1)
+            parts.append(replace(part, log=np.ascontiguousarray(log.T).reshape(-1, 1), log_rows=log.size))
+        return SealedSegment(RowChunk(self.rows.first_tick * lanes, rows, columns, {}), tuple(parts))
+
+
+def travelling(part: ClosedPart, coder: Coder) -> ClosedPart:
+    """Return a part with a log and with sealed slices in memory, whatever it has."""
+    block, log = part.block, part.log
+    if log is None:
+        lanes = part.slice_count // max(part.log_rows, 1)
+        log = np.arange(part.slice_count, dtype=np.uint32).reshape(part.log_rows, lanes)
+    sealed = block.sealed
+    if sealed is None:
+        raw = block.arena[: part.slice_count * block.slice_bytes].reshape(part.slice_count, block.slice_bytes)
+        sealed = coder.seal(raw, stored(block.slice_bytes))
+    if sealed is None:
+        raise DamageError("slices could not be stored as they are; report this")
+    carried = CarriedSlices(sealed.coded.in_memory())
+    return replace(part, log=log, block=KeptBlock(block.slice_bytes, carried.count, carried))
+
+
+def pack_segment(segment: SealedSegment, coder: Coder) -> bytes:
+    """Return a segment as bytes: the records that a checkpoint has of it, one after another.
+
+    These are its rows, its logs, and the slices of every large leaf. Dictionaries are records of their own, by name.
+    """
+    records = [pack_rows(segment.rows, compresses=False), pack_logs(segment.parts, compresses=False)]
+    for part in segment.parts:
+        if part.block.sealed is None:
+            raise TypeError("the slices of a segment that travels are sealed")
+        coded = part.block.sealed.coded
+        records.append(pack_slices(coded, coder.checksums(np.asarray(coded.data), coded.offsets)))
+    return b"".join(buffer for record in records for buffer in record)
+
+
+def unpack_segment(
+    payload: bytes, schema: Schema, dictionaries: Mapping[str, Dictionary], coder: Coder
+) -> SealedSegment:
+    """Read a segment that was received; DamageError if anything in it does not make sense.
+
+    Every checksum is computed and every number held against the others, so whatever was sent, reading the result
+    stays within it. Its lanes may be any number, whatever the schema says of its own.
+    """
+
+    def read(start: int, nbytes: int) -> bytes:
+        return payload[start : start + nbytes]
+
+    with malformed_refused("a segment"):
+        rows, logs, *slices = records_in(payload)
+        require_kind(rows, ROWS, read)
+        like = _columns_like(rows.head["columns"], schema)
+        ticks, first_tick = rows.head["ticks"], counted(rows.head["first_tick"])
+        lanes = like["terminated.0"][0][0]
+        if type(ticks) is not int or not 1 <= ticks * lanes <= _MOST_SEGMENT_ROWS:
+            raise DamageError(f"a segment claims {ticks!r} ticks of {lanes} lanes; nothing of it is used")
+        chunk = unpack_rows(rows, read, first_tick, ticks, like)
+        leaves = [schema.observation.leaves[i] for i in _large_leaves(like)]
+        coded = [unpack_slices_whole(record, read, dictionaries, coder) for record in slices]
+        blocks = [KeptBlock(each.codec.transform.slice_bytes, each.count, CarriedSlices(each)) for each in coded]
+        segment = SealedSegment(chunk, tuple(unpack_logs(logs, read, lanes, leaves, blocks)))
+        for i, part in zip(segment.large, segment.parts, strict=True):
+            _require_within(part, chunk.columns[f"cursors.{i}"])
+    return segment
+
+
+def records_in(payload: bytes) -> Iterator[Record]:
+    """Read the heads of records that stand one after another."""
+    start = 0
+    while start < len(payload):
+        record = unpack(lambda first, nbytes: payload[first : first + nbytes], start, len(payload))
+        yield record
+        start += record.nbytes
+
+
+def _columns_like(described: Any, schema: Schema) -> Like:
+    """Return what the columns of a segment must be, where only lanes, large leaves and the reward's dtype are free."""
+    found = {name: (dtype_of(dtype), shape) for name, dtype, shape in described}
+    (lanes,) = {counted(shape[0]) for _, shape in found.values()}
+    leaves = _column_leaves(schema, _large_leaves(found)) | {"reward.0": schema.reward_leaf(found["reward.0"][0])}
+    leaves |= {"invalid.0": FLAG} if "invalid.0" in found else {}
+    return {name: ((lanes, *leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
+
+
+def _column_leaves(schema: Schema, large: Collection[int]) -> dict[str, Leaf]:
+    """Return the leaf of every column but the reward, whose dtype the first add decides, and of lanes without step."""
+    leaves = {f"action.{i}": leaf for i, leaf in enumerate(schema.action.leaves)}
+    leaves |= {f"extras.{i}": leaf for i, leaf in enumerate(schema.extras.leaves)}
+    leaves |= {"terminated.0": FLAG, "truncated.0": FLAG}
+    for i, leaf in enumerate(schema.observation.leaves):
+        leaves |= {f"cursors.{i}": _CURSOR} if i in large else {f"obs.{i}": leaf, f"next.{i}": leaf}
+    return leaves
+
+
+def _large_leaves(columns: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(sorted(int(name.removeprefix("cursors.")) for name in columns if name.startswith("cursors.")))
+
+
+def _require_within(part: ClosedPart, cursors: NDArray[np.uint32]) -> None:
+    """Refuse cursors that point outside the log, and a log that points outside the block."""
+    window, log = part.window, part.log
+    start = (cursors & ~NEXT_IS_WHOLE).astype(np.int64)
+    end = start + window.count + np.where(cursors & NEXT_IS_WHOLE, window.count, window.shift)
+    if log is None or log.size >= NEXT_IS_WHOLE or end.max() > len(log) or int(log.max()) >= part.slice_count:
+        raise DamageError("a segment points outside itself; nothing of it is used")
+
+
+def sliced_leaves(schema: Schema) -> list[int]:
+    """Return the observation leaves that an encoder cuts into slices; others are sent as rows, obs and next_obs."""
+    return [i for i, leaf in enumerate(schema.observation.leaves) if leaf.nbytes > TINY_BYTES]
+
+
+class _OpenField:
+    """One sliced leaf of the segment that is being filled."""
+
+    def __init__(self, kernels: Kernels, window: Window, lanes: int, ticks: int, leaf: Leaf) -> None:
+        self.leaf, self.window, size = leaf, window, window.slice_bytes
+        together = max(1, min(8, 2**18 // size))
+        self._plain = Codec(Method.ZSTD, 1, Transform(size), None, together)
+        arena_bytes = (ticks + 1) * 2 * lanes * leaf.nbytes
+        self.part = kernels.new_part(window, lanes, kernels.new_block(size, reserve(arena_bytes)), arena_bytes)
+
+    @property
+    def raw(self) -> Bytes:
+        """The unique slices so far, as rows."""
+        block = self.part.block
+        return np.empty((0, self.window.slice_bytes), np.uint8) if block is None else block.raw
+
+    def closed(self, coder: Coder, codec: Codec | None) -> ClosedPart:
+        """Return what was written, with its slices compressed: plainly, if a codec's palette does not hold them."""
+        closed, raw, size, sealed = self.part.closed(), self.raw, self.window.slice_bytes, None
+        if closed.log is None:
+            raise ValueError("the slices of a segment that travels are always numbered")
+        if codec is not None and codec.transform.slice_bytes == size:
+            sealed = coder.seal(raw, codec)
+        if sealed is None:
+            sealed = coder.seal(raw, self._plain)
+        assert sealed is not None  # without a palette
+        # Behind the end of a short lane's log stand numbers of older segments, which nothing points to.
+        log = np.minimum(closed.log, closed.log.dtype.type(len(raw) - 1))
+        block = KeptBlock(size, len(raw), CarriedSlices(sealed.coded))
+        return replace(closed, log=log, block=block, slice_count=len(raw))
+
+
+class Encoder:
+    """Fills one segment after another.
+
+    Args:
+        ticks: Most ticks of a segment.
+    """
+
+    def __init__(self, schema: Schema, lanes: int, ticks: int, kernels: Kernels) -> None:
+        self._lanes, self._ticks, self._kernels, self._coder = lanes, ticks, kernels, kernels.coder.keeping()
+        observed, self._sliced = schema.observation.leaves, sliced_leaves(schema)
+        self._small = [i for i in range(len(observed)) if i not in self._sliced]
+        self._reward_shape = schema.reward_shape
+        self._columns = {
+            name: np.zeros((ticks, lanes, *leaf.shape), leaf.dtype)
+            for name, leaf in _column_leaves(schema, self._sliced).items()
+        }
+        self._cursors = [self._columns[f"cursors.{i}"] for i in self._sliced]
+        sides = [f"{side}.{i}" for side in ("obs", "next") for i in self._small]
+        rows = [name for name in self._columns if not name.startswith(("obs.", "next.", "cursors."))]
+        self._plain = [self._columns[name] for name in (*rows, *sides)]  # in the order of `_put`
+        self._searches = WindowSearches(lanes)
+        self._used = self._next_tick = 0  # the latter counted from this writer's first one
+        self.leaves = [observed[i] for i in self._sliced]
+        self.fields = [_OpenField(kernels, Window.whole(leaf), lanes, ticks, leaf) for leaf in self.leaves]
+        for i, leaf in enumerate(self.leaves):
+            self._searches.begin(i, leaf)
+        self._changed_windows: dict[int, Window] = {}
+        self._tick_bytes = 2 * lanes * sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def reward_dtype(self) -> np.dtype[Any] | None:
+        """The dtype of the first add."""
+        return self._columns["reward.0"].dtype if "reward.0" in self._columns else None
+
+    @property
+    def rows(self) -> int:
+        """Rows in the segment so far."""
+        return self._used * self._lanes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the segment must be closed before the next tick."""
+        if self._used >= self._ticks or self._changed_windows:
+            return True
+        if self._used * self._tick_bytes < _SEGMENT_BYTES:  # even if nothing was known
+            return False
+        return sum(field.part.added_bytes for field in self.fields) >= _SEGMENT_BYTES
+
+    @property
+    def ends_episodes(self) -> bool:
+        """Whether in every lane an episode ended with the last tick."""
+        last = [self._columns[f"{name}.0"] for name in ("terminated", "truncated", "invalid") if self._has(name)]
+        return bool(self._used) and bool(np.logical_or.reduce([column[self._used - 1] for column in last]).all())
+
+    def _has(self, name: str) -> bool:
+        return f"{name}.0" in self._columns
+
+    def add(self, tick: Tick) -> None:
+        """Write one tick to the segment, which is not full."""
+        self._put(tick, self._used)
+        self._append([tick.obs[i] for i in self._sliced], [tick.next_obs[i] for i in self._sliced])
+
+    def extend(self, steps: Tick, start: int) -> int:
+        """Write ticks, which have a time axis, from `start` on until the segment is full; return how many it took."""
+        first, count = self._used, min(self._ticks - self._used, len(steps.reward) - start)
+        self._put(steps.cut(slice(start, start + count)), slice(first, first + count))
+        obs, next_obs = ([arrays[i] for i in self._sliced] for arrays in (steps.obs, steps.next_obs))
+        t, end = start, start + count
+        while t < end:
+            until = min(end, t + self._ticks_before_full())
+            if until == t + 1:
+                self._append([array[t] for array in obs], [array[t] for array in next_obs])
+            else:
+                cursors = [column[self._used : self._used + until - t] for column in self._cursors]
+                for field, array, next_array, run in zip(self.fields, obs, next_obs, cursors, strict=True):
+                    field.part.append_run(array[t:until], next_array[t:until], run)
+                self._used += until - t
+            t = until
+            if self.is_full:
+                break
+        return self._used - first
+
+    def _ticks_before_full(self) -> int:
+        """Count the ticks, at least one, after which the segment may be full, and not before."""
+        if self._searches.scouts:  # a window that was found begins with the next segment
+            return 1
+        room = _SEGMENT_BYTES - sum(field.part.added_bytes for field in self.fields)
+        return max(1, -(-room // self._tick_bytes)) if self.fields else self._ticks
+
+    def _append(self, obs: list[Array], next_obs: list[Array]) -> None:
+        """Write the sliced observations of one tick."""
+        for field, array, next_array, cursors in zip(self.fields, obs, next_obs, self._cursors, strict=True):
+            field.part.append(array, next_array, cursors[self._used])
+        self._used += 1
+        if self._searches.scouts:
+            for i in self._searches.look(obs, next_obs):
+                window = self._searches.end(i) or Window.whole(self.leaves[i])
+                if window != self.fields[i].window:
+                    self._changed_windows[i] = window
+
+    def _put(self, tick: Tick, where: int | slice) -> None:
+        """Write all other fields of one tick, or of several."""
+        columns, lanes = self._columns, (self._ticks, self._lanes)
+        sides = (side[i] for side in (tick.obs, tick.next_obs) for i in self._small)
+        rows = (*tick.action, *tick.extras, tick.terminated, tick.truncated, *sides)
+        for column, row in zip(self._plain, rows, strict=True):
+            column[where] = row
+        if "reward.0" not in columns:
+            columns["reward.0"] = np.empty((*lanes, *self._reward_shape), tick.reward.dtype)
+        columns["reward.0"][where] = tick.reward
+        if tick.valid is not None and "invalid.0" not in columns:
+            columns["invalid.0"] = np.zeros(lanes, np.bool_)
+        if "invalid.0" in columns:
+            columns["invalid.0"][where] = False if tick.valid is None else ~tick.valid
+
+    def close(self, codecs: Mapping[int, Codec]) -> SealedSegment:
+        """Return the segment, its slices coded as `codecs` says for their fields, and begin the next one."""
+        used = self._used
+        if not used:
+            raise ValueError("the segment is empty")
+        columns = {name: column[:used].copy() for name, column in self._columns.items()}
+        if "invalid.0" in columns and not columns["invalid.0"].any():
+            del columns["invalid.0"]
+        parts = tuple(field.closed(self._coder, codecs.get(i)) for i, field in enumerate(self.fields))
+        for i, field in enumerate(self.fields):
+            if i in self._changed_windows:
+                window = self._changed_windows.pop(i)
+                self.fields[i] = _OpenField(self._kernels, window, self._lanes, self._ticks, field.leaf)
+                continue
+            if field.window.count == 1 or field.part.broken_steps * 2 >= field.part.steps:
+                self._searches.consider(i, field.leaf)
+            field.part.clear()
+        self._used = 0
+        first, self._next_tick = self._next_tick, self._next_tick + used
+        return SealedSegment(RowChunk(first, used, columns, {}), parts)
