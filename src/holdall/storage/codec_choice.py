@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Training = tuple[int, dict[str, int]]
 
-COST_CAPS = {"speed": 1.2, "balanced": 1.6, "memory": 4.0}
+COST_CAPS = {"speed": 1.2, "balanced": 2.0, "memory": 4.0}
 """How many times as long as a raw gather sampling compressed slices may take, by preference."""
 
 _MEASURED_SLICES, _MEASURED_BYTES = 128, 3 * 2**19
@@ -52,9 +52,12 @@ _GAIN = 1.03
 """How much smaller slices must be behind a key, for a raw one to be tried, too."""
 _BESIDE_DECODING = 0.4
 """Raw copies that a batch takes besides: they count little where decoding takes long."""
-_TIME_MATTERS = 0.2
-"""A codec is worth its ratio over its time to the power of this: one that takes two copies in place of one must shrink
-slices 1.11 times as much. How long decoding may take at all is what the cap says."""
+_TIME_MATTERS = 0.4
+"""A codec is worth its ratio over its time to the power of this over the cap: with `balanced`, one that takes two
+copies in place of one must shrink slices 1.11 times as much."""
+_NEAR_THE_CAP, _WORTH_LESS = 0.8, 0.7
+"""One that takes nearly all the time that is allowed must shrink slices 1.4 times as much: it is for slices that
+nothing quicker makes small."""
 _MOST_UNIT_BYTES = 4 * 2**20
 _WORTHWHILE = 1.3
 """Less than this ratio is not worth coding and decoding: floats of a sensor or a market come to 1.0 to 1.3."""
@@ -178,10 +181,16 @@ class _Worth:
     allowed_us: float  # for slices alone: threads share them out
 
     def allows(self, found: MeasuredCodec) -> bool:
-        return found.decode_us <= (self.cap * self.raw_us if found.codec.group > 1 else self.allowed_us)
+        return found.decode_us <= self._most_us(found)
 
     def of(self, found: MeasuredCodec) -> float:
-        return float(found.ratio / (found.decode_us / self.raw_us + _BESIDE_DECODING) ** _TIME_MATTERS)
+        time = (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap)
+        return float(
+            found.ratio / time * (_WORTH_LESS if found.decode_us > _NEAR_THE_CAP * self._most_us(found) else 1)
+        )
+
+    def _most_us(self, found: MeasuredCodec) -> float:
+        return self.cap * self.raw_us if found.codec.group > 1 else self.allowed_us
 
 
 ANY_WORTH = _Worth(1e9, 1.0, 1e9)
