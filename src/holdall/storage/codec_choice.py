@@ -316,7 +316,8 @@ def _measure_predicted(
     if not predicted:
         return None
     codec = max(predicted, key=lambda m: m.ratio).codec
-    dictionary = train(coder, replace(codec, method=Method.ZSTD, level=3), known, _TRAININGS[-1:])
+    largest = [training for training in _TRAININGS if 8 * training[0] <= known.nbytes][-1:]  # half of them are learnt
+    dictionary = train(coder, replace(codec, method=Method.ZSTD, level=3), known, largest)
     return None if dictionary is None else _measure_one(coder, replace(codec, dictionary=dictionary), unseen)
 
 
