@@ -52,12 +52,12 @@ _GAIN = 1.03
 """How much smaller slices must be behind a key, for a raw one to be tried, too."""
 _BESIDE_DECODING = 0.4
 """Raw copies that a batch takes besides: they count little where decoding takes long."""
-_TIME_MATTERS = 0.4
-"""A codec is worth its ratio over its time to the power of this over the cap: with `balanced`, one that takes two
-copies in place of one must shrink slices 1.11 times as much."""
+_TIME_MATTERS = 0.8
+"""A codec is worth its ratio over its time to the power of this over the cap's square: with `balanced`, one that takes
+two copies in place of one must shrink slices 1.11 times as much, with `memory` 1.03 times."""
 _NEAR_THE_CAP, _WORTH_LESS = 0.8, 0.7
-"""One that takes nearly all the time that is allowed must shrink slices 1.4 times as much: it is for slices that
-nothing quicker makes small."""
+"""One that takes nearly all the time that is allowed must shrink slices 1.4 times as much, unless memory is preferred:
+it is for slices that nothing quicker makes small."""
 _MOST_UNIT_BYTES = 4 * 2**20
 _WORTHWHILE = 1.3
 """Less than this ratio is not worth coding and decoding: floats of a sensor or a market come to 1.0 to 1.3."""
@@ -184,10 +184,9 @@ class _Worth:
         return found.decode_us <= self._most_us(found)
 
     def of(self, found: MeasuredCodec) -> float:
-        time = (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap)
-        return float(
-            found.ratio / time * (_WORTH_LESS if found.decode_us > _NEAR_THE_CAP * self._most_us(found) else 1)
-        )
+        time = (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap**2)
+        is_late = found.decode_us > _NEAR_THE_CAP * self._most_us(found) and self.cap < COST_CAPS["memory"]
+        return float(found.ratio / time * (_WORTH_LESS if is_late else 1))
 
     def _most_us(self, found: MeasuredCodec) -> float:
         return self.cap * self.raw_us if found.codec.group > 1 else self.allowed_us
