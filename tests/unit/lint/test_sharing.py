@@ -195,7 +195,8 @@ PROGRAMS = {
         [ROWS * SCREEN],
     ),
     "a module that nobody imported": (
-        "class Replay:\n    def __init__(self):\n        self.obs = np.zeros((100_000, 4, 84, 84), np.uint8)\nReplay()\n",
+        "class Replay:\n    def __init__(self):\n        self.obs = np.zeros((100_000, 4, 84, 84), np.uint8)\n"
+        "Replay()\n",
         [ROWS * 4 * FRAME],
     ),
     "a wrapper of vectors that passes its space on": (
