@@ -194,8 +194,14 @@ PROGRAMS = {
         "    obs, reward, done, truncated, info = env.step(0)\n    replay.push(obs, 0, reward)\n",
         [ROWS * SCREEN],
     ),
+    "settings by a member of an enumeration": (
+        ATARI + "from enum import Enum\nclass Size(Enum):\n    SMALL = 'small'\n    LARGE = 'large'\n"
+        "ROWS = {Size.SMALL: 100, Size.LARGE: 100_000}\ndef train(size=Size.LARGE):\n"
+        "    replay = deque(maxlen=ROWS[size])\n    while True:\n        replay.append((env.step(0)[0], 0))\ntrain()\n",
+        [ROWS * SCREEN],
+    ),
     "a module that nobody imported": (
-        "class Replay:\n    def __init__(self):\n        self.obs = np.zeros((100_000, 4, 84, 84), np.uint8)\nReplay()\n",
+        "class Replay:\n    def __init__(self):\n        self.obs = np.zeros((100_000, 4, 7056), np.uint8)\nReplay()\n",
         [ROWS * 4 * FRAME],
     ),
     "a wrapper of vectors that passes its space on": (
