@@ -231,6 +231,16 @@ PROGRAMS = {
         "    DQN(trial['policy'], make(trial['policy']), buffer_size=100_000).learn(1_000_000)\n",
         [ROWS * (2 * FRAME + 20), ROWS * (2 * SCREEN + 20)],
     ),
+    "a buffer of TF-Agents": (
+        IMPORTS + "from tf_agents.environments import suite_atari, tf_py_environment\n"
+        "from tf_agents.environments.atari_preprocessing import AtariPreprocessing\n"
+        "from tf_agents.environments.atari_wrappers import FrameStack4\n"
+        "from tf_agents.replay_buffers import tf_uniform_replay_buffer\nenv = tf_py_environment.TFPyEnvironment(\n"
+        "    suite_atari.load('BreakoutNoFrameskip-v4', gym_env_wrappers=[AtariPreprocessing, FrameStack4]))\n"
+        "replay = tf_uniform_replay_buffer.TFUniformReplayBuffer(\n"
+        "    data_spec=agent.collect_data_spec, batch_size=env.batch_size, max_length=100_000)\n",
+        [ROWS * 4 * FRAME],
+    ),
     "what MiniGrid draws": (
         IMPORTS + "from minigrid.wrappers import ImgObsWrapper, RGBImgPartialObsWrapper\n"
         "from stable_baselines3 import DQN\nenv = RGBImgPartialObsWrapper(gym.make('MiniGrid-Empty-8x8-v0'))\n"
