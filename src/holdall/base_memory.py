@@ -174,7 +174,7 @@ class BaseMemory(SavedMemory):
         if self._settings["store_device"] is not None and self._is_born_on_device(arguments[0]):
             return self._fit_tensors(leading, reward_dtype, arguments)
         tick = Tick.fitted(self.schema, leading, reward_dtype, *arguments)
-        if reward_dtype is None:
+        if reward_dtype is None and (self._settings["device"] or self._settings["store_device"]):
             self._delivery.require(self.schema.reward_leaf(tick.reward.dtype, "reward"))
         return tick
 

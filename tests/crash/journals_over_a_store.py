@@ -18,9 +18,8 @@ import psutil
 import ray
 from gymnasium import spaces
 
-from holdall.cluster.journal import Journal
+from holdall.cluster.journal import Journal, slots_at
 from holdall.cluster.protocol import SegmentHeader
-from holdall.cluster.slots import slots_at
 from holdall.ray import ReplayMemory
 
 PATIENCE_S = 60.0

@@ -15,12 +15,11 @@ import pytest
 import ray
 
 from holdall import CheckpointError
-from holdall.checkpoint import FileSystem
-from holdall.cluster.journal import Entry, Journal
+from holdall.checkpoint import FileObjects, FileSystem
+from holdall.cluster.journal import Entry, Journal, Slots, slots_at
 from holdall.cluster.protocol import CallOrderError, received
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.shard import begun_life
-from holdall.cluster.slots import LocalSlots
 from holdall.ray import ReplayMemory, attach
 
 from .processes import kill, process_of, wait_until
@@ -112,14 +111,14 @@ class FullDisk(FileSystem):
 def test_a_shard_that_is_restarted_waits_for_a_disk_that_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = Journal(LocalSlots(tmp_path))
+    journal = Journal(slots_at(tmp_path))
     list(journal.open())
     journal.append([Entry(bytes(16), 0, b"segment")], 0)
     with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
-        list(Journal(LocalSlots(tmp_path, FullDisk(1))).open())
+        list(Journal(Slots(FileObjects(tmp_path, FullDisk(1)))).open())
     disk = FullDisk(2)
     with caplog.at_level(logging.WARNING, "holdall"):
-        pages = list(Journal(LocalSlots(tmp_path, disk)).open(waits=True))
+        pages = list(Journal(Slots(FileObjects(tmp_path, disk))).open(waits=True))
     assert not disk.failures
     assert [page.entries[0].payload for page in pages if page.begins][-1] == b"segment"
     assert "No space left" in caplog.text

@@ -225,7 +225,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             raise OSError(28, "No space left on device")
         written(disk, file, content)
 
-    disk = type(opened._slots._disk)  # type: ignore[union-attr]  # it is a local one
+    disk = type(opened._slots._objects._disk)  # type: ignore[union-attr]  # it is a local one
     written = disk.write
     monkeypatch.setattr(disk, "write", write)
     telling = threading.Thread(target=committer.record, args=(lambda journal: journal.say(hidden_before=0),))

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from holdall.checkpoint.manifest import Buffer, Manifest
+from holdall.checkpoint.manifest import Buffer, Manifest, new_writer_id
 from holdall.errors import CheckpointError, DamageError, HoldallError
 from holdall.storage import SegmentFile
 
@@ -172,6 +172,66 @@ class FileSystem:
         """Give a lock back."""
         with contextlib.suppress(OSError):
             os.close(file)
+
+
+class FileObjects:
+    """The files of a directory, with those calls of `Objects` that make each of them once."""
+
+    def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
+        self.url, self._root, self._disk = str(root), root, disk or FileSystem()
+        try:
+            for folder in (*reversed(root.parents), root):
+                if not folder.exists() and self._disk.make_directory(folder):
+                    self._disk.sync_directory(folder.parent)
+        except OSError as error:
+            raise CheckpointError(f"{root} cannot be made ({error}); check the path and its permissions") from error
+
+    def create(self, key: str, content: Buffer) -> bool:
+        """Make a file where none is; return whether it was done. It is durable then."""
+        temporary = self._root / f"{new_writer_id()}.tmp"
+        try:
+            file = self._disk.create(temporary)
+            try:
+                self._disk.write(file, content)
+                self._disk.sync(file)
+            finally:
+                self._disk.close(file)
+            try:
+                self._disk.link(temporary, self._root / key)
+            except FileExistsError:
+                return False
+            finally:
+                self._disk.unlink(temporary)
+            self._disk.sync_directory(self._root)
+        except OSError as error:
+            raise CheckpointError(f"{self.url} cannot be written to ({error}); make room, or check the disk") from error
+        return True
+
+    def get(self, key: str, _most_bytes: int) -> bytes | None:
+        """Return a file's bytes; None if it is not there."""
+        try:
+            return (self._root / key).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{self.url}/{key} cannot be read ({error})") from error
+
+    def names(self) -> list[str]:
+        """Return the names of what is there."""
+        return self._disk.names(self._root)
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders right below."""
+        return [each.name for each in self._root.iterdir() if each.is_dir()]
+
+    def delete(self, keys: list[str]) -> None:
+        """Remove files; some may be gone already."""
+        for key in keys:
+            (self._root / key).unlink(missing_ok=True)
+
+    def honours_conditions(self) -> bool:
+        """Whether making a file twice fails the second time: every file system makes a link once."""
+        return True
 
 
 def _opened(path: Path, flags: int) -> int:

@@ -145,6 +145,10 @@ class Objects:
         """Return the bytes of the objects in a folder, by name."""
         return {name: entry.nbytes for name, entry in self.listed(folder).items()}
 
+    def names(self) -> list[str]:
+        """Return the names of the objects below the url."""
+        return list(self.sizes(""))
+
     def folders(self) -> list[str]:
         """Return the names of the folders right below the url."""
         listed = self._put(partial(self._obstore.list_with_delimiter_async, self._store))

@@ -270,7 +270,9 @@ class MemoryHandle:
         self.flush()
         self._priorities.hear()
         self._priorities.level()
-        self._wait_for_grant(count)
+        if (limit := self._address.limit) is not None:
+            limit.require("batch", count)
+            wait_for_grant("sample", self._cluster.ask_roster, "take_samples", count)
         self._metrics.report(self._figures)
 
     def _figures(self) -> dict[str, float]:
@@ -280,14 +282,6 @@ class MemoryHandle:
             "unacknowledged_bytes": self._writer.unacknowledged_bytes,
             "credit_wait_seconds": self._writer.waited_s,
         }
-
-    def _wait_for_grant(self, count: int) -> None:
-        """Wait until the limiter grants a draw, if there is one."""
-        limit = self._address.limit
-        if limit is None:
-            return
-        limit.require("batch", count)
-        wait_for_grant("sample", self._cluster.ask_roster, "take_samples", count)
 
 
 def attach(

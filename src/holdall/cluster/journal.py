@@ -9,22 +9,28 @@ writers wait meanwhile, and nothing is lost.
 from __future__ import annotations
 
 import logging
+import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdall.cluster.slots import LocalSlots, RemoteSlots, folders_at, slots_at
+from holdall.checkpoint import FileObjects, Objects, is_remote
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.json_state import counted, malformed_refused
 from holdall.storage import SealedSegment, pack, records_in
 
 SLOT, ENTRY, PRIORITIES, FOLDER = "slot", "entry", "priorities", "journal"
+_NAME = re.compile(r"[0-9a-f]{16}\.slot")
+_MOST_SLOT_BYTES = 2**30
+_REQUEST_S = 0.2
 _FULL_EVERY = 32
 """Slots between two that say what is expected of every writer; what is older than the last of them may be removed."""
 
@@ -83,10 +89,61 @@ class _RemovedError(Exception):
     """A slot that was listed, and removed before it was read."""
 
 
+class Slots:
+    """Numbered files, on a disk or in an object store, that are each created once and never written again.
+
+    Of several that create one at a time, one succeeds.
+    """
+
+    def __init__(self, objects: Objects | FileObjects) -> None:
+        self._objects, self.url = objects, objects.url
+        # How long to wait for more segments before the next one is created: a request costs time and money.
+        self.batching_s = _REQUEST_S if isinstance(objects, Objects) else 0.0
+
+    def require_fencing(self) -> None:
+        """Refuse a place where a number could be created twice: some stores take conditions, and do not keep them."""
+        if not self._objects.honours_conditions():
+            raise CheckpointError(
+                f"{self.url} ignores conditions, so a shard that was taken for dead looks like its "
+                "successor; use a store that has conditional puts, or durability='memory' and checkpoints"
+            )
+
+    def numbers(self) -> list[int]:
+        """Return the numbers that are there, in order."""
+        return sorted(int(name[:16], 16) for name in self._objects.names() if _NAME.fullmatch(name))
+
+    def create(self, number: int, content: bytes) -> bool:
+        """Create a slot; False if another stands there, and not one of an earlier try whose answer was lost."""
+        return self._objects.create(_name(number), content) or self.read(number) == content
+
+    def read(self, number: int) -> bytes | None:
+        """Return the bytes of a slot; None if it is not there: slots may be removed at any time."""
+        return self._objects.get(_name(number), _MOST_SLOT_BYTES)
+
+    def delete(self, numbers: list[int]) -> None:
+        """Remove slots."""
+        self._objects.delete([_name(number) for number in numbers])
+
+
+def _name(number: int) -> str:
+    return f"{number:016x}.slot"
+
+
+def _objects_at(url: str | os.PathLike[str], *folders: str) -> Objects | FileObjects:
+    if is_remote(url):
+        return Objects("/".join((os.fspath(url).rstrip("/"), *folders)))
+    return FileObjects(Path(os.fspath(url)).joinpath(*folders))
+
+
+def slots_at(url: str | os.PathLike[str], *folders: str) -> Slots:
+    """Return the slots in a folder below a url or path."""
+    return Slots(_objects_at(url, *folders))
+
+
 class Journal:
     """The journal that one shard keeps, from its opening on."""
 
-    def __init__(self, slots: LocalSlots | RemoteSlots) -> None:
+    def __init__(self, slots: Slots) -> None:
         self._slots, self.url, self.batching_s = slots, slots.url, slots.batching_s
         self._next = self._since_full = 0
         self._first_rows: dict[int, int] = {}  # of slots with entries: the number of their first row
@@ -235,7 +292,8 @@ def journal_of(url: str, shard: int) -> Journal:
 
 def journals_in_use(url: str) -> list[int]:
     """Return the shards that have journals below a url, but for those that were drained."""
-    return [int(name) for name in sorted(folders_at(url, FOLDER)) if name.isdecimal() and not _is_drained(url, name)]
+    names = sorted(_objects_at(url, FOLDER).folders())
+    return [int(name) for name in names if name.isdecimal() and not _is_drained(url, name)]
 
 
 def _is_drained(url: str, name: str) -> bool:

@@ -371,7 +371,7 @@ class Priorities:
         for shard in np.unique(shards).tolist():
             if shard in reachable:
                 rows = np.flatnonzero(shards == shard)
-                sent = (rows_of(wanted[rows]).tobytes(), priorities[rows].tobytes(), priorities.dtype.str)
+                sent = rows_of(wanted[rows]), priorities[rows]
                 with self._lock:
                     self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
         if not isinstance(self._by, Prioritized) or not priorities.size:

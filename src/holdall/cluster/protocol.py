@@ -99,9 +99,13 @@ _MACHINE_BYTES = 6
 
 def client_name() -> bytes:
     """Return a new name for a client of shards; it begins with the machine that the client runs on."""
+    return _machine() + secrets.token_bytes(16 - _MACHINE_BYTES)
+
+
+def _machine() -> bytes:
+    """Name the machine that this process runs on, as Ray counts machines."""
     node: str = ray.get_runtime_context().get_node_id()
-    machine = hashlib.blake2b(node.encode(), digest_size=_MACHINE_BYTES).digest()
-    return machine + secrets.token_bytes(16 - _MACHINE_BYTES)
+    return hashlib.blake2b(node.encode(), digest_size=_MACHINE_BYTES).digest()
 
 
 def machine_of(client: bytes) -> bytes:

@@ -34,7 +34,7 @@ from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardErr
 from holdall.json_state import generator_of
 from holdall.native import fallback
 from holdall.sampling import Sampler
-from holdall.schema import as_ids
+from holdall.schema import Array
 
 GROUPS = {"insert": 32, "sample": 4, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind."""
@@ -235,15 +235,12 @@ class Shard:
             counters, found = self._counters(), self._data.found(RowDraw(wanted))
         return self._data.answer(counters, RowDraw(wanted), found, is_near=self._is_near(client))
 
-    def update_priorities(
-        self, order: protocol.CallOrder, rows: bytes, priorities: bytes, dtype: str
-    ) -> protocol.ShardCounters:
+    def update_priorities(self, order: protocol.CallOrder, rows: Ids, priorities: Array) -> protocol.ShardCounters:
         """Set the priorities of rows; those that left are passed over."""
-        wanted, numbers = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
         sampler: Any = self._data.sampler
         with self._in_turn(order):
             # Rows of an earlier life are lost; their numbers are below all that are held now.
-            sampler.update_priorities(self._data.held(), wanted, numbers)
+            sampler.update_priorities(self._data.held(), rows, priorities)
             self._changes.raise_by_one()
             return self._counters()
 

@@ -65,10 +65,8 @@ _OBJECTS = {
     "array_type": np.ndarray, "dict_type": dict, "ordered_dict_type": OrderedDict, "list_type": list, "str_type": str,
     "is_false": False, "is_none": None,
 }  # fmt: skip
-_BYTES_PER_THREAD = 1 << 20
-"""A thread is woken only for at least this much to copy ..."""
-_SEALED_BYTES_PER_THREAD = 1 << 18
-"""... or to decode."""
+_BYTES_PER_THREAD, _SEALED_BYTES_PER_THREAD = 1 << 20, 1 << 18
+"""A thread is woken only for at least this much to copy, or to decode."""
 _BYTES_WITHOUT_GIL = 1 << 16
 """Copying less takes no longer than it takes to give up the GIL and to get it back."""
 _MOST_SHORT_BYTES = 1 << 20

@@ -133,7 +133,7 @@ class Codec:
 
     @property
     def wants_differences(self) -> bool:
-        """Whether a dictionary of differences could help: LZ4 has no other means against what each slice begins with."""
+        """Whether a dictionary of differences could help: LZ4 has no other way to know what slices begin with."""
         form = self.transform
         is_image = form.predictor in {Predictor.LEFT, Predictor.UP} and not form.word_bytes and not self.dictionary
         return is_image and self.method is Method.LZ4 and self.level > 0 and form.slice_bytes <= _DICTIONARY_UP_TO

@@ -50,11 +50,14 @@ _KEY_SLICES, _RAW_KEY_SLICES = 64, 256
 """Slices that share a key; more if it stays raw, since it costs a whole slice then."""
 _GAIN = 1.03
 """How much smaller slices must be behind a key, for a raw one to be tried, too."""
-_BESIDE_DECODING = 0.5
-"""Raw copies; what a batch takes beside them matters the less, the longer decoding takes."""
-_TIME_MATTERS, _TIME_MATTERS_LITTLE = 1.2, 0.8
-"""A codec is worth its ratio over its time to the power of this over the cap: with `balanced`, one that takes two copies in
-place of one must shrink slices 1.36 times as much. The second is for those who prefer memory: 1.11 times as much."""
+_BESIDE_DECODING = 0.4
+"""Raw copies that a batch takes besides: they count little where decoding takes long."""
+_TIME_MATTERS = 0.8
+"""A codec is worth its ratio over its time to the power of this over the cap's square: with `balanced`, one that takes
+two copies in place of one must shrink slices 1.11 times as much, with `memory` 1.03 times."""
+_NEAR_THE_CAP, _WORTH_LESS = 0.8, 0.7
+"""One that takes nearly all the time that is allowed must shrink slices 1.4 times as much, unless memory is preferred:
+it is for slices that nothing quicker makes small."""
 _MOST_UNIT_BYTES = 4 * 2**20
 _WORTHWHILE = 1.3
 """Less than this ratio is not worth coding and decoding: floats of a sensor or a market come to 1.0 to 1.3."""
@@ -178,11 +181,15 @@ class _Worth:
     allowed_us: float  # for slices alone: threads share them out
 
     def allows(self, found: MeasuredCodec) -> bool:
-        return found.decode_us <= (self.cap * self.raw_us if found.codec.group > 1 else self.allowed_us)
+        return found.decode_us <= self._most_us(found)
 
     def of(self, found: MeasuredCodec) -> float:
-        matters = _TIME_MATTERS_LITTLE if self.cap >= COST_CAPS["memory"] else _TIME_MATTERS
-        return float(found.ratio / (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (matters / self.cap))
+        time = (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap**2)
+        is_late = found.decode_us > _NEAR_THE_CAP * self._most_us(found) and self.cap < COST_CAPS["memory"]
+        return float(found.ratio / time * (_WORTH_LESS if is_late else 1))
+
+    def _most_us(self, found: MeasuredCodec) -> float:
+        return self.cap * self.raw_us if found.codec.group > 1 else self.allowed_us
 
 
 ANY_WORTH = _Worth(1e9, 1.0, 1e9)
@@ -308,7 +315,8 @@ def _measure_predicted(
     if not predicted:
         return None
     codec = max(predicted, key=lambda m: m.ratio).codec
-    dictionary = train(coder, replace(codec, method=Method.ZSTD, level=3), known, _TRAININGS[-1:])
+    largest = [training for training in _TRAININGS if 8 * training[0] <= known.nbytes][-1:]  # half of them are learnt
+    dictionary = train(coder, replace(codec, method=Method.ZSTD, level=3), known, largest)
     return None if dictionary is None else _measure_one(coder, replace(codec, dictionary=dictionary), unseen)
 
 
@@ -364,9 +372,8 @@ _UNIT_US = {
 0.9 to 1.4 times as long as this says, and the worst 2.9 times."""
 _BEHIND_KEY_US = {Method.STORED: 0.0, Method.LZ4: 0.05, Method.ZSTD: 0.3}
 """The same for a unit that is decompressed against a key."""
-_FAR_SEQUENCE_US, _DICTIONARY_SEQUENCE_US = 0.0048, 0.001
-"""The same for a sequence of LZ4's, on top, where it may point into a key, or into a dictionary, which stands in front of
-the slice."""
+_FAR_SEQUENCE_US = 0.0048
+"""The same for a sequence of LZ4's, on top, where it may point into a key; dictionaries stand in front of slices."""
 _NEAR_BYTES, _FAR_US = 2**17, 0.03
 """The same for a kilobyte, on top, of units that fill the caches with their keys."""
 _TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.05, "green": 0.03, "pixels": 0.035,
@@ -394,7 +401,8 @@ def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> 
         total_us += changes * (raw_us if codec.raw_keys else _mean_unit_us(coder, sealed, keys))
     is_apart = codec.group > 1 or (codec.method is Method.LZ4 and codec.dictionary is not None)
     undone = {
-        "copy": is_apart and form.predictor is not Predictor.PIXELS and not form.shuffle, "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
+        "copy": is_apart and form.predictor is not Predictor.PIXELS and not form.shuffle,
+        "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
         "pixels": form.predictor is Predictor.PIXELS, "green": form.green,
         "shuffle": form.shuffle > 0, "words": form.word_bytes > 0,
     }  # fmt: skip
@@ -410,8 +418,8 @@ def _mean_unit_us(coder: Coder, sealed: SealedSlices, units: NDArray[np.int64]) 
     work = np.column_stack([np.ones(len(units)), unpacked / 1000, coder.count_work(sealed, units)])
     rates = np.array([_UNIT_US[codec.method], _UNIT_US[Method.STORED]])[is_stored.astype(np.int64)]
     total_us = float((rates * work).sum())
-    if codec.method is Method.LZ4 and (codec.key or codec.dictionary):
-        total_us += (_FAR_SEQUENCE_US if codec.key else _DICTIONARY_SEQUENCE_US) * float(work[:, 2].sum())
+    if codec.method is Method.LZ4 and codec.key:
+        total_us += _FAR_SEQUENCE_US * float(work[:, 2].sum())
     is_far = unpacked * (2 if codec.key else 1) > _NEAR_BYTES
     total_us += _FAR_US * float(unpacked[is_far].sum()) / 1000
     return total_us / max(len(units), 1)

@@ -225,7 +225,7 @@ class TickStore:
         segments, now = self.large_segments, self.next_tick
         segments.look(now - 1, sliced.obs, sliced.next_obs)
         if segments.frozen:
-            self._sealer().grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
+            self._made_sealer().grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
             self._settle(may_evict=True)
         self._evict_before(now - self._capacity_ticks)
 
@@ -276,7 +276,7 @@ class TickStore:
         tiers.try_again()
         self._spare_bytes = tiers.spare_bytes(allowance)
 
-    def _sealer(self) -> Sealer:
+    def _made_sealer(self) -> Sealer:
         if self.sealer is None:
             write = None if self._folder is None else self._folder.write
             kernels, budget, quickly = self._kernels, self._budget, self._budget.limit is None
@@ -290,7 +290,7 @@ class TickStore:
         sealing, spilling = self._tiers.under_way()
         if self.sealer is None and not sealing and not spilling:
             return
-        sealer = self._sealer()
+        sealer = self._made_sealer()
         sealer.spare_bytes = self._spare_bytes
         sealer.withdraw(sealer.waiting - {id(frozen.block) for frozen in (*sealing, *spilling)})
         for frozen in sealing:
@@ -313,7 +313,7 @@ class TickStore:
         """Collect what the worker did; called by its thread."""
         with self._lock:
             self.repair.run()
-            sealer = self._sealer()
+            sealer = self._made_sealer()
             for block, sealed, _, is_again in sealer.collect():
                 if sealed is not None and is_again:
                     self._tiers.exchange_again(block, partial(self.large_segments.seal, block, sealed))

@@ -89,12 +89,7 @@ class Budget:
         return next(modest, fitting[-1])
 
     def require(self, fixed: int, segment: int) -> None:
-        """Refuse a limit that is too small for what is needed whatever comes.
-
-        Args:
-            fixed: Rings and tables of the full capacity.
-            segment: The smallest useful segment.
-        """
+        """Refuse a limit that is too small for rings and tables of all ticks, and for the smallest useful segment."""
         least = _least_limit(fixed, segment)
         if self.limit is not None and self.limit < least:
             raise ArgumentError(
@@ -106,10 +101,8 @@ class Budget:
     def closed_allowed(self, fixed: int, elsewhere: int, segment: int) -> int:
         """Return what closed blocks may take in memory, in any form.
 
-        Args:
-            fixed: Rings and tables of the full capacity.
-            elsewhere: Logs, dictionaries and indexes of blocks on disk.
-            segment: What a segment takes at most.
+        Beside them there are rings and tables of the full capacity (`fixed`), logs, dictionaries and indexes of blocks
+        on disk (`elsewhere`), and segments on their way, of so many bytes at most.
         """
         if self.limit is None:
             return self.closed_bytes

@@ -17,9 +17,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.cluster.journal import Journal
+from holdall.cluster.journal import Journal, slots_at
 from holdall.cluster.protocol import ids_of
-from holdall.cluster.slots import slots_at
 from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory, Writer
 from holdall.schema import Schema

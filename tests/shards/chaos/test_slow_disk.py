@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.cluster import shard as shard_module
+from holdall.cluster.journal import Slots
 from holdall.cluster.protocol import Ack, AckKind, SegmentHeader
 from holdall.cluster.shard import Shard
-from holdall.cluster.slots import LocalSlots
 from holdall.errors import ShardError
 from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
@@ -41,14 +41,14 @@ def segment(numbers: range) -> bytes:
 def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, create = threading.Event(), LocalSlots.create
+    disk, create = threading.Event(), Slots.create
 
-    def create_slowly(slots: LocalSlots, number: int, content: bytes) -> bool:
+    def create_slowly(slots: Slots, number: int, content: bytes) -> bool:
         disk.wait()
         return create(slots, number, content)
 
     shard: Any = Shard(0, schema_words(SCHEMA), 1_000, Uniform(), 0, "nobody", str(tmp_path))
-    monkeypatch.setattr(LocalSlots, "create", create_slowly)
+    monkeypatch.setattr(Slots, "create", create_slowly)
     monkeypatch.setattr(shard_module, "_SETTLED_S", 0.2)
     told: list[Ack] = []
     sent = (SegmentHeader(WRITER, 0, 0), segment(range(50)))

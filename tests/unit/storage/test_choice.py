@@ -20,7 +20,7 @@ from holdall.native import PortableCoder, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage import codec_choice as choice
 from holdall.storage.blocks import Coder, SealedSlices
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec import Codec, Method, Predictor, Transform
 from holdall.storage.codec_choice import (
     COST_CAPS,
     BlockSample,
@@ -236,6 +236,21 @@ def test_a_dictionary_is_measured_on_frames_that_it_does_not_know(coder: Coder) 
     assert train(coder, Codec(Method.ZSTD, 3, Transform(FRAME.nbytes)), noise(300)) is None
     known = [m for m in measure(coder, FRAME, WHOLE, noise(64)) if m.codec.dictionary]
     assert all(m.ratio < 1.1 for m in known)
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_the_best_prediction_is_measured_with_a_dictionary_of_differences(coder: Coder) -> None:
+    """Slopes that come back in other places and heights are alike as differences only."""
+    generator = np.random.default_rng(3)
+    slopes = generator.integers(0, 4, (20, 12))
+    rows = slopes[generator.integers(0, 20, (96, 36, 3))].reshape(96, 36, 36).cumsum(axis=2)
+    slices = (rows + generator.integers(0, 256, (96, 1, 1))).astype(np.uint8).reshape(96, -1)
+    found = measure(coder, FRAME, WHOLE, slices)
+    by_lz4 = [m for m in found if m.codec.method is Method.LZ4 and m.codec.transform.predictor is Predictor.LEFT]
+    known = [m for m in by_lz4 if m.codec.dictionary is not None]
+    assert len(known) == 1
+    assert known[0].ratio > 1.1 * max(m.ratio for m in by_lz4 if m.codec.dictionary is None)
+    assert not [m for m in measure(coder, FRAME, WHOLE, slices, has_dictionary=False) if m.codec.dictionary]
 
 
 @pytest.mark.parametrize("coder", CODERS)

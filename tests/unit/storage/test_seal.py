@@ -737,6 +737,7 @@ def test_what_was_sealed_in_a_hurry_is_sealed_again_at_leisure(monkeypatch: pyte
     """The better codec in the end, every bit as it was, and the count of bytes right all the while."""
     monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
     monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)  # every block after the first few is late
+    monkeypatch.setattr(seal, "_LOOK_AGAIN_S", 60.0)  # there is no leisure before it is asked for
     monkeypatch.setattr(seal, "choose", lambda *_: SLOW_CODEC)
     memory = camera_memory(None)
     add_camera(memory, 0, 700)
@@ -758,6 +759,7 @@ def test_a_block_that_left_is_not_sealed_again(monkeypatch: pytest.MonkeyPatch) 
     """Nor kept: what waits for leisure is referred to weakly."""
     monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
     monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)
+    monkeypatch.setattr(seal, "_LOOK_AGAIN_S", 60.0)  # there is no leisure before it is asked for
     monkeypatch.setattr(seal, "choose", lambda *_: SLOW_CODEC)
     memory = camera_memory(None, capacity=320)
     add_camera(memory, 0, 800)
