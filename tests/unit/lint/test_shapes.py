@@ -1,5 +1,6 @@
 """What lint takes an array to be: the same as numpy, torch and the libraries of pictures make of it."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -104,3 +105,12 @@ def test_an_axis_that_is_not_known_stays_unknown(tmp_path: Path) -> None:
 def test_a_part_of_a_large_array_is_tried_without_its_memory(tmp_path: Path) -> None:
     made = "\nmemory.append((np.ravel(np.zeros((10**6, 10**6))), 0, 1.0))\n"
     assert ROWS * (8 * 10**12 + 112) in findings(tmp_path, START + made)
+
+
+@pytest.mark.parametrize("text", ["state[()]", "np.var(state[:0])", "np.add(state, 1, where=state > 0)"])
+def test_what_numpy_warns_of_or_takes_whole_is_no_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"{START}\nmemory.append(({text}, 0, 1.0))\n", encoding="utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = FileChecker(RULES, REFERENCE_MACHINE).check(tmp_path / "train.py")
+    assert not [one for one in found if one.rule == "F01"]

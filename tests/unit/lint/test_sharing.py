@@ -194,9 +194,14 @@ PROGRAMS = {
         "    obs, reward, done, truncated, info = env.step(0)\n    replay.push(obs, 0, reward)\n",
         [ROWS * SCREEN],
     ),
+    "settings by a member of an enumeration": (
+        ATARI + "from enum import Enum\nclass Size(Enum):\n    SMALL = 'small'\n    LARGE = 'large'\n"
+        "ROWS = {Size.SMALL: 100, Size.LARGE: 100_000}\ndef train(size=Size.LARGE):\n"
+        "    replay = deque(maxlen=ROWS[size])\n    while True:\n        replay.append((env.step(0)[0], 0))\ntrain()\n",
+        [ROWS * SCREEN],
+    ),
     "a module that nobody imported": (
-        "class Replay:\n    def __init__(self):\n        self.obs = np.zeros((100_000, 4, 84, 84), np.uint8)\n"
-        "Replay()\n",
+        "class Replay:\n    def __init__(self):\n        self.obs = np.zeros((100_000, 4, 7056), np.uint8)\nReplay()\n",
         [ROWS * 4 * FRAME],
     ),
     "a wrapper of vectors that passes its space on": (
@@ -225,6 +230,16 @@ PROGRAMS = {
         "    return AtariWrapper(env) if policy == 'CnnPolicy' else env\nfor trial in TRIALS:\n"
         "    DQN(trial['policy'], make(trial['policy']), buffer_size=100_000).learn(1_000_000)\n",
         [ROWS * (2 * FRAME + 20), ROWS * (2 * SCREEN + 20)],
+    ),
+    "a buffer of TF-Agents": (
+        IMPORTS + "from tf_agents.environments import suite_atari, tf_py_environment\n"
+        "from tf_agents.environments.atari_preprocessing import AtariPreprocessing\n"
+        "from tf_agents.environments.atari_wrappers import FrameStack4\n"
+        "from tf_agents.replay_buffers import tf_uniform_replay_buffer\nenv = tf_py_environment.TFPyEnvironment(\n"
+        "    suite_atari.load('BreakoutNoFrameskip-v4', gym_env_wrappers=[AtariPreprocessing, FrameStack4]))\n"
+        "replay = tf_uniform_replay_buffer.TFUniformReplayBuffer(\n"
+        "    data_spec=agent.collect_data_spec, batch_size=env.batch_size, max_length=100_000)\n",
+        [ROWS * 4 * FRAME],
     ),
     "what MiniGrid draws": (
         IMPORTS + "from minigrid.wrappers import ImgObsWrapper, RGBImgPartialObsWrapper\n"

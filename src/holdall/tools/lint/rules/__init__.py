@@ -11,10 +11,9 @@ from holdall.tools.lint.rules import (
     observations,
     processes,
     saving,
-    transitions,
 )
 from holdall.tools.lint.rules import training_loop as loop
 
-_FAMILIES = (rule, allocator, buffers, callbacks, observations, processes, saving, loop, transitions)
+_FAMILIES = (rule, allocator, buffers, callbacks, observations, processes, saving, loop)
 _FOUND = [found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Rule)]
 RULES = {found.id: found for found in sorted(_FOUND, key=lambda found: found.id)}

@@ -109,6 +109,12 @@ def _fields(interpreter: Any, made: Any, rows: int | None) -> list[StoredField]:
     return [StoredField(name, (*shape, *part.shape), part.base) for name, part in parts]
 
 
+def _stored(array: ArrayValue, first: int = 0) -> StoredField:
+    """Return what a buffer keeps of an array, from one of its axes on."""
+    axes = (array.shape or ())[first:]
+    return StoredField("", tuple(whole(axis) or 0 for axis in axes), array.dtype or np.dtype(np.float32))
+
+
 def _stores_next(fields: tuple[StoredField, ...]) -> bool:
     return any(re.search(r"next|new|obs2|s2|_prime", one.name) for one in fields)
 
@@ -140,10 +146,7 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
             continue
         is_whole = known[0][1] >= _LEAST_STATE or not any(_has_unknown(one.detail["item"]) for one in items)
         per_item = sum(size // one.shared_frames + _OBJECT_BYTES for one, size in known)
-        fields = tuple(
-            StoredField("", tuple(whole(a) or 0 for a in one.shape or ()), one.dtype or np.dtype("f4"))
-            for one, _ in known
-        )
+        fields = tuple(_stored(one) for one, _ in known)
         group = next(group for group in groups if items[0] in group)
         made = group[0].value.node  # of several that one line adds to, each stands where it is made
         is_one_of = sum(other[0].node is group[0].node for other in appended.values()) > 1
@@ -262,15 +265,13 @@ def _torchrl(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     if size is None or (seen is None and added is UNKNOWN):
         return None
     if seen is not None:
-        named = [(prefix + (leaf.name or "observation"), leaf.shape, leaf.dtype)
-                 for prefix in ("", "next.") for leaf in seen.leaves]  # fmt: skip
+        fields = tuple(StoredField(prefix + (leaf.name or "observation"), leaf.shape, leaf.dtype)
+                       for prefix in ("", "next.") for leaf in seen.leaves)  # fmt: skip
     else:
         first = 1 if made.value.attributes.get("is_batch") is True else 0  # without the axis of the transitions
-        named = [("", tuple(whole(axis) or 0 for axis in (one.shape or ())[first:]), one.dtype or np.dtype("f4"))
-                 for one in leaf_arrays(added) if one.nbytes]  # fmt: skip
-        if not named:
+        fields = tuple(_stored(one, first) for one in leaf_arrays(added) if one.nbytes)
+        if not fields:
             return None
-    fields = tuple(StoredField(*one) for one in named)
     nbytes = size * sum(one.nbytes for one in fields)
     on_disk = "Memmap" in storage.kind
     return PlainBuffer(
@@ -320,13 +321,7 @@ def _keeping(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
         method = interpreter.member(processor, "process_observation")
         sample = likely(interpreter.call(method, type(made.arguments)([sample]), made.node)) or sample
     arrays = [one for one in leaf_arrays(sample) if one.nbytes]
-    fields = (
-        tuple(
-            StoredField("", tuple(whole(a) or 0 for a in one.shape or ()), one.dtype or np.dtype("f4"))
-            for one in arrays
-        )
-        * times
-    )
+    fields = tuple(map(_stored, arrays)) * times
     nbytes = size * times * sum((one.nbytes or 0) // one.shared_frames for one in arrays)
     return _of_library(interpreter, made, last, size, nbytes, fields) if arrays else None
 

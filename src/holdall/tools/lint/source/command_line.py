@@ -168,6 +168,7 @@ def loaded(interpreter: Any, last: str, arguments: Any, package: str) -> Any:
     """Return what a file of data holds that the program loads."""
     if last not in _LOADERS:
         return arguments.get(0, "") if last in {"to_container", "create", "structured"} else UNKNOWN
+    is_object = package == "omegaconf" or "object_hook" in arguments.named
     source = likely(arguments.get(0, "stream"))
     if isinstance(source, InstanceValue) and source.kind == "builtins.open":
         source = source.arguments.get("0", source.arguments.get("file", UNKNOWN))
@@ -175,10 +176,10 @@ def loaded(interpreter: Any, last: str, arguments: Any, package: str) -> Any:
     here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
     data = interpreter.repository.data(source, here) if isinstance(source, str) else None
     if data is not None or (isinstance(source, str) and not _SETTINGS_PATH.search(source)):
-        return UNKNOWN if data is None else from_data(data, data, attributes=package == "omegaconf")
+        return UNKNOWN if data is None else from_data(data, data, attributes=is_object)
     kinds = (".json",) if package == "json" else (".toml",) if package.startswith("tom") else (".yaml", ".yml")
     found = interpreter.repository.settings_files(interpreter.main.path, kinds)
-    several = [(from_data(data, data, attributes=package == "omegaconf"), f"with {name}") for name, data in found]
+    several = [(from_data(data, data, attributes=is_object), f"with {name}") for name, data in found]
     return several[0][0] if len(several) == 1 else one_of(several)
 
 

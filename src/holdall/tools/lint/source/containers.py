@@ -17,6 +17,7 @@ from holdall.tools.lint.source.values import (
     InstanceValue,
     ListValue,
     TableValue,
+    as_key,
     is_key,
     known_items,
     length_of,
@@ -140,6 +141,10 @@ def text_method(text: str, name: str, arguments: Any) -> Any:
     plain = [one for one in arguments.values if isinstance(one, str | int)]
     if name in {"resolve", "absolute", "expanduser", "as_posix"}:
         return text  # a path
+    if name in {"with_name", "with_suffix"} and len(plain) == 1 and PurePath(text).name:
+        return str(
+            PurePath(text).with_name(str(plain[0]) if name == "with_name" else PurePath(text).stem + str(plain[0]))
+        )
     if name in {"read_text", "open"}:
         return InstanceValue(Reference("builtins.open"), {}, {"0": text})
     if name == "joinpath" and len(plain) == len(arguments.values):
@@ -167,7 +172,7 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
     if isinstance(base, arrays.ReturnedValues) and whole(index) is None:
         base = base.observation  # older environments return nothing else
     if isinstance(base, TableValue):
-        if is_key(index):
+        if is_key(index := as_key(index)):
             return base.get(index, UNKNOWN)
         return one_of((one, f"for {key!r}") for key, one in base.items()) if base and base.is_complete else UNKNOWN
     if isinstance(base, Reference | ClassValue):

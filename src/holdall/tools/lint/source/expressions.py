@@ -28,6 +28,7 @@ from holdall.tools.lint.source.values import (
     ListValue,
     SuperValue,
     TableValue,
+    as_key,
     candidates_of,
     is_key,
     known_items,
@@ -94,7 +95,7 @@ class Expressions(Names):
             if key is None:
                 containers.update(self, table, made)
                 continue
-            name = self.value(key)
+            name = as_key(self.value(key))
             if is_key(name):
                 table[name] = made
             else:
@@ -456,6 +457,7 @@ def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # no
         left, right = (tuple(known_items(one) or [one]) for one in (left, right))
         if not all(isinstance(one, _PLAIN) for one in (*left, *right)):
             return UNKNOWN
+    left, right = as_key(left), as_key(right)
     if not isinstance(left, _PLAIN | tuple) or not isinstance(right, _PLAIN | tuple):
         return UNKNOWN
     return bounded(_COMPARED[type(op)], left, right)

@@ -48,6 +48,7 @@ _FLOAT32 = np.dtype(np.float32)
 KEEPING = {
     "pfrl": (0, "capacity", 1), "chainerrl": (0, "capacity", 1), "rl": (None, "limit", 1),
     "agilerl": (None, "max_size", 2), "skrl": (0, "memory_size", 2), "d3rlpy": (None, "limit", 1),
+    "tf_agents": (2, "max_length", 1),
 }  # fmt: skip
 
 
@@ -62,6 +63,8 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
         return _many_agents(interpreter, dotted, arguments, node)
     if package == "envpool" and last in {"make", "make_gym", "make_gymnasium"}:
         return _envpool(interpreter, arguments, node)
+    if package == "tf_agents" and last == "load":
+        return _loaded(interpreter, arguments, node)
     if dotted == "dmc2gym.make":
         return _control_suite(interpreter, arguments, node)
     if package in {"torchrl", "tensordict"}:
@@ -343,6 +346,19 @@ def _envpool(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
         stack = whole(arguments.get(None, "stack_num", 4)) or 4
         seen = replace(seen, leaves=(Leaf("", (stack, 84, 84), np.dtype(np.uint8)),))
     return Environments(arguments.get(None, "num_envs", 1), "sync", None, seen, acted, place=place, origin=object())
+
+
+def _loaded(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
+    """Make an environment as TF-Agents does: by its id, through wrappers that are listed."""
+    given = type(arguments)
+    env = environments.call(interpreter, "gymnasium.make", given([arguments.get(0, "environment_name")]), node)
+    wrappers = [one for name in ("gym_env_wrappers", "env_wrappers")
+                for one in known_items(likely(arguments.get(None, name, ()))) or ()]  # fmt: skip
+    for wrapper in wrappers:
+        is_own = isinstance(wrapper, Reference) and wrapper.last == "AtariPreprocessing"  # as Stable-Baselines3's
+        made_of = Reference("stable_baselines3.common.atari_wrappers.AtariWrapper") if is_own else wrapper
+        env = interpreter.call(made_of, given([env]), node)
+    return env
 
 
 def _control_suite(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from holdall.tools.lint.finding import SourceRange
@@ -117,8 +118,12 @@ class Interpreter(Functions):
 
     def owner_of(self, container: ListValue) -> InstanceValue | None:
         """Return the object that has a container as an attribute."""
-        holds = (one for one in self.instances if any(value is container for value in one.attributes.values()))
-        return next(holds, None)
+        return self._owners.get(id(container))
+
+    @cached_property
+    def _owners(self) -> dict[int, InstanceValue]:
+        """The objects by what they hold; asked for when the script was followed."""
+        return {id(value): one for one in reversed(self.instances) for value in one.attributes.values()}
 
     def capacity_of(self, owner: InstanceValue | None) -> int | None:
         """Return the size that an object limits its lists to, by the name of its attribute."""

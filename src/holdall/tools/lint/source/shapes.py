@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -129,7 +130,8 @@ def _tried(attempt: Callable[[_Trial], Any], node: object, keeps: bool = False) 
     for length in _LENGTHS:
         trial = _Trial(length)
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # numpy's, about arrays of zeros
                 result = attempt(trial)
         except Exception:
             return UNKNOWN
@@ -312,7 +314,8 @@ def _is_fixed_part(index: Any) -> bool:
     """Whether an index cuts the same part out of every array: not one of many rows, nor a window that moves."""
     parts = index if isinstance(index, tuple) else (index,)
     bounds = [one for part in parts if isinstance(part, slice) for one in (part.start, part.stop, part.step)]
-    return not isinstance(parts[0], int) and bool(bounds) and all(one is None or isinstance(one, int) for one in bounds)
+    is_row = not parts or isinstance(parts[0], int)
+    return not is_row and bool(bounds) and all(one is None or isinstance(one, int) for one in bounds)
 
 
 def calculated(op: ast.operator, left: Any, right: Any, node: object) -> Any:

@@ -211,6 +211,14 @@ def is_key(value: Any) -> bool:
     return isinstance(value, str | int | float | bytes | None | Reference)
 
 
+def as_key(value: Any) -> Any:
+    """Return what stands for a value in a dict: a member of an enumeration by its class and value."""
+    if not isinstance(value, InstanceValue) or not isinstance(value.made_of, ClassValue):
+        return value
+    held = value.attributes.get("value", UNKNOWN)
+    return (value.kind, held) if value.made_of.extends("Enum", "IntEnum", "StrEnum") and is_key(held) else value
+
+
 def candidates_of(value: Any) -> tuple[tuple[Any, str], ...]:
     """Return what a value can be, each with its condition."""
     if isinstance(value, OneOf):

@@ -26,7 +26,7 @@ _SAME = frozenset({
     "VecCheckNan", "VecTransposeImage", "PyTorchObs", "OrderEnforcing", "PassiveEnvChecker", "EnvCompatibility",
     "StepAPICompatibility", "VecExtractDictObs", "NumpyToTorch", "MaxAndSkipObservation", "Wrapper",
     "ObservationWrapper", "VecEnvWrapper", "GymToGymnasium", "GymV21CompatibilityV0", "VectorEnvWrapper",
-    "VectorEnvNormObs",
+    "VectorEnvNormObs", "TFPyEnvironment",
 })  # fmt: skip
 # Wrappers that are about something else than observations say so in their names.
 _ABOUT_OTHERS = re.compile(
@@ -185,6 +185,11 @@ def _lazily_stacked(env: Environments, arguments: Any, place: SourceRange) -> En
     return replace(_stacked_first(env, arguments, place), is_lazy=True)
 
 
+def _four(env: Environments, arguments: Any, place: SourceRange) -> Environments:
+    """TF-Agents' stack: along the channels, in an array of its own."""
+    return replace(_changed(env, lambda leaf: _stacked_last(leaf, 4)), stack=env.stack * 4)
+
+
 def _vec_stacked(env: Environments, arguments: Any, place: SourceRange) -> Environments:
     count = whole(arguments.get(1, "n_stack"))
     if count is None or count < 1:
@@ -291,7 +296,7 @@ _CHANGES: dict[str, Change] = {
     "GrayscaleObservation": _grey, "GrayScaleObservation": _grey, "ResizeObservation": _resized,
     "FrameStack": _lazily_stacked, "FrameStackObservation": _stacked_first, "VecFrameStack": _vec_stacked,
     "VecNormalize": _normalized, "FlattenObservation": _flat, "FilterObservation": _filtered,
-    "NormalizeObservation": _floats,
+    "NormalizeObservation": _floats, "FrameStack4": _four,
     "CastObservationToFloat32": _floats, "TransformObservation": _given_space, "ImgObsWrapper": _pictured,
     "RGBImgPartialObsWrapper": _tiled, "RGBImgObsWrapper": _tiled_whole,
 }  # fmt: skip
