@@ -34,9 +34,10 @@ def numbered(memory: Any, first: int, end: int, width: int = 3) -> None:
 
 
 def held(memory: ReplayMemory) -> list[int]:
-    """Return which transitions are held, from all shards."""
+    """Return which transitions are held, from all shards: one that is being restarted is waited for."""
     memory.flush()
     found: list[int] = []
+    wait_until(lambda: len(memory._cluster.refresh()) == len(memory._cluster.numbers))
     for shard, counters in memory._cluster.refresh().items():
         rows = np.arange(counters.first_row, counters.next_row) + (shard << 48)
         found += memory.gather(rows).reward.astype(int).tolist()
