@@ -99,10 +99,8 @@ def native_kernels() -> NativeKernels | None:
 
 
 def _chosen() -> Kernels:
-    if os.environ.get("HOLDALL_KERNELS", "") in {"", "native"} and (native := native_kernels()) is not None:
-        return native
-    chosen_library()  # refuses a wish that cannot be met
-    return PortableKernels()
+    native = None if chosen_library() is None else native_kernels()
+    return native or PortableKernels()
 
 
 def chosen_kernels() -> Kernels:
