@@ -54,7 +54,7 @@ class _MirroredSlot(StagingSlot):
         super().__init__(stream, number, nbytes)
 
     def was_given(self) -> None:
-        """Note that the device was told to read what is here, by the calling thread's own stream."""
+        """Note that the device will read what is here, behind what stands in the calling thread's own stream."""
         self._stream.record_again(self._event, self._event_number)
         self.read = self._event
 

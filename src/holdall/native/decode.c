@@ -16,7 +16,8 @@
 #include <unistd.h>
 #endif
 
-enum { MOST_IN_A_UNIT = 64, LOOK_BACK_BYTES = 1 << 16 };
+enum { MOST_IN_A_UNIT = 64 };
+enum { LOOK_BACK_BYTES = 1 << 16 }; /* room in front of the memory for units; as in reading.py */
 
 /* ---- one unit ---------------------------------------------------------------------- */
 

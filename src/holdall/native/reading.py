@@ -39,7 +39,7 @@ from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transfor
 _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
 _LOOK_BACK_BYTES = 1 << 16
-"""Of a dictionary for LZ4 so many bytes are used: room for them is in front of the memory for units."""
+"""Of a dictionary for LZ4 so many bytes are used: room for them is in front of the memory for units. As in decode.c."""
 _PIECE_BYTES = 1 << 18
 """What a thread takes at once: little enough that all of them end together."""
 _BYTES_PER_THREAD = 1 << 20

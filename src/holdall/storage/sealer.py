@@ -226,7 +226,7 @@ class Sealer:
 
 
 class _StoppedError(Exception):
-    """The worker is to end: what it was choosing is not needed."""
+    """The worker ends: what it was choosing is not needed."""
 
 
 class _Work:

@@ -201,7 +201,7 @@ class Tiers:
             self._move_oldest(self._sealed, self._spilling)
 
     def take_back(self, block: SliceBlock) -> None:
-        """Go on with a block that was sealed or spilled, or could not be: then no other one is to be spilled."""
+        """Go on with a block that was sealed or spilled, or could not be: then no other one is spilled."""
         frozen = self._sealing.pop(id(block), None)
         if frozen is not None:
             self._sealed.put(frozen)

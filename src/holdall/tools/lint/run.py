@@ -25,7 +25,7 @@ from holdall.machine import control_groups, disk, shared_memory
 from holdall.schema import Leaf
 from holdall.threads import usable_cores
 from holdall.tools.lint.finding import SourceRange
-from holdall.tools.plan import spec as buffer_layout
+from holdall.tools.plan import spec
 from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
 
 # The names that rl-baselines3-zoo gives to files and folders.
@@ -343,7 +343,7 @@ class Machine:
     shm_bytes: int | None = None
     disk_bytes: int | None = None
     python: tuple[int, int] = (3, 11)
-    sb3: buffer_layout.Version | None = None
+    sb3: spec.Version | None = None
 
     @property
     def is_contained(self) -> bool:
@@ -352,7 +352,7 @@ class Machine:
 
 
 def detect_machine(
-    budget_bytes: int | None = None, vram_bytes: int | None = None, sb3: buffer_layout.Version | None = None
+    budget_bytes: int | None = None, vram_bytes: int | None = None, sb3: spec.Version | None = None
 ) -> Machine:
     """Describe this machine; what the caller says goes before what is found."""
     ram = int(psutil.virtual_memory().total)
@@ -368,7 +368,7 @@ def detect_machine(
         shm_bytes=shm.total_bytes if shm else None,
         disk_bytes=free.free_bytes if free else None,
         python=sys.version_info[:2],
-        sb3=sb3 or buffer_layout.installed_version(),
+        sb3=sb3 or spec.installed_version(),
     )
 
 
@@ -389,7 +389,7 @@ def percent(part: float, of: float) -> str:
 class BufferNeed:
     """What a run's buffer takes."""
 
-    layout: buffer_layout.BufferLayout
+    layout: spec.BufferLayout
     resident_bytes: int  # once as full as this run makes it
     peak_bytes: int  # while a rollout is flattened; the same where nothing is
     is_exact: bool  # False: a lower bound
@@ -438,19 +438,19 @@ def buffer_of(run: ConfiguredRun, machine: Machine) -> PlainBuffer | None:
 
 
 def _layout(
-    run: ConfiguredRun, observation: SpaceInfo, count: int, sb3: buffer_layout.Version | None
-) -> buffer_layout.BufferLayout | None:
+    run: ConfiguredRun, observation: SpaceInfo, count: int, sb3: spec.Version | None
+) -> spec.BufferLayout | None:
     """Lay out the run's buffer; None where a size is not known, or the class is not Stable-Baselines3's."""
     steps = run.count("n_steps")
     given = run.value("rollout_buffer_class" if run.algorithm.on_policy else "replay_buffer_class")
     action = run.environments.action.leaves[0] if run.environments.action else _NO_ACTION
     if steps is None:
         return None
-    kind = buffer_layout.default_class(run.algorithm.on_policy, observation.is_dict, steps)
+    kind = spec.default_class(run.algorithm.on_policy, observation.is_dict, steps)
     if run.algorithm.on_policy:
         if given is not None:
             return None
-        return buffer_layout.rollout_buffer(observation.leaves, action, steps, count, buffer_class=kind, sb3=sb3)
+        return spec.rollout_buffer(observation.leaves, action, steps, count, buffer_class=kind, sb3=sb3)
     if isinstance(given, Reference) and given.dotted.startswith("stable_baselines3"):
         kind, given = given.last, None
     if kind.startswith("Her") and not observation.is_dict:
@@ -461,4 +461,4 @@ def _layout(
         return None
     options: dict[str, Any] = {"buffer_class": kind, "optimize_memory_usage": optimised, "sb3": sb3}
     options["handle_timeout_termination"] = kwargs.get("handle_timeout_termination", True) is not False
-    return buffer_layout.replay_buffer(observation.leaves, action, size, count, **options)
+    return spec.replay_buffer(observation.leaves, action, size, count, **options)

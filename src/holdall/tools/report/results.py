@@ -147,8 +147,8 @@ class Recording:
         sums = dict.fromkeys(GROUP_TITLES, 0.0)
         for part in parts:
             sums[part.group] += part.resident
-        told, gpu = line.size("pss"), line.inner("gpu")
-        pss = sum(sums.values()) if told is None else told
+        reported, gpu = line.size("pss"), line.inner("gpu")
+        pss = sum(sums.values()) if reported is None else reported
         self.series.append({name: line.size(name) for name in _MEASURED})
         self.series.append({"time": previous if time is None else max(time, previous), "pss": pss})  # clocks go back
         if pss > self._highest or not self.parts:

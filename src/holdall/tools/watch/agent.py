@@ -182,7 +182,7 @@ class Agent:
         models = self._living_models()
         step = next((int(model.num_timesteps) for model in models), _added() if self.step is None else self.step)
         torch: Any = sys.modules.get("torch")  # never imported to find out
-        self._python = python_objects() or self._python  # which is not told while allocations are traced
+        self._python = python_objects() or self._python  # unknown while allocations are traced
         return AgentReport(
             pid=self._pid,
             started=self._started,

@@ -99,18 +99,18 @@ class ProcessWatcher:
         own = attribute_memory(self.pid, report, arrays) if LINUX else self._sums_alone(report)
         parts = [*own, *worker_parts(self.pid)]
         pss = sum(part.resident for part in parts)
-        told = report or agent_files.AgentReport(self.pid, 0, now)
+        reported = report or agent_files.AgentReport(self.pid, 0, now)
         # An agent that reports phases resets the kernel's own peak.
-        peaks = [phase.peak for phase in told.phases.values()]
+        peaks = [phase.peak for phase in reported.phases.values()]
         self._highest = max(self._highest, pss, peak_bytes(self.pid), *peaks)
         own_limit = {} if self._limit_bytes is None else {"--limit": self._limit_bytes - pss}
         limits = {limit.name: limit.free_bytes for limit in memory_limits(None, process=self.pid)}
         return MemoryReading(
-            time=now, pss=pss, peak=self._highest, parts=tuple(parts), step=self._step_at(now), goal=told.goal,
-            phase=told.phase, gpu=gpu_memory(self.pid, told.gpu), steps_per_second=self._rate(),
-            pressure=stalled_percent(), threads=int(self._process.num_threads()), torch_threads=told.torch_threads,
+            time=now, pss=pss, peak=self._highest, parts=tuple(parts), step=self._step_at(now), goal=reported.goal,
+            phase=reported.phase, gpu=gpu_memory(self.pid, reported.gpu), steps_per_second=self._rate(),
+            pressure=stalled_percent(), threads=int(self._process.num_threads()), torch_threads=reported.torch_threads,
             cores=self._cores, page_cache=page_cache(self.pid) if LINUX else None, headroom=limits | own_limit,
-            spilled=sum(told.spilled.values()), disk_free=_free_on_disk(told), exact=LINUX,
+            spilled=sum(reported.spilled.values()), disk_free=_free_on_disk(reported), exact=LINUX,
         )  # fmt: skip
 
     def _scan(self, now: float) -> None:

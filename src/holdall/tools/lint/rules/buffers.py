@@ -193,7 +193,7 @@ def _is_replay(container: ListValue, limit: int | None) -> bool:
 
 
 def _is_batch(training: TrainingReader, container: ListValue) -> bool:
-    """Whether another module makes a list anew in every round of a loop, and no object keeps it."""
+    """Whether another module makes a new list in every round of a loop, and no object keeps it."""
     is_made_anew = not container.is_deque and container.rounds > 0
     interpreter = training.interpreter
     return is_made_anew and not interpreter.was_reached(container.node) and interpreter.owner_of(container) is None

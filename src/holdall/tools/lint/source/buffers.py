@@ -30,7 +30,7 @@ from holdall.tools.lint.source.values import (
     known_items,
     likely,
 )
-from holdall.tools.plan import spec as buffer_layout
+from holdall.tools.plan import spec
 
 _NAMED_BUFFER = re.compile(r"buffer|memory|replay|experience|rollout|transition|storage|dataset", re.IGNORECASE)
 _LEAST_STATE = 512  # bytes, from which on an array is taken for the observation
@@ -237,12 +237,12 @@ def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     }
     try:
         if "Rollout" in last:
-            layout = buffer_layout.rollout_buffer(seen.leaves, action, size, count, buffer_class=last)
+            layout = spec.rollout_buffer(seen.leaves, action, size, count, buffer_class=last)
         else:
             if not all(isinstance(one, bool) for one in options.values()):
                 options = {"optimize_memory_usage": False, "handle_timeout_termination": True}
             name = "DictReplayBuffer" if seen.is_dict and last == "ReplayBuffer" else last
-            layout = buffer_layout.replay_buffer(seen.leaves, action, size, count, buffer_class=name, **options)
+            layout = spec.replay_buffer(seen.leaves, action, size, count, buffer_class=name, **options)
     except HoldallError:
         return None
     fields = tuple(StoredField(one.name, one.shape[2:], one.dtype) for one in layout.arrays)

@@ -391,7 +391,7 @@ class Expressions(Names):
                 self.call(value, CallArguments(is_complete=False), node)
 
     def fresh_default(self, value: Any) -> Any:
-        """Return the default of a field of a data class; what a factory makes is made anew."""
+        """Return the default of a field of a data class; what a factory makes is new every time."""
         if isinstance(value, InstanceValue) and value.kind == "dataclasses.field":
             if "default_factory" in value.arguments:
                 return self.call(value.arguments["default_factory"], CallArguments(), value.node or self.anchor)  # type: ignore[arg-type]
