@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.background import left
+from holdall.batch import Batch, Draw
 from holdall.checkpoint import Restored, RowsKey, SavedMemory, Snapshot
 from holdall.delivery import (
     Batches,
@@ -31,7 +32,7 @@ from holdall.delivery import (
     rings_on,
 )
 from holdall.errors import ArgumentError, ClosedError, HoldallError
-from holdall.sampling import Sampler
+from holdall.sampling import Held, Sampler
 from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, on_host, require_held
 from holdall.storage import Budget, Kernels, Rows, StepsLeft, Store, StoreContent, Tick, last_rows
 
@@ -57,6 +58,10 @@ class BaseMemory(SavedMemory):
         if store.repair.is_pending[0]:
             store.repair.run()
         return store
+
+    def _held(self, store: Store) -> Held:
+        first, end = store.first_tick * self.num_envs, store.next_tick * self.num_envs
+        return Held(first, end, self.num_envs, self.capacity, store)
 
     def _locked(self) -> Any:
         if self._lock._is_owned():
@@ -155,6 +160,21 @@ class BaseMemory(SavedMemory):
         with self._locked():
             store = self._whole()
             return self._batches_on(device).draw_slots(rows, count, store, ahead=ahead)
+
+    def follow(self, draw: Draw, device: str | None = None) -> Batch:
+        """Return the batch that a recipe describes, on the memory's device or another; for adapters."""
+        return self.begin(draw, device, ahead=False).receive()
+
+    def begin(self, draw: Draw, device: str | None = None, *, ahead: bool = True) -> BatchJob:
+        """Begin such a batch, before it is wanted if `ahead`; for adapters."""
+        with self._locked():
+            store = self._whole()
+            if type(draw) is not Draw or not store.all_valid:
+                self._held(store).require_drawn(draw)
+            batches = self._batches if device is None else self._batches_on(device)
+            drawn = batches.look_up(draw, store, ahead=ahead)
+        (job := batches.start(draw, drawn)).work()
+        return job
 
     def rows(self, ids: NDArray[np.int64]) -> Rows:
         """Return copies of all fields of held and valid `ids`, as arrays; for adapters."""

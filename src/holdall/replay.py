@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from holdall.base_memory import BaseMemory
 from holdall.batch import Batch, Draw, of_ids
-from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, SavedDraws
+from holdall.delivery import Delivery, DrawnRows, Loader, Prefetched, SavedDraws
 from holdall.errors import ArgumentError
 from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.json_state import generator_of
@@ -27,7 +27,6 @@ from holdall.machine import pool_threads
 from holdall.native import chosen_kernels, fallback
 from holdall.report import LIVING, MemoryReport
 from holdall.sampling import (
-    Held,
     Prioritized,
     Sampler,
     Uniform,
@@ -203,21 +202,6 @@ class ReplayMemory(BaseMemory):
         with self._locked():
             return self._draw(self._whole(), batch_size, 1)
 
-    def follow(self, draw: Draw, device: str | None = None) -> Batch:
-        """Return the batch that a recipe describes, on the memory's device or another; for adapters."""
-        return self.begin(draw, device, ahead=False).receive()
-
-    def begin(self, draw: Draw, device: str | None = None, *, ahead: bool = True) -> BatchJob:
-        """Begin such a batch, before it is wanted if `ahead`; for adapters."""
-        with self._locked():
-            store = self._whole()
-            if type(draw) is not Draw or not store.all_valid:
-                self._held(store).require_drawn(draw)
-            batches = self._batches if device is None else self._batches_on(device)
-            drawn = batches.look_up(draw, store, ahead=ahead)
-        (job := batches.start(draw, drawn)).work()
-        return job
-
     def outcomes(self, ids: Any) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
         with self._locked():
@@ -321,7 +305,3 @@ class ReplayMemory(BaseMemory):
         draw = drawn_from(self.sampler, self._held(store), count, self._generator)
         store.repair.end()
         return draw
-
-    def _held(self, store: Store) -> Held:
-        first, end = store.first_tick * self.num_envs, store.next_tick * self.num_envs
-        return Held(first, end, self.num_envs, self.capacity, store)

@@ -19,8 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.background import fork_safe, left
-from holdall.batch import Batch, Draw, of_ids
-from holdall.delivery.batch_layout import BatchLayout, BlockSpan, DeviceBatch, DeviceMove, PackedField, PinnedHead
+from holdall.batch import Batch, Draw
+from holdall.delivery.batch_layout import (
+    BatchLayout,
+    BlockSpan,
+    DeviceBatch,
+    DeviceMove,
+    PackedField,
+    PinnedHead,
+    nesting,
+)
 from holdall.delivery.batches import Batches, BatchJob, BlockPool, DrawnRows, HostBatches
 from holdall.delivery.device import DeviceScratch, DeviceStream, StagingRing, StagingSlot
 from holdall.delivery.device_assembly import DeviceAssembler, MadeBatch, MadeJob, Readable, SlotDraw
@@ -70,6 +78,7 @@ class DeviceBatches(Batches):
         pins: bool,
     ) -> None:
         self.schema = schema
+        self.nested = [nesting(tree) for tree in (schema.observation, schema.action, schema.extras)]
         self.plain = plain
         self.stream = stream
         self.blocks = BlockPool(stream.device_bytes, stream.own, stream.see)
@@ -92,7 +101,8 @@ class DeviceBatches(Batches):
         """See `Batches`: rows of a `Uniform` sampler, once a batch of so many rows was made."""
         if type(sampler) is not Uniform or self._assembler is None:
             return None
-        plan = self._assembler.plain_plan(store, self._readable(store), count)
+        readable = self._readable(store)
+        plan = self._assembler.plain_plan(store, readable, count) if _reads_all(readable) else None
         if plan is None or not store.all_valid or (held := store.held)[1] - held[0] < count:
             return None
         made = self._assembler.assemble_plain(plan, held, generator.integers(*held, size=count), ahead=False)
@@ -107,7 +117,8 @@ class DeviceBatches(Batches):
             is_filled = held == (0, rows.filled * lanes)
         if self._assembler is None or not is_filled or not store.all_valid:
             return None
-        plan = self._assembler.plain_plan(store, self._readable(store), count)
+        readable = self._readable(store)
+        plan = self._assembler.plain_plan(store, readable, count) if _reads_all(readable) else None
         if plan is None:
             return None
         made = self._assembler.assemble_plain(plan, held, rows, ahead=ahead)
@@ -115,7 +126,7 @@ class DeviceBatches(Batches):
 
     def _begin_otherwise(self, ids: NDArray[np.int64], store: Store) -> BatchJob:
         """Begin a batch of rows that the device cannot fetch by itself."""
-        draw = of_ids(ids)
+        draw = Draw(ids, np.ones(len(ids), np.float32))
         (job := self.start(draw, self._look_up(draw, store, self._readable(store)))).work()
         return job
 
@@ -131,7 +142,7 @@ class DeviceBatches(Batches):
     def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`."""
         readable = self._readable(store)
-        if self._assembler is not None:
+        if self._assembler is not None and _reads_all(readable):
             made = self._assembler.assemble(draw, store, readable, ahead=ahead)
             if made is not None:
                 return DrawnRows(None, None, None, made=made)  # type: ignore[arg-type]  # nothing else is needed
@@ -356,6 +367,11 @@ class DeviceBatches(Batches):
         return kind
 
 
+def _reads_all(readable: Readable) -> bool:
+    """Whether the device may read all slices by itself: none is compressed, so far as is known here."""
+    return not isinstance(readable, PinnedSnapshot) or readable.is_whole
+
+
 class _DeviceJob:
     """One batch on its way to a device."""
 
@@ -402,14 +418,15 @@ class _DeviceJob:
     def receive(self) -> Batch:
         """See `BatchJob`; the consumer's stream, not the host, waits for what is under way."""
         draw, schema = self._draw, self._batches.schema
+        observed, acted, added = self._batches.nested
         self._batches.stream.let_consumer_wait(self.ready)
         small = iter([self._see(span) for span in self.layout.small])
         obs, next_obs = (self._observation(side, small) for side in (0, 1))
         return DeviceBatch(
-            obs=schema.observation.build(obs),
-            action=schema.action.build([next(small) for _ in schema.action.leaves]),
-            next_obs=schema.observation.build(next_obs),
-            extras=schema.extras.build([next(small) for _ in schema.extras.leaves]),
+            obs=observed(obs),
+            action=acted([next(small) for _ in schema.action.leaves]),
+            next_obs=observed(next_obs),
+            extras=added([next(small) for _ in schema.extras.leaves]),
             reward=next(small),
             terminated=next(small),
             truncated=next(small),

@@ -1,32 +1,32 @@
-"""Two parts of a replay buffer of holdall's: its fields as NumPy arrays, and its samples on the GPU.
+"""Parts of a replay buffer of holdall's: its fields as NumPy arrays, and n-step returns.
 
 Stable-Baselines3's buffers show their fields as plain arrays, and code around them indexes these, compares them and
 averages them. A SlotArray gives what the plain array would give, for every key that NumPy takes. What is gathered is a
 copy: where NumPy returns a view, the copy is read-only, so a write that could not reach the buffer is an error.
 
-On a GPU, what a buffer draws is delivered by the memory's own device path, and ahead of time if asked for.
-Invariant: without `prefetch`, tensors are those of Stable-Baselines3 on the same GPU. With it they are those of batches
-that were drawn `prefetch` calls earlier: what was added, prioritised or learnt in between is not in them.
+Returns over several steps are added up in Stable-Baselines3's order of operations, so that no bit differs.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
-import torch as th
+import stable_baselines3
 from numpy.lib.mixins import NDArrayOperatorsMixin
 from numpy.typing import NDArray
-from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
-from holdall.batch import Batch, Draw
-from holdall.delivery import BatchJob, DeviceBatch
+from holdall.batch import Batch
 from holdall.errors import ArgumentError
 from holdall.replay import ReplayMemory
+from holdall.units import require_count
 
 ReadRows = Callable[[NDArray[np.int64]], NDArray[Any]]
 WriteRows = Callable[[NDArray[np.int64], NDArray[Any]], None]
@@ -37,6 +37,10 @@ _COMBINE: dict[str, Any] = {"min": np.minimum, "max": np.maximum, "any": np.logi
 _ELEMENTS_AT_ONCE = 2**20
 _READ_AT_ONCE_BYTES = 8 * 2**20
 """Observations gathered in one go when an array is read, so that reading all rewards takes no memory for all images."""
+_WARNS_OF_STEPS = (2, 9, 1)
+"""From this version on Stable-Baselines3 itself warns that it ignores a model's `n_steps`."""
+_FRAMES_TO_MODEL = 4
+"""Calls between a model that makes its buffer and the buffer's constructor: those of subclasses, at most."""
 
 
 class SlotArray(NDArrayOperatorsMixin):
@@ -410,65 +414,63 @@ def cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[An
     return rows
 
 
-class MadeAhead(deque[BatchJob]):
-    """Batches that were drawn, and not asked for yet; a copy of it, or one that is loaded, is empty."""
+def warn_of_ignored_steps(buffer: str, *, takes_steps: bool) -> None:
+    """Warn if the model that makes a buffer wants n-step returns: it sets them up in buffers of its own only.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kind: tuple[Any, ...] = ()
-
-    def require(self, *kind: Any) -> None:
-        """Drop batches of another kind: another size, or of a memory that was replaced."""
-        if len(kind) != len(self.kind) or any(a is not b and a != b for a, b in zip(kind, self.kind, strict=True)):
-            self.clear()
-            self.kind = kind
-
-    def __reduce__(self) -> Any:
-        return MadeAhead, ()
-
-
-class OnDevice:
-    """The part of the buffers that delivers to a GPU.
-
-    Attributes:
-        prefetch: Batches under way besides the one that is asked for.
+    Args:
+        buffer: The name of its class, whose constructor calls this.
+        takes_steps: Whether it takes `n_steps` itself.
     """
+    if _version() >= _WARNS_OF_STEPS:
+        return
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES_TO_MODEL):
+        model = frame.f_locals.get("self")
+        if isinstance(model, OffPolicyAlgorithm) and getattr(model, "n_steps", 1) > 1:
+            line = f'replay_buffer_kwargs={{"n_steps": {model.n_steps}, "gamma": {model.gamma}}}'
+            remedy = f"write {line}" if takes_steps else "it has one-step returns only"
+            warnings.warn(
+                f"n_steps={model.n_steps} is ignored: Stable-Baselines3 does not pass it to a replay_buffer_class, "
+                f"here {buffer}; {remedy}",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
 
-    memory: ReplayMemory
-    device: th.device
-    prefetch: int = 0
-    _is_dict: bool
-    _ahead: MadeAhead
 
-    def _next_recipe(self, batch_size: int) -> Draw:
-        """Draw the recipe of a batch, in Stable-Baselines3's order."""
-        raise NotImplementedError
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in stable_baselines3.__version__.split(".")[:3] if part.isdigit())
 
-    def _draw_at_once(self, batch_size: int) -> BatchJob | None:
-        """Draw a batch and begin it in one step, if there is such a way."""
-        return None
 
-    def _delivered(self, batch_size: int) -> Any:
-        """Return the next samples on the GPU; with `prefetch`, others are drawn and under way then."""
-        if not self.prefetch:
-            return self._samples_on_device(self._begun(batch_size).receive())
-        ahead = self._ahead
-        ahead.require(batch_size, self.memory)
-        while len(ahead) <= self.prefetch:
-            ahead.append(self._begun(batch_size))
-        return self._samples_on_device(ahead.popleft().receive())
+def require_steps(n_steps: int) -> int:
+    """Refuse n-step returns where Stable-Baselines3's algorithms do not know them."""
+    if require_count("n_steps", n_steps, 1) > 1 and "discounts" not in ReplayBufferSamples._fields:
+        raise ArgumentError(
+            f"n_steps ({n_steps}) above 1 needs Stable-Baselines3 2.7, whose algorithms know the discounts of such "
+            f"returns; this is {stable_baselines3.__version__}: run 'pip install -U stable-baselines3'"
+        )
+    return n_steps
 
-    def _begun(self, batch_size: int) -> BatchJob:
-        """Draw a batch, and have it put together."""
-        job = self._draw_at_once(batch_size)
-        if job is None:
-            job = self.memory.begin(self._next_recipe(batch_size), str(self.device), ahead=self.prefetch > 0)
-        return job
 
-    def _samples_on_device(self, batch: Batch) -> Any:
-        """Return a batch that is on the GPU as Stable-Baselines3's tuple of tensors."""
-        kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
-        ended = batch.ended if isinstance(batch, DeviceBatch) else (batch.terminated > batch.truncated).to(th.float32)
-        discounts = () if batch.discount is None else (batch.discount.unsqueeze(1),)
-        # In the order of the fields, which is quicker than by name.
-        return kind(batch.obs, batch.action, batch.next_obs, ended.unsqueeze(1), batch.reward.unsqueeze(1), *discounts)
+def n_step_returns(
+    rewards: NDArray[np.float32], ends: NDArray[np.bool_], gamma: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """Add up the rewards of each row until its first end, in Stable-Baselines3's order of operations.
+
+    Args:
+        rewards: (batch, n), of the steps from some transitions on.
+        ends: (batch, n): last steps of episodes, and the newest step.
+
+    Returns:
+        Returns and discounts, (batch, 1); and how many steps lie between the first and the last, (batch,).
+    """
+    n = ends.shape[1]
+    last = np.where(ends.any(axis=1), ends.argmax(axis=1), n - 1)
+    counts = np.arange(n).reshape(1, -1) <= last[:, None]
+    powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
+    returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
+    discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
+    return returns, discounts, last

@@ -4,34 +4,41 @@ Invariant: the same seed draws the same rows from NumPy's global generator in th
 bit for bit; n-step returns too, so the trained weights are the same. Where Stable-Baselines3 casts (observations to
 their space's dtype, actions from float64, rewards to float32), this class casts, too. Tick t is in slot t modulo the
 number of slots; arrays over slots are gathered when they are read.
+
+On a GPU, what is drawn is delivered by the memory's own device path, and ahead of time if asked for. Without
+`prefetch`, tensors are those of Stable-Baselines3 on the same GPU. With it they are those of batches that were drawn
+`prefetch` calls earlier: what was added, prioritised or learnt in between is not in them.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-import warnings
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
-import stable_baselines3
 import torch as th
 from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common import buffers
-from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.batch import Batch, Draw, of_ids
-from holdall.delivery import BatchJob, SlotDraw
+from holdall.batch import Batch, Draw
+from holdall.delivery import BatchJob, DeviceBatch, SlotDraw
 from holdall.errors import ArgumentError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.sb3.buffer_parts import BufferArrays, MadeAhead, OnDevice, cast, cut_flags
+from holdall.sb3.buffer_parts import (
+    BufferArrays,
+    cast,
+    cut_flags,
+    n_step_returns,
+    require_steps,
+    warn_of_ignored_steps,
+)
 from holdall.schema import stored_space
 from holdall.storage import fresh_bytes
 from holdall.units import require_count, whole
@@ -40,10 +47,6 @@ _FLOAT32 = np.dtype(np.float32)
 _BOOL = np.dtype(np.bool_)
 _COPIED_AT_ONCE = 64
 """Slots of another buffer that are copied in one go."""
-_WARNS_OF_STEPS = (2, 9, 1)
-"""From this version on Stable-Baselines3 itself warns that it ignores a model's `n_steps`."""
-_FRAMES_TO_MODEL = 4
-"""Calls between a model that makes its buffer and the buffer's constructor: those of subclasses, at most."""
 _generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it
 _BOX_DEFAULTS, _DICT_DEFAULTS = (
     tuple(kind._field_defaults.values()) for kind in (ReplayBufferSamples, DictReplayBufferSamples)
@@ -53,7 +56,24 @@ _TORCH_ALIGNMENT_BYTES = 64
 last bits differ, and with them the weights (seen with MKL on rows at 4 and 8 bytes past a multiple of 16)."""
 
 
-class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
+class MadeAhead(deque[BatchJob]):
+    """Batches that were drawn, and not asked for yet; a copy of it, or one that is loaded, is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: tuple[Any, ...] = ()
+
+    def require(self, *kind: Any) -> None:
+        """Drop batches of another kind: another size, or of a memory that was replaced."""
+        if len(kind) != len(self.kind) or any(a is not b and a != b for a, b in zip(kind, self.kind, strict=True)):
+            self.clear()
+            self.kind = kind
+
+    def __reduce__(self) -> Any:
+        return MadeAhead, ()
+
+
+class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
     """Drop-in for Stable-Baselines3's `ReplayBuffer` and `DictReplayBuffer`.
 
     `SAC("MultiInputPolicy", env, replay_buffer_class=holdall.sb3.ReplayBuffer)`
@@ -99,9 +119,9 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
         """Of the memory, and of the next one after a `reset`."""
         self.handle_timeout_termination = handle_timeout_termination
         self.prefetch, self._ahead = require_count("prefetch", prefetch, 0), MadeAhead()
-        self.n_steps = _require_steps(n_steps)
+        self.n_steps = require_steps(n_steps)
         if n_steps == 1:
-            self._warn_of_ignored_steps()
+            warn_of_ignored_steps(type(self).__name__, takes_steps=self._takes_steps)
         self.gamma = gamma
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
@@ -193,7 +213,33 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
         newest = self.memory.next_id // self.n_envs - 1
         return self._held(draw_slots(batch_size, self.size(), self.buffer_size, newest, self.n_envs))
 
+    def _delivered(self, batch_size: int) -> Any:
+        """Return the next samples on the GPU; with `prefetch`, others are drawn and under way then."""
+        if not self.prefetch:
+            return self._samples_on_device(self._begun(batch_size).receive())
+        ahead = self._ahead
+        ahead.require(batch_size, self.memory)
+        while len(ahead) <= self.prefetch:
+            ahead.append(self._begun(batch_size))
+        return self._samples_on_device(ahead.popleft().receive())
+
+    def _begun(self, batch_size: int) -> BatchJob:
+        """Draw a batch, and have it put together."""
+        job = self._draw_at_once(batch_size)
+        if job is None:
+            job = self.memory.begin(self._next_recipe(batch_size), str(self.device), ahead=self.prefetch > 0)
+        return job
+
+    def _samples_on_device(self, batch: Batch) -> Any:
+        """Return a batch that is on the GPU as Stable-Baselines3's tuple of tensors."""
+        kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
+        ended = batch.ended if isinstance(batch, DeviceBatch) else (batch.terminated > batch.truncated).to(th.float32)
+        discounts = () if batch.discount is None else (batch.discount.unsqueeze(1),)
+        # In the order of the fields, which is quicker than by name.
+        return kind(batch.obs, batch.action, batch.next_obs, ended.unsqueeze(1), batch.reward.unsqueeze(1), *discounts)
+
     def _draw_at_once(self, batch_size: int) -> BatchJob | None:
+        """Draw a batch and begin it in one step, if there is such a way."""
         kind, slots = type(self), self.buffer_size
         if self.n_steps > 1 or not _draws_as_usual(kind) or kind._next_recipe is not ReplayBuffer._next_recipe:
             return None
@@ -201,16 +247,18 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
         return self.memory.draw_on(str(self.device), batch_size, drawn, ahead=self.prefetch > 0)
 
     def _next_recipe(self, batch_size: int) -> Draw:
+        """Draw the recipe of a batch, in Stable-Baselines3's order."""
         return self._recipe(self._drawn(batch_size))
 
     def _recipe(self, ids: NDArray[np.int64], env: VecNormalize | None = None) -> Draw:
         """Return the recipe of transitions, or of the n-step returns that begin with them."""
+        weights = np.ones(len(ids), np.float32)
         if self.n_steps == 1:
-            return of_ids(ids)
+            return Draw(ids, weights)
         rewards, ends = self._following(ids)
-        returns, discounts, steps = _n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
+        returns, discounts, steps = n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
         last = ids + steps * self.n_envs
-        return Draw(ids, np.ones(len(ids), np.float32), last, reward=returns[:, 0], discount=discounts[:, 0])
+        return Draw(ids, weights, last, reward=returns[:, 0], discount=discounts[:, 0])
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
         env_indices = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)  # noqa: NPY002  its generator
@@ -352,27 +400,6 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
         """Account for the bytes held, field by field."""
         return self.memory.report()
 
-    def _warn_of_ignored_steps(self) -> None:
-        """Warn if the model that makes this buffer wants n-step returns: it sets them up in buffers of its own only."""
-        if _version() >= _WARNS_OF_STEPS:
-            return
-        frame = sys._getframe(2)
-        for _ in range(_FRAMES_TO_MODEL):
-            model = frame.f_locals.get("self")
-            if isinstance(model, OffPolicyAlgorithm) and getattr(model, "n_steps", 1) > 1:
-                line = f'replay_buffer_kwargs={{"n_steps": {model.n_steps}, "gamma": {model.gamma}}}'
-                remedy = f"write {line}" if self._takes_steps else "it has one-step returns only"
-                warnings.warn(
-                    f"n_steps={model.n_steps} is ignored: Stable-Baselines3 does not pass it to a replay_buffer_class, "
-                    f"here {type(self).__name__}; {remedy}",
-                    UserWarning,
-                    stacklevel=2,
-                )
-                return
-            if frame.f_back is None:
-                return
-            frame = frame.f_back
-
     def _stored_spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         """Describe observations and actions as they are stored, here or over shards."""
         stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
@@ -421,37 +448,3 @@ class ReplayBuffer(OnDevice, BufferArrays, buffers.ReplayBuffer):
 def _draws_as_usual(kind: type[ReplayBuffer]) -> bool:
     """Whether a class draws from all slots, and reads what it draws as this one does."""
     return kind._get_samples is ReplayBuffer._get_samples and kind.size is ReplayBuffer.size
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in stable_baselines3.__version__.split(".")[:3] if part.isdigit())
-
-
-def _require_steps(n_steps: int) -> int:
-    if require_count("n_steps", n_steps, 1) > 1 and "discounts" not in ReplayBufferSamples._fields:
-        raise ArgumentError(
-            f"n_steps ({n_steps}) above 1 needs Stable-Baselines3 2.7, whose algorithms know the discounts of such "
-            f"returns; this is {stable_baselines3.__version__}: run 'pip install -U stable-baselines3'"
-        )
-    return n_steps
-
-
-def _n_step_returns(
-    rewards: NDArray[np.float32], ends: NDArray[np.bool_], gamma: float
-) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-    """Add up the rewards of each row until its first end, in Stable-Baselines3's order of operations.
-
-    Args:
-        rewards: (batch, n), of the steps from some transitions on.
-        ends: (batch, n): last steps of episodes, and the newest step.
-
-    Returns:
-        Returns and discounts, (batch, 1); and how many steps lie between the first and the last, (batch,).
-    """
-    n = ends.shape[1]
-    last = np.where(ends.any(axis=1), ends.argmax(axis=1), n - 1)
-    counts = np.arange(n).reshape(1, -1) <= last[:, None]
-    powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
-    returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
-    discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
-    return returns, discounts, last
