@@ -119,7 +119,7 @@ class FlatFieldStruct(ctypes.Structure):
 class SlicedFieldStruct(ctypes.Structure):
     """A field of a tick that is cut into slices."""
 
-    _fields_ = _pointers("part cursors obs next_obs order")
+    _fields_ = _pointers("part cursors obs next_obs order known strides")
 
 
 class TickWriterStruct(ctypes.Structure):
@@ -128,7 +128,7 @@ class TickWriterStruct(ctypes.Structure):
     _fields_ = [
         *_numbers("next_tick first_tick ring_ticks packed_bytes"),
         *_pointers("flat sliced"),
-        *_numbers("flat_count sliced_count pause_tick"),
+        *_numbers("flat_count sliced_count pause_tick blocks_pause_tick"),
     ]
 
 
@@ -154,7 +154,7 @@ class FastTickStruct(ctypes.Structure):
     """Ticks whose arguments need no change."""
 
     _fields_ = [
-        *_pointers("python writer observed"), *_numbers("observed_count small_count is_dict"),
+        *_pointers("python writer observed"), *_numbers("observed_count small_count large_bytes is_dict"),
         ("rest", ArgumentFormStruct * 4), *_pointers("packed"), *_numbers("packed_bytes is_open"),
         *_pointers("cut_key lock_owner is_pending"),
     ]  # fmt: skip

@@ -146,6 +146,7 @@ class NativeFastTick(FastTick):
         struct = self._struct
         struct.writer, struct.observed = ctypes.addressof(writer), ctypes.addressof(forms)
         struct.observed_count, struct.small_count = len(observed), len(arguments.small)
+        struct.large_bytes = 2 * sum(map(_form_bytes, arguments.large.values()))
         struct.is_dict, struct.rest = arguments.is_dict, (ArgumentFormStruct * 4)(*map(_form, arguments.rest))
         struct.packed, struct.packed_bytes = address(packed), packed.size
 
