@@ -146,15 +146,26 @@ class ReplayMemory(BaseMemory):
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
         require_count("batch_size", batch_size, 1)
-        if self._open().next_tick >= self._next_look:
+        store, draw = self._open(), None
+        if store.next_tick >= self._next_look:
             self._look_for_resets()
+        is_gathered = type(self.sampler) is Uniform and self._batches.takes_arrays and store.all_valid
+        if is_gathered and not store.repair.is_pending[0] and (held := store.held)[1] - held[0] >= batch_size:
+            ids = self._generator.integers(*held, size=batch_size)
+            arrays = store.batch_reader.gather(ids)
+            if type(arrays) is tuple:
+                return self._batches.of_arrays(ids, arrays)
+            draw = of_ids(ids)
         with self._locked():
             store = self._whole()
             batch = self._batches.draw(self.sampler, batch_size, self._generator, store) if store.next_tick else None
             if batch is not None:
                 return batch
-            draw = self._draw(store, batch_size, batch_size)
+            if draw is None or draw.ids.min() < store.held[0]:  # another thread added meanwhile
+                draw = self._draw(store, batch_size, batch_size)
             drawn = self._batches.look_up(draw, store)
+            if is_gathered:
+                store.offer_batches(batch_size)
         return self._batches.make(draw, drawn)
 
     def _look_for_resets(self) -> None:

@@ -13,7 +13,7 @@
 
 int64_t holdall_write_tick(tick_writer *t, const uint8_t *packed, int64_t packed_bytes, int64_t is_kept);
 
-enum { C_CONTIGUOUS = 1, MOST_FIELDS = 32, OBS = 0, ACTION, REWARD, NEXT_OBS, TERMINATED, TRUNCATED, INFOS };
+enum { MOST_FIELDS = 32, OBS = 0, ACTION, REWARD, NEXT_OBS, TERMINATED, TRUNCATED, INFOS };
 /* Longer ticks take so long to write that other threads should not wait for the GIL meanwhile. */
 enum { MOST_BYTES_WITH_GIL = 1 << 18 };
 

@@ -323,6 +323,8 @@ static const struct_field FIELDS[] = {
     FIELD(batch_reader, column_count),
     FIELD(batch_reader, arrays),
     FIELD(batch_reader, array_count),
+    FIELD(batch_reader, gathered),
+    FIELD(batch_reader, gathered_count),
     FIELD(batch_reader, field),
     FIELD(batch_reader, field_count),
     FIELD(batch_reader, first_ticks),

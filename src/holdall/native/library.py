@@ -193,6 +193,7 @@ class BatchReaderStruct(ctypes.Structure):
 
     _fields_ = [
         *_pointers("maker writer columns"), *_numbers("column_count"), *_pointers("arrays"), *_numbers("array_count"),
+        *_pointers("gathered"), *_numbers("gathered_count"),
         ("field", BatchFieldStruct * _MOST_BATCH_FIELDS), *_numbers("field_count"), *_pointers("first_ticks"),
         *_numbers("segments"), *_pointers("kept"), *_numbers("first_tick capacity_ticks lanes ring_rows most_rows"),
         *_pointers("ids drawn_lanes segment lane decoders pool"),

@@ -399,8 +399,10 @@ typedef struct {
     const tick_writer *writer;
     const row_column *columns;
     int64_t column_count;
-    const batch_array *arrays;
+    const batch_array *arrays; /* of batches that are drawn, ... */
     int64_t array_count;
+    const batch_array *gathered; /* ... and of those whose ids are given */
+    int64_t gathered_count;
     batch_field field[MOST_BATCH_FIELDS];
     int64_t field_count;
     const int64_t *first_ticks;
