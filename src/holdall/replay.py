@@ -39,6 +39,9 @@ from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_
 from holdall.storage import Budget, SpillFolder, StepsLeft, Store, steps_in
 from holdall.units import require_count, whole
 
+_PLAIN_SAMPLERS = frozenset({Uniform, Prioritized})
+"""These draw once, and say nothing of a row but its id and weight."""
+
 
 class ReplayMemory(BaseMemory):
     """Replay memory for `num_envs` lanes that advance together. All methods may be called from any thread.
@@ -146,25 +149,25 @@ class ReplayMemory(BaseMemory):
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
         require_count("batch_size", batch_size, 1)
-        store, draw = self._open(), None
-        if store.next_tick >= self._next_look:
+        if self._open().next_tick >= self._next_look:
             self._look_for_resets()
-        is_gathered = type(self.sampler) is Uniform and self._batches.takes_arrays and store.all_valid
-        if is_gathered and not store.repair.is_pending[0] and (held := store.held)[1] - held[0] >= batch_size:
-            ids = self._generator.integers(*held, size=batch_size)
-            arrays = store.batch_reader.gather(ids)
-            if type(arrays) is tuple:
-                return self._batches.of_arrays(ids, arrays)
-            draw = of_ids(ids)
+        is_plain = type(self.sampler) in _PLAIN_SAMPLERS and self._batches.takes_arrays
         with self._locked():
             store = self._whole()
             batch = self._batches.draw(self.sampler, batch_size, self._generator, store) if store.next_tick else None
             if batch is not None:
                 return batch
-            if draw is None or draw.ids.min() < store.held[0]:  # another thread added meanwhile
-                draw = self._draw(store, batch_size, batch_size)
-            drawn = self._batches.look_up(draw, store)
-            if is_gathered:
+            draw = self._draw(store, batch_size, batch_size)
+            drawn = None if is_plain else self._batches.look_up(draw, store)
+        if drawn is None:
+            arrays = store.batch_reader.gather(draw.ids)  # in one call, if there is such a way
+            if type(arrays) is tuple:
+                return self._batches.of_arrays(draw, arrays)
+            with self._locked():
+                store = self._whole()
+                if draw.ids.min() < store.held[0]:  # another thread added meanwhile
+                    draw = self._draw(store, batch_size, batch_size)
+                drawn = self._batches.look_up(draw, store)
                 store.offer_batches(batch_size)
         return self._batches.make(draw, drawn)
 
@@ -311,7 +314,7 @@ class ReplayMemory(BaseMemory):
     def _draw(self, store: Store, count: int, least: int) -> Draw:
         """Draw rows, if so many transitions at least are held."""
         require_enough(count, store.transitions, least)
-        if type(self.sampler) not in {Uniform, Prioritized} or not store.all_valid:  # these two draw once
+        if type(self.sampler) not in _PLAIN_SAMPLERS or not store.all_valid:
             store.repair.begin(functools.partial(setattr, bits := self._generator.bit_generator, "state", bits.state))
         draw = drawn_from(self.sampler, self._held(store), count, self._generator)
         store.repair.end()

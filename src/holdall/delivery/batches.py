@@ -297,8 +297,8 @@ class Batches(ABC):
     takes_arrays = False
     """Whether `of_arrays` makes batches."""
 
-    def of_arrays(self, ids: NDArray[np.int64], arrays: tuple[Array, ...]) -> Batch:
-        """Make a batch of what `BatchReader.gather` returned for some ids."""
+    def of_arrays(self, draw: Draw, arrays: tuple[Array, ...]) -> Batch:
+        """Make a batch of what `BatchReader.gather` returned for the ids of a draw, which says nothing else of rows."""
         raise NotImplementedError
 
     def draw_slots(self, rows: SlotDraw, count: int, store: Store, *, ahead: bool) -> BatchJob | None:
@@ -351,7 +351,7 @@ class HostBatches(Batches):
 
     takes_arrays = True
 
-    def of_arrays(self, ids: NDArray[np.int64], arrays: tuple[Array, ...]) -> Batch:
+    def of_arrays(self, draw: Draw, arrays: tuple[Array, ...]) -> Batch:
         """See `Batches`."""
         schema, hand_over = self._schema, self._delivery.hand_over
         given = [hand_over(array) for array in arrays]
@@ -360,7 +360,7 @@ class HostBatches(Batches):
         return Batch(
             schema.observation.build(given[observed::2]), schema.action.build(given[:reward]), given[reward],
             schema.observation.build(given[observed + 1 :: 2]), given[reward + 1], given[reward + 2],
-            schema.extras.build(given[reward + 3 : observed]), ids, hand_over(np.ones(len(ids), np.float32)),
+            schema.extras.build(given[reward + 3 : observed]), draw.ids, hand_over(draw.weights),
         )  # fmt: skip
 
     def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:

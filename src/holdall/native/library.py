@@ -323,6 +323,7 @@ _SIGNATURES = _signatures("""
     holdall_fast_add p ppn
     holdall_fast_pack p ppn
     holdall_fast_draw p ppn
+    holdall_fast_gather p ppn
     holdall_write_ticks n ppnn
     holdall_encode n ppppnnnpnppp
     holdall_count_work v ppnp
