@@ -264,9 +264,6 @@ class BatchReader:
     def offer(self, _source: BatchSource, _rows: int) -> None:
         """Draw batches of up to so many rows from these fields from now on."""
 
-    def end(self) -> None:
-        """Draw no more until it is told again where fields lie."""
-
     def close(self) -> None:
         """Draw no more, end the threads, and let go of everything."""
 

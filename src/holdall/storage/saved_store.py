@@ -129,7 +129,7 @@ class SavedStore(TickStore):
         held = chunk.since(self.first_tick, self._lanes)
         if held is None:
             return
-        self.batch_reader.end()
+        self._end_batches()
         self._rings.put(held.first_tick, held.columns, held.apart)
         for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
             put_rows(cursors, held.first_tick, held.columns[f"cursors.{i}"])
