@@ -195,7 +195,8 @@ class BaseMemory(ABC):
             arguments: Those of `add_at_once`, which was tried before.
         """
         store = self._store
-        packed = None if store is None else store.fast_tick.pack(*arguments)
+        fast = None if store is None else vars(store).get("fast_tick")  # made under the lock, with the first tick
+        packed = None if fast is None else fast.pack(*arguments)
         if store is None or not packed:
             return 0
         with self._locked():
@@ -479,13 +480,7 @@ class BaseMemory(ABC):
         """Return the content as arrays that pickle protocol 5 writes without copying them."""
         with self._locked():
             store = self._whole()
-            return {
-                "schema": self.schema,
-                "capacity": self.capacity,
-                "settings": self._settings,
-                "generator": self._generator,
-                "sampler": self.sampler,
-                "store": store.content(),
-                "rows": store.rows(),
-                "unchanged": UnchangedStore(store),  # last: it is written when all the rest was
-            }
+            made_of = {"schema": self.schema, "capacity": self.capacity, "settings": self._settings}
+            draws = {"generator": self._generator, "sampler": self.sampler}
+            held = {"store": store.content(), "rows": store.rows()}
+            return made_of | draws | held | {"unchanged": UnchangedStore(store)}  # last: written when all the rest was

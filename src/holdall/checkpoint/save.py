@@ -466,14 +466,8 @@ class Savers:
         location, _ = checked_save(url, None, None, mirror)
         from holdall.checkpoint.autosave import Autosave, SaveInterval  # noqa: PLC0415  not for every memory
 
-        def save(memory: Any) -> SaveHandle:
-            handle: SaveHandle = memory.save(location, keep=kept, mirror=mirror)
-            return handle
-
-        def write_ahead(memory: Any) -> None:
-            self.to(location).write_ahead(memory.full_blocks)
-
-        return Autosave(memory, save, write_ahead, SaveInterval(pause, transitions))
+        how = {"keep": kept, "mirror": mirror}
+        return Autosave(memory, self.to(location), how, SaveInterval(pause, transitions))
 
     def close(self, timeout: float = CLOSE_S) -> None:
         """Wait for all that is being saved; raise if something did not get on for `timeout` seconds."""

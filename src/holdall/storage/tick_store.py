@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes, Schema
-from holdall.storage.batch_source import BatchReader, BatchSource, RowSources, RowTable, fresh_bytes
+from holdall.storage.batch_source import BatchReader, BatchSource, Places, RowSources, RowTable, fresh_bytes
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.records import SpillFolder
 from holdall.storage.rings import CURSOR_BYTES, TINY_BYTES, Rings, Rows, field_layouts
@@ -365,7 +365,9 @@ class TickStore:
         held, large = self.held, tuple(self._large)
         segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
         columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
-        places = segments.places(wanted, columns[-len(large) :]) if large else None
+        places = None
+        if large:
+            places = Places.found(self._kernels, segments, wanted, columns[-len(large) :], self._lanes)
         return self._rings.rows(columns, large, places)
 
     def offer_batches(self, rows: int) -> None:
@@ -373,7 +375,7 @@ class TickStore:
         segments, reader = self.large_segments, self.batch_reader
         if segments.blocks_on_disk or self._rings.reward is None or not reader.needs(rows):
             return
-        ticks = max(self._not_before, segments.first_tick if self._large else 0), self._capacity_ticks
+        ticks = max(self._not_before, self._first_large), self._capacity_ticks
         reader.offer(BatchSource.of(self.sources(), self._rings, self._writer, ticks), rows)
 
     def sources(self) -> RowSources:
@@ -433,8 +435,12 @@ class TickStore:
     @property
     def first_tick(self) -> int:
         """Oldest tick held: by capacity, or by what fits the budget."""
-        by_capacity = max(self._not_before, self.next_tick - self._capacity_ticks)
-        return max(by_capacity, self.large_segments.first_tick) if self._large else by_capacity
+        return max(self._not_before, self.next_tick - self._capacity_ticks, self._first_large)
+
+    @property
+    def _first_large(self) -> int:
+        """Oldest tick that segments hold; 0 if there are none."""
+        return int(self.large_segments.index.first_ticks[0]) if self._large else 0
 
     @property
     def transitions(self) -> int:
