@@ -178,7 +178,7 @@ class SnapshotWriter:
         self._records = compacted(self._records, self._target.reader, self._lasting)
         blocks: list[BlockEntry] = []
         segments, pending = self._write_logs(store, blocks)
-        store.segments, store.filling = [], []  # each block is freed once it is written
+        store = replace(store, segments=[], filling=[])  # each block is freed once it is written
         self._write_blocks(pending, blocks)
         attached = self._write_files(snapshot.attach)
         state_ref = self._brief.append(pack_state(state))

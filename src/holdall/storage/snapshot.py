@@ -387,7 +387,7 @@ class FullBlock(NamedTuple):
     is_direct: bool  # its slices lie in memory in place of a log
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StoreContent:
     """All that a store holds at one moment, but for its rows, which follow chunk by chunk."""
 
@@ -404,7 +404,7 @@ class StoreContent:
     has_invalid: bool
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class FrozenStore(StoreContent):
     """A store at one moment, while it goes on."""
 
