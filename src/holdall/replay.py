@@ -26,26 +26,8 @@ from holdall.json_state import generator_of
 from holdall.machine import pool_threads
 from holdall.native import chosen_kernels, fallback
 from holdall.report import LIVING, MemoryReport
-from holdall.sampling import (
-    Prioritized,
-    Sampler,
-    Uniform,
-    drawn_from,
-    require_enough,
-    required_sampler,
-    set_priorities,
-)
-from holdall.schema import (
-    Array,
-    Leaf,
-    Schema,
-    as_ids,
-    fit_flags,
-    ids_of_any_shape,
-    on_host,
-    require_held,
-    require_in_range,
-)
+from holdall.sampling import Prioritized, Sampler, Uniform, drawn_from, require_enough, required_sampler, set_priorities
+from holdall.schema import Array, Leaf, Schema, as_ids, fit_flags, ids_of_any_shape, on_host, require_in_range
 from holdall.storage import Budget, SpillFolder, StepsLeft, Store, last_rows, steps_in
 from holdall.units import require_count, whole
 
@@ -259,8 +241,8 @@ class ReplayMemory(BaseMemory):
         rows = self.schema.extras.flatten_some(columns, wanted.shape, _fit_rows if fit is None else fit.rows)
         wanted, copies = last_rows(wanted, {f"extras.{leaf}": new for leaf, new in rows.items()})
         with self._locked():
-            store, lanes = self._whole(), self.num_envs
-            require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
+            store = self._whole()
+            self._held(store).require(wanted)
             store.rewrite(wanted, copies)
             if "_batches" in vars(self):
                 self._batches.rewritten(wanted)
@@ -268,8 +250,8 @@ class ReplayMemory(BaseMemory):
     def extra(self, name: str, ids: Any) -> Array:
         """Return one extra of `ids`, of any shape; nothing else is read. For adapters."""
         with self._locked():
-            store, wanted, lanes = self._whole(), ids_of_any_shape(ids), self.num_envs
-            require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
+            store, wanted = self._whole(), ids_of_any_shape(ids)
+            self._held(store).require(wanted)
             return store.extra((self.schema.extras.keys or ()).index(name), wanted)
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
