@@ -158,7 +158,7 @@ def choose(
     why = f"{best.ratio:.1f} times smaller, decoded in {best.decode_us / raw_us:.1f} of {allowed:.1f} raw copies"
     known = best.codec.dictionary
     if known is not None:
-        size = min(size for size, _ in _TRAININGS if size >= len(known.content))
+        size = min(size for size, _ in _TRAININGS if size >= len(best.codec.common))
         likewise = [training for training in _TRAININGS if training[0] == size]
         known = train(coder, replace(best.codec, group=1), sample.spread, likewise) or known
     return replace(best.codec, dictionary=known, reason=why)
@@ -167,7 +167,8 @@ def choose(
 def choose_quickly(coder: Coder, leaf: Leaf, window: Window, slices: Bytes) -> Codec:
     """Return what shrinks some slices most of all that is compressed as fast as frames may come."""
     few = _spread(slices, _FEWEST_SAMPLES, _KNOWN_BYTES)
-    fast = [codec for codec in candidates(leaf, window) if codec.method is Method.LZ4 and codec.level == 0]
+    named = [codec for codec in candidates(leaf, window) if not codec.is_of_colours]  # which take longer to tell apart
+    fast = [codec for codec in named if codec.method is Method.LZ4 and codec.level == 0]
     sealed = [(codec, coder.seal(few, codec)) for codec in fast]
     return min(sealed, key=lambda pair: few.nbytes if pair[1] is None else pair[1].nbytes)[0]
 
@@ -204,7 +205,7 @@ def _leading(measured: list[MeasuredCodec]) -> list[MeasuredCodec]:
 
 def _without_dictionary(measured: list[MeasuredCodec]) -> list[MeasuredCodec]:
     """Return the best codec of each method that is worth trying behind a key."""
-    plain = [m for m in measured if m.codec.dictionary is None and m.codec.level > 0]
+    plain = [m for m in measured if m.codec.dictionary is None and m.codec.level > 0 and not m.codec.is_of_colours]
     best = {m.codec.method: m for m in sorted(plain, key=lambda m: m.ratio)}
     return list(best.values())
 
@@ -328,6 +329,9 @@ def train(coder: Coder, codec: Codec, slices: Bytes, trainings: Sequence[Trainin
     """
     known = coder.seal(np.ascontiguousarray(slices[::2]), replace(codec, method=Method.STORED, dictionary=None))
     learnt: list[Any] = [] if known is None else [known.coded.unit(number) for number in range(known.count)]
+    palette = b""
+    if known is not None and codec.is_of_colours:
+        palette, learnt = known.coded.palette.tobytes(), [unit[1 + 4 * unit[0] :] for unit in learnt]
     unseen = np.ascontiguousarray(slices[1::2])
     best, best_bytes = None, unseen.nbytes
     for size, arguments in trainings:
@@ -337,7 +341,7 @@ def train(coder: Coder, codec: Codec, slices: Bytes, trainings: Sequence[Trainin
             content = zstandard.train_dictionary(size, learnt, level=codec.level, **arguments)
         except zstandard.ZstdError:
             continue
-        dictionary = Dictionary(content.as_bytes())
+        dictionary = Dictionary(palette + content.as_bytes())
         sealed = coder.seal(unseen, replace(codec, dictionary=dictionary))
         if sealed is not None and sealed.nbytes < best_bytes:
             best, best_bytes = dictionary, sealed.nbytes
@@ -377,7 +381,7 @@ _FAR_SEQUENCE_US = 0.0048
 _NEAR_BYTES, _FAR_US = 2**17, 0.03
 """The same for a kilobyte, on top, of units that fill the caches with their keys."""
 _TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.05, "green": 0.03, "pixels": 0.035,
-                 "shuffle": 0.26, "words": 0.21}  # fmt: skip
+                 "shuffle": 0.26, "words": 0.21, "colours": 0.12}  # fmt: skip
 """The same for a kilobyte of a slice: to copy it from where its unit is decompressed, and to undo each transform."""
 _COPY_US = (0.03, 0.088)
 """The same for a slice that is copied, and a kilobyte of it."""
@@ -401,9 +405,9 @@ def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> 
         total_us += changes * (raw_us if codec.raw_keys else _mean_unit_us(coder, sealed, keys))
     is_apart = codec.group > 1 or (codec.method is Method.LZ4 and codec.dictionary is not None)
     undone = {
-        "copy": is_apart and form.predictor is not Predictor.PIXELS and not form.shuffle,
+        "copy": is_apart and form.predictor not in {Predictor.PIXELS, Predictor.COLOURS} and not form.shuffle,
         "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
-        "pixels": form.predictor is Predictor.PIXELS, "green": form.green,
+        "pixels": form.predictor is Predictor.PIXELS, "green": form.green, "colours": codec.is_of_colours,
         "shuffle": form.shuffle > 0, "words": form.word_bytes > 0,
     }  # fmt: skip
     per_slice = sum(_TRANSFORM_US[name] for name, is_done in undone.items() if is_done) * form.coded_bytes / 1000
