@@ -1,13 +1,53 @@
 /* Images of few colours: a pixel becomes the number of its colour in a palette of 256, which is undone by looking it up.
  *
  * A block has one palette, of the colours that most of its slices show. What a unit shows beyond them stands in front of
- * it: a count, and for each its number and its three bytes. Such a number is none of those that the unit uses already. */
+ * it: a count, and for each its number and its three bytes. Such a number is none of those that the unit uses already.
+ * Where a scene moves sideways, columns repeat and rows do not: numbers may stand column by column. */
 #include "codec.h"
 
 #include <string.h>
 
 enum { TABLE_SLOTS = 1 << 16, MOST_KNOWN = 1 << 15 }; /* as in writing.py */
 static const uint32_t NO_COLOUR = UINT32_MAX; /* of a number that is free */
+
+/* ---- columns ----------------------------------------------------------------------- */
+
+#ifdef HAVE_X86
+/* Turn 8 rows of 8 numbers. */
+static void turn_8(const uint8_t *in, int64_t columns, uint8_t *out, int64_t rows) {
+    __m128i pair[4], four[4], eight[4];
+    for (int i = 0; i < 4; i++)
+        pair[i] = _mm_unpacklo_epi8(_mm_loadl_epi64((const __m128i *)(in + 2 * i * columns)),
+                                    _mm_loadl_epi64((const __m128i *)(in + (2 * i + 1) * columns)));
+    for (int i = 0; i < 2; i++) {
+        four[2 * i] = _mm_unpacklo_epi16(pair[2 * i], pair[2 * i + 1]);
+        four[2 * i + 1] = _mm_unpackhi_epi16(pair[2 * i], pair[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; i++) {
+        eight[2 * i] = _mm_unpacklo_epi32(four[i], four[2 + i]);
+        eight[2 * i + 1] = _mm_unpackhi_epi32(four[i], four[2 + i]);
+    }
+    for (int i = 0; i < 4; i++) {
+        _mm_storel_epi64((__m128i *)(out + 2 * i * rows), eight[i]);
+        _mm_storel_epi64((__m128i *)(out + (2 * i + 1) * rows), _mm_unpackhi_epi64(eight[i], eight[i]));
+    }
+}
+#endif
+
+/* Make columns of rows. */
+static void turn(const uint8_t *in, int64_t rows, int64_t columns, uint8_t *out) {
+    int64_t y = 0;
+#ifdef HAVE_X86
+    for (; y + 8 <= rows; y += 8) {
+        int64_t x = 0;
+        for (; x + 8 <= columns; x += 8) turn_8(in + y * columns + x, columns, out + x * rows + y, rows);
+        for (; x < columns; x++)
+            for (int64_t i = y; i < y + 8; i++) out[x * rows + i] = in[i * columns + x];
+    }
+#endif
+    for (; y < rows; y++)
+        for (int64_t x = 0; x < columns; x++) out[x * rows + y] = in[y * columns + x];
+}
 
 /* ---- encoding ---------------------------------------------------------------------- */
 
@@ -132,15 +172,18 @@ int64_t begin_unit(const transform *form, const uint8_t *const *slices, int64_t 
     return 1 + 4 * lacking;
 }
 
-void number_colours(const transform *form, const uint8_t *slice, known_colour *table, uint8_t *out) {
+const uint8_t *number_colours(const transform *form, const uint8_t *slice, known_colour *table, uint8_t *a, uint8_t *b) {
     const int64_t pixels = coded_bytes(form);
     uint32_t before = NO_COLOUR;
     uint8_t number = 0;
     for (int64_t i = 0; i < pixels; i++) {
         const uint32_t colour = colour_at(form, slice, i);
         if (colour != before) number = (uint8_t)find_colour(table, before = colour)->of_unit;
-        out[i] = number;
+        a[i] = number;
     }
+    if (form->predictor == COLOURS) return a;
+    turn(a, form->rows, form->columns, b);
+    return b;
 }
 
 /* ---- decoding ---------------------------------------------------------------------- */
@@ -267,9 +310,13 @@ static int64_t look_up_fast(const uint8_t *palette, const uint8_t *in, int64_t p
 }
 #endif
 
-void look_up_colours(const transform *form, const uint8_t *palette, const uint8_t *in, uint8_t *out) {
+void look_up_colours(const transform *form, const uint8_t *palette, const uint8_t *in, uint8_t *scratch, uint8_t *out) {
     const int64_t plane = form->rows * form->columns;
     int64_t i = 0;
+    if (form->predictor == COLUMNS) {
+        turn(in, form->columns, form->rows, scratch);
+        in = scratch;
+    }
     if (form->interleaved) { /* a fourth byte is written, too, which the next pixel covers */
         for (; i + 1 < plane; i++) memcpy(out + 3 * i, palette + 4 * in[i], 4);
         memcpy(out + 3 * i, palette + 4 * in[i], 3);

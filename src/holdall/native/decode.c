@@ -26,7 +26,7 @@ static int is_cut_soundly(const sealed_block *b) {
     if (b->form.slice_bytes < 1 || b->form.slice_bytes > INT32_MAX) return 0;
     if (b->group < 1 || b->group > MOST_IN_A_UNIT || b->slice_count < 0 || b->slice_count > UINT32_MAX) return 0;
     if (b->key < 0 || b->key > UINT32_MAX || b->common_bytes < 0 || b->common_bytes > INT32_MAX) return 0;
-    if (b->key > 0 && b->form.predictor == COLOURS) return 0;
+    if (b->key > 0 && is_of_colours(&b->form)) return 0;
     if (b->data_bytes < 0 || b->file_start < 0 || b->file_start > INT64_MAX - b->data_bytes) return 0;
     return b->group * coded_bytes(&b->form) <= INT32_MAX;
 }
@@ -91,7 +91,7 @@ void expect_slices(const sealed_block *b, int64_t first, int64_t end) {
 
 /* Whether so many bytes are a unit that is stored as it was, with nothing in front of it. */
 static int is_stored(const sealed_block *b, int64_t length, int64_t expected) {
-    return length == expected && b->form.predictor != COLOURS;
+    return length == expected && !is_of_colours(&b->form);
 }
 
 /* Read units [unit, stop) of a block in a file at once, as many as there is room for. */
@@ -125,7 +125,7 @@ static void place_dictionary(decoder *d, const sealed_block *b) {
 /* Decompress a unit; `key` is what it was compressed against, NULL where that is a dictionary or nothing. */
 static int decompress(decoder *d, const sealed_block *b, const uint8_t *key, const uint8_t *from, int64_t length,
                       uint8_t *to, int64_t expected) {
-    if (b->form.predictor == COLOURS) {
+    if (is_of_colours(&b->form)) {
         const int64_t head = read_unit_colours(d, b, from, length);
         if (head < 0) return 0;
         from += head, length -= head;
@@ -213,7 +213,7 @@ static const uint8_t *fetch_coded(decoder *d, const sealed_block *b, int64_t pla
     const uint8_t *key;
     if (b->group == 1) {
         const int has_window = wants_window(d, b, u);
-        if (has_window || b->form.predictor == COLOURS) d->unit_of = NULL; /* its memory, or its palette, is used */
+        if (has_window || is_of_colours(&b->form)) d->unit_of = NULL; /* its memory, or its palette, is used */
         if (has_window) to = d->unit;
         return find_key(d, b, u, &key) && decompress_unit(d, b, key, u, to, coded) ? to : NULL;
     }
@@ -238,14 +238,14 @@ static int is_sound(const transform *form) {
     if (form->predictor == PREDICT_NOTHING) return 1;
     if (form->predictor == PIXELS) {
         if (form->interleaved || form->green) return 0;
-    } else if (form->predictor == COLOURS) {
+    } else if (is_of_colours(form)) {
         if (form->green || form->planes != 3 || word != 0) return 0;
     } else if (form->predictor != PREDICT_LEFT && form->predictor != PREDICT_UP) {
         return 0;
     }
     if (form->planes < 1 || form->rows < 1 || form->columns < 1 || (form->green && form->planes < 3)) return 0;
     /* Each is at most the whole, so that the product cannot overflow. */
-    const int64_t coded = form->predictor == COLOURS ? form->slice_bytes : coded_bytes(form);
+    const int64_t coded = is_of_colours(form) ? form->slice_bytes : coded_bytes(form);
     if (form->planes > coded || form->rows > coded || form->columns > coded) return 0;
     return form->shuffle == 0 && form->planes * form->rows <= coded && form->planes * form->rows * form->columns == coded;
 }
@@ -257,7 +257,7 @@ int decode_slice(decoder *d, const sealed_block *b, int64_t number, uint8_t *out
     const int64_t place = place_of_slice(b, number);
     if (place < 0 || 2 * coded > d->scratch_bytes) return 0;
     const int last_is_words = form->word_bytes > 0;
-    const int is_pixels = form->predictor == PIXELS, is_colours = form->predictor == COLOURS;
+    const int is_pixels = form->predictor == PIXELS, is_colours = is_of_colours(form);
     const int is_predicted = form->predictor != PREDICT_NOTHING && !is_pixels && !is_colours;
     const int moves = form->shuffle > 0 || is_pixels || is_colours || (is_predicted && form->interleaved);
     uint8_t *const own = last_is_words || moves ? d->scratch : out;
@@ -272,7 +272,7 @@ int decode_slice(decoder *d, const sealed_block *b, int64_t number, uint8_t *out
         uint8_t *const to = last_is_words ? d->scratch + coded : out;
         if (form->shuffle > 0) unshuffle(form->shuffle, coded, stage, to);
         else if (is_pixels) part_pixels(form, stage, to);
-        else if (is_colours) look_up_colours(form, d->unit_palette, stage, to);
+        else if (is_colours) look_up_colours(form, d->unit_palette, stage, d->scratch + coded, to);
         else interleave(form, stage, to);
         stage = to;
     }

@@ -142,10 +142,7 @@ static const uint8_t *transformed(const transform *form, const uint8_t *slice, c
                                   uint16_t *slots, uint8_t *a, uint8_t *b) {
     const int64_t coded = coded_bytes(form);
     const uint8_t *stage = slice;
-    if (form->predictor == COLOURS) {
-        number_colours(form, slice, (known_colour *)(void *)slots, a);
-        return a;
-    }
+    if (is_of_colours(form)) return number_colours(form, slice, (known_colour *)(void *)slots, a, b);
     if (form->word_bytes > 0) {
         number_words(form, stage, palette, slots, a);
         stage = a;
@@ -178,7 +175,7 @@ typedef struct {
 
 /* Find what numbers stand for, in all slices: words or colours. 0 if there are too many. */
 static int collect(const block_of_slices *s, int64_t count) {
-    if (s->form->predictor == COLOURS)
+    if (is_of_colours(s->form))
         return collect_colours(s->form, s->slices, count, s->palette, (known_colour *)(void *)s->slots);
     return s->form->word_bytes == 0 || collect_words(s->form, s->slices, count, s->palette, s->slots);
 }
@@ -186,7 +183,7 @@ static int collect(const block_of_slices *s, int64_t count) {
 /* Write what stands in front of unit `u`; returns the bytes of that, -1 if it has too many colours. */
 static int64_t head_of_unit(const block_of_slices *s, int64_t u, int64_t first, int64_t count, uint8_t *head) {
     const uint8_t *slices[MOST_IN_A_UNIT];
-    if (s->form->predictor != COLOURS) return 0;
+    if (!is_of_colours(s->form)) return 0;
     for (int64_t i = 0; i < count; i++)
         slices[i] = s->slices + (s->order ? s->order[first + i] : first + i) * s->form->slice_bytes;
     return begin_unit(s->form, slices, count, u, (known_colour *)(void *)s->slots, head);
@@ -335,7 +332,7 @@ EXPORT void holdall_count_work(const sealed_block *b, const int64_t *units, int6
         unit_work found = {0, 0, 0};
         if (u >= 0 && u * b->group < b->slice_count && b->data && is_inside(b, u)) {
             const uint8_t *start = b->data + b->offsets[u], *const end = b->data + b->offsets[u + 1];
-            if (b->form.predictor == COLOURS && start < end) start += 1 + 4 * (int64_t)start[0];
+            if (is_of_colours(&b->form) && start < end) start += 1 + 4 * (int64_t)start[0];
             if (start < end && end - start < bytes_of_unit(b, u))
                 found = b->method == METHOD_LZ4 ? work_of_lz4(start, end) : work_of_zstd(start, end);
         }

@@ -207,7 +207,14 @@ def _number_colours(slices: Bytes, codec: Codec) -> tuple[Bytes, Bytes, list[byt
         if head is None:
             return None
         heads.append(head)
+    if transform.predictor is Predictor.COLUMNS:
+        numbers = _turned(numbers, transform.rows, transform.columns)
     return numbers, palette.astype("<u4").view(np.uint8), heads
+
+
+def _turned(numbers: Bytes, rows: int, columns: int) -> Bytes:
+    """Make columns of the rows of images."""
+    return np.ascontiguousarray(numbers.reshape(-1, rows, columns).transpose(0, 2, 1)).reshape(len(numbers), -1)
 
 
 def _number_unit(colours: NDArray[np.uint32], palette: NDArray[np.uint32], out: Bytes) -> bytes | None:
@@ -234,6 +241,8 @@ def _number_unit(colours: NDArray[np.uint32], palette: NDArray[np.uint32], out: 
 
 def _look_up_colours(numbers: Bytes, palettes: Bytes, transform: Transform) -> Bytes:
     """Turn numbers into pixels again, each row by its own palette."""
+    if transform.predictor is Predictor.COLUMNS:
+        numbers = _turned(numbers, transform.columns, transform.rows)
     colours = palettes.reshape(len(numbers), 256, 4)
     pixels = np.take_along_axis(colours[:, :, :3], numbers[:, :, None].astype(np.int64), axis=1)
     ordered = pixels if transform.interleaved else pixels.transpose(0, 2, 1)
@@ -318,7 +327,7 @@ def _planes(rows: Bytes, transform: Transform) -> Bytes:
 
 
 def _differences(rows: Bytes, transform: Transform) -> Bytes:
-    if transform.predictor in {Predictor.NOTHING, Predictor.COLOURS}:
+    if transform.predictor is Predictor.NOTHING or transform.is_of_colours:
         return rows
     if transform.predictor is Predictor.PIXELS:
         return rows.reshape(len(rows), transform.planes, -1).transpose(0, 2, 1).reshape(len(rows), -1)

@@ -56,6 +56,7 @@ class Predictor(IntEnum):
     UP = 2
     PIXELS = 3  # nothing: planes are coded pixel by pixel
     COLOURS = 4  # nothing: a pixel becomes the number of its colour
+    COLUMNS = 5  # the same, column by column
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +75,23 @@ class Transform:
     coded_bytes: int = field(init=False, repr=False, compare=False)  # of a slice that reach the compressor
 
     def __post_init__(self) -> None:
-        in_one = 3 if self.predictor is Predictor.COLOURS else max(self.word_bytes, 1)
+        in_one = 3 if self.is_of_colours else max(self.word_bytes, 1)
         object.__setattr__(self, "coded_bytes", self.slice_bytes // in_one)
+
+    @property
+    def is_of_colours(self) -> bool:
+        """Whether pixels become numbers of their colours."""
+        return self.predictor in {Predictor.COLOURS, Predictor.COLUMNS}
 
     @property
     def palette_bytes(self) -> int:
         """Bytes of a block's palette."""
-        return COLOUR_PALETTE_BYTES if self.predictor is Predictor.COLOURS else 256 * self.word_bytes
+        return COLOUR_PALETTE_BYTES if self.is_of_colours else 256 * self.word_bytes
 
     @property
     def head_bytes(self) -> int:
         """Bytes that may stand in front of a unit: how many colours it has of its own, and these."""
-        return 1 + 4 * MOST_UNIT_COLOURS if self.predictor is Predictor.COLOURS else 0
+        return 1 + 4 * MOST_UNIT_COLOURS if self.is_of_colours else 0
 
     def is_sound(self) -> bool:
         """Whether the numbers agree with each other: they may come from a file. See decode.c."""
@@ -96,7 +102,7 @@ class Transform:
             return self.shuffle == 0 or self.coded_bytes % self.shuffle == 0
         image = min(self.planes, self.rows, self.columns) >= 1 and (self.planes >= 3 or not self.green)
         image = image and not (self.predictor == Predictor.PIXELS and (self.interleaved or self.green))
-        if self.predictor == Predictor.COLOURS:
+        if self.is_of_colours:
             whole = not self.green and self.planes == 3 and self.word_bytes == 0 == self.shuffle
             return image and whole and 3 * self.rows * self.columns == self.slice_bytes
         return image and self.shuffle == 0 and self.planes * self.rows * self.columns == self.coded_bytes
@@ -150,7 +156,7 @@ class Codec:
     @property
     def is_of_colours(self) -> bool:
         """Whether pixels become numbers of their colours."""
-        return self.transform.predictor is Predictor.COLOURS
+        return self.transform.is_of_colours
 
     @property
     def known_palette(self) -> bytes:
@@ -169,7 +175,7 @@ class Codec:
         """Whether a dictionary could help."""
         transform = self.transform
         # It is trained on slices as they are, or as pixels.
-        in_pixels = transform.predictor in {Predictor.PIXELS, Predictor.COLOURS}
+        in_pixels = transform.predictor is Predictor.PIXELS or transform.is_of_colours
         plain = transform == Transform(transform.slice_bytes) or in_pixels
         plain = plain and not transform.word_bytes
         alone = self.method is not Method.STORED and self.level > 0 and self.group == 1 and not self.key
@@ -258,5 +264,5 @@ def _predictions(base: Transform, leaf: Leaf, window: Window) -> list[Transform]
     if planes > 1 and not interleaved:
         predicted.append(replace(image, predictor=Predictor.PIXELS, green=False))
     if planes == 3 and not base.word_bytes:
-        predicted.append(replace(image, predictor=Predictor.COLOURS, green=False))
+        predicted += [replace(image, predictor=which, green=False) for which in (Predictor.COLOURS, Predictor.COLUMNS)]
     return predicted

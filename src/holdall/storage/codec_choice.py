@@ -52,9 +52,9 @@ _GAIN = 1.03
 """How much smaller slices must be behind a key, for a raw one to be tried, too."""
 _BESIDE_DECODING = 0.4
 """Raw copies that a batch takes besides: they count little where decoding takes long."""
-_TIME_MATTERS = 0.8
-"""A codec is worth its ratio over its time to the power of this over the cap's square: with `balanced`, one that takes
-two copies in place of one must shrink slices 1.11 times as much, with `memory` 1.03 times."""
+_TIME_MATTERS = 2.8
+"""A codec is worth its ratio over its time to the power of this over the cap's cube: with `balanced`, one that takes
+two copies in place of one must shrink slices 1.21 times as much, with `memory` 1.02 times."""
 _NEAR_THE_CAP, _WORTH_LESS = 0.8, 0.7
 """One that takes nearly all the time that is allowed must shrink slices 1.4 times as much, unless memory is preferred:
 it is for slices that nothing quicker makes small."""
@@ -185,7 +185,7 @@ class _Worth:
         return found.decode_us <= self._most_us(found)
 
     def of(self, found: MeasuredCodec) -> float:
-        time = (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap**2)
+        time = (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap**3)
         is_late = found.decode_us > _NEAR_THE_CAP * self._most_us(found) and self.cap < COST_CAPS["memory"]
         return float(found.ratio / time * (_WORTH_LESS if is_late else 1))
 
@@ -290,7 +290,7 @@ def measure(
     results = []
     odd = _spread(samples[1::2] if len(samples) > 1 else samples, _MEASURED_SLICES, _MEASURED_BYTES)
     trained: dict[Transform, Dictionary | None] = {}
-    for codec in candidates(leaf, window):
+    for codec in _turned_once(coder, candidates(leaf, window), odd):
         results.append(_measure_one(coder, codec, odd))
         if has_dictionary and codec.wants_dictionary and len(samples) >= 32:
             # Trained on the even samples and measured on the odd: a dictionary must not know them.
@@ -306,6 +306,15 @@ def measure(
             _measure_predicted(coder, results, _spread(samples[::2], _MEASURED_SLICES, _MEASURED_BYTES), odd)
         )
     return [result for result in results if result is not None]
+
+
+def _turned_once(coder: Coder, named: list[Codec], samples: Bytes) -> list[Codec]:
+    """Leave out colours by rows or by columns, whichever are larger, or both if a slice has too many of them."""
+    tried = {codec.transform: codec for codec in named if codec.is_of_colours and codec.method is Method.LZ4}
+    sealed = {form: coder.seal(samples, codec) for form, codec in tried.items()}
+    taken = {form: found.nbytes for form, found in sealed.items() if found is not None}
+    best = min(taken, key=lambda form: taken[form], default=None)
+    return [codec for codec in named if not codec.is_of_colours or codec.transform == best]
 
 
 def _measure_predicted(
@@ -381,7 +390,7 @@ _FAR_SEQUENCE_US = 0.0048
 _NEAR_BYTES, _FAR_US = 2**17, 0.03
 """The same for a kilobyte, on top, of units that fill the caches with their keys."""
 _TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.05, "green": 0.03, "pixels": 0.035,
-                 "shuffle": 0.26, "words": 0.21, "colours": 0.12}  # fmt: skip
+                 "shuffle": 0.26, "words": 0.21, "colours": 0.12, "columns": 0.06}  # fmt: skip
 """The same for a kilobyte of a slice: to copy it from where its unit is decompressed, and to undo each transform."""
 _COPY_US = (0.03, 0.088)
 """The same for a slice that is copied, and a kilobyte of it."""
@@ -405,9 +414,9 @@ def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> 
         total_us += changes * (raw_us if codec.raw_keys else _mean_unit_us(coder, sealed, keys))
     is_apart = codec.group > 1 or (codec.method is Method.LZ4 and codec.dictionary is not None)
     undone = {
-        "copy": is_apart and form.predictor not in {Predictor.PIXELS, Predictor.COLOURS} and not form.shuffle,
+        "copy": is_apart and not (form.predictor is Predictor.PIXELS or form.shuffle or form.is_of_colours),
         "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
-        "pixels": form.predictor is Predictor.PIXELS, "green": form.green, "colours": codec.is_of_colours,
+        "pixels": form.predictor is Predictor.PIXELS, "green": form.green, "colours": codec.is_of_colours, "columns": form.predictor is Predictor.COLUMNS,
         "shuffle": form.shuffle > 0, "words": form.word_bytes > 0,
     }  # fmt: skip
     per_slice = sum(_TRANSFORM_US[name] for name, is_done in undone.items() if is_done) * form.coded_bytes / 1000
