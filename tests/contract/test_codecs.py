@@ -117,7 +117,14 @@ def contents(form: Transform, seed: int = 0) -> Iterator[tuple[str, Bytes]]:
             yield name, rows.view(np.uint8).reshape(COUNT, size)
         return
     if form.is_of_colours:
-        for name, kinds in (("one colour", 1), ("three colours", 3), ("17", 17), ("40", 40), ("100", 100), ("256", 256)):
+        for name, kinds in (
+            ("one colour", 1),
+            ("three colours", 3),
+            ("17", 17),
+            ("40", 40),
+            ("100", 100),
+            ("256", 256),
+        ):
             numbers = generator.integers(0, kinds, (COUNT, size // 3)) ** 2 // kinds  # some far more often than others
             yield name, coloured(form, generator.integers(0, 1 << 24, kinds), numbers)
         numbers = generator.integers(0, 60, (COUNT, size // 3)) + 60 * np.arange(COUNT)[:, None]
@@ -334,7 +341,9 @@ def test_a_unit_has_256_colours_and_no_more(group: int, coder: Coder) -> None:
     few = coder.seal(coloured(COLOURS, colours, numbers), replace(codec, group=1))
     assert few is not None
     numbers[4] = 390  # other slices show 256 more often, so that none of these has a number
-    rare = coloured(COLOURS, np.append(colours, np.arange(1000, 1256)), np.where(numbers == 390, 399 + numbers[0], numbers))
+    rare = coloured(
+        COLOURS, np.append(colours, np.arange(1000, 1256)), np.where(numbers == 390, 399 + numbers[0], numbers)
+    )
     assert coder.seal(rare, codec) is None
 
 

@@ -162,7 +162,6 @@ class _UnitReader:
             raise DamageError(f"unit {number} is damaged; nothing of it is returned")
         return whole
 
-
     def _without_colours(self, number: int, piece: bytes) -> bytes:
         """Note the colours that a unit brings, and return the rest of it."""
         head = 1 + 4 * piece[0] if piece else 1

@@ -1,7 +1,7 @@
 """Codecs: what may be done to the slices of a field so that they take less room; codec_choice.py finds what pays.
 
 In:  a field's dtype and the shape of its slices.  Out: the codecs that are worth measuring.
-Invariant: every codec is lossless by construction. A palette holds the very bits of the words or pixels that it numbers;
+Invariant: every codec is lossless by construction. A palette holds the very bits of words or pixels that it numbers;
 predictors are differences modulo 256; what does not shrink is stored as it is. A choice only moves bytes and time.
 """
 
@@ -148,7 +148,9 @@ class Codec:
         fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
         fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and self.dictionary)
         if self.is_of_colours:
-            fits = fits and not self.key and (self.dictionary is None or len(self.known_palette) == COLOUR_PALETTE_BYTES)
+            fits = (
+                fits and not self.key and (self.dictionary is None or len(self.known_palette) == COLOUR_PALETTE_BYTES)
+            )
         object.__setattr__(self, "is_sound", fits and self.transform.is_sound())
         is_of_differences = self.transform.predictor in {Predictor.LEFT, Predictor.UP}
         object.__setattr__(self, "shortest_match", _REPEATED_DIFFERENCES if is_of_differences else 0)

@@ -48,6 +48,9 @@ _LEADING = 2
 """Codecs for single slices that are also tried on groups; and the best by LZ4, whose groups are quicker to decode."""
 _KEY_SLICES, _RAW_KEY_SLICES = 64, 256
 """Slices that share a key; more if it stays raw, since it costs a whole slice then."""
+_TOGETHER = 1.2
+"""How much smaller neighbours must be together than alone, unless memory is preferred: the slices of a transition need
+not be neighbours, where a scene comes back."""
 _GAIN = 1.03
 """How much smaller slices must be behind a key, for a raw one to be tried, too."""
 _BESIDE_DECODING = 0.4
@@ -58,6 +61,8 @@ two copies in place of one must shrink slices 1.21 times as much, with `memory` 
 _NEAR_THE_CAP, _WORTH_LESS = 0.8, 0.7
 """One that takes nearly all the time that is allowed must shrink slices 1.4 times as much, unless memory is preferred:
 it is for slices that nothing quicker makes small."""
+_FAR_SMALLER = 1.15
+"""How much smaller single slices must be by columns: turning them takes time, and in groups rows gain more."""
 _MOST_UNIT_BYTES = 4 * 2**20
 _WORTHWHILE = 1.3
 """Less than this ratio is not worth coding and decoding: floats of a sensor or a market come to 1.0 to 1.3."""
@@ -182,11 +187,17 @@ class _Worth:
     allowed_us: float  # for slices alone: threads share them out
 
     def allows(self, found: MeasuredCodec) -> bool:
-        return found.decode_us <= self._most_us(found)
+        # Numbers of colours are small already: what Zstandard takes off them is not worth twice the time of LZ4.
+        is_slow = found.codec.is_of_colours and found.codec.method is Method.ZSTD
+        return found.decode_us <= self._most_us(found) and (self.prefers_memory or not is_slow)
+
+    @property
+    def prefers_memory(self) -> bool:
+        return self.cap >= COST_CAPS["memory"]
 
     def of(self, found: MeasuredCodec) -> float:
         time = (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap**3)
-        is_late = found.decode_us > _NEAR_THE_CAP * self._most_us(found) and self.cap < COST_CAPS["memory"]
+        is_late = found.decode_us > _NEAR_THE_CAP * self._most_us(found) and not self.prefers_memory
         return float(found.ratio / time * (_WORTH_LESS if is_late else 1))
 
     def _most_us(self, found: MeasuredCodec) -> float:
@@ -218,8 +229,12 @@ def measure_together(
     for before in leading:
         for group in _groups_of(window)[1:]:
             found = _measure_neighbours(coder, before.codec.grouped(group), window, sample.near, sample.stride)
-            results += [] if found is None else [found]
-            if found is None or not worth.allows(found) or worth.of(found) <= worth.of(before):
+            if found is None or (
+                found.ratio < _TOGETHER * before.ratio and before.codec.group == 1 and not worth.prefers_memory
+            ):
+                break
+            results.append(found)
+            if not worth.allows(found) or worth.of(found) <= worth.of(before):
                 break
             before = found  # noqa: PLW2901  the next one has to be worth more than this one
     return results
@@ -309,10 +324,12 @@ def measure(
 
 
 def _turned_once(coder: Coder, named: list[Codec], samples: Bytes) -> list[Codec]:
-    """Leave out colours by rows or by columns, whichever are larger, or both if a slice has too many of them."""
+    """Leave out colours by columns, or by rows where columns are far smaller; both if a slice has too many of them."""
     tried = {codec.transform: codec for codec in named if codec.is_of_colours and codec.method is Method.LZ4}
     sealed = {form: coder.seal(samples, codec) for form, codec in tried.items()}
     taken = {form: found.nbytes for form, found in sealed.items() if found is not None}
+    by_columns = [form for form in taken if form.predictor is Predictor.COLUMNS]
+    taken |= {form: _FAR_SMALLER * taken[form] for form in by_columns}
     best = min(taken, key=lambda form: taken[form], default=None)
     return [codec for codec in named if not codec.is_of_colours or codec.transform == best]
 
@@ -416,7 +433,8 @@ def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> 
     undone = {
         "copy": is_apart and not (form.predictor is Predictor.PIXELS or form.shuffle or form.is_of_colours),
         "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
-        "pixels": form.predictor is Predictor.PIXELS, "green": form.green, "colours": codec.is_of_colours, "columns": form.predictor is Predictor.COLUMNS,
+        "pixels": form.predictor is Predictor.PIXELS, "green": form.green,
+        "colours": codec.is_of_colours, "columns": form.predictor is Predictor.COLUMNS,
         "shuffle": form.shuffle > 0, "words": form.word_bytes > 0,
     }  # fmt: skip
     per_slice = sum(_TRANSFORM_US[name] for name, is_done in undone.items() if is_done) * form.coded_bytes / 1000

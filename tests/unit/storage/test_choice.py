@@ -277,11 +277,11 @@ TILED = Leaf("", (3, 24, 24), np.dtype("u1"))
 
 
 def tiles(count: int, colours: int) -> Bytes:
-    """Draw scenes of tiles of noise in some colours, which move sideways."""
+    """Draw scenes of columns of noise in some colours, which move sideways."""
     generator = np.random.default_rng(9)
     palette = generator.integers(0, 256, (colours, 3), np.uint8)
-    kinds = generator.integers(0, colours, (6, 8, 8))
-    strip = np.concatenate([np.vstack(kinds[generator.integers(0, 6, 3)]) for _ in range(count // 8 + 4)], axis=1)
+    kinds = generator.integers(0, colours, (24, 12))
+    strip = kinds[:, generator.integers(0, 12, count + 24)]
     frames = np.stack([strip[:, i : i + 24] for i in range(count)])
     return np.ascontiguousarray(palette[frames].transpose(0, 3, 1, 2)).reshape(count, -1)
 
