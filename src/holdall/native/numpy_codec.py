@@ -184,7 +184,7 @@ def _number_colours(slices: Bytes, codec: Codec) -> tuple[Bytes, Bytes, list[byt
     """
     transform, units = codec.transform, range(0, len(slices), codec.group)
     planes = _planes(slices, transform).reshape(len(slices), 3, -1).astype(np.uint32)
-    colours = planes[:, 0] | planes[:, 1] << 8 | planes[:, 2] << 16
+    colours: NDArray[np.uint32] = planes[:, 0] | planes[:, 1] << np.uint32(8) | planes[:, 2] << np.uint32(16)
     kinds, shown = np.unique(np.concatenate([np.unique(row) for row in [colours[:0], *colours]]), return_counts=True)
     if len(kinds) > _MOST_COLOURS:
         return None

@@ -327,7 +327,7 @@ def _turned_once(coder: Coder, named: list[Codec], samples: Bytes) -> list[Codec
     """Leave out colours by columns, or by rows where columns are far smaller; both if a slice has too many of them."""
     tried = {codec.transform: codec for codec in named if codec.is_of_colours and codec.method is Method.LZ4}
     sealed = {form: coder.seal(samples, codec) for form, codec in tried.items()}
-    taken = {form: found.nbytes for form, found in sealed.items() if found is not None}
+    taken = {form: float(found.nbytes) for form, found in sealed.items() if found is not None}
     by_columns = [form for form in taken if form.predictor is Predictor.COLUMNS]
     taken |= {form: _FAR_SMALLER * taken[form] for form in by_columns}
     best = min(taken, key=lambda form: taken[form], default=None)
