@@ -45,7 +45,8 @@ _GROUPS = (4, 8, 16)
 """How many neighbours are tried together: a transition of a stack of 4 needs 5 of them. They must keep the cap on one
 core: right after a trainer's own step its idle threads still spin on the others."""
 _LEADING = 2
-"""Codecs for single slices that are also tried on groups; and the best by LZ4, whose groups are quicker to decode."""
+"""Codecs for single slices that are also tried on groups; and the best by LZ4, and
+of colours, whose groups are quicker to decode."""
 _KEY_SLICES, _RAW_KEY_SLICES = 64, 256
 """Slices that share a key; more if it stays raw, since it costs a whole slice then."""
 _TOGETHER = 1.2
@@ -187,8 +188,9 @@ class _Worth:
     allowed_us: float  # for slices alone: threads share them out
 
     def allows(self, found: MeasuredCodec) -> bool:
-        # Numbers of colours are small already: what Zstandard takes off them is not worth twice the time of LZ4.
-        is_slow = found.codec.is_of_colours and found.codec.method is Method.ZSTD
+        # With a dictionary LZ4 makes numbers of colours so small that Zstandard is not worth twice its time.
+        codec = found.codec
+        is_slow = codec.is_of_colours and codec.method is Method.ZSTD and codec.grouped(1).wants_dictionary
         return found.decode_us <= self._most_us(found) and (self.prefers_memory or not is_slow)
 
     @property
@@ -211,7 +213,8 @@ ANY_WORTH = _Worth(1e9, 1.0, 1e9)
 def _leading(measured: list[MeasuredCodec]) -> list[MeasuredCodec]:
     leading = sorted(measured, key=lambda m: m.ratio)[-_LEADING:]
     quick = [m for m in measured if m.codec.method is Method.LZ4 and m not in leading]
-    return [*leading, *sorted(quick, key=lambda m: m.ratio)[-1:]]
+    coloured = [m for m in measured if m.codec.is_of_colours and m not in leading and m not in quick]
+    return [*leading, *sorted(quick, key=lambda m: m.ratio)[-1:], *sorted(coloured, key=lambda m: m.ratio)[-1:]]
 
 
 def _without_dictionary(measured: list[MeasuredCodec]) -> list[MeasuredCodec]:
