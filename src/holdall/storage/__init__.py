@@ -106,7 +106,6 @@ from holdall.storage.slices import (
 from holdall.storage.snapshot import (
     Apart,
     FrozenRows,
-    FrozenSegments,
     FrozenStore,
     FullBlock,
     LiveRows,
