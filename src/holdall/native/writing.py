@@ -55,7 +55,8 @@ from holdall.storage import (
     reserve,
 )
 
-_PALETTE_SLOTS = 1024
+_WORD_TABLE_BYTES, _COLOUR_TABLE_BYTES = 2 * 1024, 16 * 2**16
+"""Tables that find words and colours in a palette, see encode.c and colours.c."""
 _MOST_COMPRESSORS = 8
 _ZSTD_LEVEL, _ZSTD_HASH_LOG, _ZSTD_CHAIN_LOG, _ZSTD_MIN_MATCH = 100, 102, 103, 105
 _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 200, 201, 202
@@ -308,10 +309,11 @@ class NativeSealed(SealedSlices):
 
     def __init__(self, coded: Coded, ddict: int) -> None:
         super().__init__(coded)
-        extent, dictionary = self.extent, coded.codec.dictionary
-        common = (0, 0)
-        if dictionary is not None and dictionary.content and coded.codec.method is Method.LZ4:
-            common = address(np.frombuffer(dictionary.content, np.uint8)), len(dictionary.content)
+        extent, codec, common = self.extent, coded.codec, (0, 0)
+        if codec.dictionary is not None and codec.common and codec.method is Method.LZ4:
+            # Where the dictionary has it, which all blocks share.
+            content = np.frombuffer(codec.dictionary.content, np.uint8)[len(codec.known_palette) :]
+            common = address(content), content.nbytes
         self._struct = SealedBlockStruct(
             data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0, offsets=address(coded.offsets),
             checks=0 if extent is None else address(extent.checks), palette=address(coded.palette),
@@ -343,8 +345,9 @@ class NativeCoder(NativeDecoder):
 
     def adopt(self, coded: Coded) -> SealedSlices:
         """See `Coder.adopt`."""
-        sealed = NativeSealed(coded, self._ddict(coded.codec.dictionary, coded.codec.method))
-        unit_bytes = coded.codec.group * coded.codec.transform.coded_bytes
+        sealed = NativeSealed(coded, self._ddict(coded.codec))
+        form = coded.codec.transform
+        unit_bytes = coded.codec.group * form.coded_bytes + form.head_bytes
         self._most_unit_bytes = max(self._most_unit_bytes, unit_bytes)
         return sealed
 
@@ -358,7 +361,9 @@ class NativeCoder(NativeDecoder):
             raise DamageError(f"an order of {len(order)} came with {count} slices; report this")
         share = codec.group * max(codec.key, 1)  # slices that stay together
         share *= max(1, -(-count // (share * threads)))
-        encode = partial(self._encode, slices, codec, order, reserve(count * transform.coded_bytes), share)
+        room = share * transform.coded_bytes + -(-share // codec.group) * transform.head_bytes
+        data = reserve(max(1, -(-count // share)) * room).reshape(-1, room)
+        encode = partial(self._encode, slices, codec, order, data, share)
         if share >= count:
             pieces = [encode(0)]
         else:
@@ -378,10 +383,12 @@ class NativeCoder(NativeDecoder):
     ) -> tuple[Bytes, NDArray[np.uint32], Bytes] | None:
         """Code slices from `first` on; return their units, where these end, and the palette; None: it does not hold."""
         compressor, form = self._compressor(codec), _form(codec.transform)
-        count, coded_bytes = min(share, len(slices) - first), codec.transform.coded_bytes
-        own = data[first * coded_bytes : (first + count) * coded_bytes]
+        count, own = min(share, len(slices) - first), data[first // share]
         offsets = np.zeros(-(-count // codec.group) + 1, np.uint32)
-        palette, slots = np.zeros(256 * codec.transform.word_bytes, np.uint8), np.zeros(_PALETTE_SLOTS, np.uint16)
+        palette = np.zeros(codec.transform.palette_bytes, np.uint8)
+        if codec.is_of_colours:
+            palette[:] = np.frombuffer(codec.known_palette or b"\xff" * palette.size, np.uint8)
+        slots = np.zeros(_COLOUR_TABLE_BYTES if codec.is_of_colours else _WORD_TABLE_BYTES, np.uint8)
         used = self._library.holdall_encode(
             ctypes.addressof(compressor.encoder), ctypes.addressof(form), address(slices),
             0 if order is None else address(order), len(slices), first, first + count, address(own), own.size,
@@ -415,12 +422,13 @@ class NativeCoder(NativeDecoder):
                 self._compressors[codec] = found
         return found
 
-    def _ddict(self, dictionary: Dictionary | None, method: Method) -> int:
+    def _ddict(self, codec: Codec) -> int:
         """Return the library's form of a dictionary, made once."""
-        if dictionary is None or method is not Method.ZSTD:
+        dictionary = codec.dictionary
+        if dictionary is None or codec.method is not Method.ZSTD:
             return 0
         if dictionary not in self._ddicts:
-            content, functions = dictionary.content, self._libraries.functions
+            content, functions = codec.common, self._libraries.functions
             ddict = functions["ZSTD_createDDict"](content, len(content))
             if not ddict:
                 raise DamageError(f"a dictionary of {len(content)} bytes is none; nothing is read with it")
@@ -436,8 +444,7 @@ class _Compressor:
         coded_bytes = codec.transform.coded_bytes
         self._functions = libraries.functions
         self._scratch = np.empty(2 * coded_bytes + 3 * codec.group * coded_bytes + 1024, np.uint8)
-        self._codec = codec  # its dictionary is read by C
-        common = codec.dictionary.content if codec.dictionary is not None and codec.method is Method.LZ4 else b""
+        self._common = common = codec.common if codec.method is Method.LZ4 else b""  # read by C
         is_against = codec.method is Method.LZ4 and (codec.key > 0 or common)
         self.encoder = EncoderStruct(
             lz4_compress_default=libraries.addresses["LZ4_compress_default"],
@@ -468,7 +475,7 @@ class _Compressor:
         for parameter, value in settings.items():
             self._functions["ZSTD_CCtx_setParameter"](context, parameter, value)
         if codec.dictionary is not None:
-            content = codec.dictionary.content
+            content = codec.common
             self._functions["ZSTD_CCtx_refCDict"](
                 context, self._owned("ZSTD", "CDict", content, len(content), codec.level)
             )

@@ -383,6 +383,28 @@ def test_a_block_that_does_not_shrink_stays_raw(bench: Bench) -> None:
     assert not bench.sealer.failure
 
 
+@pytest.mark.parametrize(
+    "form", [Transform(500, 4), Transform(498, 0, Predictor.COLOURS, 3, 2, 83)], ids=["words", "colours"]
+)
+def test_a_block_that_a_palette_does_not_hold_is_sealed_without_one(bench: Bench, form: Transform) -> None:
+    """It was chosen on other slices; one with too much in it must not leave all of them raw."""
+    bench.coder.open()
+    bench.codec = Codec(Method.ZSTD, 3, form, group=4)
+    size = form.slice_bytes
+    pair = np.random.default_rng(0).integers(0, 256, (4, 1, 2, size), np.uint8)
+    pixels = pair.repeat(2, axis=1).reshape(-1, size)  # units of two slices, twice each
+    leaf = Leaf("", (size,), np.dtype("u1"))
+    block = KeptBlock(size, len(pixels), np.ascontiguousarray(pixels).reshape(-1))
+    bench.submit(FrozenBlock(0, leaf, Window.whole(leaf), block))
+    bench.sealer.drain()
+    ((_, sealed),) = bench.keeper.kept
+    assert sealed.codec == bench.codec.without_palette()
+    assert sealed.codec.transform.palette_bytes == 0
+    out = np.empty_like(pixels)
+    bench.coder.decode(sealed, np.arange(len(pixels)), out)
+    assert out.tobytes() == pixels.tobytes()
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 
