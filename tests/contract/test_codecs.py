@@ -428,6 +428,7 @@ def test_threads_that_share_a_block_seal_as_one_does(is_ordered: bool, threads: 
     words = Transform(8 * 40, 4)
     plain = np.random.default_rng(4).integers(0, 3, (41, 320), np.uint8).cumsum(axis=1, dtype=np.uint8)
     few = np.random.default_rng(5).choice(np.arange(200, dtype="f4"), (41, 80)).view(np.uint8)
+    coloured = np.random.default_rng(8).integers(0, 7, (41, 318), np.uint8)  # more colours than a palette holds
     order: Order | None = np.random.default_rng(6).permutation(41).astype(np.uint32) if is_ordered else None
     image = Transform(320, predictor=Predictor.LEFT, planes=1, rows=16, columns=20)
     for codec in (
@@ -437,7 +438,7 @@ def test_threads_that_share_a_block_seal_as_one_does(is_ordered: bool, threads: 
         Codec(Method.LZ4, 7, Transform(320), group=2, key=4, raw_keys=True), Codec(Method.LZ4, 0, words),
         Codec(Method.LZ4, 7, Transform(318, 0, Predictor.COLUMNS, 3, 2, 53), group=2),
     ):  # fmt: skip
-        slices = few if codec.transform is words else plain[:, : codec.transform.slice_bytes]
+        slices = few if codec.transform is words else coloured if codec.is_of_colours else plain
         alone, shared = coder.seal(slices, codec, order), coder.seal(slices, codec, order, threads=threads)
         assert alone is not None
         assert shared is not None

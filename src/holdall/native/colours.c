@@ -168,6 +168,7 @@ int64_t begin_unit(const transform *form, const uint8_t *const *slices, int64_t 
             else missing[lacking++] = one;
         }
     }
+    if (1 + 4 * lacking > 2 * count * pixels) return -1; /* more than numbers spare: two of a pixel's three bytes */
     number_missing(missing, lacking, is_used, head);
     return 1 + 4 * lacking;
 }

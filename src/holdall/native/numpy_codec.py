@@ -223,8 +223,8 @@ def _number_unit(colours: NDArray[np.uint32], palette: NDArray[np.uint32], out: 
     numbers = np.array([known.get(int(colour), -1) for colour in kinds], np.int64)
     missing = np.flatnonzero(numbers < 0)
     missing = missing[np.argsort(first[missing])]
-    if len(kinds) > 256 or len(missing) > MOST_UNIT_COLOURS:
-        return None
+    if len(kinds) > 256 or len(missing) > MOST_UNIT_COLOURS or 1 + 4 * len(missing) > 2 * colours.size:
+        return None  # the last: they would take more than numbers spare
     used, brought = set(numbers.tolist()), bytes([len(missing)])
     for position in missing.tolist():
         colour = int(kinds[position])
