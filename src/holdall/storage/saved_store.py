@@ -63,12 +63,12 @@ class SavedStore(TickStore):
     def _content(self, open_parts: list[ClosedPart]) -> dict[str, Any]:
         """All but the rows, by name; closed segments by reference, since they never change."""
         segments, first = self.large_segments, self.large_segments.open.first_tick
-        held = [*segments.closed, Segment(first, self.next_tick - first, open_parts)]
+        opened = Segment(first, self.next_tick - first, open_parts)
+        held = [*segments.closed, opened] if opened.ticks and self._large else list(segments.closed)
         shared = {i: ring for i, ring in self._rings.small.items() if ring.is_shared}
         return {
             "first_tick": self.first_tick, "next_tick": self.next_tick, "large": list(self._large),
-            "windows": list(segments.windows), "searches": segments.searches.state(),
-            "segments": [segment for segment in held if segment.ticks and self._large],
+            "windows": list(segments.windows), "searches": segments.searches.state(), "segments": held,
             "newest": {i: ring.newest_next(self.next_tick) for i, ring in shared.items() if self.next_tick},
             "paired": [i for i in self._rings.small if i not in shared],
             "scouts": {str(i): scout.state() for i, scout in self._rings.scouts.items()},
