@@ -116,11 +116,18 @@ def add(memory: Any, first: int, end: int) -> None:
 
 def calls_of(memory: ReplayMemory, batches: int) -> int:
     """Draw batches, and count the calls that they took."""
-    members = memory._cluster._members.values()
-    before = sum(member.calls for member in members)
-    for _ in range(batches):
-        memory.sample(64)
-    return sum(member.calls for member in members) - before
+    calls: list[Any] = []
+    call = memory._cluster.call
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return call(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory._cluster, "call", counted)
+        for _ in range(batches):
+            memory.sample(64)
+    return len(calls)
 
 
 def wait_for_spare(memory: ReplayMemory) -> None:

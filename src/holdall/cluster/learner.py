@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, followed, read_answer
-from holdall.cluster.protocol import ShardCounters, client_name, received, rows_of, shards_of
+from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, read_answers
+from holdall.cluster.protocol import ShardCounters, received, rows_of, shards_of
 from holdall.cluster.status import LOSSES, Cluster
 from holdall.delivery import HostBatchJob
 from holdall.errors import ArgumentError, CheckpointError, ShardError, TransitionIdError
-from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler, require_enough
+from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler, followed, require_enough
 from holdall.schema import Array, as_array, ids_of_any_shape
 
 Ids = NDArray[np.int64]
@@ -74,7 +74,7 @@ class Call:
 
     reference: Any
     is_heard: bool = False
-    answer: Answer | None = None  # None also where the shard was lost, or holds nothing any more
+    answers: list[Answer] | None = None  # None also where the shard was lost, or holds nothing any more
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Asked:
     rows: Ids  # positions in the batch
     mass: float  # what the shard was taken to hold
     call: Call
-    first: int  # the first of them in the answer
+    number: int  # which of the call's batches it is
 
 
 @dataclass(slots=True)
@@ -141,7 +141,7 @@ class Drawing:
             answer = self._heard(oldest)
             if answer is not None:
                 answers.append(answer)
-                where.append(oldest.rows if answer.order is None else oldest.rows[answer.order])
+                where.append(_in_order(oldest.rows, answer))
                 masses.append(oldest.mass)
                 shards.append(oldest.shard)
                 continue
@@ -163,25 +163,25 @@ class Drawing:
         named = np.unique(shards).tolist() or [min(numbers)]
         where = [np.flatnonzero(shards == shard) for shard in named]
         calls = [
-            self._cluster.handle(shard).gather.remote(client_name(), rows_of(wanted[rows]).tobytes())
-            for shard, rows in zip(named, where, strict=True)
+            self._cluster.call(shard, "gather", rows_of(wanted[rows])) for shard, rows in zip(named, where, strict=True)
         ]
         answers = []
         for shard, call in zip(named, calls, strict=True):
             try:
-                answers.append(self.answer(shard, received(call, self._patience_s)))
+                answers += self._read(shard, received(call, self._patience_s))
             except LOSSES as error:
                 raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
+        where = [_in_order(rows, answer) for rows, answer in zip(where, answers, strict=True)]
         return self._deliverer.batch(answers, where, named, np.ones(len(wanted), np.float32))
 
-    def answer(self, shard: int, payload: Payload | bytes) -> Answer:
-        """Read a shard's answer."""
-        answer = read_answer(payload)
-        self._cluster.note(shard, answer.counters, answer.count)
-        return answer
+    def _read(self, shard: int, payload: Payload) -> list[Answer]:
+        """Read a shard's answers."""
+        answers = read_answers(payload)
+        self._cluster.note(shard, answers[0].counters, answers[0].counted_at)
+        return answers
 
     def _heard(self, asked: Asked) -> Answer | None:
-        """Wait for a shard's answer, and cut out the rows; None if it is lost, or holds nothing any more."""
+        """Wait for a shard's answer; None if it is lost, or holds nothing any more."""
         call, shard = asked.call, asked.shard
         if not call.is_heard:
             try:
@@ -196,8 +196,8 @@ class Drawing:
             if isinstance(payload, ShardCounters):
                 self._cluster.note(shard, payload)
             else:
-                call.answer = self.answer(shard, payload)
-        return None if call.answer is None else call.answer.part(asked.first, asked.first + len(asked.rows))
+                call.answers = self._read(shard, payload)
+        return None if call.answers is None else call.answers[asked.number]
 
     def _payload(self, shard: int, call: Call) -> Any:
         """Wait for what a shard says, but not for one that is known to be away: Ray fails its calls seconds later."""
@@ -220,10 +220,9 @@ class Drawing:
             parts = by_shard[shard]
             counts = [(len(rows), self._relabelled(request.count, rows)) for request, rows in parts]
             blocks = [request.block.place(rows) for request, rows in parts if request.block is not None]
-            call, first = Call(self._cluster.call(shard, "sample", counts, blocks)), 0
-            for request, rows in parts:
-                request.asked.append(Asked(shard, rows, masses[shard], call, first))
-                first += len(rows)
+            call = Call(self._cluster.call(shard, "sample", counts, blocks))
+            for number, (request, rows) in enumerate(parts):
+                request.asked.append(Asked(shard, rows, masses[shard], call, number))
         self._cluster.ask_again([shard for shard in masses if shard not in by_shard])
 
     def _relabelled(self, count: int, rows: Ids) -> int:
@@ -256,6 +255,11 @@ class Drawing:
             self._cluster.refresh()
             require_enough(count, self._transitions, count)
         return self._cluster.masses()
+
+
+def _in_order(rows: Ids, answer: Answer) -> Ids:
+    """Return the positions in a batch of rows as they stand in an answer."""
+    return rows if answer.order is None else rows[answer.order]
 
 
 def _away(shards: list[int], why: str) -> ShardError:

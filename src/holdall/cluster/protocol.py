@@ -1,4 +1,4 @@
-"""What writers, shards and learners send each other: ids, counters, the order of calls, and streams of segments.
+"""What writers, shards and learners send each other: ids, counters, and streams of segments.
 
 A transition id over shards is the shard, and the number of the row there:
 
@@ -12,13 +12,9 @@ sent again.
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -77,67 +73,22 @@ class ShardCounters(NamedTuple):
     highest: float = 0.0  # scaled priority that a new row gets
 
 
-_MOST_CLIENTS = 4096
+class RestartedError(ShardError):
+    """A shard that does not know what it was asked before, as it was restarted since."""
 
 
-class CallOrderError(ShardError):
-    """A call that came before this one by its number is missing."""
+class Caller(NamedTuple):
+    """Who asks a shard for rows."""
 
-
-class CallOrder(NamedTuple):
-    """One call's place in its client's order."""
-
-    client: bytes  # 16, see `client_name`
-    epoch: int  # of the shard, as the client knows it
-    number: int
+    machine: bytes  # that it runs on
     learner: int = 0  # seeds the generator that draws; 0: the shard's own draws
     handle: int = 0  # whose generator it is
 
 
-_MACHINE_BYTES = 6
-
-
-def client_name() -> bytes:
-    """Return a new name for a client of shards; it begins with the machine that the client runs on."""
-    return _machine() + secrets.token_bytes(16 - _MACHINE_BYTES)
-
-
-def _machine() -> bytes:
+def this_machine() -> bytes:
     """Name the machine that this process runs on, as Ray counts machines."""
     node: str = ray.get_runtime_context().get_node_id()
-    return hashlib.blake2b(node.encode(), digest_size=_MACHINE_BYTES).digest()
-
-
-def machine_of(client: bytes) -> bytes:
-    """Return the part of a client's name that is the machine's."""
-    return client[:_MACHINE_BYTES]
-
-
-class CallQueue:
-    """Lets calls through by their numbers."""
-
-    def __init__(self, patience_s: float = 30.0) -> None:
-        self._next: OrderedDict[bytes, int] = OrderedDict()
-        self._changed = threading.Condition()
-        self._patience_s = patience_s
-
-    @contextmanager
-    def taken(self, order: CallOrder) -> Iterator[None]:
-        """Wait for the calls before this one, and let the next one through."""
-        client, number = order.client, order.number
-        with self._changed:
-            self._next.setdefault(client, 0)
-            self._next.move_to_end(client)
-            while len(self._next) > _MOST_CLIENTS:
-                self._next.popitem(last=False)
-            if not self._changed.wait_for(lambda: self._next.get(client, number) >= number, self._patience_s):
-                raise CallOrderError(f"call {number} came, but {self._next.get(client)} of the same client did not")
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._next[client] = max(self._next.get(client, 0), number + 1)
-                self._changed.notify_all()
+    return node.encode()
 
 
 class AckKind(IntEnum):

@@ -13,9 +13,7 @@ import pickle
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -23,9 +21,10 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
+from holdall.batch import of_ids
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster import protocol
-from holdall.cluster.answer import BlockPlace, ChangeCount, Payload, RowDraw
+from holdall.cluster.answer import BlockPlace, ChangeCount, Payload
 from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
 from holdall.cluster.roster import NAMESPACE, is_restarted
 from holdall.cluster.shard_data import ShardData
@@ -36,9 +35,9 @@ from holdall.native import fallback
 from holdall.sampling import Sampler
 from holdall.schema import Array
 
-GROUPS = {"insert": 32, "sample": 4, "control": 4, "save": 4}
-"""Threads by kind of call, so that none waits behind another kind."""
-_ORDERED = frozenset({"sample", "update_priorities", "begin_save"})
+GROUPS = {"insert": 32, "sample": 1, "control": 4, "save": 4}
+"""Threads by kind of call, so that none waits behind another kind; one keeps calls in their order, as Ray does."""
+_ORDERED = frozenset({"sample", "gather", "update_priorities", "begin_save"})
 """What a client may call by name, see `Shard.ordered`."""
 _MOST_LEARNERS = 1024
 _MOST_CREDITS = 4
@@ -67,10 +66,9 @@ class Shard:
         url: str | None = None, neighbours: int = 1, saved: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
         self._number, self._memory, self._url = number, memory, url
-        self._machine = protocol.machine_of(protocol.client_name())
+        self._machine = protocol.this_machine()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._call_queue = protocol.CallQueue()
         self._process = Process()
         self._metrics = ShardMetrics(memory, number)
         self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
@@ -184,61 +182,56 @@ class Shard:
 
     @ray.method(concurrency_group="sample")
     def ordered(self, packed: bytes) -> Any:
-        """Run a call that keeps its client's order, see `Cluster.call`."""
-        method, order, *arguments = pickle.loads(packed)  # as Ray does with what processes of a cluster send
+        """Run one of the calls that are taken in the order in which a client makes them, see `Cluster.call`."""
+        method, *arguments = pickle.loads(packed)  # as Ray does with what processes of a cluster send
         if method not in _ORDERED:
             raise ArgumentError(f"method ({method!r}) must be one of {', '.join(sorted(_ORDERED))}; call it by itself")
-        return getattr(self, method)(order, *arguments)
+        return getattr(self, method)(*arguments)
 
     def sample(
-        self, order: protocol.CallOrder, counts: list[tuple[int, int]], blocks: list[BlockPlace]
-    ) -> Payload | bytes | protocol.ShardCounters:
-        """Draw rows of some batches, see `ShardData.draw`; of an empty shard, return the counters alone.
+        self, caller: protocol.Caller, counts: list[tuple[int, int]], blocks: list[BlockPlace]
+    ) -> Payload | protocol.ShardCounters:
+        """Draw rows of some batches; of an empty shard, return the counters alone.
 
         Args:
+            counts: Of every batch how many, and how many of these get another goal.
             blocks: Of every batch, where its rows are written if that can be; nothing: they are in the answer.
         """
         with self._metrics.timed("sample"):
             self._require_journal()
-            is_near, turned = self._is_near(order.client), None
-            with self._in_turn(order):
+            is_near = caller.machine == self._machine
+            with self._lock:
                 counters = self._counters()
                 if counters.mass == 0:
                     return counters
-                drawn = self._data.draw(counts, self._generator_of(order))
-                if not is_near:
-                    drawn, turned = self._data.in_order(drawn, counts)
-                found = self._data.found(drawn)
-            count = self._changes.place if is_near else None
-            return self._data.answer(counters, drawn, found, counts, blocks, turned, is_near=is_near, count=count)
+                generator = self._generator_of(caller)
+                drawn = [self._data.draw(*count, generator) for count in counts]
+                found = [self._data.found(counters, draw, is_near=is_near) for draw in drawn]
+            counted_at = self._changes.place if is_near else None
+            return self._data.answer(found, blocks, is_near=is_near, counted_at=counted_at)
 
-    def _is_near(self, client: bytes) -> bool:
-        """Whether a client runs on this machine: arrays then reach it without a network."""
-        return protocol.machine_of(client) == self._machine
-
-    def _generator_of(self, call: protocol.CallOrder) -> np.random.Generator:
+    def _generator_of(self, caller: protocol.Caller) -> np.random.Generator:
         """Return what rows are drawn with for a handle; the one whose memory this is draws with the shard's own."""
-        if call.learner == 0:
+        if caller.learner == 0:
             return self._data.generator
-        known = self._generators.pop(call.handle, None)
-        found = self._generators[call.handle] = known or generator_of([call.learner, self._number, self._epoch])
+        known = self._generators.pop(caller.handle, None)
+        found = self._generators[caller.handle] = known or generator_of([caller.learner, self._number, self._epoch])
         if len(self._generators) > _MOST_LEARNERS:
             del self._generators[next(iter(self._generators))]
         return found
 
-    @ray.method(concurrency_group="sample")
-    def gather(self, client: bytes, rows: bytes) -> Payload | bytes:
-        """Return rows by their numbers, to a client of this name."""
-        wanted = np.frombuffer(rows, np.int64)
+    def gather(self, caller: protocol.Caller, rows: Ids) -> Payload:
+        """Return rows by their numbers."""
+        is_near = caller.machine == self._machine
         with self._lock:
-            self._data.held().require(wanted)
-            counters, found = self._counters(), self._data.found(RowDraw(wanted))
-        return self._data.answer(counters, RowDraw(wanted), found, is_near=self._is_near(client))
+            self._data.held().require(rows)
+            found = self._data.found(self._counters(), of_ids(rows), is_near=is_near)
+        return self._data.answer([found], is_near=is_near)
 
-    def update_priorities(self, order: protocol.CallOrder, rows: Ids, priorities: Array) -> protocol.ShardCounters:
+    def update_priorities(self, _: protocol.Caller, rows: Ids, priorities: Array) -> protocol.ShardCounters:
         """Set the priorities of rows; those that left are passed over."""
         sampler: Any = self._data.sampler
-        with self._in_turn(order):
+        with self._lock:
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             sampler.update_priorities(self._data.held(), rows, priorities)
             self._changes.raise_by_one()
@@ -319,9 +312,9 @@ class Shard:
         """Return the shards whose journals lie beside this one's, and hold something as far as is known."""
         return [] if self._url is None else journals_in_use(self._url)
 
-    def begin_save(self, order: protocol.CallOrder, url: str) -> int:
+    def begin_save(self, _: protocol.Caller, url: str) -> int:
         """Begin a checkpoint of this moment at a place of this shard's own; return what `end_save` is called with."""
-        with self._in_turn(order):
+        with self._lock:
             number = secrets.randbits(62)  # unlike those of an earlier life
             self._handles[number] = self._data.save(url)
             return number
@@ -330,7 +323,7 @@ class Shard:
     def end_save(self, number: int) -> Checkpoint:
         """Wait for a checkpoint."""
         if number not in self._handles:
-            raise protocol.CallOrderError(f"shard {self._number} was restarted after the checkpoint was begun")
+            raise protocol.RestartedError(f"shard {self._number} was restarted after the checkpoint was begun")
         return self._handles.pop(number).result()
 
     @ray.method(concurrency_group="control")
@@ -368,16 +361,6 @@ class Shard:
         """Account for every field, as plain numbers and text; say what is done without compiled code."""
         with self._lock:
             return [asdict(field) for field in self._data.store.report()], fallback()
-
-    @contextmanager
-    def _in_turn(self, order: protocol.CallOrder) -> Iterator[None]:
-        """Hold the lock in a call's turn; refuse one that counts on what was said to this shard before a restart."""
-        if order.epoch != self._epoch:
-            raise protocol.CallOrderError(
-                f"shard {self._number} was restarted since; its epoch is {self._epoch}, not {order.epoch}"
-            )
-        with self._call_queue.taken(order), self._lock:
-            yield
 
     def _apply(self, staged: list[Staged]) -> int:
         """Show what is durable now; return the first row that is still needed."""

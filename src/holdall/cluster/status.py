@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,16 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 from ray.util import metrics
 
+from holdall.cluster import protocol
 from holdall.cluster.answer import BlockPlace, SeenCount
-from holdall.cluster.protocol import (
-    CallOrder,
-    CallOrderError,
-    ShardCounters,
-    ShardList,
-    client_name,
-    is_newer,
-    received,
-)
+from holdall.cluster.protocol import Caller, RestartedError, ShardCounters, ShardList, is_newer, received
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 
 if TYPE_CHECKING:
@@ -201,7 +194,7 @@ def actor_state(handle: Any) -> ActorState:
 _LOOK_AGAIN_S = 2.0
 _PROBE_AGAIN_S = 0.25
 
-LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, CallOrderError)
+LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, RestartedError)
 """What a call fails with when its shard does not answer, or not in time."""
 
 
@@ -211,8 +204,6 @@ class _Member:
 
     handle: Any
     counters: ShardCounters | None = None
-    client: bytes = field(default_factory=client_name)
-    calls: int = 0
     lost: bool = False
     probe: Any = None  # a question to a shard that was lost, or not heard of for a while
     probed_at: float = 0.0
@@ -220,9 +211,8 @@ class _Member:
     count: SeenCount | None = None  # of its changes, if it runs on this machine
 
     def keep(self, counters: ShardCounters) -> None:
-        """Keep what the shard said of itself; one that was restarted knows nothing of the calls before."""
+        """Keep what the shard said of itself; one that was restarted counts its changes elsewhere."""
         if self.counters is not None and counters.epoch != self.counters.epoch:
-            self.begin_again()
             self.count = None
         self.counters = counters
 
@@ -245,10 +235,6 @@ class _Member:
         self.probed_away, self.probed_at = self.is_away, time.monotonic()
         self.probe = self.handle.counters.remote()
 
-    def begin_again(self) -> None:
-        """Number calls from 0 on, under another name."""
-        self.client, self.calls = client_name(), 0
-
 
 class Cluster:
     """All shards of a memory."""
@@ -256,22 +242,18 @@ class Cluster:
     def __init__(self, address: Address, learner: int = 0) -> None:
         self.patience_s, roster = address.patience_s, address.roster()
         self.ask_roster, self._list = partial(address.ask, roster), ShardList(roster, address.patience_s)
-        self._learner, self._handle = learner, secrets.randbits(63)
+        self._caller = Caller(protocol.this_machine(), learner, secrets.randbits(63))
         self._members: dict[int, _Member] = {}  # in its place another is put when shards come or go
         self._lock, self._looking = threading.RLock(), threading.Lock()
         self.losses = 0
 
     def call(self, shard: int, method: str, *arguments: Any) -> Any:
-        """Call a shard in this client's order; return what to wait for.
+        """Call a shard; return what to wait for. Calls of one handle are taken in the order in which they are made.
 
         The arguments go as one, already pickled: Ray takes far longer for each than this takes for all.
         """
         with self._lock:
-            member = self._members[shard]
-            epoch = -1 if member.counters is None else member.counters.epoch
-            calls = CallOrder(member.client, epoch, member.calls, self._learner, self._handle)
-            member.calls += 1
-            return member.handle.ordered.remote(pickle.dumps((method, calls, *arguments)))
+            return self.handle(shard).ordered.remote(pickle.dumps((method, self._caller, *arguments)))
 
     @property
     def handles(self) -> dict[int, Any]:
@@ -368,7 +350,6 @@ class Cluster:
                 return
             self.losses += not member.lost
             member.lost = True
-            member.begin_again()
             member.probe, member.probed_at = None, time.monotonic() if member.is_away else 0.0
 
     def is_away(self, shard: int) -> bool:
