@@ -10,7 +10,6 @@ import functools
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -20,7 +19,7 @@ from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, checked, together
 from holdall.cluster.protocol import ShardCounters, asked
-from holdall.cluster.roster import NAMESPACE, Address, roster_of, wait_for_grant
+from holdall.cluster.roster import NAMESPACE, MemoryTerms, roster_of, wait_for_grant
 from holdall.cluster.security import join_cluster, require_safe_cluster
 from holdall.cluster.status import Cluster, Gauges, ShardStatus
 from holdall.cluster.writer import Writer
@@ -40,16 +39,6 @@ _WAITING_BYTES = 64 * 2**20
 """What batches may take that `sample` has drawn with another, and that wait: fewer are then drawn at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryTerms:
-    """What every handle of a memory has to know."""
-
-    address: Address
-    sampler: Sampler
-    on_shard_loss: str
-    shard_rows: int  # most rows of a shard
-
-
 class MemoryHandle:
     """A memory over shards that another process made, see `holdall.ray.attach`.
 
@@ -62,17 +51,17 @@ class MemoryHandle:
     """
 
     def __init__(
-        self, terms: MemoryTerms, generator: np.random.Generator, device: str | None, learner: int = 0
+        self, terms: MemoryTerms, sampler: Sampler, generator: np.random.Generator, device: str | None,
+        learner: int = 0,
     ) -> None:  # fmt: skip
-        self._terms, self._address, self.sampler = terms, terms.address, terms.sampler
-        self.schema = schema_of(self._address.words)
-        self.num_envs, self.name = self.schema.num_envs, self._address.name
+        self._terms, self.sampler, self.schema = terms, sampler, schema_of(terms.words)
+        self.num_envs, self.name = self.schema.num_envs, terms.name
         self._deliverer = Deliverer(self.schema, chosen_kernels(), device, sliced_leaves(self.schema))
         self._device, self._lock, self._closed = device, threading.RLock(), False
         self._asked: tuple[int, BatchesAhead] | None = None  # by `sample`: rows of a batch, and what draws them
         self._metrics = Gauges("learner", memory=self.name)
-        self._cluster = Cluster(self._address, learner)
-        self._writer = Writer(self._address, self.num_envs)
+        self._cluster = Cluster(self._terms, learner)
+        self._writer = Writer(self._terms, self.num_envs)
         self._drawing = Drawing(self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss)
         self._priorities = Priorities(self._cluster, self.sampler)
 
@@ -92,7 +81,7 @@ class MemoryHandle:
         require_count("num_envs", lanes, 1)
         if spread is not None:
             require_count("spread", spread, 1)
-        return Writer(self._address, lanes, spread)
+        return Writer(self._terms, lanes, spread)
 
     def add(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -158,7 +147,7 @@ class MemoryHandle:
     @property
     def _may_draw_several(self) -> bool:
         """Whether several batches are drawn at once; those of samplers that follow episodes may be large."""
-        return self._address.limit is None and not isinstance(self.sampler, ComposedSampler)
+        return self._terms.limit is None and not isinstance(self.sampler, ComposedSampler)
 
     def _ahead(self, count: int, batches: int, prefetch: int) -> BatchesAhead:
         """Return what draws batches, so many at once whatever changes meanwhile."""
@@ -270,7 +259,7 @@ class MemoryHandle:
         self.flush()
         self._priorities.hear()
         self._priorities.level()
-        if (limit := self._address.limit) is not None:
+        if (limit := self._terms.limit) is not None:
             limit.require("batch", count)
             wait_for_grant("sample", self._cluster.ask_roster, "take_samples", count)
         self._metrics.report(self._figures)
@@ -305,8 +294,9 @@ def attach(
         join_cluster(address, NAMESPACE)
     find_roster = functools.partial(roster_of, name)  # which refuses a memory that was closed
     terms: MemoryTerms = asked(find_roster, "terms", patience_s=_ROSTER_S, timeout_s=None)
-    if sampler is not None or isinstance(terms.sampler, Hindsight):
-        terms = replace(terms, sampler=_same(terms.sampler, sampler))
+    known = terms.sampler
+    if sampler is not None or isinstance(known, Hindsight):
+        known = _same(known, sampler)
     if rank is None:
         rank = secrets.randbits(32)
         if seed is not None:
@@ -314,7 +304,7 @@ def attach(
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
     learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
-    handle = MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
+    handle = MemoryHandle(terms, known, generator_of([entropy, rank]), device, learner)
     handle._cluster.refresh()  # so that the first batch is drawn from all shards
     return handle
 

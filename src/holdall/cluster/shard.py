@@ -12,7 +12,6 @@ import math
 import pickle
 import secrets
 import threading
-from collections import Counter
 from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
@@ -26,13 +25,12 @@ from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, re
 from holdall.cluster import protocol
 from holdall.cluster.answer import BlockPlace, ChangeCount, Payload
 from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
-from holdall.cluster.roster import NAMESPACE, is_restarted
+from holdall.cluster.roster import NAMESPACE, MemoryTerms, is_restarted
 from holdall.cluster.shard_data import ShardData
 from holdall.cluster.status import Process, ShardMetrics
-from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
+from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import generator_of
 from holdall.native import fallback
-from holdall.sampling import Sampler
 from holdall.schema import Array
 
 GROUPS = {"insert": 32, "sample": 1, "control": 4, "save": 4}
@@ -40,11 +38,6 @@ GROUPS = {"insert": 32, "sample": 1, "control": 4, "save": 4}
 _ORDERED = frozenset({"sample", "gather", "update_priorities", "begin_save"})
 """What a client may call by name, see `Shard.ordered`."""
 _MOST_LEARNERS = 1024
-_MOST_CREDITS = 4
-_CROWDED_BYTES = 32 * 2**20
-_SETTLED_S = 5.0
-_OVERTAKEN_S = 2.0
-"""How long a segment waits for those before it, which Ray may deliver later, before the writer is asked for them."""
 Ids = NDArray[np.int64]
 
 
@@ -53,32 +46,29 @@ class Shard:
 
     Args:
         number: Which one.
-        words: The memory's schema, see `holdall.json_state.schema_words`.
-        capacity: Most rows held.
-        memory: The name of the memory's roster. A handle in its place could not be found again after a restart.
-        url: Where the journal is kept; None: nowhere, and what the shard held is lost with it.
         neighbours: Shards on a machine, this one counted.
         saved: The place and number of a checkpoint of this shard that it begins with.
     """
 
     def __init__(
-        self, number: int, words: dict[str, Any], capacity: int, sampler: Sampler, seed: int | None, memory: str,
-        url: str | None = None, neighbours: int = 1, saved: tuple[str, int] | None = None,
+        self, number: int, terms: MemoryTerms, seed: int | None, neighbours: int = 1,
+        saved: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
+        # The name of the memory's roster: a handle in its place could not be found again after a restart.
+        memory, url, sampler = terms.name, terms.url, terms.sampler
         self._number, self._memory, self._url = number, memory, url
         self._machine = protocol.this_machine()
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
         self._process = Process()
         self._metrics = ShardMetrics(memory, number)
         self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
-        self._staged: Counter[bytes] = Counter()  # segments of every writer that are not durable yet
+        self._last: dict[bytes, Future[None]] = {}  # of every writer's segments: done when it can be drawn
         self._is_closed = threading.Event()
         self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
         self._changes, self._written_changes = ChangeCount(), 0  # the latter when priorities were last written
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._committer: Committer | None = None
-        self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock, neighbours)
+        self._data = ShardData(terms.words, terms.shard_rows, sampler, generator_of(seed), self._lock, neighbours)
         self._epoch, highest = begun_life(memory, number, 0, has_journal=url is not None)
         # A checkpoint is what a shard begins with, and not what one that was restarted goes back to.
         is_new, checkpoint = self._epoch == 0 or not is_restarted(), None
@@ -123,52 +113,42 @@ class Shard:
         self._expected = dict(journal.expected)
 
     @ray.method(concurrency_group="insert")
-    def insert(self, sent: protocol.SegmentHeader, payload: bytes) -> protocol.Ack:
-        """Take a segment over, if it is the next one of its writer."""
+    def insert(self, writer: bytes, first: int, payloads: list[bytes]) -> protocol.Ack:
+        """Take over those segments of a writer that come next, and say which one does then.
+
+        Args:
+            first: The number of the first of them; those that are there already are passed over.
+        """
         with self._metrics.timed("insert"):
-            return self._insert(sent, payload)
-
-    def _insert(self, sent: protocol.SegmentHeader, payload: bytes) -> protocol.Ack:
-        try:
             self._require_journal()
+            refused = ""
+            for number, payload in enumerate(payloads, first):
+                try:
+                    self._stage(writer, number, payload)
+                except (ArgumentError, DamageError) as error:
+                    refused = str(error) if number == self._expected.get(writer, 0) else ""
+                    break
             with self._lock:
-                if sent.epoch != self._epoch or sent.sequence < self._expected.get(sent.writer, 0):
-                    return self._ack(sent.writer, protocol.AckKind.EXPECTED_ANOTHER)
-                if self._is_closed.is_set():
-                    return self._ack(sent.writer, protocol.AckKind.CLOSED)
-            segment = self._data.unpacked(payload)
-            staged = Staged(Entry(sent.writer, sent.sequence, payload), segment, Future())
-            with self._changed:
-                self._changed.wait_for(lambda: sent.sequence <= self._expected.get(sent.writer, 0), _OVERTAKEN_S)
-                if self._is_closed.is_set():
-                    return self._ack(sent.writer, protocol.AckKind.CLOSED)
-                if sent.sequence != self._expected.get(sent.writer, 0):
-                    return self._ack(sent.writer, protocol.AckKind.EXPECTED_ANOTHER)
-                self._data.store.require(segment)
-                self._expected[sent.writer] = sent.sequence + 1
-                if self._committer is None:
-                    self._take(staged)
-                else:
-                    self._staged[sent.writer] += 1
-                    self._committer.stage(staged)
-                self._changed.notify_all()
-            staged.done.result()
+                expected, is_closed = self._expected.get(writer, 0), self._is_closed.is_set()
+                done = self._last.get(writer)
+            if done is not None:  # the writer forgets what was accepted, so nothing of it may still be lost
+                done.result()
             with self._lock:
-                return self._ack(sent.writer, protocol.AckKind.ACCEPTED)
-        except (ArgumentError, DamageError) as error:
-            with self._lock:
-                return self._ack(sent.writer, protocol.AckKind.REFUSED, str(error))
+                return protocol.Ack(expected, self._counters(), is_closed, refused)
 
-    @ray.method(concurrency_group="insert")
-    def expect(self, writer: bytes) -> protocol.Ack:
-        """Say which segment of a writer is the next: all before it can be drawn, and are durable if any are."""
-        self._require_journal()
-        with self._changed:
-            # The writer forgets what was accepted, so nothing counts as accepted that could still be lost.
-            if not self._changed.wait_for(lambda: not self._staged[writer], _SETTLED_S):
-                raise ShardError(f"shard {self._number} waits for its disk; ask again")
-            is_closed = self._is_closed.is_set()
-            return self._ack(writer, protocol.AckKind.CLOSED if is_closed else protocol.AckKind.EXPECTED_ANOTHER)
+    def _stage(self, writer: bytes, number: int, payload: bytes) -> None:
+        """Have a segment taken over, if it is the next one of its writer."""
+        segment = self._data.unpacked(payload)
+        staged = Staged(Entry(writer, number, payload), segment, Future())
+        with self._lock:
+            if number != self._expected.get(writer, 0) or self._is_closed.is_set():
+                return
+            self._data.store.require(segment)
+            if self._committer is None:
+                self._take(staged)
+            else:
+                self._committer.stage(staged)
+            self._expected[writer], self._last[writer] = number + 1, staged.done
 
     @ray.method(concurrency_group="control")
     def trouble(self) -> str:
@@ -248,9 +228,8 @@ class Shard:
     @ray.method(concurrency_group="control")
     def close_to_writers(self) -> None:
         """Accept nothing more, so that what is held can be moved elsewhere."""
-        with self._changed:
+        with self._lock:
             self._is_closed.set()
-            self._changed.notify_all()
         if self._committer is not None:
             self._committer.drain()
             self._say(closed_by=self._memory)
@@ -367,21 +346,12 @@ class Shard:
         with self._lock:
             for each in staged:
                 self._take(each)
-                self._staged[each.entry.writer] -= 1
-            self._staged = +self._staged
-            self._changed.notify_all()
             return self._data.store.first_tick
 
     def _take(self, staged: Staged) -> None:
         self._data.take(staged.entry.writer, staged.segment)
         self._changes.raise_by_one()
         staged.done.set_result(None)
-
-    def _ack(self, writer: bytes, kind: protocol.AckKind, reason: str = "") -> protocol.Ack:
-        counters = self._counters()
-        # Segments that a writer may have under way: fewer when much waits to be made durable.
-        under_way = _MOST_CREDITS if counters.backlog < _CROWDED_BYTES else 1
-        return protocol.Ack(kind, self._expected.get(writer, 0), under_way, counters, reason)
 
     def _counters(self) -> protocol.ShardCounters:
         data, store = self._data, self._data.store

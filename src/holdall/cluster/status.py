@@ -29,7 +29,7 @@ from holdall.cluster.protocol import Caller, RestartedError, ShardCounters, Shar
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 
 if TYPE_CHECKING:
-    from holdall.cluster.roster import Address
+    from holdall.cluster.roster import MemoryTerms
 
 _SHARE_OF_A_CORE = 0.02
 
@@ -239,9 +239,9 @@ class _Member:
 class Cluster:
     """All shards of a memory."""
 
-    def __init__(self, address: Address, learner: int = 0) -> None:
-        self.patience_s, roster = address.patience_s, address.roster()
-        self.ask_roster, self._list = partial(address.ask, roster), ShardList(roster, address.patience_s)
+    def __init__(self, terms: MemoryTerms, learner: int = 0) -> None:
+        self.patience_s, roster = terms.patience_s, terms.roster()
+        self.ask_roster, self._list = partial(terms.ask, roster), ShardList(roster, terms.patience_s)
         self._caller = Caller(protocol.this_machine(), learner, secrets.randbits(63))
         self._members: dict[int, _Member] = {}  # in its place another is put when shards come or go
         self._lock, self._looking = threading.RLock(), threading.Lock()
