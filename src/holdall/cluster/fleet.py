@@ -137,13 +137,8 @@ class Fleet:
         self._reserved = dict(resources or {})
         own: dict[str, Any] = {name: self._reserved[name] for name in ("memory", "num_cpus") if name in self._reserved}
         named = {name: amount for name, amount in self._reserved.items() if name not in own}
-        placed: dict[str, Any] = {
-            "scheduling_strategy": PLACEMENTS[placement],
-            "num_cpus": 0,
-            "resources": named,
-            **own,
-        }
-        self._shard = shard(Shard).options(**placed)
+        self._placed = {"scheduling_strategy": PLACEMENTS[placement], "num_cpus": 0, "resources": named} | own
+        self._shard = shard(Shard)
         self.actors: dict[int, Any] = {}
         self._next = 0
         nodes: Any = ray.nodes  # it has no types
@@ -165,7 +160,7 @@ class Fleet:
         if number >= MOST_SHARDS:
             raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
         self._next = max(self._next, number + 1)
-        named = self._shard.options(name=str(number), namespace=self._home)
+        named = self._shard.options(**self._placed, name=str(number), namespace=self._home)
         return named.remote(number, *self._made_with, saved)
 
     def grow(self) -> int:
