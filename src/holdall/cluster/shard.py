@@ -12,7 +12,6 @@ import math
 import pickle
 import secrets
 import threading
-from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
@@ -62,7 +61,7 @@ class Shard:
         self._process = Process()
         self._metrics = ShardMetrics(memory, number)
         self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
-        self._last: dict[bytes, Future[None]] = {}  # of every writer's segments: done when it can be drawn
+        self._staged: dict[bytes, int] = {}  # of every writer: its last segment on the way to the journal
         self._is_closed = threading.Event()
         self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
         self._changes, self._written_changes = ChangeCount(), 0  # the latter when priorities were last written
@@ -130,16 +129,16 @@ class Shard:
                     break
             with self._lock:
                 expected, is_closed = self._expected.get(writer, 0), self._is_closed.is_set()
-                done = self._last.get(writer)
-            if done is not None:  # the writer forgets what was accepted, so nothing of it may still be lost
-                done.result()
+                staged = self._staged.get(writer, 0)
+            if self._committer is not None:  # the writer forgets what was accepted: nothing of it may still be lost
+                self._committer.commit(staged)
             with self._lock:
                 return protocol.Ack(expected, self._counters(), is_closed, refused)
 
     def _stage(self, writer: bytes, number: int, payload: bytes) -> None:
         """Have a segment taken over, if it is the next one of its writer."""
         segment = self._data.unpacked(payload)
-        staged = Staged(Entry(writer, number, payload), segment, Future())
+        staged = Staged(Entry(writer, number, payload), segment)
         with self._lock:
             if number != self._expected.get(writer, 0) or self._is_closed.is_set():
                 return
@@ -147,8 +146,8 @@ class Shard:
             if self._committer is None:
                 self._take(staged)
             else:
-                self._committer.stage(staged)
-            self._expected[writer], self._last[writer] = number + 1, staged.done
+                self._staged[writer] = self._committer.stage(staged)
+            self._expected[writer] = number + 1
 
     @ray.method(concurrency_group="control")
     def trouble(self) -> str:
@@ -231,7 +230,7 @@ class Shard:
         with self._lock:
             self._is_closed.set()
         if self._committer is not None:
-            self._committer.drain()
+            self._committer.commit(self._committer.staged)
             self._say(closed_by=self._memory)
 
     @ray.method(concurrency_group="control")
@@ -278,8 +277,9 @@ class Shard:
                 return
             if arrived:
                 self._data.store.forget_before(self._committer.journal.state.hidden_before)
-            self._say(hidden_before=self._data.store.first_tick, move=None)
+            first_row = self._data.store.first_tick
             self._changes.raise_by_one()
+        self._say(hidden_before=first_row, move=None)
 
     @ray.method(concurrency_group="control")
     def end_drain(self) -> None:
@@ -351,7 +351,6 @@ class Shard:
     def _take(self, staged: Staged) -> None:
         self._data.take(staged.entry.writer, staged.segment)
         self._changes.raise_by_one()
-        staged.done.set_result(None)
 
     def _counters(self) -> protocol.ShardCounters:
         data, store = self._data, self._data.store

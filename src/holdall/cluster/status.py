@@ -210,12 +210,6 @@ class _Member:
     probed_away: bool = False  # Ray was restarting it then, and fails the question seconds later, though it be back
     count: SeenCount | None = None  # of its changes, if it runs on this machine
 
-    def keep(self, counters: ShardCounters) -> None:
-        """Keep what the shard said of itself; one that was restarted counts its changes elsewhere."""
-        if self.counters is not None and counters.epoch != self.counters.epoch:
-            self.count = None
-        self.counters = counters
-
     @property
     def is_away(self) -> bool:
         """Whether Ray restarts the shard, or gave it up, as far as this process knows.
@@ -254,11 +248,6 @@ class Cluster:
         """
         with self._lock:
             return self.handle(shard).ordered.remote(pickle.dumps((method, self._caller, *arguments)))
-
-    @property
-    def handles(self) -> dict[int, Any]:
-        """The actors of all shards, by number."""
-        return {number: member.handle for number, member in sorted(self._members.items())}
 
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""
@@ -300,11 +289,14 @@ class Cluster:
             member = self._members.get(shard)
             if member is None:
                 return
-            member.lost &= not answers
-            if is_newer(counters, member.counters):
-                member.keep(counters)
-                if count is not None and member.count is None:
-                    member.count = SeenCount(count)
+            known, member.lost = member.counters, member.lost and not answers
+            if not is_newer(counters, known):
+                return
+            member.counters = counters
+            if known is not None and known.epoch != counters.epoch:  # it counts its changes elsewhere now
+                member.count = None
+            if count is not None and member.count is None:
+                member.count = SeenCount(count)
 
     def changes(self) -> dict[int, tuple[int, int]] | None:
         """Say of every shard how often it has changed, if all are as they are known here; None if that is not seen."""
@@ -332,8 +324,8 @@ class Cluster:
 
     def ask_all(self, shards: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
         """Call some shards at the same time, and wait; return what those say that answer."""
-        handles = self.handles
-        calls = {n: getattr(handles[n], method).remote(*arguments) for n in shards if n in handles}
+        members = self._members
+        calls = {n: getattr(members[n].handle, method).remote(*arguments) for n in shards if n in members}
         found = {}
         for number, call in calls.items():
             try:
