@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdall.checkpoint import FileObjects, Objects, is_remote
-from holdall.errors import CheckpointError, DamageError, FencedError
+from holdall.errors import CheckpointError, DamageError, FencedError, ShardError
 from holdall.json_state import counted, malformed_refused
 from holdall.storage import SealedSegment, pack, records_in
 
@@ -412,6 +412,10 @@ class Committer:
                 self.record(Journal.require_owned)
 
     def _next_slot(self) -> list[Staged]:
+        if not self._waiting:
+            raise ShardError(
+                f"{self.journal.url} has segments that could not be shown; restart the shard, and report this"
+            )
         taken, nbytes = [], 0
         while self._waiting and nbytes < SLOT_BYTES:
             taken.append(self._waiting.popleft())

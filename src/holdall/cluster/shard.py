@@ -34,8 +34,6 @@ from holdall.schema import Array
 
 GROUPS = {"insert": 32, "sample": 1, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind; one keeps calls in their order, as Ray does."""
-_ORDERED = frozenset({"sample", "gather", "update_priorities", "begin_save"})
-"""What a client may call by name, see `Shard.ordered`."""
 _MOST_LEARNERS = 1024
 Ids = NDArray[np.int64]
 
@@ -161,10 +159,8 @@ class Shard:
 
     @ray.method(concurrency_group="sample")
     def ordered(self, packed: bytes) -> Any:
-        """Run one of the calls that are taken in the order in which a client makes them, see `Cluster.call`."""
+        """Run a call that is taken in the order in which its client makes them, see `Cluster.call`."""
         method, *arguments = pickle.loads(packed)  # as Ray does with what processes of a cluster send
-        if method not in _ORDERED:
-            raise ArgumentError(f"method ({method!r}) must be one of {', '.join(sorted(_ORDERED))}; call it by itself")
         return getattr(self, method)(*arguments)
 
     def sample(
