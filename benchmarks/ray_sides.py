@@ -27,7 +27,7 @@ from gymnasium import spaces
 from streams import Step, Stream
 
 from holdall import ReplayMemory as LocalReplayMemory
-from holdall.cluster.answer import read_answers
+from holdall.cluster.answer import read_answer
 from holdall.machine import held_bytes
 from holdall.ray import ReplayMemory, Writer
 
@@ -128,8 +128,8 @@ class HoldallSide:
             answer, taken = ray.get(call)
             sent += len(answer)
             start = time.process_time()
-            found, weights = read_answers(answer), np.ones(share, np.float32)
-            self.memory._deliverer.batch(found, [np.arange(share)], [shard], weights)
+            found, weights = read_answer(answer), np.ones(share, np.float32)
+            self.memory._deliverer.batch([found], [np.arange(share)], [shard], weights)
             learner_s, shard_s = learner_s + time.process_time() - start, shard_s + taken
         return {"bytes": sent, "shard_us": 1e6 * shard_s, "learner_us": 1e6 * learner_s}
 
@@ -145,8 +145,8 @@ class HoldallSide:
 
 
 def _answer_for_another_machine(shard: Any, count: int) -> tuple[Any, float]:
-    data, start = shard._data, time.process_time()
-    answer = data.answer([data.found(shard._counters(), data.draw(count, 0), is_near=False)])
+    data, counts, start = shard._data, [(count, 0)], time.process_time()
+    answer = data.answer(data.found(shard._counters(), data.draw(counts), counts, is_near=False))
     return answer, time.process_time() - start
 
 

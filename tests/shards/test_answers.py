@@ -18,7 +18,7 @@ pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[r
 
 from holdall.batch import Batch, of_ids
 from holdall.cluster import answer
-from holdall.cluster.answer import Answer, AnswerPacker, Deliverer, Payload, read_answers
+from holdall.cluster.answer import Answer, AnswerPacker, Deliverer, Payload, read_answer
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.shard_data import ShardData, ShardReader
 from holdall.delivery import DrawnRows
@@ -106,10 +106,10 @@ class Desk:
         order = None if is_near else np.argsort(ids, kind="stable")
         draw = of_ids(ids if order is None else ids[order])
         found = DrawnRows(self.reader.read(self.store.read(draw.ids)), None, None)
-        return self.packer.pack([Answer(NOWHERE, draw, np.ones(len(ids)), found, order)], is_near=is_near)
+        return self.packer.pack(Answer(NOWHERE, draw, np.ones(len(ids)), found, order), is_near=is_near)
 
     def gather(self, ids: Ids, *, is_near: bool = False) -> Batch:
-        (answer,), all_of_them = read_answers(self.answer(ids, is_near=is_near)), np.arange(len(ids))
+        answer, all_of_them = read_answer(self.answer(ids, is_near=is_near)), np.arange(len(ids))
         deliverer = Deliverer(self.schema, self.kernels, None, sliced_leaves(self.schema))
         where = all_of_them if answer.order is None else all_of_them[answer.order]
         return deliverer.batch([answer], [where], [0], np.ones(len(ids), np.float32))
@@ -258,12 +258,12 @@ def test_an_answer_that_was_damaged_is_refused_whole() -> None:
     for _ in range(2):  # what did not pay at first is not tried again so soon
         payload = desk.answer(rows)
         assert isinstance(payload, bytes)
-        (found,) = read_answers(payload)
+        found = read_answer(payload)
         assert found.order is not None
         assert rows[found.order].tolist() == found.draw.ids.tolist() == sorted(rows.tolist())
         for damaged in (payload[:-1], payload + b"x", b"", *flipped(payload)):
             with pytest.raises(DamageError):
-                read_answers(damaged)
+                read_answer(damaged)
 
 
 def test_an_answer_without_rows_that_it_should_have_gives_no_batch() -> None:
@@ -273,7 +273,7 @@ def test_an_answer_without_rows_that_it_should_have_gives_no_batch() -> None:
         desk.tick()
     desk.send()
     ids = np.arange(30)
-    (found,) = read_answers(desk.answer(ids))
+    found = read_answer(desk.answer(ids))
     deliverer = Deliverer(desk.schema, desk.kernels, None, sliced_leaves(desk.schema))
     lacking = found._replace(found=DrawnRows(found.found.rows._replace(small={}), None, None))
     with pytest.raises(DamageError):

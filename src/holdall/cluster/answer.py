@@ -25,7 +25,7 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw
+from holdall.batch import Batch, Draw, of_ids
 from holdall.cluster.protocol import ShardCounters, ids_of
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
@@ -44,7 +44,7 @@ _LEVEL, _QUICK_LEVEL = 3, -50
 
 
 class Answer(NamedTuple):
-    """What a shard drew for one batch."""
+    """What a shard drew in one call; where that is rows of several batches, they stand one behind another."""
 
     counters: ShardCounters
     draw: Draw  # its ids are the numbers of rows there
@@ -53,9 +53,23 @@ class Answer(NamedTuple):
     order: Ids | None = None  # which of those asked for each drawn one is; None: as they were asked for
     counted_at: BlockPlace | None = None  # where a learner on its machine sees how often the shard has changed
 
+    def part(self, first: int, end: int) -> Answer:
+        """Return some of the rows that were drawn; nothing is copied."""
+        if (first, end) == (0, len(self.scaled)):
+            return self
+        rows, some = self.found.rows, slice(first, end)
+        cut = Rows(
+            {i: (obs[some], next_obs[some]) for i, (obs, next_obs) in rows.small.items()}, (), None,
+            [each[some] for each in rows.action], rows.reward[some], rows.terminated[some], rows.truncated[some],
+            [each[some] for each in rows.extras], rows.ended[some],
+        )  # fmt: skip
+        order = None if self.order is None else self.order[some] - first
+        found = DrawnRows(cut, None, None)
+        return Answer(self.counters, of_ids(self.draw.ids[some]), self.scaled[some], found, order)
+
 
 class AnswerPacker:
-    """Packs the answers of a shard, one call's at a time."""
+    """Packs the answers of a shard, one at a time."""
 
     pays_up_to = 0.9
     """Share of the plain bytes up to which compressing them well pays."""
@@ -67,11 +81,11 @@ class AnswerPacker:
         self._pays = True
         self._compressors = {level: _compressor(level) for level in (_LEVEL, _QUICK_LEVEL)}
 
-    def pack(self, answers: list[Answer], *, is_near: bool) -> Payload:
+    def pack(self, answer: Answer, *, is_near: bool) -> Payload:
         """Return what is sent; `is_near`: it stays on this machine, and is neither compressed nor checked."""
         if is_near:
-            return _with_arrays_beside(answers)
-        content = pickle.dumps(answers, 5)
+            return _with_arrays_beside(answer)
+        content = pickle.dumps(answer, 5)
         is_measured = self._pays or self._packed % self.measured_again == 0
         frame = self._compressors[_LEVEL if is_measured else _QUICK_LEVEL].compress(content)
         if is_measured:
@@ -86,7 +100,7 @@ def _compressor(level: int) -> zstandard.ZstdCompressor:
     return zstandard.ZstdCompressor(compression_params=settings)
 
 
-def _with_arrays_beside(answers: list[Answer]) -> tuple[Any, ...]:
+def _with_arrays_beside(answer: Answer) -> tuple[Any, ...]:
     beside: list[Any] = []
 
     def is_small(buffer: pickle.PickleBuffer) -> bool:
@@ -95,11 +109,11 @@ def _with_arrays_beside(answers: list[Answer]) -> tuple[Any, ...]:
             beside.append(np.frombuffer(raw, np.uint8))
         return raw.nbytes < _LARGE_BYTES
 
-    return pickle.dumps(answers, 5, buffer_callback=is_small), *beside
+    return pickle.dumps(answer, 5, buffer_callback=is_small), *beside
 
 
-def read_answers(payload: Payload) -> list[Answer]:
-    """Read answers that were received; DamageError if anything in them is not as it was sent."""
+def read_answer(payload: Payload) -> Answer:
+    """Read an answer that was received; DamageError if anything in it is not as it was sent."""
     if isinstance(payload, bytes):
         frame = memoryview(payload)[_DIGEST_BYTES:]
         if xxhash.xxh3_64_digest(frame) != payload[:_DIGEST_BYTES]:
@@ -107,8 +121,8 @@ def read_answers(payload: Payload) -> list[Answer]:
         payload = (zstandard.ZstdDecompressor(max_window_size=2**_WINDOW_LOG).decompress(frame),)
     record, *beside = payload
     # Ray itself reads what an actor sends so; nothing that strangers sent comes this far.
-    answers: list[Answer] = pickle.loads(record, buffers=beside)
-    return answers
+    answer: Answer = pickle.loads(record, buffers=beside)
+    return answer
 
 
 class Deliverer:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, read_answers
+from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, read_answer
 from holdall.cluster.protocol import ShardCounters, received, rows_of, shards_of
 from holdall.cluster.status import LOSSES, Cluster
 from holdall.delivery import HostBatchJob
@@ -74,7 +74,7 @@ class Call:
 
     reference: Any
     is_heard: bool = False
-    answers: list[Answer] | None = None  # None also where the shard was lost, or holds nothing any more
+    answer: Answer | None = None  # None also where the shard was lost, or holds nothing any more
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Asked:
     rows: Ids  # positions in the batch
     mass: float  # what the shard was taken to hold
     call: Call
-    number: int  # which of the call's batches it is
+    first: int  # the first of them in the answer
 
 
 @dataclass(slots=True)
@@ -168,20 +168,20 @@ class Drawing:
         answers = []
         for shard, call in zip(named, calls, strict=True):
             try:
-                answers += self._read(shard, received(call, self._patience_s))
+                answers.append(self._read(shard, received(call, self._patience_s)))
             except LOSSES as error:
                 raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
         where = [_in_order(rows, answer) for rows, answer in zip(where, answers, strict=True)]
         return self._deliverer.batch(answers, where, named, np.ones(len(wanted), np.float32))
 
-    def _read(self, shard: int, payload: Payload) -> list[Answer]:
-        """Read a shard's answers."""
-        answers = read_answers(payload)
-        self._cluster.note(shard, answers[0].counters, answers[0].counted_at)
-        return answers
+    def _read(self, shard: int, payload: Payload) -> Answer:
+        """Read a shard's answer."""
+        answer = read_answer(payload)
+        self._cluster.note(shard, answer.counters, answer.counted_at)
+        return answer
 
     def _heard(self, asked: Asked) -> Answer | None:
-        """Wait for a shard's answer; None if it is lost, or holds nothing any more."""
+        """Wait for a shard's answer, and cut out the rows; None if it is lost, or holds nothing any more."""
         call, shard = asked.call, asked.shard
         if not call.is_heard:
             try:
@@ -196,8 +196,8 @@ class Drawing:
             if isinstance(payload, ShardCounters):
                 self._cluster.note(shard, payload)
             else:
-                call.answers = self._read(shard, payload)
-        return None if call.answers is None else call.answers[asked.number]
+                call.answer = self._read(shard, payload)
+        return None if call.answer is None else call.answer.part(asked.first, asked.first + len(asked.rows))
 
     def _payload(self, shard: int, call: Call) -> Any:
         """Wait for what a shard says, but not for one that is known to be away: Ray fails its calls seconds later."""
@@ -220,9 +220,10 @@ class Drawing:
             parts = by_shard[shard]
             counts = [(len(rows), self._relabelled(request.count, rows)) for request, rows in parts]
             blocks = [request.block.place(rows) for request, rows in parts if request.block is not None]
-            call = Call(self._cluster.call(shard, "sample", counts, blocks))
-            for number, (request, rows) in enumerate(parts):
-                request.asked.append(Asked(shard, rows, masses[shard], call, number))
+            call, first = Call(self._cluster.call(shard, "sample", counts, blocks)), 0
+            for request, rows in parts:
+                request.asked.append(Asked(shard, rows, masses[shard], call, first))
+                first += len(rows)
         self._cluster.ask_again([shard for shard in masses if shard not in by_shard])
 
     def _relabelled(self, count: int, rows: Ids) -> int:

@@ -169,7 +169,7 @@ class Shard:
         """Draw rows of some batches; of an empty shard, return the counters alone.
 
         Args:
-            counts: Of every batch how many, and how many of these get another goal.
+            counts: See `ShardData.draw`.
             blocks: Of every batch, where its rows are written if that can be; nothing: they are in the answer.
         """
         with self._metrics.timed("sample"):
@@ -179,11 +179,10 @@ class Shard:
                 counters = self._counters()
                 if counters.mass == 0:
                     return counters
-                generator = self._generator_of(caller)
-                drawn = [self._data.draw(*count, generator) for count in counts]
-                found = [self._data.found(counters, draw, is_near=is_near) for draw in drawn]
+                drawn = self._data.draw(counts, self._generator_of(caller))
+                found = self._data.found(counters, drawn, counts, is_near=is_near)
             counted_at = self._changes.place if is_near else None
-            return self._data.answer(found, blocks, is_near=is_near, counted_at=counted_at)
+            return self._data.answer(found, counts, blocks, is_near=is_near, counted_at=counted_at)
 
     def _generator_of(self, caller: protocol.Caller) -> np.random.Generator:
         """Return what rows are drawn with for a handle; the one whose memory this is draws with the shard's own."""
@@ -200,8 +199,8 @@ class Shard:
         is_near = caller.machine == self._machine
         with self._lock:
             self._data.held().require(rows)
-            found = self._data.found(self._counters(), of_ids(rows), is_near=is_near)
-        return self._data.answer([found], is_near=is_near)
+            found = self._data.found(self._counters(), of_ids(rows), [(len(rows), 0)], is_near=is_near)
+        return self._data.answer(found, is_near=is_near)
 
     def update_priorities(self, _: protocol.Caller, rows: Ids, priorities: Array) -> protocol.ShardCounters:
         """Set the priorities of rows; those that left are passed over."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,6 @@ from holdall.sampling import (
     Prioritized,
     RowOrder,
     Sampler,
-    Uniform,
     WriterRun,
     followed,
     resume,
@@ -215,18 +214,23 @@ class ShardData:
         """Wait for checkpoints that are under way, and let others write there."""
         self._savers.close()
 
-    def draw(self, count: int, relabelled: int, generator: np.random.Generator | None = None) -> Draw:
-        """Draw rows of one batch; `relabelled`: of a `Hindsight`, how many of them get another goal."""
-        goals = (relabelled,) if isinstance(self.sampler, Hindsight) else ()
-        draw: Any = self.sampler.draw
-        drawn: Draw = draw(self.held(), count, generator or self.generator, *goals)
-        return drawn
+    def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> Draw:
+        """Draw rows of some batches, those of each for itself; of several batches they are single rows.
 
-    def found(self, counters: ShardCounters, draw: Draw, *, is_near: bool) -> Answer:
-        """Look up what was drawn; for another machine from the oldest to the newest: neighbours compress well."""
+        Args:
+            counts: Of every batch how many, and how many of these get another goal.
+        """
+        held, chosen, draw = self.held(), generator or self.generator, self.sampler.draw
+        numbers: Any = counts if isinstance(self.sampler, Hindsight) else [(count,) for count, _ in counts]
+        draws = [draw(held, count, chosen, *goals) for count, *goals in numbers]
+        return draws[0] if len(draws) == 1 else of_ids(np.concatenate([each.ids for each in draws]))
+
+    def found(self, counters: ShardCounters, draw: Draw, counts: Sequence[tuple[int, int]], *, is_near: bool) -> Answer:
+        """Look up what was drawn; for another machine each batch from its oldest row on: neighbours compress well."""
         order = None
-        if not is_near and type(self.sampler) in (Uniform, Prioritized):  # steps follow each other anyway
-            order = np.argsort(draw.ids, kind="stable")
+        if not is_near and not isinstance(self.sampler, ComposedSampler):  # steps follow each other anyway
+            batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
+            order = np.lexsort((draw.ids, batch))
             draw = of_ids(draw.ids[order])
         first, by = draw.ids, self._by
         if isinstance(self.sampler, ComposedSampler):
@@ -235,22 +239,21 @@ class ShardData:
         return Answer(counters, draw, scaled, DrawnRows.of(draw, self.store, storage.fresh_bytes), order)
 
     def answer(
-        self, found: Sequence[Answer], blocks: Sequence[BlockPlace] = (), *, is_near: bool = False,
-        counted_at: BlockPlace | None = None,
+        self, found: Answer, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = (),
+        *, is_near: bool = False, counted_at: BlockPlace | None = None,
     ) -> Payload:  # fmt: skip
         """Decode what was looked up, and pack it; that takes no lock.
 
         Args:
+            counts: See `draw`.
             blocks: Where a learner on this machine has rows written, of every batch.
             is_near: Whether it goes to this machine.
             counted_at: See `Answer`.
         """
-        places, answers = blocks if is_near and blocks else [None] * len(found), []
-        for answer, place in zip(found, places, strict=True):
-            rows, last, outcomes, *_ = answer.found
-            decoded = DrawnRows(self._reader.read(rows, place), self._reader.read(last), self._reader.read(outcomes))
-            answers.append(answer._replace(found=decoded, counted_at=counted_at))
-        return self._packer.pack(answers, is_near=is_near)
+        read = self._reader.read
+        rows, last, outcomes, *_ = found.found
+        decoded = DrawnRows(read(rows, counts, blocks if is_near else ()), read(last), read(outcomes))
+        return self._packer.pack(found._replace(found=decoded, counted_at=counted_at), is_near=is_near)
 
     def mass(self) -> float:
         """Return what draws are in proportion to: transitions, starts of sequences, or the sum of scaled priorities."""
@@ -298,25 +301,42 @@ class ShardReader:
         self._kept = storage.DecodedSegments(kernels.coder, decoded_bytes)
         self._blocks = OpenedBlocks(block_leaves(schema, large))
 
-    def read(self, found: storage.Rows | None, block: BlockPlace | None = None) -> Any:
-        """Return rows with all of their observations, but for those that could be written to a block."""
+    def read(
+        self, found: storage.Rows | None, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = ()
+    ) -> Any:
+        """Return rows with all of their observations; those that could be written to blocks are not among them.
+
+        Args:
+            counts: See `ShardData.draw`.
+            blocks: Where the rows of every batch are written; nothing: nowhere.
+        """
         if found is None or found.places is None:
             return found
         if found.places.awaits_files:
             storage.bring_places(found.places)
         places = self._kept.instead(found.places)
-        pairs = None if block is None else self._blocks.pairs(block)
-        if block is None or pairs is None:
+        opened = [self._blocks.pairs(block) for block in blocks]
+        if not blocks or None in opened:
             return self._assembler.complete(found._replace(places=places), self._leaves)
+        end = 0
+        for pairs, block, (count, _) in zip(opened, blocks, counts, strict=True):
+            some, end = slice(end, end + count), end + count
+            self._write(found, places, some, block, pairs or {})
+        return found._replace(small={}, large=(), places=None)
+
+    def _write(
+        self, found: storage.Rows, places: storage.Places, some: slice, block: BlockPlace, pairs: Mapping[int, Pair]
+    ) -> None:
+        """Write the rows of one batch to where they belong in its block."""
         rows = np.frombuffer(block.positions, np.int64).copy() if block.positions else None
-        places = replace(places, rows=rows)
+        cursors = [each[some] for each in places.cursors]
+        part = replace(places, segment=places.segment[some], cursors=cursors, lane=places.lane[some], rows=rows)
         for field, i in enumerate(found.large):
             obs, next_obs = (side.view(np.uint8).reshape(len(side), self._leaves[i].nbytes) for side in pairs[i])
-            self._assembler.fill(places, field, obs, next_obs)
+            self._assembler.fill(part, field, obs, next_obs)
         for i, sides in found.small.items():
-            for side, part in zip(pairs[i], sides, strict=True):
-                side[slice(None) if rows is None else rows] = part
-        return found._replace(small={}, large=(), places=None)
+            for side, values in zip(pairs[i], sides, strict=True):
+                side[slice(None) if rows is None else rows] = values[some]
 
 
 class OpenedBlocks:
