@@ -176,7 +176,7 @@ def test_batches_drawn_at_once_are_the_same_for_the_same_seed() -> None:
     found = []
     for _ in range(2):
         with ReplayMemory(SPACE, spaces.Discrete(2), 80_000, shards=4, seed=5, patience_s=60.0) as memory:
-            memory._writer._groups[0]._generator = np.random.default_rng(0)  # which shards segments go to
+            memory._groups[0]._generator = np.random.default_rng(0)  # which shards segments go to
             batches = []
             for part in range(3):
                 for first in range(1_000 * part, 1_000 * (part + 1), 100):  # so that every shard has room for each

@@ -202,7 +202,7 @@ def test_a_memory_that_ended_in_the_middle_of_a_drain_has_every_row_once(arrived
     with durable(tmp_path) as memory:
         numbered(memory, 0, 1_200)
         memory.flush()
-        actor, writer = memory._cluster.handle(0), memory._writer._groups[0]
+        actor, writer = memory._cluster.handle(0), memory._groups[0]
         ray.get(actor.close_to_writers.remote())
         writer.leave(0)
         payload, rows, first_row, end = ray.get(actor.oldest.remote())

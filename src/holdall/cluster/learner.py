@@ -163,14 +163,12 @@ class Drawing:
         named = np.unique(shards).tolist() or [min(numbers)]
         where = [np.flatnonzero(shards == shard) for shard in named]
         calls = [
-            self._cluster.call(shard, "gather", rows_of(wanted[rows])) for shard, rows in zip(named, where, strict=True)
+            Asked(shard, rows, 1.0, Call(self._cluster.call(shard, "gather", rows_of(wanted[rows]))), 0)
+            for shard, rows in zip(named, where, strict=True)
         ]
-        answers = []
-        for shard, call in zip(named, calls, strict=True):
-            try:
-                answers.append(self._read(shard, received(call, self._patience_s)))
-            except LOSSES as error:
-                raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
+        answers = [answer for asked in calls if (answer := self._heard(asked)) is not None]
+        if len(answers) < len(calls):
+            raise ShardError(f"shards {self._cluster.lost} do not answer, and ids are wanted that they hold")
         where = [_in_order(rows, answer) for rows, answer in zip(where, answers, strict=True)]
         return self._deliverer.batch(answers, where, named, np.ones(len(wanted), np.float32))
 

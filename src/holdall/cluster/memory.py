@@ -118,7 +118,7 @@ class ReplayMemory(MemoryHandle):
 
         Where there is no room for it, `ShardError` says so, and the memory is as before.
         """
-        self._open()
+        self._require_open()
         return self._fleet.grow()
 
     def drain_shard(self, number: int) -> None:
@@ -217,17 +217,15 @@ class ReplayMemory(MemoryHandle):
                 raise
         return memory
 
-    def close(self) -> None:
-        """End the shards; batches that were handed out stay as they are."""
+    def close(self, *, flush: bool = False) -> None:
+        """End the shards; batches that were handed out stay as they are. `flush`: also what is lost with the shards."""
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
             try:
-                self._writer.close(
-                    flush=self._terms.url is not None
-                )  # what is lost with the shards is not sent to them
+                super().close(flush=flush or self._terms.url is not None)
             finally:
+                self._closed = True
                 try:
                     self._savers.close()
                 finally:

@@ -107,7 +107,7 @@ class MemoryTerms:
         try:
             return received(getattr(roster, method).remote(*arguments), self.patience_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            self.roster()
+            roster_of(self.name)
             return None
 
 

@@ -26,7 +26,7 @@ import xxhash
 
 from holdall import storage
 from holdall.background import end_before_python
-from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, ShardList, is_newer
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardList
 from holdall.cluster.roster import MemoryTerms, wait_for_grant
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
@@ -331,12 +331,12 @@ class Writer:
             return
         held = self.waiting_rows + self.unacknowledged_rows
         try:
-            self.close()
+            Writer.close(self)  # of a memory, too, only that
         except Exception as error:  # nobody could catch it here
             _LOG.warning("a writer ended with %d transitions that no shard has acknowledged: %s", held, error)
 
     @property
-    def _all_streams(self) -> list[SegmentStream]:
+    def _streams(self) -> list[SegmentStream]:
         return [stream for group in self._groups for stream in group.streams.values()]
 
     @property
@@ -347,26 +347,17 @@ class Writer:
     @property
     def unacknowledged_rows(self) -> int:
         """Rows that were sent and not acknowledged yet."""
-        return sum(stream.unacknowledged_rows for stream in self._all_streams)
+        return sum(stream.unacknowledged_rows for stream in self._streams)
 
     @property
     def unacknowledged_bytes(self) -> int:
         """Bytes that were sent and not acknowledged yet."""
-        return sum(len(segment.payload) for stream in self._all_streams for segment in stream.under_way)
+        return sum(len(segment.payload) for stream in self._streams for segment in stream.under_way)
 
     @property
     def waited_s(self) -> float:
         """Seconds that it waited for shards and the limiter, all in all."""
         return sum(group.waited_s for group in self._groups)
-
-    @property
-    def counters_by_shard(self) -> dict[int, ShardCounters]:
-        """What shards said of themselves last."""
-        found: dict[int, ShardCounters] = {}
-        for stream in self._all_streams:
-            if stream.counters is not None and is_newer(stream.counters, found.get(stream.number)):
-                found[stream.number] = stream.counters
-        return found
 
     def add(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
