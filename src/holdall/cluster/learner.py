@@ -109,6 +109,7 @@ class Drawing:
     ) -> None:  # fmt: skip
         self._cluster, self._deliverer, self._sampler, self.generator = cluster, deliverer, sampler, generator
         self._policy, self._lock, self._patience_s = policy, threading.Lock(), cluster.patience_s
+        self._by = followed(sampler)
         self.updates = 0  # how often this handle has sent something that draws depend on
 
     def state(self) -> tuple[Any, ...] | None:
@@ -150,8 +151,7 @@ class Drawing:
                 request.block = None  # what is asked for again comes with its answer
             with self._lock:
                 self._ask([(request, oldest.rows)], self._reachable(1))
-        by = followed(self._sampler)
-        weights = weights_of(answers, where, masses, by.beta if isinstance(by, Prioritized) else 1.0)
+        weights = weights_of(answers, where, masses, self._by.beta if isinstance(self._by, Prioritized) else 1.0)
         return self._deliverer.batch(answers, where, shards, weights, self._sampler, block)
 
     def gather(self, wanted: Ids) -> Batch:

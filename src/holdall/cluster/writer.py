@@ -56,7 +56,7 @@ class LaneGroup:
         self.encoder = storage.Encoder(schema, count, max(1, _SEGMENT_ROWS // count), self._kernels)
         self._codecs = SharedCodecs(self._roster, self._kernels.coder, self.encoder, count, terms.prefer)
         self._generator = np.random.default_rng()
-        self._home = -1  # the shard on which it stays while episodes go on
+        self._home, self._stay_rows = -1, terms.stay_rows  # the shard on which it stays while episodes go on
         self.streams: dict[int, SegmentStream] = {}
         self._list = ShardList(self._roster, terms.patience_s)
         self._open_to: list[int] = []  # shards that it sends new segments to
@@ -68,7 +68,7 @@ class LaneGroup:
 
         One that is long enough, and ends with an episode, counts as full: the next one may go elsewhere.
         """
-        may_end = self._terms.stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
+        may_end = self._stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
         if self.encoder.is_full or (may_end and self.encoder.ends_episodes):
             self._send()
 
@@ -93,7 +93,7 @@ class LaneGroup:
             stream = self._roomy()
         self.waited_s += time.monotonic() - start
         codecs, rows = self._codecs.of_fields(), self.encoder.rows
-        stays = self._terms.stay_rows and not self.encoder.ends_episodes
+        stays = self._stay_rows and not self.encoder.ends_episodes
         self._home, self._first = stream.number if stays else -1, -1
         payload = storage.pack_segment(self.encoder.close(codecs), self._kernels.coder)
         with self._rerouting(stream):
@@ -126,7 +126,7 @@ class LaneGroup:
             return [streams[self._first % len(streams)]]
         home = [stream for stream in streams if stream.number == self._home]
         lead = home[0].inserted - min(stream.inserted for stream in streams) if home else 0
-        return home if home and lead < self._terms.stay_rows else streams
+        return home if home and lead < self._stay_rows else streams
 
     def _leased(self, rows: int) -> int:
         """Wait for a grant of the memory's limiter; -1 if there is none."""
