@@ -98,6 +98,7 @@ class NativeTickWriter(TickWriter):
 
     has_runs = True
     next_tick, pause_tick = struct_field("next_tick"), struct_field("pause_tick")
+    blocks_pause_tick = struct_field("blocks_pause_tick")
 
     def __init__(
         self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
@@ -111,6 +112,7 @@ class NativeTickWriter(TickWriter):
         self._flat = (FlatFieldStruct * len(rings))(*rings)
         self._sliced = (SlicedFieldStruct * 0)()
         self._parts: list[OpenPart] = []
+        self._cursors: list[Cursors] = []
         self._struct = TickWriterStruct(
             next_tick=ticks[1],
             first_tick=ticks[0],
@@ -124,7 +126,7 @@ class NativeTickWriter(TickWriter):
     @property
     def places(self) -> tuple[TickWriterStruct, Any]:
         """The struct that C writes ticks by, and what must live as long as it."""
-        return self._struct, (self._flat, self.flat)
+        return self._struct, self
 
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter.write`."""
@@ -160,7 +162,7 @@ class NativeTickWriter(TickWriter):
             self._struct.sliced_count = 0
             self._sliced = fields
             self._struct.sliced, self._struct.sliced_count = ctypes.addressof(fields), len(rings)
-            self._parts = parts
+            self._parts, self._cursors = parts, sliced.cursors
         arrays = zip(parts, self._sliced, sliced.obs, sliced.next_obs, sliced.cursors, strict=True)
         return [part.aim(field, obs, next_obs, ring.shape[1]) for part, field, obs, next_obs, ring in arrays]
 
@@ -250,9 +252,12 @@ class NativePart(OpenPart):
             self._linked = self.log
         layout = 0
         if not (obs.flags.c_contiguous and next_obs.flags.c_contiguous):
-            obs, next_obs, layout = as_they_lie(obs, next_obs, self._layouts)
-            if layout and not self._struct.packed:
-                self._make_layout_room()
+            obs, next_obs, dense = as_they_lie(obs, next_obs, self._layouts)
+            if dense is not None:
+                layout = field.known = dense.address
+                field.strides = dense.strides_address
+                if not self._struct.packed:
+                    self._make_layout_room()
         field.obs, field.next_obs, field.order = address(obs), address(next_obs), layout
         return obs, next_obs
 

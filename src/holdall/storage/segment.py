@@ -156,6 +156,16 @@ class Segments:
             self._sure_until = tick + self._ticks_that_fit(tick)
         return self._sure_until - tick
 
+    def pause_tick(self, capacity_ticks: int) -> int:
+        """Return the first tick to come that may need more than to be written.
+
+        Before it no segment is full, none leaves a memory of so many ticks, and nobody looks for windows.
+        """
+        if self.searches.scouts:
+            return 0
+        leaves = [segment.first_tick + segment.ticks + capacity_ticks - 1 for segment in self.closed[:1]]
+        return min([self._sure_until, *leaves])
+
     def lengthen_logs(self) -> None:
         """Make room for one more tick in the logs of the open segment."""
         self._repair.do(self._lengthen_logs)

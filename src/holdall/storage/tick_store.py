@@ -228,6 +228,7 @@ class TickStore:
             self._made_sealer().grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
             self._settle(may_evict=True)
         self._evict_before(now - self._capacity_ticks)
+        self._writer.blocks_pause_tick = segments.pause_tick(self._capacity_ticks)
 
     def _look_for_windows(self, tick: Tick) -> None:
         """Show a tick to the searches in rings, and move fields in which a window was found."""
