@@ -18,6 +18,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,13 +86,16 @@ class AnswerPacker:
         """Return what is sent; `is_near`: it stays on this machine, and is neither compressed nor checked."""
         if is_near:
             return _with_arrays_beside(answer)
-        content = pickle.dumps(answer, 5)
+        parts = [memoryview(part) for part in _with_arrays_beside(answer)]
+        sizes = [part.nbytes for part in parts]
         is_measured = self._pays or self._packed % self.measured_again == 0
-        frame = self._compressors[_LEVEL if is_measured else _QUICK_LEVEL].compress(content)
+        stream = self._compressors[_LEVEL if is_measured else _QUICK_LEVEL].compressobj(sum(sizes))
+        frame = b"".join([*map(stream.compress, parts), stream.flush()])
         if is_measured:
-            self._pays = len(frame) <= self.pays_up_to * len(content)
+            self._pays = len(frame) <= self.pays_up_to * sum(sizes)
         self._packed += 1
-        return xxhash.xxh3_64_digest(frame) + frame
+        body = np.array([len(sizes), *sizes], "<i8").tobytes() + frame
+        return xxhash.xxh3_64_digest(body) + body
 
 
 def _compressor(level: int) -> zstandard.ZstdCompressor:
@@ -115,10 +119,13 @@ def _with_arrays_beside(answer: Answer) -> tuple[Any, ...]:
 def read_answer(payload: Payload) -> Answer:
     """Read an answer that was received; DamageError if anything in it is not as it was sent."""
     if isinstance(payload, bytes):
-        frame = memoryview(payload)[_DIGEST_BYTES:]
-        if xxhash.xxh3_64_digest(frame) != payload[:_DIGEST_BYTES]:
+        body = memoryview(payload)[_DIGEST_BYTES:]
+        if xxhash.xxh3_64_digest(body) != payload[:_DIGEST_BYTES]:
             raise DamageError("an answer was damaged on its way; nothing of it is used")
-        payload = (zstandard.ZstdDecompressor(max_window_size=2**_WINDOW_LOG).decompress(frame),)
+        count, *rest = np.frombuffer(body, "<i8", int.from_bytes(body[:8], "little") + 1).tolist()
+        frame = body[8 * (count + 1) :]
+        plain = memoryview(zstandard.ZstdDecompressor(max_window_size=2**_WINDOW_LOG).decompress(frame))
+        payload = tuple(plain[first:end] for first, end in pairwise([0, *accumulate(rest)]))
     record, *beside = payload
     # Ray itself reads what an actor sends so; nothing that strangers sent comes this far.
     answer: Answer = pickle.loads(record, buffers=beside)
