@@ -73,25 +73,20 @@ class Transform:
     green: bool = False
     shuffle: int = 0
     coded_bytes: int = field(init=False, repr=False, compare=False)  # of a slice that reach the compressor
+    is_of_colours: bool = field(init=False, repr=False, compare=False)  # whether pixels become numbers of their colours
+    palette_bytes: int = field(init=False, repr=False, compare=False)  # of a block
+    # That may stand in front of a unit: how many colours it has of its own, and these.
+    head_bytes: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        in_one = 3 if self.is_of_colours else max(self.word_bytes, 1)
-        object.__setattr__(self, "coded_bytes", self.slice_bytes // in_one)
-
-    @property
-    def is_of_colours(self) -> bool:
-        """Whether pixels become numbers of their colours."""
-        return self.predictor in {Predictor.COLOURS, Predictor.COLUMNS}
-
-    @property
-    def palette_bytes(self) -> int:
-        """Bytes of a block's palette."""
-        return COLOUR_PALETTE_BYTES if self.is_of_colours else 256 * self.word_bytes
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes that may stand in front of a unit: how many colours it has of its own, and these."""
-        return 1 + 4 * MOST_UNIT_COLOURS if self.is_of_colours else 0
+        is_of_colours = self.predictor in {Predictor.COLOURS, Predictor.COLUMNS}
+        for name, value in (
+            ("coded_bytes", self.slice_bytes // (3 if is_of_colours else max(self.word_bytes, 1))),
+            ("is_of_colours", is_of_colours),
+            ("palette_bytes", COLOUR_PALETTE_BYTES if is_of_colours else 256 * self.word_bytes),
+            ("head_bytes", 1 + 4 * MOST_UNIT_COLOURS if is_of_colours else 0),
+        ):
+            object.__setattr__(self, name, value)
 
     def is_sound(self) -> bool:
         """Whether the numbers agree with each other: they may come from a file. See decode.c."""
@@ -142,8 +137,18 @@ class Codec:
     is_sound: bool = field(init=False, repr=False, compare=False)  # it may come from a file
     # How many bytes must repeat for Zstandard to refer to them; 0: as many as it says itself.
     shortest_match: int = field(init=False, repr=False, compare=False)
+    is_of_colours: bool = field(init=False, repr=False, compare=False)
+    known_palette: bytes = field(
+        init=False, repr=False, compare=False
+    )  # the colours that its dictionary numbers, if any
+    common: bytes = field(init=False, repr=False, compare=False)  # what the compressor is given beforehand
 
     def __post_init__(self) -> None:
+        content = b"" if self.dictionary is None else self.dictionary.content
+        of_palette = COLOUR_PALETTE_BYTES if self.transform.is_of_colours else 0
+        object.__setattr__(self, "is_of_colours", self.transform.is_of_colours)
+        object.__setattr__(self, "known_palette", content[:of_palette])
+        object.__setattr__(self, "common", content[of_palette:] if of_palette else content)
         # Units are of a size that readers make room for, see codec.h.
         fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
         fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and self.dictionary)
@@ -154,23 +159,6 @@ class Codec:
         object.__setattr__(self, "is_sound", fits and self.transform.is_sound())
         is_of_differences = self.transform.predictor in {Predictor.LEFT, Predictor.UP}
         object.__setattr__(self, "shortest_match", _REPEATED_DIFFERENCES if is_of_differences else 0)
-
-    @property
-    def is_of_colours(self) -> bool:
-        """Whether pixels become numbers of their colours."""
-        return self.transform.is_of_colours
-
-    @property
-    def known_palette(self) -> bytes:
-        """The colours that its dictionary numbers, if it does."""
-        content = b"" if self.dictionary is None else self.dictionary.content
-        return content[:COLOUR_PALETTE_BYTES] if self.is_of_colours else b""
-
-    @property
-    def common(self) -> bytes:
-        """What the compressor is given beforehand."""
-        content = b"" if self.dictionary is None else self.dictionary.content
-        return content[COLOUR_PALETTE_BYTES:] if self.is_of_colours else content
 
     @property
     def wants_dictionary(self) -> bool:
