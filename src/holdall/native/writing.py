@@ -392,7 +392,9 @@ class NativeCoder(NativeDecoder):
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`."""
-        return NativeCoder(self._library, self._libraries, _MOST_COMPRESSORS)
+        coder = NativeCoder(self._library, self._libraries, _MOST_COMPRESSORS)
+        coder._ddicts = self._ddicts  # they live as long as their dictionaries
+        return coder
 
     def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """See `Coder.checksums`."""

@@ -95,6 +95,10 @@ class ArenaPool:
             others = [spare for spare in self._spare if spare.memory is not whole.base]
             self._spare = [*others, _SpareArena(whole.base, arena.nbytes, weakref.ref(whole))][-self._most :]
 
+    def clear(self) -> None:
+        """Keep none."""
+        self._spare = []
+
     @property
     def spare(self) -> list[Bytes]:
         """Arenas kept; they are handed out again once nobody looks at these arrays any more."""
@@ -399,6 +403,20 @@ class Coder(Protocol):
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """Decode slices into the rows of `out`."""
+
+
+def joined(coder: Coder, pieces: list[SealedSlices | None], order: Order | None) -> SealedSlices | None:
+    """Make one of blocks that were sealed piece by piece, by one codec and in this order; None if one could not be."""
+    coded = [piece.coded for piece in pieces if piece is not None]
+    if len(coded) < len(pieces) or not coded:
+        return None
+    if len(coded) == 1:
+        return coder.adopt(replace(coded[0], places=places_of(order)))
+    data = [each.data for each in coded if not isinstance(each.data, Extent)]
+    units = np.concatenate(data, out=reserve(sum(map(len, data))))
+    ends = np.cumsum(np.concatenate([[0], *(np.diff(each.offsets) for each in coded)])).astype(np.uint32)
+    count = sum(each.count for each in coded)
+    return coder.adopt(Coded(coded[0].codec, count, ends, coded[0].palette, units, places_of(order)))
 
 
 class SliceBlock(ABC):

@@ -46,6 +46,8 @@ _CONTEXT_FACTOR = 8
 _SEGMENTS_OF_A_MEMORY = 16
 """A segment is freed as a whole, so it is never more than this share of the capacity."""
 _FEWEST_TICKS = 16
+_PIECES_OF_A_SEGMENT = 16
+"""Of `extend`, at most such a share of a segment is written before one looks whether the sealer keeps up."""
 _TABLE_BYTES = 32
 """What an open segment keeps of each slice beside its bytes: a hash, slots of a table, an entry of the log."""
 _REPLAYED_TICKS = 64
@@ -118,6 +120,7 @@ class Segments:
         self._repair = repair
         self._lanes = lanes
         self.arenas = ArenaPool()
+        self.recycles = False  # whether arenas of blocks that are sealed are filled again
         self._ring_ticks = capacity_ticks + 1
         self._most_bytes = most_bytes
         self.frozen: list[FrozenBlock] = []  # blocks that are full, and were not asked for yet
@@ -350,14 +353,24 @@ class Segments:
         parts = self.open.parts
         return (
             tick - self.open.first_tick >= self._most_ticks
-            or sum(part.added_bytes for part in parts) >= self._limit_bytes
+            or self.open_bytes() >= self._limit_bytes
             or not all(part.has_room() for part in parts)
         )
+
+    def open_bytes(self) -> int:
+        """What the open segment's unique slices take."""
+        return sum(part.added_bytes for part in self.open.parts)
+
+    @property
+    def ticks_in_a_piece(self) -> int:
+        """How many ticks may be written before one looks whether the sealer keeps up."""
+        most_in_a_tick = 2 * self._lanes * sum(leaf.nbytes for leaf in self._leaves)
+        return max(1, self._limit_bytes // (_PIECES_OF_A_SEGMENT * max(most_in_a_tick, 1)))
 
     def _ticks_that_fit(self, tick: int) -> int:
         """Count the ticks from one on that fit whatever they bring, so that nobody has to look at each."""
         parts = self.open.parts
-        bytes_left = self._limit_bytes - sum(part.added_bytes for part in parts)
+        bytes_left = self._limit_bytes - self.open_bytes()
         most_in_a_tick = 2 * sum(part.lanes * part.obs_bytes for part in parts)
         by_bytes = bytes_left // max(most_in_a_tick, 1)
         by_room = min((part.ticks_that_fit() for part in parts), default=0)
@@ -418,7 +431,9 @@ class Segments:
 
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
         """Change over to a block's next form; places that were handed out keep the one before."""
+        arena = block.arena
         block.replace_by(sealed)
+        self.arenas.give_up(arena) if self.recycles else self.arenas.clear()
         naming = self._naming.get(id(block), [])
         for segment in naming:
             number = int(np.searchsorted(self.index.first_ticks, segment.first_tick))

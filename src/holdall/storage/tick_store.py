@@ -129,7 +129,8 @@ class TickStore:
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
         self.sealer: Sealer | None = None  # made under the lock, with the first block that is full
-        self._spare_bytes = 0  # of blocks that may wait for it
+        self._spare_bytes: int | None = None  # of blocks that may wait for it, see `Sealer`
+        self._may_hurry = True  # whether it may seal them quickly
         self._snapshots = RowSnapshots(self._lanes)
 
     @property
@@ -225,7 +226,7 @@ class TickStore:
         segments, now = self.large_segments, self.next_tick
         segments.look(now - 1, sliced.obs, sliced.next_obs)
         if segments.frozen:
-            self._made_sealer().grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
+            self._made_sealer().grew(sum(frozen.block.used_bytes for frozen in segments.frozen))
             self._settle(may_evict=True)
         self._evict_before(now - self._capacity_ticks)
 
@@ -266,7 +267,7 @@ class TickStore:
         for frozen in segments.take_frozen():
             tiers.keep(frozen)
         allowance = tiers.allowance(self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes)
-        tiers.settle(allowance)
+        tiers.settle(allowance, 0.0 if self.sealer is None else self.sealer.bytes_per_second)
         freed = 0
         while may_evict and tiers.is_over(allowance, freed):
             gone = segments.evict_oldest()
@@ -275,15 +276,24 @@ class TickStore:
             freed += self._let_go(gone)
         tiers.try_again()
         self._spare_bytes = tiers.spare_bytes(allowance)
+        self._may_hurry = tiers.has_raw(2 * segments.segment_bytes)
 
     def _made_sealer(self) -> Sealer:
         if self.sealer is None:
             write = None if self._folder is None else self._folder.write
-            kernels, budget, quickly = self._kernels, self._budget, self._budget.limit is None
-            self.sealer = Sealer(
-                kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write, seals_quickly=quickly
-            )
+            kernels, budget = self._kernels, self._budget
+            self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write)
         return self.sealer
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many blocks wait for the sealer that no tick should come."""
+        return self.sealer is not None and self.sealer.is_crowded(self.large_segments.open_bytes())
+
+    def wait_for_room(self) -> None:
+        """Wait while so many blocks wait for the sealer, see `Sealer.wait_for_room`; not under the lock."""
+        if self.sealer is not None:
+            self.sealer.wait_for_room(self.large_segments.open_bytes)
 
     def _send_orders(self) -> None:
         """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
@@ -292,6 +302,7 @@ class TickStore:
             return
         sealer = self._made_sealer()
         sealer.spare_bytes = self._spare_bytes
+        sealer.may_seal_quickly(is_harmless=self._may_hurry)
         sealer.withdraw(sealer.waiting - {id(frozen.block) for frozen in (*sealing, *spilling)})
         for frozen in sealing:
             sealer.submit(frozen)
@@ -314,6 +325,7 @@ class TickStore:
         with self._lock:
             self.repair.run()
             sealer = self._made_sealer()
+            self.large_segments.recycles = sealer.is_fed_fast
             for block, sealed, _, is_again in sealer.collect():
                 if sealed is not None and is_again:
                     self._tiers.exchange_again(block, partial(self.large_segments.seal, block, sealed))

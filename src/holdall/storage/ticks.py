@@ -88,7 +88,7 @@ class StepRuns:
         if not large:
             return writer.write_run(packed, None), None
         now = writer.next_tick
-        some = slice(first, first + min(len(packed), segments.sure_ticks(now)))
+        some = slice(first, first + min(len(packed), segments.sure_ticks(now), segments.ticks_in_a_piece))
         obs, next_obs = ([arrays[i][some] for i in large] for arrays in (self.steps.obs, self.steps.next_obs))
         sliced = segments.sliced(now, obs, next_obs)
         return writer.write_run(packed[: some.stop - first], sliced), sliced
@@ -140,7 +140,7 @@ class StepsLeft:
         """Go on behind the last tick that the store counts: all since `before` are these steps."""
         while (done := store.next_tick - before) < self._count:
             store.write_steps(self._runs, done)
-            if store.sealer is not None and store.sealer.is_crowded:
+            if store.is_crowded:
                 break
         self._written = store.next_tick - before
 
