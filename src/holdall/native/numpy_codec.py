@@ -16,7 +16,19 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Bytes
-from holdall.storage import Codec, Coded, Coder, Method, Order, Predictor, SealedSlices, Transform, places_of
+from holdall.storage import (
+    WATCHED_BYTES,
+    Codec,
+    Coded,
+    Coder,
+    Method,
+    Order,
+    Predictor,
+    SealedSlices,
+    Transform,
+    Watch,
+    places_of,
+)
 
 Compress = Callable[[bytes, bytes], bytes]
 """Takes a unit, and the key that it is compressed against; nothing if there is none."""
@@ -44,7 +56,9 @@ class PortableCoder:
         """See `Coder.adopt`."""
         return PortableSealed(coded)
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
+    def seal(
+        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
+    ) -> SealedSlices | None:
         """See `Coder.seal`; one thread does all."""
         transform = codec.transform
         staged, palette = slices if order is None else slices[order], np.zeros(0, np.uint8)
@@ -65,6 +79,8 @@ class PortableCoder:
             packed = coded if is_key and codec.raw_keys else compress(coded, b"" if is_key else key)
             pieces.append(packed if len(packed) < len(coded) else coded)
             key = coded if is_key else key
+            if watch is not None and (unit + 1) % max(1, WATCHED_BYTES // (codec.group * transform.slice_bytes)) == 0:
+                watch(min(first + codec.group, len(rows)))
         offsets = np.zeros(len(pieces) + 1, np.uint32)
         np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
         data = np.frombuffer(b"".join(pieces), np.uint8).copy()

@@ -33,6 +33,7 @@ from holdall.native.reading import DenseLayout, NativeDecoder, as_they_lie
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,
+    WATCHED_BYTES,
     Codec,
     Coded,
     Coder,
@@ -48,6 +49,7 @@ from holdall.storage import (
     SlicedTick,
     TickWriter,
     Transform,
+    Watch,
     Window,
     address,
     places_of,
@@ -55,8 +57,7 @@ from holdall.storage import (
     reserve,
 )
 
-_PALETTE_SLOTS = 1024
-_MOST_COMPRESSORS = 8
+_PALETTE_SLOTS, _MOST_COMPRESSORS = 1024, 8
 _ZSTD_LEVEL, _ZSTD_HASH_LOG, _ZSTD_CHAIN_LOG, _ZSTD_MIN_MATCH = 100, 102, 103, 105
 _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 200, 201, 202
 """Numbers of ZSTD_cParameter, part of the library's stable interface."""
@@ -343,7 +344,9 @@ class NativeCoder(NativeDecoder):
         self._most_unit_bytes = max(self._most_unit_bytes, unit_bytes)
         return sealed
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
+    def seal(
+        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
+    ) -> SealedSlices | None:
         """See `Coder.seal`."""
         transform, count = codec.transform, len(slices)
         slices = np.ascontiguousarray(slices)  # C reads row after row
@@ -351,38 +354,49 @@ class NativeCoder(NativeDecoder):
             raise DamageError(f"slices of {slices.shape} came to a codec of {transform.slice_bytes} bytes; report this")
         if order is not None and (len(order) != count or order.dtype != np.uint32):
             raise DamageError(f"an order of {len(order)} came with {count} slices; report this")
-        share = codec.group * max(codec.key, 1)  # slices that stay together
-        share *= max(1, -(-count // (share * threads)))
-        encode = partial(self._encode, slices, codec, order, reserve(count * transform.coded_bytes), share)
-        if share >= count:
-            pieces = [encode(0)]
-        else:
+        together = codec.group * max(codec.key, 1)  # slices that stay together
+        share = together * max(1, -(-count // (together * threads)))
+        data, room = reserve(count * transform.coded_bytes), transform.coded_bytes
+        encode = partial(self._encode, slices, codec, order)
+        if share < count:
             with ThreadPoolExecutor(threads, "holdall-sealer") as helpers:
-                pieces = list(helpers.map(encode, range(0, count, share)))
-        done = [piece for piece in pieces if piece is not None]
-        if len(done) < len(pieces):
+                firsts = range(0, count, share)
+                areas = [data[first * room : (first + share) * room] for first in firsts]
+                pieces = list(helpers.map(encode, firsts, areas))
+        else:
+            is_whole = watch is None or transform.word_bytes  # a palette is made of all slices
+            piece = count if is_whole else together * max(1, WATCHED_BYTES // (together * transform.slice_bytes))
+            pieces, used, compressor = [], 0, self._compressor(codec)
+            for first in range(0, max(count, 1), max(piece, 1)):
+                pieces.append(encode(first, data[used : used + piece * room], compressor))
+                used += len(pieces[-1][0])
+                if watch is not None:
+                    watch(min(first + piece, count))
+        if any(palette is None for _, _, palette in pieces):
             return None
-        packed = np.concatenate([units for units, _, _ in done], out=reserve(sum(len(units) for units, _, _ in done)))
-        offsets = np.zeros(1, np.uint32)
-        for _, ends, _ in done:
-            offsets = np.concatenate([offsets, offsets[-1] + ends])
-        return self.adopt(Coded(codec, count, offsets, done[0][2], packed, places_of(order)))
+        bases = np.cumsum([0, *(len(units) for units, _, _ in pieces)], dtype=np.uint32)
+        packed = np.concatenate([units for units, _, _ in pieces], out=reserve(int(bases[-1])))
+        offsets = np.concatenate([bases[:1], *(base + ends for base, (_, ends, _) in zip(bases, pieces, strict=False))])
+        return self.adopt(Coded(codec, count, offsets, pieces[0][2], packed, places_of(order)))
 
     def _encode(
-        self, slices: Bytes, codec: Codec, order: Order | None, data: Bytes, share: int, first: int
-    ) -> tuple[Bytes, NDArray[np.uint32], Bytes] | None:
-        """Code slices from `first` on; return their units, where these end, and the palette; None: it does not hold."""
-        compressor, form = self._compressor(codec), _form(codec.transform)
-        count, coded_bytes = min(share, len(slices) - first), codec.transform.coded_bytes
-        own = data[first * coded_bytes : (first + count) * coded_bytes]
+        self, slices: Bytes, codec: Codec, order: Order | None, first: int, data: Bytes,
+        compressor: _Compressor | None = None,
+    ) -> tuple[Bytes, NDArray[np.uint32], Any]:  # fmt: skip
+        """Code as many slices from `first` on as `data` has room for.
+
+        Return their units, where these end, and the palette; None if it does not hold all words.
+        """
+        compressor, form = compressor or self._compressor(codec), _form(codec.transform)
+        count = min(data.size // codec.transform.coded_bytes, len(slices) - first)
         offsets = np.zeros(-(-count // codec.group) + 1, np.uint32)
         palette, slots = np.zeros(256 * codec.transform.word_bytes, np.uint8), np.zeros(_PALETTE_SLOTS, np.uint16)
         used = self._library.holdall_encode(
             ctypes.addressof(compressor.encoder), ctypes.addressof(form), address(slices),
-            0 if order is None else address(order), len(slices), first, first + count, address(own), own.size,
+            0 if order is None else address(order), len(slices), first, first + count, address(data), data.size,
             address(offsets), address(palette), address(slots),
         )  # fmt: skip
-        return None if used < 0 else (own[:used], offsets[1:], palette)
+        return data[: max(used, 0)], offsets[1:], None if used < 0 else palette
 
     def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `Coder.count_work`."""
@@ -392,9 +406,7 @@ class NativeCoder(NativeDecoder):
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`."""
-        coder = NativeCoder(self._library, self._libraries, _MOST_COMPRESSORS)
-        coder._ddicts = self._ddicts  # they live as long as their dictionaries
-        return coder
+        return NativeCoder(self._library, self._libraries, _MOST_COMPRESSORS)
 
     def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """See `Coder.checksums`."""

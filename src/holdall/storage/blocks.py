@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -374,18 +375,26 @@ def _carry(
     return CarriedSlices(Coded(codec, count, offsets, palette, data, places))
 
 
+Watch = Callable[[int], None]
+WATCHED_BYTES = 2**18
+"""Of slices that are sealed before a `Watch` is called, if so few can be."""
+
+
 class Coder(Protocol):
     """Seals blocks of slices and reads them."""
 
     def adopt(self, coded: Coded) -> SealedSlices:
         """Make slices readable that were sealed elsewhere, or moved to a file."""
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
+    def seal(
+        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
+    ) -> SealedSlices | None:
         """Code all rows of `slices`; None if a palette does not hold their words.
 
         Args:
             order: Which row comes first, second, ... in the units; each once. Their numbers stay as they are.
             threads: Threads that may share the work; the bytes are the same.
+            watch: Called after every piece of the work with how many slices are done; what it raises ends the work.
         """
 
     def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -403,20 +412,6 @@ class Coder(Protocol):
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """Decode slices into the rows of `out`."""
-
-
-def joined(coder: Coder, pieces: list[SealedSlices | None], order: Order | None) -> SealedSlices | None:
-    """Make one of blocks that were sealed piece by piece, by one codec and in this order; None if one could not be."""
-    coded = [piece.coded for piece in pieces if piece is not None]
-    if len(coded) < len(pieces) or not coded:
-        return None
-    if len(coded) == 1:
-        return coder.adopt(replace(coded[0], places=places_of(order)))
-    data = [each.data for each in coded if not isinstance(each.data, Extent)]
-    units = np.concatenate(data, out=reserve(sum(map(len, data))))
-    ends = np.cumsum(np.concatenate([[0], *(np.diff(each.offsets) for each in coded)])).astype(np.uint32)
-    count = sum(each.count for each in coded)
-    return coder.adopt(Coded(coded[0].codec, count, ends, coded[0].palette, units, places_of(order)))
 
 
 class SliceBlock(ABC):

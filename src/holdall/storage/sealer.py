@@ -22,7 +22,7 @@ import numpy as np
 
 from holdall.background import end_before_python
 from holdall.report import GROWTH_CHECKS
-from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, joined, reserve
+from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, reserve
 from holdall.storage.choosing import ChoosingWorker, FieldKind, WorkerStoppedError
 from holdall.storage.codec import Codec, Method, stored
 from holdall.storage.codec_choice import choose_quickly
@@ -34,8 +34,6 @@ _RAW_SEGMENTS = 2
 segments, so that memory stays bounded, and what a limit leaves. Beyond that, `add` waits for pieces of blocks."""
 _LEAST_RAW_BYTES = 8 * 2**20
 """Without a limit it never waits for less: small blocks are many."""
-_PIECE_BYTES, _CAREFUL_PIECE_BYTES = 2**20, 2**18
-"""What is sealed at once: quickly, and otherwise. Between two pieces, who waits for room looks again."""
 _FAST_BYTES_PER_SECOND, _BUSY_SHARE = 32 * 2**20, 0.7
 """Blocks that come faster than this are sealed in a hurry if sealing them well would take more than this share of the
 worker's time: once they queue up, it is late."""
@@ -377,21 +375,20 @@ class _Work(ChoosingWorker):
         """Seal a block piece by piece, if that makes it smaller; say how many seconds a byte took."""
         frozen, helpers = job.frozen, min(self._threads - 1, _MOST_HELPERS) if in_a_hurry else 1
         slices, order, queue = frozen.block.raw, frozen.lane_order(), self._queue
-        clock = time.monotonic if helpers > 1 else time.thread_time
-        began, pieces, is_quick = clock(), [], codec == self._quick.get((frozen.field, frozen.window))
-        coder: Any = self._coder if helpers > 1 else self._coder.keeping()
-        share = codec.group * max(codec.key, 1)  # slices that stay together
-        share *= max(1, (helpers * _PIECE_BYTES if is_quick else _CAREFUL_PIECE_BYTES) // (share * slices.shape[1]))
-        if codec.transform.word_bytes or share >= len(slices):
-            share = max(len(slices), 1)  # a palette is made of all of them
-        for first in range(0, len(slices), share):
-            if queue.is_pressed and not is_quick and self.seals_quickly:
-                raise _PressedError
-            some = slices[first : first + share] if order is None else slices[order[first : first + share]]
-            pieces.append(coder.seal(some, codec, **({"threads": helpers} if helpers > 1 else {})))
-            queue.done = job, min(first + share, len(slices)) * slices.shape[1]
+        is_quick = codec == self._quick.get((frozen.field, frozen.window)) or not self.seals_quickly
+
+        def watch(done: int = 0) -> None:
+            queue.done = job, done * frozen.block.slice_bytes
             queue.tell()
-        sealed = _smaller(joined(self._coder, pieces, order), slices.nbytes)
+            if queue.is_pressed and not is_quick:
+                raise _PressedError
+
+        watch()
+        given: dict[str, Any] = {} if order is None else {"order": order}  # a coder need not know of what is not asked
+        given |= {"threads": helpers} if helpers > 1 else {}
+        clock = time.monotonic if helpers > 1 else time.thread_time
+        began = clock()
+        sealed = _smaller(self._coder.seal(slices, codec, watch=watch, **given), slices.nbytes)
         seconds = (clock() - began) / max(slices.nbytes, 1)
         if in_a_hurry:
             queue.hurried.append(HurriedBlock(frozen, is_raw=sealed is None))

@@ -276,7 +276,7 @@ class TickStore:
             freed += self._let_go(gone)
         tiers.try_again()
         self._spare_bytes = tiers.spare_bytes(allowance)
-        self._may_hurry = tiers.has_raw(2 * segments.segment_bytes)
+        self._may_hurry = tiers.has_room(allowance, 2 * segments.segment_bytes)
 
     def _made_sealer(self) -> Sealer:
         if self.sealer is None:

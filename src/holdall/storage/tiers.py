@@ -267,9 +267,9 @@ class Tiers:
         """Return what a limit leaves for blocks that wait; None if there is none: then as few wait as possible."""
         return None if self._budget.limit is None else max(allowance.closed - self._held, 0)
 
-    def has_raw(self, nbytes: int) -> bool:
-        """Whether so much is raw that nothing leaves early if blocks are sealed quickly; always without a limit."""
-        return self._budget.limit is None or self._raw.nbytes >= nbytes
+    def has_room(self, allowance: Allowance, nbytes: int) -> bool:
+        """Whether so much is raw or free that nothing leaves early if blocks are sealed quickly."""
+        return self._budget.limit is None or self._raw.nbytes + allowance.closed - self._held >= nbytes
 
     @property
     def _held(self) -> int:

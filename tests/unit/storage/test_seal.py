@@ -24,7 +24,7 @@ from holdall.schema import Bytes, Leaf
 from holdall.storage import choosing, segment
 from holdall.storage import sealer as seal
 from holdall.storage.batch_source import Places
-from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, address
+from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, Watch, address
 from holdall.storage.codec import Codec, Method, Predictor, Transform
 from holdall.storage.saved_store import frozen_segments
 from holdall.storage.sealer import Sealer
@@ -56,13 +56,15 @@ class GatedCoder(PortableCoder):
         self.levels: list[int] = []
         self.failing = False
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
+    def seal(
+        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
+    ) -> SealedSlices | None:
         self.begun.release()
         assert self.gate.acquire(timeout=PATIENCE_S)
         self.levels.append(codec.level)
         if self.failing:
             raise OSError("out of order")
-        return super().seal(slices, codec, order, threads=threads)
+        return super().seal(slices, codec, order, threads=threads, watch=watch)
 
     def open(self, times: int = 1000) -> None:
         self.gate.release(times)
@@ -953,10 +955,11 @@ def test_threads_share_a_block_where_cores_are_idle(monkeypatch: pytest.MonkeyPa
 
     class Counting(PortableCoder):
         def seal(
-            self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1
-        ) -> SealedSlices | None:
+            self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1,
+            watch: Watch | None = None,
+        ) -> SealedSlices | None:  # fmt: skip
             asked.append(threads)
-            return super().seal(slices, codec, order, threads=threads)
+            return super().seal(slices, codec, order, threads=threads, watch=watch)
 
     choice, keeper = SteppedChoice(monkeypatch), ExchangingKeeper()
     choice.codec = TOGETHER
