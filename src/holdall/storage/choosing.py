@@ -150,7 +150,7 @@ class ChoosingWorker(ABC):
 
 
 class _MeasuringCoder:
-    """A coder that calls `pause` before it seals samples, and remembers how long codecs take."""
+    """A coder that calls `pause` between pieces of samples that it seals, and remembers how long codecs take."""
 
     def __init__(self, coder: Coder, pause: Callable[[], None]) -> None:
         self._coder, self._pause = coder, pause
@@ -161,10 +161,18 @@ class _MeasuringCoder:
 
     def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
         """Seal samples."""
-        self._pause()
+        paused = 0.0
+
+        def pause(_: int = 0) -> None:
+            nonlocal paused
+            before = time.thread_time()
+            self._pause()
+            paused += time.thread_time() - before
+
         began = time.thread_time()
-        sealed = self._coder.seal(slices, codec)
-        self._seconds[_cost_of(codec)] = (time.thread_time() - began) / max(slices.nbytes, 1)
+        pause()
+        sealed = self._coder.seal(slices, codec, watch=pause)
+        self._seconds[_cost_of(codec)] = (time.thread_time() - began - paused) / max(slices.nbytes, 1)
         return sealed
 
     def seconds_of(self, codec: Codec) -> float:
