@@ -33,7 +33,7 @@ from holdall.storage.segment import Segments
 from holdall.storage.slices import Window, WindowScout
 from holdall.storage.snapshot import RowSnapshots
 from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, Kernels, SlicedTick, StepRuns, Tick, TickWriter
-from holdall.storage.tiers import Budget, Tiers
+from holdall.storage.tiers import NO_LIMIT, Budget, Tiers
 
 _LOG = logging.getLogger("holdall")
 
@@ -214,7 +214,8 @@ class TickStore:
         if writer.has_runs and not (
             runs.steps.valid is not None or self._snapshots.pending or segments.searches.scouts
         ):
-            written, sliced = runs.write(first, writer, self._rings, segments, self._large)
+            most = segments.ticks_in_a_piece if self.sealer is not None and self.sealer.waiting else NO_LIMIT
+            written, sliced = runs.write(first, writer, self._rings, segments, self._large, most)
         if not written:
             self.write(runs.steps.cut(first))
         elif sliced is not None:
