@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -305,3 +306,14 @@ def test_arenas_are_filled_again_if_blocks_come_fast() -> None:
     segments.recycles = False
     seal(fill(160))
     assert not segments.arenas.spare
+
+
+def test_what_a_codec_is_chosen_by_goes_back_to_the_system() -> None:
+    """It takes megabytes, which the heap of the worker's thread would keep: it is mapped on its own."""
+    sample = BlockSample.of(np.zeros((300, 500), np.uint8), Window.whole(LEAF))
+    for array in (sample.spread, sample.near, *sample.keyed.values()):
+        owner: Any = array
+        while isinstance(owner, np.ndarray):
+            owner = owner.base
+        owner = owner.obj if isinstance(owner, memoryview) else owner
+        assert isinstance(owner, mmap.mmap)
