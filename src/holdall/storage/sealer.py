@@ -27,7 +27,7 @@ from holdall.storage.choosing import ChoosingWorker, FieldKind, WorkerStoppedErr
 from holdall.storage.codec import Codec, Method, stored
 from holdall.storage.codec_choice import choose_quickly
 from holdall.storage.slices import FrozenBlock
-from holdall.storage.tiers import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
+from holdall.storage.tiers import NO_LIMIT, HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
 
 _RAW_SEGMENTS = 2
 """While blocks wait, the open ones, those that wait and what is left of the one being sealed take at most so many
@@ -157,13 +157,17 @@ class Sealer:
         """Say why the slices of a field are coded as they are; nothing if that was not chosen yet."""
         return self._work.reason(field)
 
-    def is_crowded(self, open_bytes: int = 0) -> bool:
-        """Whether so much waits to be sealed that no more should come, with what the open blocks hold."""
+    def room(self, open_bytes: int = 0) -> int:
+        """Return how much may come before `add` waits, below 0 if it has to; open blocks hold so much."""
         if not self._queue.jobs:
-            return False
+            return NO_LIMIT
         allowed, spare = _RAW_SEGMENTS * self._segment_bytes, self.spare_bytes
         allowed = max(allowed, _LEAST_RAW_BYTES) if spare is None else allowed + spare
-        return self._queue.outstanding_bytes + open_bytes > allowed
+        return allowed - self._queue.outstanding_bytes - open_bytes
+
+    def is_crowded(self, open_bytes: int = 0) -> bool:
+        """Whether so much waits to be sealed that no more should come."""
+        return self.room(open_bytes) < 0
 
     def wait_for_room(self, open_bytes: Callable[[], int] = int) -> None:
         """Wait while too much waits to be sealed, or for all if memory is short; not under the memory's lock.

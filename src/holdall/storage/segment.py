@@ -289,9 +289,8 @@ class Segments:
     @property
     def segment_bytes(self) -> int:
         """Most that an open segment takes, with the tables that find its slices by their bytes."""
-        most_in_a_tick = 2 * self._lanes * sum(leaf.nbytes for leaf in self._leaves)
         smallest = min((window.slice_bytes for window in self.windows), default=1)
-        whole = self._limit_bytes + 2 * most_in_a_tick
+        whole = self._limit_bytes + 2 * self.most_in_a_tick
         return whole + whole * _TABLE_BYTES // max(smallest, _TABLE_BYTES)
 
     def thaw(
@@ -364,8 +363,12 @@ class Segments:
     @property
     def ticks_in_a_piece(self) -> int:
         """How many ticks may be written before one looks whether the sealer keeps up."""
-        most_in_a_tick = 2 * self._lanes * sum(leaf.nbytes for leaf in self._leaves)
-        return max(1, self._limit_bytes // (_PIECES_OF_A_SEGMENT * max(most_in_a_tick, 1)))
+        return max(1, self._limit_bytes // (_PIECES_OF_A_SEGMENT * self.most_in_a_tick))
+
+    @property
+    def most_in_a_tick(self) -> int:
+        """Bytes of slices that a tick may bring."""
+        return max(1, 2 * self._lanes * sum(leaf.nbytes for leaf in self._leaves))
 
     def _ticks_that_fit(self, tick: int) -> int:
         """Count the ticks from one on that fit whatever they bring, so that nobody has to look at each."""

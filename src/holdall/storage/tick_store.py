@@ -131,6 +131,7 @@ class TickStore:
         self.sealer: Sealer | None = None  # made under the lock, with the first block that is full
         self._spare_bytes: int | None = None  # of blocks that may wait for it, see `Sealer`
         self._may_hurry = True  # whether it may seal them quickly
+        self._look_tick = 0  # the tick after which one has to look whether it keeps up
         self._snapshots = RowSnapshots(self._lanes)
 
     @property
@@ -293,8 +294,12 @@ class TickStore:
 
     def wait_for_room(self) -> None:
         """Wait while so many blocks wait for the sealer, see `Sealer.wait_for_room`; not under the lock."""
-        if self.sealer is not None:
-            self.sealer.wait_for_room(self.large_segments.open_bytes)
+        if self.sealer is not None and self.next_tick >= self._look_tick:
+            self._look_tick = NO_LIMIT  # orders that are sent from now on change it
+            open_bytes = self.large_segments.open_bytes
+            self.sealer.wait_for_room(open_bytes)
+            ticks = self.sealer.room(open_bytes()) // self.large_segments.most_in_a_tick
+            self._look_tick = min(self._look_tick, self.next_tick + max(ticks, 1))
 
     def _send_orders(self) -> None:
         """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
@@ -309,6 +314,7 @@ class TickStore:
             sealer.submit(frozen)
         for frozen in spilling:
             sealer.spill(frozen)
+        self._look_tick = 0
 
     def _let_go(self, gone: list[SliceBlock]) -> int:
         """Forget blocks that were dropped; return the bytes that they had on disk."""
