@@ -132,6 +132,34 @@ def _in_32_bits(value: Any, name: str) -> Any:
     return narrow
 
 
+def device_of_jax() -> str | None:
+    """Return the device on which torch can fill arrays for JAX; None where that is the host."""
+    try:
+        import jax  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  only for those who ask for it
+    except ImportError as error:
+        raise MissingPackageError(
+            "device is 'jax', but jax is not installed; run \"pip install jax\", or use device=None for NumPy arrays"
+        ) from error
+    if jax.default_backend() == "cpu":
+        return None
+    try:
+        return "cuda" if import_torch().cuda.is_available() else None
+    except MissingPackageError:
+        return None
+
+
+def import_torch() -> Any:
+    """Return torch, for those who ask for tensors."""
+    try:
+        import torch  # noqa: PLC0415  heavy, and only for those who ask for tensors
+    except ImportError as error:
+        raise MissingPackageError(
+            "device is given, but torch is not installed; run \"pip install 'holdall[torch]'\" "
+            "or use device=None for NumPy arrays"
+        ) from error
+    return torch
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutBatch:
     """Steps of a rollout: a minibatch of single steps, or of whole sequences.

@@ -39,6 +39,9 @@ from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_
 from holdall.storage import Budget, SpillFolder, StepsLeft, Store, steps_in
 from holdall.units import require_count, whole
 
+_PLAIN_SAMPLERS = frozenset({Uniform, Prioritized})
+"""These draw once, and say nothing of a row but its id and weight."""
+
 
 class ReplayMemory(BaseMemory):
     """Replay memory for `num_envs` lanes that advance together. All methods may be called from any thread.
@@ -147,13 +150,24 @@ class ReplayMemory(BaseMemory):
         require_count("batch_size", batch_size, 1)
         if self._open().next_tick >= self._next_look:
             self._look_for_resets()
+        is_plain = type(self.sampler) in _PLAIN_SAMPLERS and self._batches.takes_arrays
         with self._locked():
             store = self._whole()
             batch = self._batches.draw(self.sampler, batch_size, self._generator, store) if store.next_tick else None
             if batch is not None:
                 return batch
             draw = self._draw(store, batch_size, batch_size)
-            drawn = self._batches.look_up(draw, store)
+            drawn = None if is_plain else self._batches.look_up(draw, store)
+        if drawn is None:
+            arrays = store.batch_reader.gather(draw.ids)  # in one call, if there is such a way
+            if type(arrays) is tuple:
+                return self._batches.of_arrays(draw, arrays)
+            with self._locked():
+                store = self._whole()
+                if draw.ids.min() < store.held[0]:  # another thread added meanwhile
+                    draw = self._draw(store, batch_size, batch_size)
+                drawn = self._batches.look_up(draw, store)
+                store.offer_batches(batch_size)
         return self._batches.make(draw, drawn)
 
     def _look_for_resets(self) -> None:
@@ -299,7 +313,7 @@ class ReplayMemory(BaseMemory):
     def _draw(self, store: Store, count: int, least: int) -> Draw:
         """Draw rows, if so many transitions at least are held."""
         require_enough(count, store.transitions, least)
-        if type(self.sampler) not in {Uniform, Prioritized} or not store.all_valid:  # these two draw once
+        if type(self.sampler) not in _PLAIN_SAMPLERS or not store.all_valid:
             store.repair.begin(functools.partial(setattr, bits := self._generator.bit_generator, "state", bits.state))
         draw = drawn_from(self.sampler, self._held(store), count, self._generator)
         store.repair.end()

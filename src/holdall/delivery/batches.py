@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.background import fork_safe, left
-from holdall.batch import Batch, Draw, Goals
-from holdall.errors import ArgumentError, DamageError, MissingPackageError
+from holdall.batch import Batch, Draw, Goals, device_of_jax, import_torch
+from holdall.errors import ArgumentError, DamageError
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage import ALIGNMENT_BYTES, Kernels, Places, Rows, Store, bring_places, fresh_bytes
 
@@ -191,10 +191,10 @@ class Delivery:
         self.torch: Any = None  # the module, if tensors are asked for
         self.is_jax = device == "jax"
         if self.is_jax:
-            device = _device_of_jax()
+            device = device_of_jax()
         if device is None:
             return
-        self.torch = _import_torch()
+        self.torch = import_torch()
         try:
             self.torch_device = self.torch.device(device)
         except (RuntimeError, TypeError) as error:
@@ -241,33 +241,6 @@ class Delivery:
                 f"device ({self.torch_device}): torch has no dtype for {leaf.name or 'the space'} "
                 f"({leaf.dtype}); use device=None for NumPy arrays"
             ) from error
-
-
-def _device_of_jax() -> str | None:
-    """Return the device on which torch can fill arrays for JAX; None where that is the host."""
-    try:
-        import jax  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  only for those who ask for it
-    except ImportError as error:
-        raise MissingPackageError(
-            "device is 'jax', but jax is not installed; run \"pip install jax\", or use device=None for NumPy arrays"
-        ) from error
-    if jax.default_backend() == "cpu":
-        return None
-    try:
-        return "cuda" if _import_torch().cuda.is_available() else None
-    except MissingPackageError:
-        return None
-
-
-def _import_torch() -> Any:
-    try:
-        import torch  # noqa: PLC0415  heavy, and only for those who ask for tensors
-    except ImportError as error:
-        raise MissingPackageError(
-            "device is given, but torch is not installed; run \"pip install 'holdall[torch]'\" "
-            "or use device=None for NumPy arrays"
-        ) from error
-    return torch
 
 
 # ---------------------------------------------------------------- batches
@@ -321,6 +294,13 @@ class Batches(ABC):
         """Draw and make a batch in one step, where that can be done; under the memory's lock."""
         return None
 
+    takes_arrays = False
+    """Whether `of_arrays` makes batches."""
+
+    def of_arrays(self, draw: Draw, arrays: tuple[Array, ...]) -> Batch:
+        """Make a batch of what `BatchReader.gather` returned for the ids of a draw, which says nothing else of rows."""
+        raise NotImplementedError
+
     def draw_slots(self, rows: SlotDraw, count: int, store: Store, *, ahead: bool) -> BatchJob | None:
         """The same for rows that an adapter draws, see `DeviceBatches`."""
         return None
@@ -368,6 +348,20 @@ class HostBatches(Batches):
         self._schema = schema
         self._assembler = assembler
         self._delivery = delivery
+
+    takes_arrays = True
+
+    def of_arrays(self, draw: Draw, arrays: tuple[Array, ...]) -> Batch:
+        """See `Batches`."""
+        schema, hand_over = self._schema, self._delivery.hand_over
+        given = [hand_over(array) for array in arrays]
+        reward = len(schema.action.leaves)
+        observed = reward + 3 + len(schema.extras.leaves)
+        return Batch(
+            schema.observation.build(given[observed::2]), schema.action.build(given[:reward]), given[reward],
+            schema.observation.build(given[observed + 1 :: 2]), given[reward + 1], given[reward + 2],
+            schema.extras.build(given[reward + 3 : observed]), draw.ids, hand_over(draw.weights),
+        )  # fmt: skip
 
     def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`."""

@@ -122,11 +122,17 @@ static int take_memories(batch_reader *f, int64_t rows, batch_memories *m) {
     return 1;
 }
 
+/* What a batch consists of. */
+typedef struct {
+    const batch_array *first;
+    int64_t count;
+} batch_arrays;
+
 /* Return a tuple of arrays over the memory; NULL after an exception. */
-static void *arrays_of(const batch_reader *f, int64_t rows, const batch_memories *m) {
-    void *const made = f->maker->new_tuple(f->array_count);
-    for (int64_t i = 0; made && i < f->array_count; i++) {
-        const batch_array *const a = &f->arrays[i];
+static void *arrays_of(const batch_reader *f, batch_arrays wanted, int64_t rows, const batch_memories *m) {
+    void *const made = f->maker->new_tuple(wanted.count);
+    for (int64_t i = 0; made && i < wanted.count; i++) {
+        const batch_array *const a = &wanted.first[i];
         const batch_memory *const memory = &m->part[a->column < 0 ? 2 + a->field : f->columns[a->column].block != 0];
         const int64_t offset =
             a->column >= 0 ? m->offset[a->column] : a->is_next ? aligned(rows * f->field[a->field].obs_bytes) : 0;
@@ -190,14 +196,26 @@ static void *drawn_ids(batch_reader *f, int64_t rows) {
     return ids;
 }
 
-/* Make the batch of the ids in `f->ids`, all of them held. */
-static void *batch_of(batch_reader *f, int64_t rows, int64_t first_id, int64_t next_id) {
+/* Whether batches can be made this way now: nobody is at work, and fields lie where they were. */
+static int is_ready(const batch_reader *f) {
+    return f->is_open && !*f->lock_owner && !*f->is_pending && !*f->is_changed && !f->is_busy;
+}
+
+/* Return the oldest tick that is held. */
+static int64_t oldest_tick(const batch_reader *f) {
+    const int64_t by_capacity = f->writer->next_tick - f->capacity_ticks;
+    return by_capacity > f->first_tick ? by_capacity : f->first_tick;
+}
+
+/* Make the batch of the ids in `f->ids`. */
+static void *batch_of(batch_reader *f, batch_arrays wanted, int64_t rows) {
     const array_maker *const p = f->maker;
+    const int64_t first_id = oldest_tick(f) * f->lanes, next_id = f->writer->next_tick * f->lanes;
     batch_memories m;
     if (!take_memories(f, rows, &m)) return NULL;
     int is_done = holdall_read_rows(f->columns, f->column_count, f->ids, rows, first_id, next_id, f->ring_rows,
                                     m.part[0].first, m.part[1].first) < 0;
-    void *made = is_done ? arrays_of(f, rows, &m) : NULL;
+    void *made = is_done ? arrays_of(f, wanted, rows, &m) : NULL;
     if (made && f->field_count) is_done = copy_fields(f, rows, &m);
     drop_memories(f, &m);
     if (is_done) return made;
@@ -217,16 +235,26 @@ EXPORT void *holdall_fast_draw(void *self, void *const *given, int64_t count) {
         if (number[i] < 0) p->clear_error(); /* of what is no number, too: the general way says so */
     }
     const int64_t rows = number[0], filled = number[1], slots = number[2];
-    if (!f->is_open || given[0] != f->generator || *f->generator_is_locked || *f->lock_owner || *f->is_pending ||
-        *f->is_changed || f->is_busy)
-        return p->number(0);
-    const int64_t next_tick = f->writer->next_tick, by_capacity = next_tick - f->capacity_ticks;
-    const int64_t first_tick = by_capacity > f->first_tick ? by_capacity : f->first_tick;
+    if (!is_ready(f) || given[0] != f->generator || *f->generator_is_locked) return p->number(0);
+    const int64_t next_tick = f->writer->next_tick, first_tick = oldest_tick(f);
     /* Every slot that may be drawn was written to, and what was written last is still held. */
     const int is_filled = filled == slots ? next_tick - first_tick >= slots : first_tick == 0 && filled == next_tick;
     if (rows < 1 || rows > f->most_rows || filled < 1 || filled > slots || filled > UINT32_MAX || !is_filled)
         return p->number(0);
     holdall_draw(f->next_uint32, f->generator_state, filled, slots, next_tick - 1, f->lanes, rows, f->ids,
                  f->lanes == 1 ? NULL : f->drawn_lanes);
-    return batch_of(f, rows, first_tick * f->lanes, next_tick * f->lanes);
+    return batch_of(f, (batch_arrays){f->arrays, f->array_count}, rows);
+}
+
+/* gather(ids) -> a tuple of arrays; 0 if they cannot be made this way; the ids again if one of them is not held, or
+ * damaged. */
+EXPORT void *holdall_fast_gather(void *self, void *const *given, int64_t count) {
+    batch_reader *const f = own_struct(self);
+    const array_maker *const p = f->maker;
+    const array *const ids = count == 1 ? given[0] : NULL;
+    if (!ids || !is_ready(f) || ids->head.type != p->array_type || ids->dtype != p->id_dtype || ids->dimensions != 1 ||
+        !(ids->flags & C_CONTIGUOUS) || ids->lengths[0] < 1 || ids->lengths[0] > f->most_rows)
+        return p->number(0);
+    memcpy(f->ids, ids->data, (size_t)ids->lengths[0] * sizeof *f->ids);
+    return batch_of(f, (batch_arrays){f->gathered, f->gathered_count}, ids->lengths[0]);
 }

@@ -119,7 +119,7 @@ class FlatFieldStruct(ctypes.Structure):
 class SlicedFieldStruct(ctypes.Structure):
     """A field of a tick that is cut into slices."""
 
-    _fields_ = _pointers("part cursors obs next_obs order")
+    _fields_ = _pointers("part cursors obs next_obs order known strides")
 
 
 class TickWriterStruct(ctypes.Structure):
@@ -128,7 +128,7 @@ class TickWriterStruct(ctypes.Structure):
     _fields_ = [
         *_numbers("next_tick first_tick ring_ticks packed_bytes"),
         *_pointers("flat sliced"),
-        *_numbers("flat_count sliced_count pause_tick"),
+        *_numbers("flat_count sliced_count pause_tick blocks_pause_tick"),
     ]
 
 
@@ -154,7 +154,7 @@ class FastTickStruct(ctypes.Structure):
     """Ticks whose arguments need no change."""
 
     _fields_ = [
-        *_pointers("python writer observed"), *_numbers("observed_count small_count is_dict"),
+        *_pointers("python writer observed"), *_numbers("observed_count small_count large_bytes is_dict"),
         ("rest", ArgumentFormStruct * 4), *_pointers("packed"), *_numbers("packed_bytes is_open"),
         *_pointers("cut_key lock_owner is_pending"),
     ]  # fmt: skip
@@ -193,6 +193,7 @@ class BatchReaderStruct(ctypes.Structure):
 
     _fields_ = [
         *_pointers("maker writer columns"), *_numbers("column_count"), *_pointers("arrays"), *_numbers("array_count"),
+        *_pointers("gathered"), *_numbers("gathered_count"),
         ("field", BatchFieldStruct * _MOST_BATCH_FIELDS), *_numbers("field_count"), *_pointers("first_ticks"),
         *_numbers("segments"), *_pointers("kept"), *_numbers("first_tick capacity_ticks lanes ring_rows most_rows"),
         *_pointers("ids drawn_lanes segment lane decoders pool"),
@@ -322,6 +323,7 @@ _SIGNATURES = _signatures("""
     holdall_fast_add p ppn
     holdall_fast_pack p ppn
     holdall_fast_draw p ppn
+    holdall_fast_gather p ppn
     holdall_write_ticks n ppnn
     holdall_encode n ppppnnnpnppp
     holdall_count_work v ppnp

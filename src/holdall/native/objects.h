@@ -28,6 +28,8 @@ typedef struct {
     int flags;
 } array;
 
+enum { C_CONTIGUOUS = 1 }; /* of an array's flags */
+
 /* A function's own object is a tuple: an array over its struct, and what must live as long as it. */
 static inline void *own_struct(const void *self) { return ((const array *)((const tuple *)self)->first)->data; }
 

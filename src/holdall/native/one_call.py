@@ -146,6 +146,7 @@ class NativeFastTick(FastTick):
         struct = self._struct
         struct.writer, struct.observed = ctypes.addressof(writer), ctypes.addressof(forms)
         struct.observed_count, struct.small_count = len(observed), len(arguments.small)
+        struct.large_bytes = 2 * sum(map(_form_bytes, arguments.large.values()))
         struct.is_dict, struct.rest = arguments.is_dict, (ArgumentFormStruct * 4)(*map(_form, arguments.rest))
         struct.packed, struct.packed_bytes = address(packed), packed.size
 
@@ -200,7 +201,7 @@ class NativeBatchReader(BatchReader):
         self._described: list[Any] = []  # what the struct points into
         # A tuple, and not an array that has all: the collector of cycles looks into tuples.
         owner = (np.frombuffer(memoryview(self._struct).cast("B"), np.uint8), lock, flags, self._described)
-        self.draw = built_in("holdall_fast_draw", library, owner)
+        self.draw, self.gather = (built_in(f"holdall_fast_{name}", library, owner) for name in ("draw", "gather"))
         self._release = weakref.finalize(self, _release_memory, self._struct)
         tell_of_forks(self)
 
@@ -221,17 +222,21 @@ class NativeBatchReader(BatchReader):
         columns, row_bytes = table.columns(), sum(table.spans(ALIGNMENT_BYTES)[1:3]) // ALIGNMENT_BYTES
         room = min(max(rows, struct.most_rows), _MOST_SHORT_BYTES // max(row_bytes, 1))
         is_readable = len(columns) <= _MOST_COLUMNS and len(source.rows.large) <= _MOST_FIELDS
-        is_readable &= all(0 not in array.shape and len(array.shape) < MOST_DIMENSIONS for array in source.arrays)
+        wanted = (*source.arrays, *source.gathered)
+        is_readable &= all(0 not in array.shape and len(array.shape) < MOST_DIMENSIONS for array in wanted)
         if struct.is_busy or not is_readable or room < rows or not self._can_decode(source):
             return
         self._is_changed[0] = 0
         generator = global_generator()
-        arrays = (BatchArrayStruct * len(source.arrays))(*map(_array_struct, source.arrays))
+        arrays, gathered = (
+            (BatchArrayStruct * len(some))(*map(_array_struct, some)) for some in (source.arrays, source.gathered)
+        )
         scratch = [np.empty(room, dtype) for dtype in (np.int64, np.int64, np.int32, np.int32)]
         kept = (source, columns, tuple(source.rows.records))  # of the tables, whose list changes
-        self._described[:] = [kept, arrays, scratch, generator]
+        self._described[:] = [kept, arrays, gathered, scratch, generator]
         struct.writer, struct.columns = ctypes.addressof(source.writer.places[0]), address(columns)
         struct.column_count, struct.arrays, struct.array_count = len(columns), ctypes.addressof(arrays), len(arrays)
+        struct.gathered, struct.gathered_count = ctypes.addressof(gathered), len(gathered)
         struct.kept, struct.first_tick, struct.capacity_ticks = id(kept), source.first_tick, source.capacity_ticks
         struct.lanes, struct.ring_rows, struct.most_rows = source.lanes, source.rows.ring_rows, room
         struct.ids, struct.drawn_lanes, struct.segment, struct.lane = map(address, scratch)

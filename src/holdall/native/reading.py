@@ -396,15 +396,18 @@ class DenseLayout:
             return
         numbers = ctypes.c_int64 * MOST_DIMENSIONS
         self._struct = LayoutStruct(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
-        self.address = ctypes.addressof(self._struct)
+        self._strides = numbers(*array.strides)
+        self.address, self.strides_address = ctypes.addressof(self._struct), ctypes.addressof(self._strides)
 
 
 _MOST_LAYOUTS = 8
 """Layouts that a part remembers; a caller has one or two."""
 
 
-def as_they_lie(obs: Array, next_obs: Array, known: dict[tuple[int, ...], DenseLayout]) -> tuple[Array, Array, int]:
-    """Return both arrays in the order of their memory, and the address of the layout that leads back.
+def as_they_lie(
+    obs: Array, next_obs: Array, known: dict[tuple[int, ...], DenseLayout]
+) -> tuple[Array, Array, DenseLayout | None]:
+    """Return both arrays in the order of their memory, and the layout that leads back, if that is another one.
 
     Images often come with transposed axes; C then puts them in order while it writes them.
     Arrays that differ in layout, or do not fill their memory, are copied.
@@ -419,5 +422,5 @@ def as_they_lie(obs: Array, next_obs: Array, known: dict[tuple[int, ...], DenseL
             dense = known[strides] = DenseLayout(obs)
         if dense is not None and dense.order is not None:
             raw, next_raw = obs.transpose(dense.order), next_obs.transpose(dense.order)
-            return raw, next_raw, dense.address
-    return np.ascontiguousarray(obs), np.ascontiguousarray(next_obs), 0
+            return raw, next_raw, dense
+    return np.ascontiguousarray(obs), np.ascontiguousarray(next_obs), None

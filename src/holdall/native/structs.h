@@ -171,7 +171,9 @@ typedef struct {
     uint32_t *cursors; /* (ring ticks, lanes) */
     const uint8_t *obs;
     const uint8_t *next_obs;
-    const layout *order; /* of both in memory; NULL: as they are stored */
+    const layout *order;   /* of both in memory; NULL: as they are stored */
+    const layout *known;   /* the last order other than NULL, or NULL ... */
+    const int64_t *strides; /* ... and the MOST_DIMENSIONS strides of arrays that lie so */
 } sliced_field;
 
 /* All fields of a memory, and how many ticks were written: this number alone says what is held. */
@@ -184,7 +186,8 @@ typedef struct {
     sliced_field *sliced;
     int64_t flat_count;
     int64_t sliced_count;
-    int64_t pause_tick; /* before this tick is written, there is more to do */
+    int64_t pause_tick;        /* before this tick is written, there is more to do ... */
+    int64_t blocks_pause_tick; /* ... and before this one, if fields are cut into slices */
 } tick_writer;
 
 /* ---- arguments as Python passes them ----------------------------------------------- */
@@ -227,6 +230,7 @@ typedef struct {
     const argument_form *observed; /* those in rings first */
     int64_t observed_count;
     int64_t small_count; /* of those in rings */
+    int64_t large_bytes; /* of a tick's observations that are cut into slices */
     int64_t is_dict;
     argument_form rest[4]; /* action, reward, terminated, truncated */
     uint8_t *packed;
@@ -395,8 +399,10 @@ typedef struct {
     const tick_writer *writer;
     const row_column *columns;
     int64_t column_count;
-    const batch_array *arrays;
+    const batch_array *arrays; /* of batches that are drawn, ... */
     int64_t array_count;
+    const batch_array *gathered; /* ... and of those whose ids are given */
+    int64_t gathered_count;
     batch_field field[MOST_BATCH_FIELDS];
     int64_t field_count;
     const int64_t *first_ticks;

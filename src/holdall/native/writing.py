@@ -99,6 +99,7 @@ class NativeTickWriter(TickWriter):
 
     has_runs = True
     next_tick, pause_tick = struct_field("next_tick"), struct_field("pause_tick")
+    blocks_pause_tick = struct_field("blocks_pause_tick")
 
     def __init__(
         self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
@@ -112,6 +113,7 @@ class NativeTickWriter(TickWriter):
         self._flat = (FlatFieldStruct * len(rings))(*rings)
         self._sliced = (SlicedFieldStruct * 0)()
         self._parts: list[OpenPart] = []
+        self._cursors: list[Cursors] = []
         self._struct = TickWriterStruct(
             next_tick=ticks[1],
             first_tick=ticks[0],
@@ -125,7 +127,7 @@ class NativeTickWriter(TickWriter):
     @property
     def places(self) -> tuple[TickWriterStruct, Any]:
         """The struct that C writes ticks by, and what must live as long as it."""
-        return self._struct, (self._flat, self.flat)
+        return self._struct, self
 
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter.write`."""
@@ -161,7 +163,7 @@ class NativeTickWriter(TickWriter):
             self._struct.sliced_count = 0
             self._sliced = fields
             self._struct.sliced, self._struct.sliced_count = ctypes.addressof(fields), len(rings)
-            self._parts = parts
+            self._parts, self._cursors = parts, sliced.cursors
         arrays = zip(parts, self._sliced, sliced.obs, sliced.next_obs, sliced.cursors, strict=True)
         return [part.aim(field, obs, next_obs, ring.shape[1]) for part, field, obs, next_obs, ring in arrays]
 
@@ -251,9 +253,12 @@ class NativePart(OpenPart):
             self._linked = self.log
         layout = 0
         if not (obs.flags.c_contiguous and next_obs.flags.c_contiguous):
-            obs, next_obs, layout = as_they_lie(obs, next_obs, self._layouts)
-            if layout and not self._struct.packed:
-                self._make_layout_room()
+            obs, next_obs, dense = as_they_lie(obs, next_obs, self._layouts)
+            if dense is not None:
+                layout = field.known = dense.address
+                field.strides = dense.strides_address
+                if not self._struct.packed:
+                    self._make_layout_room()
         field.obs, field.next_obs, field.order = address(obs), address(next_obs), layout
         return obs, next_obs
 
@@ -360,9 +365,8 @@ class NativeCoder(NativeDecoder):
         encode = partial(self._encode, slices, codec, order)
         if share < count:
             with ThreadPoolExecutor(threads, "holdall-sealer") as helpers:
-                firsts = range(0, count, share)
-                areas = [data[first * room : (first + share) * room] for first in firsts]
-                pieces = list(helpers.map(encode, firsts, areas))
+                areas = [data[first * room : (first + share) * room] for first in range(0, count, share)]
+                pieces = list(helpers.map(encode, range(0, count, share), areas))
         else:
             is_whole = watch is None or transform.word_bytes  # a palette is made of all slices
             piece = count if is_whole else together * max(1, WATCHED_BYTES // (together * transform.slice_bytes))
@@ -383,10 +387,7 @@ class NativeCoder(NativeDecoder):
         self, slices: Bytes, codec: Codec, order: Order | None, first: int, data: Bytes,
         compressor: _Compressor | None = None,
     ) -> tuple[Bytes, NDArray[np.uint32], Any]:  # fmt: skip
-        """Code as many slices from `first` on as `data` has room for.
-
-        Return their units, where these end, and the palette; None if it does not hold all words.
-        """
+        """Code as many slices from `first` on as fit; return their units, their ends, the palette (None: too small)."""
         compressor, form = compressor or self._compressor(codec), _form(codec.transform)
         count = min(data.size // codec.transform.coded_bytes, len(slices) - first)
         offsets = np.zeros(-(-count // codec.group) + 1, np.uint32)

@@ -220,11 +220,12 @@ class BatchSource(NamedTuple):
     capacity_ticks: int
     lanes: int
     large_bytes: list[int]  # of an observation of each large field
-    arrays: list[BatchArray]
+    arrays: list[BatchArray]  # of a batch that is drawn, ...
+    gathered: list[BatchArray]  # ... and of one whose ids are given
 
     @classmethod
     def of(cls, rows: RowSources, rings: Rings, writer: TickWriter, ticks: tuple[int, int]) -> BatchSource:
-        """Name the arrays in the order of `BatchReader.draw`; those of numbers have rows of length one.
+        """Name the arrays in the orders of `BatchReader`; numbers of batches that are drawn have rows of length one.
 
         Args:
             ticks: The oldest tick that may be held, and the capacity.
@@ -234,16 +235,22 @@ class BatchSource(NamedTuple):
         named: Any = rings.rows(columns, rows.large, None)  # each column's number, in its place
 
         def short(column: int) -> BatchArray:
-            return BatchArray(spans[column][0][1:] or (1,), spans[column][1], column, -1, is_next=False)
+            return BatchArray(spans[column][0][1:], spans[column][1], column, -1, is_next=False)
 
-        arrays = [short(column) for column in (named.action[0], named.ended, named.reward)]
+        observed = list[BatchArray]()
         for i, leaf in enumerate(leaves):
             if i in named.small:
-                arrays += [short(column) for column in named.small[i]]
+                observed += map(short, named.small[i])
             else:
-                field, shape = rows.large.index(i), leaf.shape or (1,)
-                arrays += [BatchArray(shape, leaf.dtype, -1, field, is_next=is_next) for is_next in (False, True)]
-        return cls(rows, writer, *ticks, rings.lanes, [leaves[i].nbytes for i in rows.large], arrays)
+                field = rows.large.index(i)
+                observed += [
+                    BatchArray(leaf.shape, leaf.dtype, -1, field, is_next=is_next) for is_next in (False, True)
+                ]
+        rest = [*named.action, named.reward, named.terminated, named.truncated, *named.extras]
+        arrays = [*map(short, (named.action[0], named.ended, named.reward)), *observed]
+        drawn = [array._replace(shape=array.shape or (1,)) for array in arrays]
+        gathered = [*map(short, rest), *observed]
+        return cls(rows, writer, *ticks, rings.lanes, [leaves[i].nbytes for i in rows.large], drawn, gathered)
 
 
 class BatchReader:
@@ -252,10 +259,13 @@ class BatchReader:
     `draw(generator, rows, filled, slots)` draws rows as `draw_slots` does, and returns a tuple of new arrays: actions,
     ends, rewards, and observations and next observations, leaf by leaf. It returns 0, and nothing was drawn, if batches
     cannot be made this way now; and the ids that were drawn, if what lies under one of them is damaged.
+    `gather(ids)` returns actions, rewards, both flags, extras, and observations as above; or 0; or the ids, also if one
+    is not held.
     """
 
     nbytes = 0  # kept for the next batches
     draw: Callable[..., Any] = staticmethod(lambda *_: 0)
+    gather: Callable[..., Any] = draw
 
     def needs(self, _rows: int) -> bool:
         """Whether it has to be told where fields lie before it draws so many rows."""

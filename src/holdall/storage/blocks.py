@@ -376,7 +376,7 @@ def _carry(
 
 
 Watch = Callable[[int], None]
-WATCHED_BYTES = 2**18
+WATCHED_BYTES = 2**19
 """Of slices that are sealed before a `Watch` is called, if so few can be."""
 
 

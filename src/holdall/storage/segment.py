@@ -46,8 +46,6 @@ _CONTEXT_FACTOR = 8
 _SEGMENTS_OF_A_MEMORY = 16
 """A segment is freed as a whole, so it is never more than this share of the capacity."""
 _FEWEST_TICKS = 16
-_PIECES_OF_A_SEGMENT = 16
-"""Of `extend`, at most such a share of a segment is written before one looks whether the sealer keeps up."""
 _TABLE_BYTES = 32
 """What an open segment keeps of each slice beside its bytes: a hash, slots of a table, an entry of the log."""
 _REPLAYED_TICKS = 64
@@ -158,6 +156,13 @@ class Segments:
                 self._repair.end()
             self._sure_until = tick + self._ticks_that_fit(tick)
         return self._sure_until - tick
+
+    def pause_tick(self, capacity_ticks: int) -> int:
+        """Return the first tick before which no segment is full, none leaves so many ticks, nobody looks for windows."""
+        if self.searches.scouts:
+            return 0
+        leaves = [segment.first_tick + segment.ticks + capacity_ticks - 1 for segment in self.closed[:1]]
+        return min([self._sure_until, *leaves])
 
     def lengthen_logs(self) -> None:
         """Make room for one more tick in the logs of the open segment."""
@@ -289,8 +294,10 @@ class Segments:
     @property
     def segment_bytes(self) -> int:
         """Most that an open segment takes, with the tables that find its slices by their bytes."""
-        smallest = min((window.slice_bytes for window in self.windows), default=1)
-        whole = self._limit_bytes + 2 * self.most_in_a_tick
+        smallest, whole = (
+            min((w.slice_bytes for w in self.windows), default=1),
+            self._limit_bytes + 2 * self.most_in_a_tick,
+        )
         return whole + whole * _TABLE_BYTES // max(smallest, _TABLE_BYTES)
 
     def thaw(
@@ -362,8 +369,8 @@ class Segments:
 
     @property
     def ticks_in_a_piece(self) -> int:
-        """How many ticks may be written before one looks whether the sealer keeps up."""
-        return max(1, self._limit_bytes // (_PIECES_OF_A_SEGMENT * self.most_in_a_tick))
+        """How many ticks of an `extend` are written before one looks whether the sealer keeps up."""
+        return max(1, self._limit_bytes // (16 * self.most_in_a_tick))
 
     @property
     def most_in_a_tick(self) -> int:
@@ -401,8 +408,8 @@ class Segments:
         self.index.open_next(tick, closed.parts, following)
 
     def _name(self, closed: Segment[ClosedPart]) -> None:
-        for part in closed.parts:
-            self._naming[id(part.block)] = [*self._naming.get(id(part.block), []), closed]
+        for name in [id(part.block) for part in closed.parts]:
+            self._naming[name] = [*self._naming.get(name, []), closed]
 
     def _next_part(self, field: int, part: OpenPart) -> OpenPart:
         """Open a part after `part`, in its block where that spares repeating slices."""
@@ -434,9 +441,8 @@ class Segments:
 
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
         """Change over to a block's next form; places that were handed out keep the one before."""
-        arena = block.arena
+        self.arenas.give_up(block.arena) if self.recycles else self.arenas.clear()
         block.replace_by(sealed)
-        self.arenas.give_up(arena) if self.recycles else self.arenas.clear()
         naming = self._naming.get(id(block), [])
         for segment in naming:
             number = int(np.searchsorted(self.index.first_ticks, segment.first_tick))

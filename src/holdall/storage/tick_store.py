@@ -131,7 +131,7 @@ class TickStore:
         self.sealer: Sealer | None = None  # made under the lock, with the first block that is full
         self._spare_bytes: int | None = None  # of blocks that may wait for it, see `Sealer`
         self._may_hurry = True  # whether it may seal them quickly
-        self._look_tick = 0  # the tick after which one has to look whether it keeps up
+        self._look_tick = NO_LIMIT  # the tick after which one has to look whether it keeps up
         self._snapshots = RowSnapshots(self._lanes)
 
     @property
@@ -231,6 +231,7 @@ class TickStore:
             self._made_sealer().grew(sum(frozen.block.used_bytes for frozen in segments.frozen))
             self._settle(may_evict=True)
         self._evict_before(now - self._capacity_ticks)
+        self._pause_in_time()
 
     def _look_for_windows(self, tick: Tick) -> None:
         """Show a tick to the searches in rings, and move fields in which a window was found."""
@@ -300,6 +301,11 @@ class TickStore:
             self.sealer.wait_for_room(open_bytes)
             ticks = self.sealer.room(open_bytes()) // self.large_segments.most_in_a_tick
             self._look_tick = min(self._look_tick, self.next_tick + max(ticks, 1))
+            self._pause_in_time()
+
+    def _pause_in_time(self) -> None:
+        """Let ticks be written the short way until there is more to do, or to look at."""
+        self._writer.blocks_pause_tick = min(self.large_segments.pause_tick(self._capacity_ticks), self._look_tick)
 
     def _send_orders(self) -> None:
         """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
@@ -314,7 +320,7 @@ class TickStore:
             sealer.submit(frozen)
         for frozen in spilling:
             sealer.spill(frozen)
-        self._look_tick = 0
+        self._look_tick = self._writer.blocks_pause_tick = 0
 
     def _let_go(self, gone: list[SliceBlock]) -> int:
         """Forget blocks that were dropped; return the bytes that they had on disk."""

@@ -174,7 +174,8 @@ class TickWriter(ABC):
     flat: tuple[FlatField, ...]  # the fields in rings, in the order in which a tick brings them
     first_tick: int  # number of the first one ever: it continues nothing
     next_tick: int  # number of the one that is written next
-    pause_tick: int  # before this tick is written, there is more to do than a short way does
+    pause_tick: int  # before this tick is written, there is more to do than a short way does ...
+    blocks_pause_tick = 0  # ... and before this one, if fields are cut into slices
 
     @abstractmethod
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:

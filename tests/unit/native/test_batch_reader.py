@@ -20,6 +20,7 @@ from holdall.batch import Batch
 from holdall.errors import ClosedError, DamageError, TransitionIdError
 from holdall.native import draw_slots, native_kernels, one_call
 from holdall.storage import RECORD_FIELDS, BatchReader
+from holdall.testing import assert_same_bits
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="nothing was compiled")
 
@@ -51,7 +52,7 @@ class Steps:
         seen = {name: rows.copy() for name, rows in self._frames.items()}
         return seen if isinstance(self.space, spaces.Dict) else seen[""]
 
-    def add(self, memory: holdall.ReplayMemory) -> None:
+    def add(self, memory: holdall.ReplayMemory, extras: dict[str, Any] | None = None) -> None:
         """Add one step."""
         obs, ends = self._seen(), self.tick % 7 == 6
         for name, leaf in self._leaves():
@@ -62,7 +63,7 @@ class Steps:
         action = self._random.normal(size=(self.lanes, 2)).astype(np.float32)
         reward = self._random.normal(size=self.lanes).astype(np.float32)
         cut = np.arange(self.lanes) % 2 == 0 if ends else np.zeros(self.lanes, np.bool_)
-        memory.add(obs, action, reward, self._seen(), np.full(self.lanes, ends) & ~cut, cut)
+        memory.add(obs, action, reward, self._seen(), np.full(self.lanes, ends) & ~cut, cut, extras)
         if ends:
             self._frames = {name: self._new(leaf) for name, leaf in self._leaves()}
         self.tick += 1
@@ -145,6 +146,65 @@ def test_rows_and_generator_are_those_of_the_general_way(name: str, lanes: int, 
         assert memory.report().segments > 1
         memory.drain()
         assert sum(field.sealed_bytes for field in memory.report().fields) > 0
+
+
+class CountedReader(BatchReader):
+    """Counts the batches that were gathered in one call."""
+
+    def __init__(self, memory: Any) -> None:
+        self._reader, self.count = memory._store.batch_reader, 0
+        memory._store.batch_reader = self
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in {"count", "_reader", "gather", "__dict__"}:
+            return object.__getattribute__(self, name)
+        return getattr(self._reader, name)
+
+    def gather(self, ids: Any) -> Any:
+        found = self._reader.gather(ids)
+        self.count += type(found) is tuple
+        return found
+
+
+@pytest.mark.parametrize("budget", ["auto", None])
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("name", SPACES)
+def test_sample_gives_the_batches_of_the_general_way(name: str, lanes: int, budget: str | None) -> None:
+    """The same rows by the same numbers of the memory's generator, while ticks come and leave."""
+    extras: dict[str, spaces.Space[Any]] = {
+        "log_prob": spaces.Box(-9, 9, (), np.float64),
+        "hidden": spaces.Box(-9, 9, (2, 3), np.float32),
+    }
+    memories: list[Any] = []
+    for _ in range(2):
+        memory = holdall.ReplayMemory(
+            SPACES[name], ACTION, SLOTS * lanes, lanes, seed=3, budget=budget, extras=extras if lanes == 3 else None
+        )
+        memories.append(memory)
+    counted, memories[1]._store.batch_reader = CountedReader(memories[0]), BatchReader()
+    steps, random = [Steps(SPACES[name], lanes) for _ in memories], np.random.default_rng(0)
+    for tick in range(90):
+        more = {"log_prob": random.normal(size=lanes), "hidden": random.normal(size=(lanes, 2, 3)).astype(np.float32)}
+        for memory, each in zip(memories, steps, strict=True):
+            each.add(memory, more if lanes == 3 else None)
+        rows = (1, 16, 7)[tick % 3]
+        if tick >= 16:
+            ours, theirs = (memory.sample(rows) for memory in memories)
+            assert_same_bits(ours, theirs)
+            assert_same_bits(ours, memories[0].gather(ours.ids))
+    assert counted.count > 40
+    assert memories[0]._generator.bit_generator.state == memories[1]._generator.bit_generator.state
+
+
+def test_ids_that_left_or_never_came_are_left_to_the_general_way() -> None:
+    memory, _ = filled_memory("vector", ticks=60)
+    gather = memory._open().batch_reader.gather
+    held = np.arange(memory.first_id, memory.next_id)
+    assert type(gather(held)) is tuple
+    for wrong in (memory.first_id - 1, memory.next_id, -1, 2**62):
+        assert gather(np.array([*held, wrong])).tolist() == [*held, wrong]
+    for ids in (held.astype(np.int32), held[::2], held[None], held.tolist(), held[:0], np.resize(held, 10_000), None):
+        assert gather(ids) == 0
 
 
 def test_a_batch_never_changes_and_memory_is_used_again_when_nobody_has_it() -> None:

@@ -58,6 +58,101 @@ def assert_same(memory: Any, oracle: OracleMemory) -> None:
     assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
 
 
+IMAGES = spaces.Box(0, 255, (3, 40, 60), np.uint8)
+STACKS = spaces.Box(0, 255, (4, 16, 40), np.uint8)
+CAMERA = spaces.Dict({"image": IMAGES, "speed": spaces.Box(-9, 9, (3,), np.float32)})
+
+
+def pictured(space: Any, t: int) -> Any:
+    """Return observations that no other tick has; those of a stack repeat three of the four frames before."""
+    if isinstance(space, spaces.Dict):
+        return {key: pictured(each, t) for key, each in space.spaces.items()}
+    if space is not STACKS:
+        return np.random.default_rng(t).integers(0, 200, (LANES, *space.shape)).astype(space.dtype)
+    frames = [np.random.default_rng(t + k).integers(0, 9, (LANES, *space.shape[1:]), np.uint8) for k in range(4)]
+    return np.stack(frames, axis=1)
+
+
+def channels_last(obs: Any) -> Any:
+    """Return images as they were before their channels were put first: the same elements, in another order."""
+    if isinstance(obs, dict):
+        return {key: channels_last(each) for key, each in obs.items()}
+    return np.ascontiguousarray(obs.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2) if obs.ndim == 4 else obs
+
+
+def picture_step(space: Any, t: int) -> list[Any]:
+    given = step(PLAIN, t)
+    given[0], given[3] = pictured(space, t), pictured(space, t + 1)
+    return given
+
+
+@pytest.mark.parametrize("arranged", [lambda obs: obs, channels_last], ids=["as stored", "channels last"])
+@pytest.mark.parametrize("space", [IMAGES, STACKS, CAMERA], ids=["images", "stacks", "camera"])
+@pytest.mark.parametrize("budget", ["auto", None])
+def test_images_are_added_at_once(space: Any, arranged: Callable[[Any], Any], budget: Any) -> None:
+    """Most ticks are, over many segments that fill, are sealed and leave; not those for which there is more to do."""
+    oracle = OracleMemory(400, LANES)
+    memory: Any = holdall.ReplayMemory(space, ACTION, 400, LANES, budget=budget)
+    at_once = 0
+    with memory:
+        for t in range(600):
+            given = picture_step(space, t)
+            oracle.add(*given)
+            given[0], given[3] = arranged(given[0]), arranged(given[3])
+            ticks = memory.add_at_once(*given)
+            assert ticks in (0, t + 1)
+            at_once += ticks > 0
+            if not ticks:
+                memory.add(*given)
+            assert not memory._store.large_segments.has_before(t + 1 - 400 // LANES)  # all that left is gone
+            if t % 150 == 0:
+                assert_same(memory, oracle)
+        assert at_once > 300
+        assert_same(memory, oracle)
+
+
+def test_images_that_lie_otherwise_than_the_last_ones_are_left_to_the_general_way() -> None:
+    oracle = OracleMemory(400, LANES)
+    memory: Any = holdall.ReplayMemory(IMAGES, ACTION, 400, LANES)
+    orders: list[Callable[[Any], Any]] = [
+        lambda obs: obs,
+        channels_last,
+        np.asfortranarray,
+        lambda obs: np.repeat(obs, 2, axis=3)[..., ::2],
+        lambda obs: obs[..., ::-1][..., ::-1],
+    ]
+    with memory:
+        for t in range(300):
+            given = picture_step(IMAGES, t)
+            oracle.add(*given)
+            now, later = (orders[k % len(orders)] for k in (t // 3, (t + t % 2) // 3))
+            memory.add(now(given[0]), *given[1:3], later(given[3]), *given[4:])
+        assert_same(memory, oracle)
+
+
+def test_long_ticks_are_left_to_the_way_that_gives_up_the_gil() -> None:
+    space = spaces.Box(0, 255, (3, 256, 256), np.uint8)
+    with holdall.ReplayMemory(space, ACTION, 400, LANES) as memory:
+        for t in range(200):
+            memory.add(*picture_step(space, t))
+        assert memory.add_at_once(*picture_step(space, 200)) == 0
+        assert memory.add_as_is(*picture_step(space, 200)) == 201
+
+
+def test_a_function_that_outlives_its_memory_writes_to_memory_that_is_there() -> None:
+    memory: Any = holdall.ReplayMemory(IMAGES, ACTION, 400, LANES)
+    for t in range(200):
+        memory.add(*picture_step(IMAGES, t))
+    add, parts = memory.add_at_once, [weakref.ref(part) for part in memory._store.large_segments.open.parts]
+    del memory
+    gc.collect()
+    assert all(part() is not None for part in parts)
+    add(*picture_step(IMAGES, 200))
+    del add
+    gc.collect()
+    assert all(part() is None for part in parts)
+
+
 class LikeAnArray(np.ndarray):
     """What is not exactly an array."""
 
