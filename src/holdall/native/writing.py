@@ -387,7 +387,7 @@ class NativeCoder(NativeDecoder):
         self, slices: Bytes, codec: Codec, order: Order | None, first: int, data: Bytes,
         compressor: _Compressor | None = None,
     ) -> tuple[Bytes, NDArray[np.uint32], Any]:  # fmt: skip
-        """Code as many slices from `first` on as fit; return their units, their ends, the palette (None: too small)."""
+        """Code as many slices from `first` on as fit; return their units, the ends, the palette (None: too small)."""
         compressor, form = compressor or self._compressor(codec), _form(codec.transform)
         count = min(data.size // codec.transform.coded_bytes, len(slices) - first)
         offsets = np.zeros(-(-count // codec.group) + 1, np.uint32)

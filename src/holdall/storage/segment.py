@@ -158,11 +158,9 @@ class Segments:
         return self._sure_until - tick
 
     def pause_tick(self, capacity_ticks: int) -> int:
-        """Return the first tick before which no segment is full, none leaves so many ticks, nobody looks for windows."""
-        if self.searches.scouts:
-            return 0
+        """Return the first tick before which no segment is full, none leaves, and nobody looks for windows."""
         leaves = [segment.first_tick + segment.ticks + capacity_ticks - 1 for segment in self.closed[:1]]
-        return min([self._sure_until, *leaves])
+        return 0 if self.searches.scouts else min([self._sure_until, *leaves])
 
     def lengthen_logs(self) -> None:
         """Make room for one more tick in the logs of the open segment."""
@@ -380,9 +378,7 @@ class Segments:
     def _ticks_that_fit(self, tick: int) -> int:
         """Count the ticks from one on that fit whatever they bring, so that nobody has to look at each."""
         parts = self.open.parts
-        bytes_left = self._limit_bytes - self.open_bytes()
-        most_in_a_tick = 2 * sum(part.lanes * part.obs_bytes for part in parts)
-        by_bytes = bytes_left // max(most_in_a_tick, 1)
+        by_bytes = (self._limit_bytes - self.open_bytes()) // self.most_in_a_tick
         by_room = min((part.ticks_that_fit() for part in parts), default=0)
         return max(1, min(self._most_ticks - (tick - self.open.first_tick), by_bytes, by_room))
 

@@ -177,10 +177,13 @@ def test_what_is_sealed_well_is_sealed_quickly_as_soon_as_somebody_waits(monkeyp
 def test_small_blocks_may_wait_together_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they take is little, whatever their number; under a limit, what it leaves counts."""
     monkeypatch.setattr(sealer, "_LEAST_RAW_BYTES", 3 * 8 * 500)
+    monkeypatch.setattr(choosing, "choose", lambda *_: CAREFUL)
+    monkeypatch.setattr(numpy_codec, "WATCHED_BYTES", 500)
     coder, keeper = PiecewiseCoder(), Keeper()
     worker = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
     for _ in range(3):
         worker.submit(frozen_block())
+    wait_until(lambda: coder.codecs == [CAREFUL])  # the first one stands at the gate
     assert not worker.is_crowded()
     assert worker.is_crowded(open_bytes=1)
     worker.spare_bytes = 3 * 8 * 500 - 1
