@@ -18,6 +18,9 @@ KERNELS := $(wildcard src/holdall/*/*.[ch])
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH
 
+# The tests start hundreds of processes: each would compile all of holdall again if the first were not to keep what it compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test check format shape nightly docs notebooks rehearsal wheels workflows clean
 
 help: ## Show this help

@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +51,11 @@ def slice_costs(folder: Path, traces: dict[str, str], preferences: list[str]) ->
         frames = unique_frames(folder / file, 2 * BLOCK_BYTES)
         stack = STACKS.get(name, 1)
         planar = np.moveaxis(frames, -1, 1) if frames.ndim == 4 and stack == 1 else frames
-        leaf = Leaf("", planar.shape[1:], planar.dtype)
+        leaf = Leaf("", planar.shape[1:] if stack == 1 else (stack, *planar.shape[1:]), planar.dtype)
         slices = np.ascontiguousarray(planar).reshape(len(frames), -1)
-        window, coder = replace(Window.whole(leaf), count=stack), chosen_kernels().coder
-        first = BLOCK_BYTES // leaf.nbytes
+        window, coder = Window.whole(leaf) if stack == 1 else Window.along(leaf, 0, 1), chosen_kernels().coder
+        nbytes = window.slice_bytes
+        first = BLOCK_BYTES // nbytes
         codec = choose(coder, leaf, window, slices[:first], COST_CAPS[prefer], 2)
         rest = slices[first:] if len(slices) > first + FEWEST else slices[:first]
         start = time.thread_time()
@@ -64,15 +64,15 @@ def slice_costs(folder: Path, traces: dict[str, str], preferences: list[str]) ->
         if sealed is None:
             continue
         reach = window.count + window.shift
-        begins = np.random.default_rng(1).integers(0, len(rest) - reach, max(40, min(256, 2**22 // leaf.nbytes)))
+        begins = np.random.default_rng(1).integers(0, len(rest) - reach, max(40, min(256, 2**22 // nbytes)))
         order = (begins[:, None] + np.arange(reach)).reshape(-1).astype(np.int64)
-        out, times = np.empty((len(order), leaf.nbytes), np.uint8), []
+        out, times = np.empty((len(order), nbytes), np.uint8), []
         for _ in range(9):
             start = time.thread_time()
             coder.decode(sealed, order, out)
             times.append((time.thread_time() - start) / len(order) * 1e6)
         row = {"bytes": sealed.nbytes / len(rest), "decode_us": min(times), "seal_us": seal_us}
-        row["plain_bytes"] = 2 * stack * leaf.nbytes  # that a plain buffer takes for a transition's observations
+        row["plain_bytes"] = 2 * stack * nbytes  # that a plain buffer takes for a transition's observations
         results[f"{name} {prefer}"] = row | {"codec": codec.describe(), "reason": codec.reason}
         print(name, prefer, json.dumps(results[f"{name} {prefer}"]), flush=True)
     return results

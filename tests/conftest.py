@@ -1,5 +1,6 @@
 """How the suite is run: Hypothesis profiles, GPU tests that say why they are skipped, and an interrupt at a line."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -81,6 +82,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if wanting and not _has_cuda():
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
+
+
+def pytest_configure() -> None:
+    gc.disable()  # nothing that is imported or collected becomes garbage
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of tests and all their libraries are there for good. Frozen, they are not looked through each time that
+    # Python, or a test, looks for garbage.
+    gc.freeze()
+    gc.enable()
 
 
 def _has_cuda() -> bool:

@@ -1,5 +1,7 @@
 """What all calls of a memory stand on: its store and the lock, the short ways in and out, and where batches are made.
 
+In its second half the memory as a whole: saved, loaded, pickled, closed.
+
 The first tensors that are added to a memory with a `store_device` say that everything lives on their device. From then
 on the store's rings are there, and batches are made of them, see `delivery.resident`.
 """
@@ -7,23 +9,39 @@ on the store's rings are there, and batches are made of them, see `delivery.resi
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import sys
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.background import left
+from holdall.background import CLOSE_S, LOAD_S, fork_safe, left, tell_of_forks
 from holdall.batch import Batch, Draw
-from holdall.checkpoint import Restored, RowsKey, SavedMemory, Snapshot
+from holdall.checkpoint import (
+    Attached,
+    Loading,
+    Progress,
+    Restored,
+    RowsKey,
+    SaveHandle,
+    Savers,
+    Snapshot,
+    checked_save,
+)
 from holdall.delivery import (
     Batches,
     BatchJob,
     Delivery,
     ObservationAssembler,
+    Prefetched,
     ResidentBatches,
     SlotDraw,
     TensorFit,
@@ -31,22 +49,59 @@ from holdall.delivery import (
     is_on_device,
     rings_on,
 )
-from holdall.errors import ArgumentError, ClosedError, HoldallError
-from holdall.sampling import Held, Sampler
-from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, on_host, require_held
-from holdall.storage import Budget, Kernels, Rows, StepsLeft, Store, StoreContent, Tick, last_rows
+from holdall.errors import ArgumentError, CheckpointError, ClosedError, HoldallError
+from holdall.json_state import childs_generator, generator_state, restored_generator, schema_words
+from holdall.sampling import Held, Sampler, resume, sampler_to_resume, sampler_words
+from holdall.schema import Schema
+from holdall.storage import (
+    BatchReader,
+    Budget,
+    FastTick,
+    FullBlock,
+    Kernels,
+    Rows,
+    SliceBlock,
+    StepsLeft,
+    Store,
+    StoreContent,
+    Tick,
+    UnchangedStore,
+)
+from holdall.units import require_count, require_number, whole
+
+_LOG = logging.getLogger("holdall")
 
 
-class BaseMemory(SavedMemory):
-    """The part of `ReplayMemory` that has the store, and knows devices."""
+class BaseMemory(ABC):
+    """The part of `ReplayMemory` that has the store and the lock, knows devices, and is saved and loaded.
 
+    Args:
+        settings: The rest of the subclass's arguments, as they were given.
+    """
+
+    sampler: Sampler
+    _generator: np.random.Generator
     _store: Store | None
-    _kernels: Kernels
     _budget: Budget
     _tensor_fit: TensorFit | None = None  # of a memory that lives on its device
     _resident: ResidentBatches | None = None  # the same one's batches
-    add_at_once: Callable[..., int]  # adds a tick in one step, see `FastTick.add`; for adapters
-    draw_at_once: Callable[..., Any]  # draws a batch in one step, see `BatchReader`; for adapters
+    # These two do nothing before the first tick, or batch, that goes the general way; for adapters.
+    add_at_once: Callable[..., int] = staticmethod(FastTick.add)  # adds a tick in one step
+    draw_at_once: Callable[..., Any] = staticmethod(BatchReader.draw)  # draws a batch in one step
+
+    def __init__(self, schema: Schema, capacity: int, settings: dict[str, Any], kernels: Kernels) -> None:
+        self.schema, self.num_envs = schema, schema.num_envs
+        self.capacity = capacity // schema.num_envs * schema.num_envs  # transitions: whole ticks, over all lanes
+        self._settings, self._kernels = settings, kernels
+        self._lock: Any = fork_safe(threading.RLock())  # entered once: see `_locked`
+        self._prefetched: Prefetched | None = None  # made with the first loader
+        self._elsewhere: dict[str, Batches] = {}  # by device, beside the memory's own
+        self._savers = Savers(kernels.coder)
+        self._parents: list[Any] = []  # what a forked child must neither use nor close
+        tell_of_forks(self)
+        self._attached = Attached()
+        self._autosave: Any = None  # both are ended by `close`
+        self._fetch: Any = None
 
     def _open(self) -> Store:
         if self._store is None:
@@ -116,10 +171,6 @@ class BaseMemory(SavedMemory):
             self._delivery, store_on_device=self._settings["store_device"] is not None
         )
 
-    @functools.cached_property
-    def _elsewhere(self) -> dict[str, Batches]:
-        return {}
-
     def _batches_on(self, device: str) -> Batches:
         """Return what makes batches for another device than the memory's own."""
         if device not in self._elsewhere:
@@ -132,8 +183,8 @@ class BaseMemory(SavedMemory):
 
     def _close_batches(self) -> None:
         """End the threads that make batches, and release what is pinned."""
-        for batches in vars(self).pop("_elsewhere", {}).values():
-            batches.close()
+        while self._elsewhere:
+            self._elsewhere.popitem()[1].close()
         for made in {"_batches", "_assembler"} & vars(self).keys():
             getattr(self, made).close()
 
@@ -144,7 +195,8 @@ class BaseMemory(SavedMemory):
             arguments: Those of `add_at_once`, which was tried before.
         """
         store = self._store
-        packed = None if store is None else store.fast_tick.pack(*arguments)
+        fast = None if store is None else vars(store).get("fast_tick")  # made under the lock, with the first tick
+        packed = None if fast is None else fast.pack(*arguments)
         if store is None or not packed:
             return 0
         with self._locked():
@@ -181,6 +233,7 @@ class BaseMemory(SavedMemory):
             store = self._whole()
             rows = store.read(ids, self._assembler.staging.take)
             store.offer_batches(len(ids))
+            self.draw_at_once = store.batch_reader.draw
         return self._assembler.complete(rows, self.schema.observation.leaves)
 
     @property
@@ -189,8 +242,10 @@ class BaseMemory(SavedMemory):
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
         """Check every argument; nothing is written if one does not fit."""
-        reward_dtype = self._open().reward_dtype
-        if self._settings["store_device"] is not None and self._is_born_on_device(arguments[0]):
+        store = self._open()
+        reward_dtype, self.add_at_once = store.reward_dtype, store.fast_tick.add
+        may_live_there = self._settings["store_device"] is not None
+        if may_live_there and (self._tensor_fit is not None or is_on_device(self._delivery, arguments[0])):
             return self._fit_tensors(leading, reward_dtype, arguments)
         tick = Tick.fitted(self.schema, leading, reward_dtype, *arguments)
         if reward_dtype is None and (self._settings["device"] or self._settings["store_device"]):
@@ -210,10 +265,6 @@ class BaseMemory(SavedMemory):
                 self._write_steps(left, waits=False)
             raise
 
-    def _is_born_on_device(self, obs: Any) -> bool:
-        """Whether observations are on the store's device, or the memory lives there anyway."""
-        return self._tensor_fit is not None or is_on_device(self._delivery, obs)
-
     def _fit_tensors(self, leading: tuple[int, ...], reward_dtype: Any, arguments: tuple[Any, ...]) -> Tick:
         """Check tensors on the store's device; the first of them say that everything lives there."""
         fit = self._tensor_fit or TensorFit(self._delivery, self.schema)
@@ -226,35 +277,6 @@ class BaseMemory(SavedMemory):
                 )
             self._move_to_device(fit, tick)
         return tick
-
-    def update(self, ids: Any, /, **columns: Any) -> None:
-        """Rewrite extras of transitions that are held: recurrent states, latents, values that were computed again.
-
-        Batches that were handed out, or drawn ahead by a loader, keep what they were given.
-
-        Args:
-            ids: Of transitions; of sequences, `batch.ids[batch.mask]`. If one comes twice, its last row counts.
-            columns: New rows by the name of their extra, one per id, of the extra's own shape and dtype.
-        """
-        self._open()
-        fit, wanted = self._tensor_fit, as_ids(on_host(ids))
-        if not columns:
-            raise ArgumentError("update was given no rows; name an extra: update(ids, hidden=...)")
-        rows = self.schema.extras.flatten_some(columns, wanted.shape, _fit_rows if fit is None else fit.rows)
-        wanted, copies = last_rows(wanted, {f"extras.{leaf}": new for leaf, new in rows.items()})
-        with self._locked():
-            store, lanes = self._whole(), self.num_envs
-            require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
-            store.rewrite(wanted, copies)
-            if "_batches" in vars(self):
-                self._batches.rewritten(wanted)
-
-    def extra(self, name: str, ids: Any) -> Array:
-        """Return one extra of `ids`, of any shape; nothing else is read. For adapters."""
-        with self._locked():
-            store, wanted, lanes = self._whole(), ids_of_any_shape(ids), self.num_envs
-            require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
-            return store.extra((self.schema.extras.keys or ()).index(name), wanted)
 
     def _move_to_device(self, fit: TensorFit, steps: Tick | None) -> None:
         """Let everything live on the store's device; nothing was added yet."""
@@ -273,17 +295,190 @@ class BaseMemory(SavedMemory):
         if self._settings["store_device"] is not None and content is not None and not content.large:
             self._move_to_device(TensorFit(self._delivery, self.schema), None)
 
-    def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
-        """Become what was saved."""
+    # ------------------------------------------------------------ checkpoints and pickles
+
+    def save(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        attach: Mapping[str, Any] | None = None,
+        keep: int = 3,
+        mirror: str | None = None,
+        progress: Progress | None = None,
+    ) -> SaveHandle:
+        """Write a checkpoint of this moment in the background, and return at once.
+
+        Saving again to the same place writes only what is new. A save that fails says so when its handle is asked for
+        the result; the memory goes on, and the checkpoints before are intact.
+
+        Args:
+            url: A directory, or a prefix of an object store: s3://bucket/run, gs://bucket/run, az://container/run.
+            attach: A trainer's own files, by name: bytes, or paths of files that stay as they are until the save is
+                done. They are part of the checkpoint, see `attached`.
+            keep: How many checkpoints stay; older ones are removed once this one is safe.
+            mirror: A prefix of an object store to which a checkpoint is copied once it is safe in its directory; the
+                handle's `mirrored()` waits for that.
+            progress: Called in the background with what is written now and the bytes so far; with the bytes in all as
+                well, about, if it takes three arguments.
+        """
+        require_count("keep", keep, 1)
+        location, files = checked_save(url, attach, progress, mirror)
+        saver = self._savers.to(location)
+        with left(saver.in_order):
+            return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
+
+    def save_every(
+        self,
+        url: str | os.PathLike[str],
+        seconds: float | None = None,
+        *,
+        transitions: int | None = None,
+        keep: int = 3,
+        mirror: str | None = None,
+    ) -> None:
+        """Save in the background, until the memory is closed; a crash costs no more than what was added since.
+
+        Every block is written as soon as it is full and compressed; a checkpoint is made of them when it is due, and
+        has little left to write then. Calling it again replaces what was said before.
+
+        Args:
+            seconds: Make a checkpoint after so many seconds ...
+            transitions: ... or after so many transitions, whichever comes first.
+        """
+        autosave = self._savers.every(self, url, seconds, transitions, keep, mirror)
+        before, self._autosave = self._autosave, autosave
+        if before is not None:
+            before.stop()
+
+    @classmethod
+    def load(
+        cls,
+        url: str | os.PathLike[str],
+        capacity: int | None = None,
+        device: str | None = None,
+        budget: str | int | None = "auto",
+        prefer: str = "balanced",
+        spill_dir: str | os.PathLike[str] | None = None,
+        sampler: Sampler | None = None,
+        *,
+        num_envs: int | None = None,
+        recover: bool = False,
+        store_device: str | None = None,
+        timeout: float = LOAD_S,
+    ) -> Self:
+        """Load the newest checkpoint that is whole; the memory goes on exactly where it was saved.
+
+        Compressed and raw blocks stay in their files and are read when they are sampled from. Of an object store,
+        what a batch needs is fetched when it is drawn, and the rest meanwhile, to temporary files or `spill_dir`.
+
+        Args:
+            url: Where it was saved.
+            capacity: Transitions to hold, if not as many as before; the newest are kept.
+            sampler: None: the saved one, with its settings, priorities and the like. A class of your own, and
+                `Hindsight` with its function, have to be passed; one of another kind than the saved starts afresh.
+            num_envs: Lanes, if not as many as before. Every transition is then added again, under a new id; where a
+                lane's stream is cut, the last transition before is marked as truncated; samplers start afresh.
+            recover: Take the newest checkpoint even if records of it are damaged or files are gone: transitions that
+                touch them count as none, all others are loaded, and the log says what is lost. Everything is read.
+            store_device: As of the constructor; a memory whose data was born on a device goes back there.
+            timeout: An object store that does not answer for so many seconds is given up, and an error says so. What
+                is sampled later waits until it answers, or the memory is closed.
+        """
+        settings = {
+            "budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device, "store_device": store_device,
+        }  # fmt: skip
+        loading: Loading[Any] = Loading(cls, settings, sampler, whole(capacity), num_envs, recover)
+        memory: Self = loading.load(url, timeout)
+        return memory
+
+    @property
+    def attached(self) -> Attached:
+        """Files that were saved with the memory that this one was loaded from, by name."""
+        return self._attached
+
+    def close(self, timeout: float = CLOSE_S) -> None:
+        """Wait for saves, and free everything; batches that were handed out stay as they are.
+
+        Args:
+            timeout: A save that does not get on for so many seconds is given up, and an error says so.
+        """
+        require_number("timeout", timeout, 0)
+        try:
+            try:
+                for background in (self._autosave, self._fetch):
+                    if background is not None:
+                        background.stop()
+            finally:
+                self._savers.close(timeout)
+            self._autosave = self._fetch = None
+        except CheckpointError:
+            self._free()
+            raise
+        self._free()
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Free everything, whatever became of saves."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CheckpointError as given_up:
+            if error is None:
+                raise
+            _LOG.warning("%s", given_up)  # the error that ended the block is the one to see
+
+    def after_fork(self) -> None:
+        """In a child, draw other batches than the parent, and leave its checkpoints to it."""
+        self._generator = childs_generator(self._generator)
+        self._parents += [self._savers, self._autosave, self._fetch]
+        self._savers, self._autosave, self._fetch = Savers(self._kernels.coder), None, None
+
+    def take_over(self, found: Restored, sampler: Sampler | None) -> None:
+        """Become what was saved, in a memory as it was made; for `load`."""
         self._choose_home(found.content)
-        super()._take_over(found, sampler)
+        with self._locked():
+            found.fill(self._whole())
+        self._generator = restored_generator(found.state["generator"])
+        saved = found.state["sampler"]
+        self.sampler = sampler_to_resume(sampler, saved, goes_on=found.content is not None)
+        first_id = self._open().first_tick * self.num_envs
+        continues = found.content is not None and resume(self.sampler, saved, self.capacity, first_id)
+        if continues and (recipes := found.state.get("prefetched")):
+            self._prefetched = Prefetched(recipes, getattr(self.sampler, "reward_fn", None))
+        if found.saved is not None:  # then the next save writes only what is new
+            self._savers.to(found.url, found.saved)
+        self._fetch, self._attached = found.fetch_the_rest(), found.attached
 
     def _snapshot(self, saved: Mapping[int, RowsKey], attach: Mapping[str, Path | bytes]) -> Snapshot:
-        if self._resident is not None:
-            with self._locked():
+        with self._locked():
+            if self._resident is not None:
                 self._resident.bring_back()
-        return super()._snapshot(saved, attach)
+            store = self._whole()
+            frozen = store.freeze(saved)
+            state = {
+                "sampler": {**sampler_words(self.sampler), "state": self.sampler.state()},
+                "generator": generator_state(self._generator),
+                "prefetched": [] if self._prefetched is None else self._prefetched.state(),
+            }
+            described = schema_words(self.schema), self.capacity // self.num_envs
+            return Snapshot(frozen, *described, state, attach, self._lock, store.release, store.take_again)
 
+    def full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
+        """Return the blocks that are full and not known yet, newest first; for autosaves."""
+        with self._locked():
+            return self._whole().full_blocks(is_known)
 
-def _fit_rows(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
-    return leaf.fit(on_host(value), leading, argument, "one row per id")
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the content as arrays that pickle protocol 5 writes without copying them."""
+        with self._locked():
+            store = self._whole()
+            made_of = {"schema": self.schema, "capacity": self.capacity, "settings": self._settings}
+            draws = {"generator": self._generator, "sampler": self.sampler}
+            held = {"store": store.content(), "rows": store.rows()}
+            return made_of | draws | held | {"unchanged": UnchangedStore(store)}  # last: written when all the rest was

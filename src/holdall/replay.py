@@ -26,17 +26,9 @@ from holdall.json_state import generator_of
 from holdall.machine import pool_threads
 from holdall.native import chosen_kernels, fallback
 from holdall.report import LIVING, MemoryReport
-from holdall.sampling import (
-    Prioritized,
-    Sampler,
-    Uniform,
-    drawn_from,
-    require_enough,
-    required_sampler,
-    set_priorities,
-)
-from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
-from holdall.storage import Budget, SpillFolder, StepsLeft, Store, steps_in
+from holdall.sampling import Prioritized, Sampler, Uniform, drawn_from, require_enough, required_sampler, set_priorities
+from holdall.schema import Array, Leaf, Schema, as_ids, fit_flags, ids_of_any_shape, on_host, require_in_range
+from holdall.storage import Budget, SpillFolder, StepsLeft, Store, last_rows, steps_in
 from holdall.units import require_count, whole
 
 _PLAIN_SAMPLERS = frozenset({Uniform, Prioritized})
@@ -86,8 +78,7 @@ class ReplayMemory(BaseMemory):
         settings = {
             "budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device, "store_device": store_device,
         }  # fmt: skip
-        self._kernels = chosen_kernels()
-        super().__init__(schema, int(capacity), settings, self._kernels.coder)
+        super().__init__(schema, int(capacity), settings, chosen_kernels())
         self.spill_dir, self._generator = spill_dir, generator_of(seed)
         self.sampler = required_sampler(sampler)
         if device is not None or store_device is not None:
@@ -101,7 +92,6 @@ class ReplayMemory(BaseMemory):
             raise ArgumentError(
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
             ) from error
-        self.add_at_once, self.draw_at_once = self._store.fast_tick.add, self._store.batch_reader.draw
         self._next_look: float = FIRST_LOOK_TICKS
         LIVING.add(self)
 
@@ -234,6 +224,35 @@ class ReplayMemory(BaseMemory):
             if self._resident is None or not self._resident.update_priorities(self.sampler, ids, priorities):
                 set_priorities(self.sampler, self._held(store), ids, priorities)
 
+    def update(self, ids: Any, /, **columns: Any) -> None:
+        """Rewrite extras of transitions that are held: recurrent states, latents, values that were computed again.
+
+        Batches that were handed out, or drawn ahead by a loader, keep what they were given.
+
+        Args:
+            ids: Of transitions; of sequences, `batch.ids[batch.mask]`. If one comes twice, its last row counts.
+            columns: New rows by the name of their extra, one per id, of the extra's own shape and dtype.
+        """
+        self._open()
+        fit, wanted = self._tensor_fit, as_ids(on_host(ids))
+        if not columns:
+            raise ArgumentError("update was given no rows; name an extra: update(ids, hidden=...)")
+        rows = self.schema.extras.flatten_some(columns, wanted.shape, _fit_rows if fit is None else fit.rows)
+        wanted, copies = last_rows(wanted, {f"extras.{leaf}": new for leaf, new in rows.items()})
+        with self._locked():
+            store = self._whole()
+            self._held(store).require(wanted)
+            store.rewrite(wanted, copies)
+            if "_batches" in vars(self):
+                self._batches.rewritten(wanted)
+
+    def extra(self, name: str, ids: Any) -> Array:
+        """Return one extra of `ids`, of any shape; nothing else is read. For adapters."""
+        with self._locked():
+            store, wanted = self._whole(), ids_of_any_shape(ids)
+            self._held(store).require(wanted)
+            return store.extra((self.schema.extras.keys or ()).index(name), wanted)
+
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
         """Overwrite how transitions ended: some frameworks cut the last episode afterwards."""
         wanted = as_ids(ids)
@@ -296,7 +315,7 @@ class ReplayMemory(BaseMemory):
     def _free(self) -> None:
         with self._locked():
             if self._store is not None:
-                self._store.fast_tick.close()
+                self._store.end_writing()
             store, self._store = self._store, None
         if store is not None:  # an interrupt leaves it to be freed with the last that refers to it
             store.close()
@@ -318,3 +337,7 @@ class ReplayMemory(BaseMemory):
         draw = drawn_from(self.sampler, self._held(store), count, self._generator)
         store.repair.end()
         return draw
+
+
+def _fit_rows(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
+    return leaf.fit(on_host(value), leading, argument, "one row per id")

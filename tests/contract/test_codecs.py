@@ -96,6 +96,8 @@ FAMILIES: dict[str, Callable[[], Iterator[Transform]]] = {
     "left": lambda: images(Predictor.LEFT),
     "up": lambda: images(Predictor.UP),
     "pixels": lambda: (form for form in images(Predictor.PIXELS) if not (form.interleaved or form.green)),
+    "colours": lambda: (form for form in images(Predictor.COLOURS) if form.planes == 3 and not form.green),
+    "columns": lambda: (form for form in images(Predictor.COLUMNS) if form.planes == 3 and not form.green),
     "palette and left": lambda: images(Predictor.LEFT, 4),
     "palette and up": lambda: images(Predictor.UP, 8),
     "shuffle": lambda: (
@@ -114,11 +116,41 @@ def contents(form: Transform, seed: int = 0) -> Iterator[tuple[str, Bytes]]:
             rows = words[generator.integers(0, kinds, (COUNT, size // form.word_bytes))]
             yield name, rows.view(np.uint8).reshape(COUNT, size)
         return
+    if form.is_of_colours:
+        for name, kinds in (
+            ("one colour", 1),
+            ("three colours", 3),
+            ("17", 17),
+            ("40", 40),
+            ("100", 100),
+            ("256", 256),
+        ):
+            numbers = generator.integers(0, kinds, (COUNT, size // 3)) ** 2 // kinds  # some far more often than others
+            yield name, coloured(form, generator.integers(0, 1 << 24, kinds), numbers)
+        numbers = generator.integers(0, 60, (COUNT, size // 3)) + 60 * np.arange(COUNT)[:, None]
+        yield "others in every slice", coloured(form, generator.integers(0, 1 << 24, 60 * COUNT), numbers)
+        return
     yield "zeros", np.zeros((COUNT, size), np.uint8)
     yield "equal", np.full((COUNT, size), 255, np.uint8)
     steps = generator.integers(0, 3, (COUNT, size)).cumsum(axis=1)
     yield "smooth", steps.astype(np.uint8)
     yield "noise", generator.integers(0, 256, (COUNT, size), np.uint8)
+
+
+def coloured(form: Transform, colours: NDArray[np.int64], numbers: NDArray[np.int64]) -> Bytes:
+    """Paint slices with some of the colours."""
+    pixels = colours.astype("<u4").view(np.uint8).reshape(-1, 4)[numbers, :3]
+    return np.ascontiguousarray(pixels if form.interleaved else pixels.transpose(0, 2, 1)).reshape(len(numbers), -1)
+
+
+def fitting(form: Transform, dictionary: Dictionary | None) -> Dictionary | None:
+    """Return a dictionary for such slices: of colours it begins with a palette."""
+    if dictionary is None or not form.is_of_colours:
+        return dictionary
+    palette = np.random.default_rng(3).integers(0, 1 << 24, 256).astype("<u4")
+    palette[50:] = 0xFFFFFFFF
+    palette[7] = palette[6]
+    return Dictionary(palette.tobytes() + dictionary.content)
 
 
 def rare_words(word_bytes: int, kinds: int, generator: np.random.Generator) -> NDArray[Any]:
@@ -156,7 +188,7 @@ def test_every_codec_gives_the_same_bits_back(family: str, method: str, sealer: 
     order = np.array([*range(COUNT), 0, 8, 3, 3, 0], np.int64)
     for form in FAMILIES[family]():
         for name, slices in contents(form):
-            sealed = handed_over(sealer, reader, slices, Codec(kind, level, form, dictionary))
+            sealed = handed_over(sealer, reader, slices, Codec(kind, level, form, fitting(form, dictionary)))
             assert decoded(reader, sealed, order).tobytes() == slices[order].tobytes(), (form, name)
 
 
@@ -290,6 +322,72 @@ def test_a_palette_holds_256_words_and_refuses_the_257th(where: str, word_bytes:
     assert coder.seal(rows.view(np.uint8), codec) is None
 
 
+COLOURS = Transform(3 * 20 * 30, 0, Predictor.COLOURS, 3, 20, 30)
+
+
+@pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_unit_has_256_colours_and_no_more(group: int, coder: Coder) -> None:
+    """As many as there are numbers; of those that the block's palette lacks, as many as a byte counts."""
+    colours, codec = np.arange(1, 400), Codec(Method.LZ4, 7, COLOURS, group=group)
+    numbers = np.tile(np.arange(600) % 256, (6, 1))
+    slices = coloured(COLOURS, colours, numbers)
+    sealed = coder.seal(slices, codec)
+    assert sealed is not None
+    assert decoded(coder, sealed, np.arange(6)).tobytes() == slices.tobytes()
+    numbers[4, 17] = 300
+    assert coder.seal(coloured(COLOURS, colours, numbers), codec) is None
+    numbers[4] = np.arange(600) % 255 + 140
+    few = coder.seal(coloured(COLOURS, colours, numbers), replace(codec, group=1))
+    assert few is not None
+    numbers[4] = 390  # other slices show 256 more often, so that none of these has a number
+    rare = coloured(
+        COLOURS, np.append(colours, np.arange(1000, 1256)), np.where(numbers == 390, 399 + numbers[0], numbers)
+    )
+    assert coder.seal(rare, codec) is None
+
+
+@needs_native
+def test_both_coders_number_colours_alike() -> None:
+    """The palette, and what stands in front of every unit: so both make of a block what the other one would."""
+    assert NATIVE is not None
+    for dictionary in (None, fitting(COLOURS, trained_dictionary())):
+        codec = Codec(Method.STORED, 0, COLOURS, dictionary, group=2)
+        for name, slices in contents(COLOURS):
+            order = np.random.default_rng(1).permutation(COUNT).astype(np.uint32)
+            one, other = NATIVE.seal(slices, codec, order), PORTABLE.seal(slices, codec, order)
+            assert one is not None
+            assert other is not None
+            for mine, yours in zip(one.arrays(), other.arrays(), strict=True):
+                assert mine.tobytes() == yours.tobytes(), name
+
+
+@pytest.mark.parametrize("coder", BOTH)
+def test_colours_that_most_slices_show_are_told_once(coder: Coder) -> None:
+    """Of two scenes in a block, with 200 colours each, the rarer one pays for those that have no number."""
+    generator = np.random.default_rng(2)
+    numbers = generator.integers(0, 30, (20, 600))
+    numbers[:12] += 200 * (np.arange(12)[:, None] % 3 == 0)
+    slices = coloured(COLOURS, generator.permutation(1 << 24)[:300], numbers)
+    sealed = coder.seal(slices, Codec(Method.LZ4, 7, COLOURS))
+    assert sealed is not None
+    assert [sealed.coded.unit(number)[0] for number in range(20)] == [0] * 20
+    numbers += 30 * (np.arange(20)[:, None])
+    many = coder.seal(coloured(COLOURS, generator.permutation(1 << 24)[:900], numbers), Codec(Method.LZ4, 7, COLOURS))
+    assert many is not None
+    assert sum(many.coded.unit(number)[0] for number in range(20)) == len(np.unique(numbers)) - 256
+
+
+def test_colours_have_no_keys_and_their_dictionary_a_palette() -> None:
+    """What a file claims otherwise is refused before anything is read."""
+    assert Codec(Method.LZ4, 7, COLOURS).is_sound
+    assert not Codec(Method.LZ4, 7, COLOURS, key=4).is_sound
+    assert not Codec(Method.LZ4, 7, COLOURS, Dictionary(bytes(1023))).is_sound
+    assert Codec(Method.LZ4, 7, COLOURS, Dictionary(bytes(1024))).is_sound
+    for wrong in ({"green": True}, {"planes": 4}, {"word_bytes": 2}, {"shuffle": 2}, {"rows": 21}):
+        assert not replace(COLOURS, **wrong).is_sound()
+
+
 @pytest.mark.parametrize("coder", BOTH)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_slice_that_does_not_shrink_costs_its_own_bytes(method: str, coder: Coder) -> None:
@@ -330,6 +428,7 @@ def test_threads_that_share_a_block_seal_as_one_does(is_ordered: bool, threads: 
     words = Transform(8 * 40, 4)
     plain = np.random.default_rng(4).integers(0, 3, (41, 320), np.uint8).cumsum(axis=1, dtype=np.uint8)
     few = np.random.default_rng(5).choice(np.arange(200, dtype="f4"), (41, 80)).view(np.uint8)
+    coloured = np.random.default_rng(8).integers(0, 7, (41, 318), np.uint8)  # more colours than a palette holds
     order: Order | None = np.random.default_rng(6).permutation(41).astype(np.uint32) if is_ordered else None
     image = Transform(320, predictor=Predictor.LEFT, planes=1, rows=16, columns=20)
     for codec in (
@@ -337,8 +436,9 @@ def test_threads_that_share_a_block_seal_as_one_does(is_ordered: bool, threads: 
         Codec(Method.LZ4, 5, Transform(320), trained_dictionary()),
         Codec(Method.LZ4, 0, image, group=4), Codec(Method.ZSTD, 9, image, key=5),
         Codec(Method.LZ4, 7, Transform(320), group=2, key=4, raw_keys=True), Codec(Method.LZ4, 0, words),
+        Codec(Method.LZ4, 7, Transform(318, 0, Predictor.COLUMNS, 3, 2, 53), group=2),
     ):  # fmt: skip
-        slices = few if codec.transform is words else plain
+        slices = few if codec.transform is words else coloured if codec.is_of_colours else plain
         alone, shared = coder.seal(slices, codec, order), coder.seal(slices, codec, order, threads=threads)
         assert alone is not None
         assert shared is not None

@@ -93,7 +93,7 @@ def test_the_rest_arrives_in_the_background(saved: str, fetched: list[int]) -> N
         count = len(fetched)
         require_right(memory)
         assert len(fetched) == count
-        assert not memory._open().large_segments._awaits_files()
+        assert not memory._open().large_segments.awaits_files()
 
 
 @pytest.mark.usefixtures("unhurried")

@@ -37,7 +37,7 @@ def test_a_golden_checkpoint_is_read_bit_for_bit(version: str, tmp_path: Path) -
     shutil.copytree(HERE / version, tmp_path / "run")
     oracle = OracleMemory(golden.CAPACITY_TICKS * golden.LANES, golden.LANES)
     for tick in range(golden.TICKS):
-        oracle.add(**golden.tick_arguments(tick))
+        oracle.add(**golden.tick_arguments(tick, version))
     with ReplayMemory.load(tmp_path / "run") as memory:
         assert (len(memory), memory.next_id) == (len(oracle), oracle.next_id)
         assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
@@ -46,7 +46,7 @@ def test_a_golden_checkpoint_is_read_bit_for_bit(version: str, tmp_path: Path) -
         drawn = memory.sample(5).ids
         valid = np.isin(expected, oracle.ids)
         assert drawn[valid].tolist() == expected[valid].tolist()
-        tick = golden.tick_arguments(golden.TICKS)
+        tick = golden.tick_arguments(golden.TICKS, version)
         memory.add(**tick)
         oracle.add(**tick)
         assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
@@ -66,3 +66,11 @@ def test_the_golden_checkpoint_with_keys_has_keys_and_places() -> None:
     records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
     blocks = [record for record in records if record.kind == "slices"]
     assert any(record.head.get("key") and "places" in record.parts for record in blocks)
+
+
+def test_the_golden_checkpoint_of_colours_has_a_dictionary_and_columns() -> None:
+    """So that neither changes unnoticed."""
+    reader = DirectoryReader(HERE / "v1_colours")
+    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
+    blocks = [record for record in records if record.kind == "slices"]
+    assert any(record.head["dictionary"] and record.head["transform"]["predictor"] == 5 for record in blocks)

@@ -1,7 +1,8 @@
 """Writes a golden checkpoint: `python tests/format/write_golden.py v1_keys`.
 
 Each is written once, by the version that first writes such blocks, and never again: later versions have to read it. The
-blocks of v1 are coded as the first version coded them, those of v1_keys against keys, and lane by lane.
+blocks of v1 are coded as the first version coded them, those of v1_keys against keys, and lane by lane; in
+v1_colours the pixels of images are numbers of their colours.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.storage import Codec, Method, Transform, Window, sealer, segment
+from holdall.storage import Codec, Dictionary, Method, Predictor, Transform, Window, sealer, segment
 
 HERE = Path(__file__).parent
+COLOURED = "v1_colours"
 TICKS, LANES, CAPACITY_TICKS = 150, 2, 120
 SPACE = spaces.Dict(
     {
@@ -29,11 +31,13 @@ ACTION = spaces.Tuple((spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float64)))
 ATTACHED = b"weights of an agent"
 
 
-def observation(tick: int) -> dict[str, Any]:
+def observation(tick: int, name: str) -> dict[str, Any]:
     """Return both lanes' observation at a tick; a frame stack, a sliding window, and numbers."""
     lanes = np.arange(LANES).reshape(-1, 1, 1)
     pixels = np.arange(12 * 36).reshape(12, 36)
     frames = [(pixels * (1 + (tick - back) % 7) // 5 + 11 * (tick - back) + 3 * lanes) % 251 for back in (1, 0)]
+    if name == COLOURED:
+        frames = [frame // 64 * 64 for frame in frames]
     days = np.arange(tick, tick + 70).reshape(1, -1, 1)
     history = np.concatenate([(days * 37 + lanes) % 101 / 8, (days * days + lanes) % 89 / 16], axis=2)
     state = np.full((LANES, 3), tick, np.float32) / np.array([[3], [7]], np.float32)
@@ -44,14 +48,14 @@ def observation(tick: int) -> dict[str, Any]:
     }
 
 
-def tick_arguments(tick: int) -> dict[str, Any]:
+def tick_arguments(tick: int, name: str) -> dict[str, Any]:
     """Return what is added at a tick."""
     ended = np.array([tick % 29 == 28, tick % 41 == 40])
     return {
-        "obs": observation(tick),
+        "obs": observation(tick, name),
         "action": (np.array([tick % 4, 1]), np.full((LANES, 2), 1 / (1 + tick))),
         "reward": np.array([tick, -tick], np.float32),
-        "next_obs": observation(1000 + tick if ended.any() else tick + 1),
+        "next_obs": observation(1000 + tick if ended.any() else tick + 1, name),
         "terminated": ended,
         "truncated": ended[::-1] & ~ended,
         "extras": {"log_prob": np.full((LANES, 1), -tick, np.float16)},
@@ -64,6 +68,16 @@ def keyed(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
     return Codec(Method.ZSTD, 9, Transform(window.slice_bytes), group=2, key=4)
 
 
+def coloured(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
+    """Number the colours of frames, which are taken for 3 x 4 x 36 pixels, column by column and behind a dictionary."""
+    size = window.slice_bytes
+    if size != 12 * 36:
+        return Codec(Method.ZSTD, 9, Transform(size))
+    palette = (np.arange(256) * 0x030201).astype("<u4").tobytes()
+    form = Transform(size, 0, Predictor.COLUMNS, 3, 4, 36)
+    return Codec(Method.LZ4, 7, form, Dictionary(palette + bytes(range(64))), group=1)
+
+
 def main(name: str) -> None:
     """Write the checkpoint."""
     folder = HERE / name
@@ -72,10 +86,12 @@ def main(name: str) -> None:
     segment.SEGMENT_BYTES = 2**14
     if name == "v1_keys":
         vars(sealer)["choose"] = keyed
+    if name == COLOURED:
+        vars(sealer)["choose"] = coloured
     extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
     with ReplayMemory(SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=None, seed=7, extras=extras) as memory:
         for tick in range(TICKS):
-            memory.add(**tick_arguments(tick))
+            memory.add(**tick_arguments(tick, name))
         memory.drain()
         memory.save(folder, attach={"agents/agent_0.pth": ATTACHED}).result()
     (folder / "LOCK").unlink()

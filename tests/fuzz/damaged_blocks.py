@@ -74,6 +74,8 @@ def whole_blocks() -> list[Block]:
         replace(rgb, predictor=Predictor.PIXELS, interleaved=False, green=False),
         Transform(1200, 4, Predictor.LEFT, 1, 15, 20),
         Transform(1200, 4, Predictor.UP, 3, 10, 10, interleaved=True, green=True),
+        Transform(900, 0, Predictor.COLOURS, 3, 15, 20),
+        Transform(900, 0, Predictor.COLUMNS, 3, 15, 20, interleaved=True),
     ]
     blocks = []
     for form in forms:
@@ -83,6 +85,14 @@ def whole_blocks() -> list[Block]:
             words = np.arange(100, dtype=f"u{form.word_bytes}")
             slices = words[generator.integers(0, 9, (COUNT, form.slice_bytes // form.word_bytes))].view(np.uint8)
         common = Dictionary(slices[:2].tobytes())
+        if form.is_of_colours:
+            # Some in all slices, which have numbers in the block's palette, and some in one or two.
+            colours = generator.integers(0, 256, (20 + 30 * COUNT, 3), np.uint8)
+            own = 20 + 30 * np.arange(COUNT)[:, None] + generator.integers(0, 35, (COUNT, 300)) % (30 * COUNT)
+            numbers = np.where(generator.random((COUNT, 300)) < 0.7, generator.integers(0, 20, (COUNT, 300)), own)
+            pixels = colours[numbers % len(colours)]
+            slices = (pixels if form.interleaved else pixels.transpose(0, 2, 1)).reshape(COUNT, -1)
+            common = Dictionary(colours.tobytes()[:1024] + slices[:1].tobytes())
         for codec in (
             Codec(Method.LZ4, 0, form),
             Codec(Method.LZ4, 5, form),
@@ -97,6 +107,8 @@ def whole_blocks() -> list[Block]:
             Codec(Method.ZSTD, 3, form, key=4, raw_keys=True),
             Codec(Method.ZSTD, 3, form, group=3, key=2),
         ):
+            if not codec.is_sound:  # colours have no keys
+                continue
             order = generator.permutation(COUNT).astype(np.uint32) if codec.key else None
             sealed = PortableCoder().seal(slices, codec, order)
             assert sealed is not None
@@ -205,7 +217,7 @@ def mistake_the_transform(block: Block, generator: np.random.Generator) -> None:
     claimed: dict[str, Any] = {name: values[int(generator.integers(len(values)))]}
     form = replace(block.codec.transform, **claimed)
     if generator.random() < 0.3:
-        form = replace(form, predictor=Predictor(int(generator.integers(4))), green=bool(generator.integers(2)))
+        form = replace(form, predictor=Predictor(int(generator.integers(6))), green=bool(generator.integers(2)))
     block.codec = replace(block.codec, transform=form)
 
 
@@ -365,6 +377,10 @@ def seal_and_read(coder: Coder, generator: np.random.Generator, lay: Callable[[N
         image = replace(plain, predictor=Predictor.LEFT, planes=planes, rows=5, columns=width, green=planes >= 3)
         forms = [plain, image, replace(image, predictor=Predictor.UP, interleaved=True)]
         forms += [replace(image, predictor=Predictor.PIXELS, green=False)]
+        if planes == 3 and not word_bytes and width < 17:  # 50 colours a row
+            colours = replace(image, predictor=Predictor.COLOURS, green=False)
+            forms += [colours, replace(colours, predictor=Predictor.COLUMNS, interleaved=True)]
+            forms += [replace(colours, predictor=Predictor.COLUMNS), replace(colours, interleaved=True)]
         forms += [replace(image, interleaved=True), Transform(plain.slice_bytes, shuffle=word_bytes)]
         words = generator.integers(0, 50, (3, plain.slice_bytes // max(word_bytes, 1)))
         slices = words.astype(f"u{max(word_bytes, 1)}").view(np.uint8)
@@ -377,6 +393,8 @@ def seal_and_read(coder: Coder, generator: np.random.Generator, lay: Callable[[N
         if width % 13 == 3:
             methods += (Codec(Method.LZ4, 3, plain, key=2), Codec(Method.ZSTD, 3, plain, key=3, raw_keys=True))
         for form, method in product(forms, methods):
+            if form.is_of_colours and method.key:
+                continue
             sealed = coder.seal(rows, replace(method, transform=form))
             assert sealed is not None
             out = lay(np.zeros(slices.size, np.uint8)).reshape(slices.shape)

@@ -9,7 +9,7 @@ import pytest
 ray = pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # a cluster takes its share of a core while others are tested
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     token = tmp_path_factory.mktemp("token") / "auth_token"
     token.touch(0o600)

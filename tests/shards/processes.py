@@ -28,4 +28,4 @@ def wait_until(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> Non
     while not is_so():
         if time.monotonic() > until:
             raise TimeoutError("it never came to be so")
-        time.sleep(0.02)
+        time.sleep(0.05)

@@ -50,7 +50,8 @@ def test_learners_attach_by_name_and_draw_rows_of_their_own() -> None:
         add(memory, 0, 3_000)
         with pytest.raises(ArgumentError, match="name"):
             ReplayMemory(SPACE, ACTION, 100, shards=1, name="several learners")
-        first, second, again = ray.get([learn.remote(memory.name, rank, 4) for rank in (0, 1, 0)])
+        first, second = ray.get([learn.remote(memory.name, rank, 4) for rank in (0, 1)])
+        again = ray.get(learn.remote(memory.name, 0, 4))
         for one, other, same in zip(first, second, again, strict=True):
             assert_same_bits(same, one)  # the same rank, seed and memory draw the same rows
             assert np.intersect1d(one.ids, other.ids).size < 12

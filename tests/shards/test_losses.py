@@ -123,7 +123,8 @@ def test_a_loss_is_raised_or_waited_for_as_was_asked(policy: str, durable: Repla
     assert set(shards_of(durable.sample(500).ids).tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize("prioritized", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.nightly  # by day chaos/test_draws.py has the same rule, over shards in one process
+@pytest.mark.parametrize("prioritized", [False, True])
 def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_loss(prioritized: bool) -> None:
     transitions, draws = 3_000, 200_000
     sampler = Prioritized(alpha=1.0, beta=1.0, floor=1e-6) if prioritized else None

@@ -5,6 +5,7 @@ Every transition says its id in every byte of it, so a row that is torn, mixed o
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
@@ -23,7 +24,7 @@ from holdall.testing.strategies import box
 
 KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
 LANES = 2
-SECONDS = 1.0
+SECONDS = 1.0 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 0.4
 PATIENCE_S = 60
 STACK, FRAME = 4, (24, 60)
 SPACES: dict[str, spaces.Space[Any]] = {
@@ -78,7 +79,7 @@ def assert_consistent(batch: Batch, space: spaces.Space[Any]) -> None:
 
 
 class Crowd:
-    """Threads that each repeat one piece of work until the time is over or one of them fails."""
+    """Threads that each repeat one piece of work until the time is over, and all had a turn, or one of them fails."""
 
     def __init__(self) -> None:
         self.stop = threading.Event()
@@ -104,6 +105,9 @@ class Crowd:
         for thread in self._threads:
             thread.start()
         self.stop.wait(seconds)
+        end = time.monotonic() + PATIENCE_S
+        while len(self.rounds) < len(self._threads) and not self.stop.wait(0.01):
+            assert time.monotonic() < end, f"only {sorted(self.rounds)} had a turn"
         self.stop.set()
         self.join()
 

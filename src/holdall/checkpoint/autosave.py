@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -24,10 +24,10 @@ from holdall.checkpoint.manifest import Manifest, next_number
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
 from holdall.errors import CheckpointError, ClosedError, HoldallError
-from holdall.storage import Extent, SegmentFile
+from holdall.storage import Extent, FullBlock, SegmentFile, SliceBlock
 
 if TYPE_CHECKING:
-    from holdall.checkpoint.save import SaveHandle
+    from holdall.checkpoint.save import SaveHandle, Saver
 
 
 _LOOK_S = 0.1
@@ -45,6 +45,12 @@ class AutosavedMemory(Protocol):
     @property
     def next_id(self) -> int:
         """Id of the next transition."""
+
+    def save(self, url: str, /, *, keep: int, mirror: str | None) -> SaveHandle:
+        """Begin a save."""
+
+    def full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
+        """Return the blocks that are full and not known yet."""
 
 
 class SaveInterval(NamedTuple):
@@ -69,19 +75,13 @@ class Autosave:
 
     Args:
         owner: What is saved; held weakly, so that a memory which is simply dropped ends its thread.
-        save: Begins a save of the owner.
-        write_ahead: Has the owner's blocks written that are full.
+        saver: Writes its blocks that are full.
+        how: `keep` and `mirror` of every save.
     """
 
-    def __init__(
-        self,
-        owner: AutosavedMemory,
-        save: Callable[[AutosavedMemory], SaveHandle],
-        write_ahead: Callable[[AutosavedMemory], None],
-        interval: SaveInterval,
-    ) -> None:
+    def __init__(self, owner: AutosavedMemory, saver: Saver, how: dict[str, Any], interval: SaveInterval) -> None:
         self._stopped = threading.Event()
-        arguments = (weakref.ref(owner), save, write_ahead, interval, owner.next_id, self._stopped)
+        arguments = (weakref.ref(owner), saver, how, interval, owner.next_id, self._stopped)
         self._thread = threading.Thread(target=_run_autosave, args=arguments, name="holdall-autosave", daemon=True)
         end_before_python(self._thread, self._stopped.set)
         self._thread.start()
@@ -95,8 +95,8 @@ class Autosave:
 
 def _run_autosave(
     owner: weakref.ref[AutosavedMemory],
-    save: Callable[[AutosavedMemory], SaveHandle],
-    write_ahead: Callable[[AutosavedMemory], None],
+    saver: Saver,
+    how: dict[str, Any],
     interval: SaveInterval,
     first_id: int,
     stopped: threading.Event,
@@ -109,10 +109,10 @@ def _run_autosave(
         try:
             next_id = memory.next_id
             if not interval.is_due(time.monotonic() - began, next_id - saved_id):
-                write_ahead(memory)
+                saver.write_ahead(memory.full_blocks)
                 continue
             began, saved_id = time.monotonic(), next_id
-            handle = save(memory)
+            handle = memory.save(saver.url, **how)
             del memory
             while not (handle.done() or stopped.wait(_LOOK_S)):
                 pass

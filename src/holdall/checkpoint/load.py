@@ -48,7 +48,7 @@ from holdall.storage import (
     unpack_slices,
     unpack_state,
 )
-from holdall.units import require_count
+from holdall.units import require_count, require_flag, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import BackgroundFetch
@@ -402,21 +402,37 @@ class Loading(Generic[_M]):
     """How a checkpoint becomes a memory again.
 
     Args:
-        make: Makes an empty memory of a schema that holds so many ticks. The last argument is False for one that is
-            only read: batches of it are of NumPy arrays.
-        restore: Has such a memory take over what was saved; the sampler is the one that it draws with from now on.
+        kind: The memory's class.
+        settings: Its arguments beside schema and capacity.
+        sampler: The one that it draws with from now on; None: the saved one.
         capacity, num_envs: Transitions to hold, and lanes; None: as many as before.
         recover: Whether to load what is left of a damaged checkpoint.
     """
 
-    make: Callable[[Schema, int, bool], _M]
-    restore: Callable[[_M, Restored, Sampler | None], None]
+    kind: Callable[..., _M]
+    settings: dict[str, Any]
     sampler: Sampler | None = None
     capacity: int | None = None
     num_envs: int | None = None
     recover: bool = False
 
-    def load(self, reader: CheckpointReader) -> _M:
+    def make(self, schema: Schema, ticks: int, *, is_final: bool) -> _M:
+        """Make an empty memory of so many ticks; of one that is only read, batches are of NumPy arrays."""
+        settings = self.settings if is_final else {"budget": None, "prefer": self.settings["prefer"]}
+        return self.kind(schema, None, ticks * schema.num_envs, **settings)
+
+    def load(self, url: str | os.PathLike[str], timeout: float) -> _M:
+        """Load a checkpoint; an object store that does not answer for so many seconds is given up."""
+        require_number("timeout", timeout, 0)
+        if self.num_envs is not None:
+            require_count("num_envs", self.num_envs, 1)
+        require_flag("recover", self.recover)
+        reader = open_reader(url, self.settings["spill_dir"], timeout)
+        memory = self._newest(reader)
+        reader.wait_on()
+        return memory
+
+    def _newest(self, reader: CheckpointReader) -> _M:
         """Load the newest checkpoint that is whole; or of which something is left, if there is such a one."""
         if not self.recover:
             return newest(reader, lambda manifest: self._loaded(manifest, reader))
@@ -452,7 +468,7 @@ class Loading(Generic[_M]):
         found = restored(manifest, reader, ticks, lost)
         if not is_final:
             found.saved = None
-        memory = self.make(found.schema, ticks or manifest.capacity_ticks, is_final)
+        memory = self.make(found.schema, ticks or manifest.capacity_ticks, is_final=is_final)
         self.restore_into(memory, found, self.sampler if is_final else Uniform())
         if lost is not None:
             lost.report(reader.url, manifest.number)
@@ -462,7 +478,7 @@ class Loading(Generic[_M]):
         """Have a memory take over what was saved; if that fails, it is closed."""
         try:
             with malformed_refused(f"checkpoint {found.manifest.number} of {found.url}"):
-                self.restore(memory, found, sampler)
+                memory.take_over(found, sampler)
         except BaseException:
             memory.close()
             raise

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,14 +21,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from holdall.background import CLOSE_S, JobThread, Waiting, left
 from holdall.checkpoint.directory import DirectoryWriter
 from holdall.checkpoint.file_system import CheckpointWriter, disk_errors_explained
-from holdall.checkpoint.manifest import is_remote, last_number, newest_manifest, next_number, normalized_url
+from holdall.checkpoint.manifest import (
+    ATTACHMENT_NAME,
+    is_remote,
+    last_number,
+    newest_manifest,
+    next_number,
+    normalized_url,
+)
 from holdall.checkpoint.saved_records import RowsKey, SavedRecords
 from holdall.checkpoint.write import Report, ShardsSnapshot, Snapshot, SnapshotWriter
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.storage import Coder, FullBlock, SliceBlock
+from holdall.units import require_count, require_number
 
 if TYPE_CHECKING:
-    from holdall.checkpoint.autosave import CheckpointMirror
+    from holdall.checkpoint.autosave import Autosave, CheckpointMirror
 
 
 _LOOK_S = 0.1
@@ -126,6 +134,39 @@ def require_mirror(mirror: Any, url: str) -> None:
         raise ArgumentError(f"mirror ({mirror!r}) is for saves to a directory; {url} is no directory")
     if mirror is not None and not (isinstance(mirror, str) and is_remote(mirror)):
         raise ArgumentError(f"mirror ({mirror!r}) must be a prefix of an object store: s3://, gs:// or az://")
+
+
+def checked_save(
+    url: str | os.PathLike[str], attach: Mapping[str, Any] | None, progress: Any, mirror: Any
+) -> tuple[str, dict[str, Path | bytes]]:
+    """Check the arguments of a save; return the url in one way of writing it, and the attached files by name."""
+    location = normalized_url(url)
+    if progress is not None and not callable(progress):
+        raise ArgumentError(f"progress ({progress!r}) must be a function of text and bytes; pass one, or None")
+    require_mirror(mirror, location)
+    if attach is not None and not isinstance(attach, Mapping):
+        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
+    return location, {_checked_name(name): _checked_content(name, content) for name, content in (attach or {}).items()}
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
+        raise ArgumentError(
+            f"attach has the name {name!r}; use letters, digits, '_', '-', '.', and '/' between parts that begin with "
+            "none of the last two"
+        )
+    return name
+
+
+def _checked_content(name: str, content: Any) -> Path | bytes:
+    if isinstance(content, bytes | bytearray | memoryview):
+        return bytes(content)
+    if isinstance(content, str | os.PathLike):
+        path = Path(content)
+        if path.is_file():
+            return path
+        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is no file; write it first, or pass its bytes")
+    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}; pass bytes or the path of a file")
 
 
 def open_writer(url: str | os.PathLike[str], waiting: Waiting | None = None) -> CheckpointWriter:
@@ -405,6 +446,28 @@ class Savers:
         if saver is None:
             saver = self._savers[url] = Saver(url, lambda waiting: open_writer(url, waiting), self._coder, saved)
         return saver
+
+    def every(
+        self,
+        memory: Any,
+        url: str | os.PathLike[str],
+        seconds: float | None,
+        transitions: int | None,
+        keep: int,
+        mirror: str | None,
+    ) -> Autosave:
+        """Save a memory at intervals from now on, see `ReplayMemory.save_every`."""
+        if seconds is None and transitions is None:
+            raise ArgumentError("save_every was given neither seconds nor transitions; name one of them, or both")
+        pause = None if seconds is None else require_number("seconds", seconds, 0.01)
+        if transitions is not None:
+            require_count("transitions", transitions, 1)
+        kept = require_count("keep", keep, 1)
+        location, _ = checked_save(url, None, None, mirror)
+        from holdall.checkpoint.autosave import Autosave, SaveInterval  # noqa: PLC0415  not for every memory
+
+        how = {"keep": kept, "mirror": mirror}
+        return Autosave(memory, self.to(location), how, SaveInterval(pause, transitions))
 
     def close(self, timeout: float = CLOSE_S) -> None:
         """Wait for all that is being saved; raise if something did not get on for `timeout` seconds."""

@@ -34,7 +34,7 @@ from holdall.checkpoint.save import open_writer
 from holdall.checkpoint.saved_records import Attached, RecordFiles
 from holdall.errors import DamageError
 from holdall.json_state import malformed_refused
-from holdall.sampling import WriterRun
+from holdall.sampling import Sampler, WriterRun
 from holdall.schema import Array, Schema
 
 _BYTES_AT_ONCE = 4 * 2**20
@@ -70,6 +70,9 @@ class LoadedMemory(TransitionSource, Protocol):
 
     def extend(self, *fields: Any) -> None:
         """Add whole trajectories."""
+
+    def take_over(self, found: Restored, sampler: Sampler | None) -> None:
+        """Become what was saved, in a memory as it was made."""
 
     def close(self) -> None:
         """Free everything."""
@@ -298,7 +301,8 @@ def converted(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader
         # As many as before: lanes that get less than others must not push out what others got.
         ticks = max(manifest.capacity_ticks * schema.num_envs // lanes, -(-len(streams) // lanes), 1)
         new_schema = replace(schema, num_envs=lanes)
-        memory = loading.make(new_schema, ticks if loading.capacity is None else int(loading.capacity) // lanes, True)
+        ticks = ticks if loading.capacity is None else int(loading.capacity) // lanes
+        memory = loading.make(new_schema, ticks, is_final=True)
         try:
             for fields in trajectories(sources, streams, lanes, new_schema):
                 memory.extend(*fields)

@@ -35,7 +35,6 @@ from holdall.storage import (
     Coder,
     Extent,
     FrozenRows,
-    FrozenSegments,
     FrozenStore,
     FullBlock,
     OpenSlices,
@@ -178,11 +177,9 @@ class SnapshotWriter:
         self._records.forget_before(store.first_tick)
         self._records = compacted(self._records, self._target.reader, self._lasting)
         blocks: list[BlockEntry] = []
-        segments: list[SegmentEntry] = []
-        if store.segments is not None:
-            segments, pending = self._write_logs(store.segments, blocks)
-            store = replace(store, segments=None)
-            self._write_blocks(pending, blocks)
+        segments, pending = self._write_logs(store, blocks)
+        store = replace(store, segments=[], filling=[])  # each block is freed once it is written
+        self._write_blocks(pending, blocks)
         attached = self._write_files(snapshot.attach)
         state_ref = self._brief.append(pack_state(state))
         for writer in self._writers:
@@ -282,26 +279,23 @@ class SnapshotWriter:
         """Return the bytes that are about to be written, without heads, logs and sampler."""
         nbytes = sum(len(each) if isinstance(each, bytes) else each.stat().st_size for each in attach.values())
         nbytes += store.rows.wanted_bytes
-        if store.segments is not None:
-            blocks = {id(part.block): part.block for segment in store.segments.closed for part in segment.parts}
-            for block in blocks.values():
-                raw, sealed = block.used * block.slice_bytes, block.sealed
-                nbytes += 0 if self.knows(block) else raw if sealed is None else sealed.nbytes
-            nbytes += sum(filling.slices.nbytes for filling in store.segments.filling)
+        blocks = {id(part.block): part.block for segment in store.segments for part in segment.parts}
+        for filling in store.filling:
+            nbytes += filling.slices.nbytes
+            blocks.pop(id(filling.block), None)
+        for block in blocks.values():
+            raw, sealed = block.used * block.slice_bytes, block.sealed
+            nbytes += 0 if self.knows(block) else raw if sealed is None else sealed.nbytes
         return nbytes
 
-    def _write_logs(
-        self, segments: FrozenSegments, blocks: list[BlockEntry]
-    ) -> tuple[list[SegmentEntry], deque[_Pending]]:
+    def _write_logs(self, store: FrozenStore, blocks: list[BlockEntry]) -> tuple[list[SegmentEntry], deque[_Pending]]:
         """Write logs, and the blocks that are still being filled; return the blocks that are full, oldest first."""
         self._phase = "logs"
-        open_parts = segments.open.parts
-        filling = {id(part.block): slices for part, slices in zip(open_parts, segments.filling, strict=True)}
+        filling = {id(each.block): each for each in store.filling}
         numbers: dict[int, int] = {}
         pending: deque[_Pending] = deque()
         entries = []
-        held = [*segments.closed, segments.open] if segments.open.ticks else segments.closed
-        for segment in held:
+        for segment in store.segments:
             for part in segment.parts:
                 block = part.block
                 if id(block) in numbers:
@@ -312,7 +306,7 @@ class SnapshotWriter:
                 else:
                     pending.append(_Pending(len(blocks), FullBlock(block, part.log is None)))
                     blocks.append(BlockEntry(block.slice_bytes, block.used, ()))
-            if segment is segments.open:
+            if segment.first_tick == store.open_tick:
                 ref = self._brief.append(pack_logs(segment.parts))
             else:
                 known = self._records.logs.get(segment.first_tick)
@@ -448,14 +442,13 @@ def _chunk_numbers(store: FrozenStore) -> range:
 
 def store_words(frozen: FrozenStore) -> dict[str, Any]:
     """Describe what of a store is neither rows nor segments."""
-    segments = frozen.segments
     return {
         "large": frozen.large,
         "paired": frozen.paired,
         "newest": {str(i): rows for i, rows in frozen.newest.items()},
         "scouts": frozen.scouts,
-        "windows": [] if segments is None else [window.words() for window in segments.windows],
-        "searches": None if segments is None else segments.searches,
+        "windows": [window.words() for window in frozen.windows],
+        "searches": frozen.searches if frozen.large else None,
         "reward_dtype": None if frozen.reward_dtype is None else dtype_name(frozen.reward_dtype),
         "has_invalid": frozen.has_invalid,
     }

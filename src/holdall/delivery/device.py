@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdall.delivery.batches import aligned_block, view_array
-from holdall.storage import ALIGNMENT_BYTES, address
+from holdall.storage import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +60,6 @@ class DeviceStream:
         """Return the bytes of memory that somebody owns."""
         tensor: torch.Tensor = self._torch.from_numpy(user)
         return tensor
-
-    def start_of(self, user: Any) -> int:
-        """Return where memory that somebody owns begins."""
-        return address(user)
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """Let the calling thread's copies and kernels run on this stream."""
@@ -178,11 +174,6 @@ class CudaStream(DeviceStream):
         """See `DeviceStream`."""
         tensor: torch.Tensor = self._torch.as_tensor(user, device=self.device)
         return tensor
-
-    def start_of(self, user: Any) -> int:
-        """See `DeviceStream`."""
-        start: int = user.start
-        return start
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """See `DeviceStream`."""
@@ -322,7 +313,7 @@ class _DeviceMemory:
     """Memory as torch takes it over without copying it; torch refers to this until the last tensor of it is gone."""
 
     def __init__(self, start: int, nbytes: int, owner: torch.Tensor | None) -> None:
-        self._owner, self.start = owner, start
+        self._owner = owner
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",

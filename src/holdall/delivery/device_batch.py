@@ -87,15 +87,16 @@ class DeviceBatches(Batches):
         named = self._namer is not None
         self._slices = DeviceSlices(stream, kernels.coder) if named and store_on_device else None
         self._arenas = PinnedArenas(stream) if named and pins and not store_on_device else None
+        self._pinned: tuple[int, PinnedSnapshot | None] = -1, None  # by the version of the segments
         self._assembler = DeviceAssembler.of(torch, stream, schema, self._namer)
         self._rings: dict[int, StagingRing] = {}  # by leaf
         self._scratch: dict[int, DeviceScratch] = {}  # by leaf: its unique slices, before they are stacked
         self._picked = DeviceScratch(stream)
         self._under_way: deque[tuple[Any, DrawnRows]] = deque()  # batches that the device reads from the host
         self._rows_on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by leaf: a span of arenas, and its rows
-        self._lock = fork_safe(threading.RLock())
+        self._lock: Any = fork_safe(threading.RLock())
         self._layouts: dict[Any, BatchLayout] = {}
-        self._layouts_lock = fork_safe(threading.RLock())
+        self._layouts_lock: Any = fork_safe(threading.RLock())
 
     def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """See `Batches`: rows of a `Uniform` sampler, once a batch of so many rows was made."""
@@ -131,9 +132,13 @@ class DeviceBatches(Batches):
         return job
 
     def _readable(self, store: Store) -> Readable:
-        """Return where the device reads slices now."""
+        """Return where the device reads slices now; arenas are looked at again when segments are others."""
         if self._slices is None:
-            return None if self._arenas is None else self._arenas.up_to_date(store)
+            version = store.large_segments.index.version
+            if self._arenas is not None and version != self._pinned[0]:
+                self._pinned = -1, None  # this one keeps no arena pinned
+                self._pinned = version, self._arenas.up_to_date(store)
+            return self._pinned[1]
         found = self._slices.up_to_date(store)
         if self._assembler is not None and (sent := self._slices.newly_sent()) is not None:
             self._assembler.behind = sent
@@ -192,6 +197,7 @@ class DeviceBatches(Batches):
             for event, _ in self._under_way:
                 self.stream.synchronize(event)
             self._under_way.clear()
+        self._pinned = self._pinned[0], None
         if self._assembler is not None:
             self._assembler.close()
         if self._arenas is not None:
@@ -202,7 +208,9 @@ class DeviceBatches(Batches):
     def layout(self, rows: tuple[int, ...], cuts: dict[int, Cut | None], small: list[PackedField]) -> BatchLayout:
         """Return the layout of batches like this one."""
         key = (rows, tuple(cuts.items()), tuple((shown.shape, shown.array.dtype) for shown in small))
-        with left(self._layouts_lock):
+        if self._layouts_lock._is_owned():  # this thread was interrupted in it
+            left(self._layouts_lock)
+        with self._layouts_lock:
             layout = self._layouts.pop(key, None)
             if layout is None:
                 leaves = self.schema.observation.leaves
@@ -221,7 +229,9 @@ class DeviceBatches(Batches):
 
     def fill(self, job: _DeviceJob) -> None:
         """Bring all fields of a batch to its block."""
-        with left(self._lock), self.stream.active():
+        if self._lock._is_owned():  # this thread was interrupted in it
+            left(self._lock)
+        with self._lock, self.stream.active():
             head = job.layout.next_head()
             used = [head.slot]
             self.stream.wait_for(job.free)

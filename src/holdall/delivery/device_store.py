@@ -261,18 +261,16 @@ class PinnedArenas:
         self._given_up: list[_PinnedArena] = []
         self._snapshots = _Snapshots()
         self._can_pin = self._can_share = True
-        self._version = -1
-        self._pinned: PinnedSnapshot | None = None
         self._registered: dict[int, Bytes] = {}
         # Memory must not be unmapped while a device may read it, even if nobody closes the store.
         self._release = weakref.finalize(self, _unpin_all, stream, self._registered, os.getpid())
 
     def up_to_date(self, store: Store) -> PinnedSnapshot | None:
-        """Pin what is new, unpin what nobody reads any more, and return where everything is."""
+        """Pin what is new, unpin what nobody reads any more, and return where everything is.
+
+        It holds until segments or their blocks are others; what was returned before must not be referred to here.
+        """
         segments = store.large_segments
-        if self._version == segments.index.version:
-            return self._pinned
-        self._version, self._pinned = segments.index.version, None
         parts = {field: segments.parts(field) for field in range(len(segments.cursors))}
         blocks = {id(block): block for of_field in parts.values() for part in of_field if (block := _raw(part))}
         known, self._by_block = self._by_block, {}
@@ -290,14 +288,14 @@ class PinnedArenas:
                 self._by_block[key] = (block, pinned)
         if self._by_block and self._can_share:
             try:
-                self._pinned = self._describe(parts)
+                return self._describe(parts)
             except RuntimeError:  # torch's, where a device does not see the host's memory under the host's addresses
                 self._can_share = False
-        return self._pinned
+        return None
 
     def close(self) -> None:
         """Unpin everything; nothing may be under way."""
-        self._by_block, self._given_up, self._pinned = {}, [], None
+        self._by_block, self._given_up = {}, []
         self._release()
 
     def _pin(self, arena: Bytes, nbytes: int) -> _PinnedArena | None:

@@ -16,7 +16,6 @@
 #include <unistd.h>
 #endif
 
-enum { MOST_IN_A_UNIT = 64 };
 enum { LOOK_BACK_BYTES = 1 << 16 }; /* room in front of the memory for units; as in reading.py */
 
 /* ---- one unit ---------------------------------------------------------------------- */
@@ -27,6 +26,7 @@ static int is_cut_soundly(const sealed_block *b) {
     if (b->form.slice_bytes < 1 || b->form.slice_bytes > INT32_MAX) return 0;
     if (b->group < 1 || b->group > MOST_IN_A_UNIT || b->slice_count < 0 || b->slice_count > UINT32_MAX) return 0;
     if (b->key < 0 || b->key > UINT32_MAX || b->common_bytes < 0 || b->common_bytes > INT32_MAX) return 0;
+    if (b->key > 0 && is_of_colours(&b->form)) return 0;
     if (b->data_bytes < 0 || b->file_start < 0 || b->file_start > INT64_MAX - b->data_bytes) return 0;
     return b->group * coded_bytes(&b->form) <= INT32_MAX;
 }
@@ -89,6 +89,11 @@ void expect_slices(const sealed_block *b, int64_t first, int64_t end) {
 }
 #endif
 
+/* Whether so many bytes are a unit that is stored as it was, with nothing in front of it. */
+static int is_stored(const sealed_block *b, int64_t length, int64_t expected) {
+    return length == expected && !is_of_colours(&b->form);
+}
+
 /* Read units [unit, stop) of a block in a file at once, as many as there is room for. */
 static void read_units(decoder *d, const sealed_block *b, int64_t unit, int64_t stop) {
     if (d->read_of == b && unit >= d->read_first && stop <= d->read_end) return;
@@ -98,7 +103,8 @@ static void read_units(decoder *d, const sealed_block *b, int64_t unit, int64_t 
         stop = u;
     }
     /* A unit that did not shrink is read straight to where it belongs. */
-    if (stop <= unit || (int64_t)b->offsets[unit + 1] - b->offsets[unit] == bytes_of_unit(b, unit)) return;
+    if (stop <= unit) return;
+    if (is_stored(b, (int64_t)b->offsets[unit + 1] - b->offsets[unit], bytes_of_unit(b, unit))) return;
     if (!read_file(d, b, b->offsets[unit], (int64_t)b->offsets[stop] - b->offsets[unit], d->read)) return;
     for (int64_t u = unit; u < stop; u++) {
         const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
@@ -119,6 +125,11 @@ static void place_dictionary(decoder *d, const sealed_block *b) {
 /* Decompress a unit; `key` is what it was compressed against, NULL where that is a dictionary or nothing. */
 static int decompress(decoder *d, const sealed_block *b, const uint8_t *key, const uint8_t *from, int64_t length,
                       uint8_t *to, int64_t expected) {
+    if (is_of_colours(&b->form)) {
+        const int64_t head = read_unit_colours(d, b, from, length);
+        if (head < 0) return 0;
+        from += head, length -= head;
+    }
     if (length == expected) { /* did not shrink, so it was stored */
         memcpy(to, from, (size_t)length);
         return 1;
@@ -150,7 +161,7 @@ static int decompress_unit(decoder *d, const sealed_block *b, const uint8_t *key
     if (!is_inside(b, u)) return 0;
     const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
     if (b->data) return decompress(d, b, key, b->data + b->offsets[u], length, to, expected);
-    if (length == expected)
+    if (is_stored(b, length, expected))
         return read_file(d, b, b->offsets[u], length, to) && checksum(to, length) == b->checks[u];
     if (d->read_of != b || u < d->read_first || u >= d->read_end) {
         read_units(d, b, u, u + 1);
@@ -201,10 +212,9 @@ static const uint8_t *fetch_coded(decoder *d, const sealed_block *b, int64_t pla
     const int64_t coded = coded_bytes(&b->form), u = place / b->group;
     const uint8_t *key;
     if (b->group == 1) {
-        if (wants_window(d, b, u)) {
-            d->unit_of = NULL;
-            to = d->unit;
-        }
+        const int has_window = wants_window(d, b, u);
+        if (has_window || is_of_colours(&b->form)) d->unit_of = NULL; /* its memory, or its palette, is used */
+        if (has_window) to = d->unit;
         return find_key(d, b, u, &key) && decompress_unit(d, b, key, u, to, coded) ? to : NULL;
     }
     if (d->unit_of != b || d->unit_number != u) {
@@ -226,12 +236,16 @@ static int is_sound(const transform *form) {
     if (word != 0 && word != 2 && word != 4 && word != 8) return 0;
     if (word != 0 && form->slice_bytes % word != 0) return 0;
     if (form->predictor == PREDICT_NOTHING) return 1;
-    if (form->predictor == PIXELS ? form->interleaved || form->green
-                                  : form->predictor != PREDICT_LEFT && form->predictor != PREDICT_UP)
+    if (form->predictor == PIXELS) {
+        if (form->interleaved || form->green) return 0;
+    } else if (is_of_colours(form)) {
+        if (form->green || form->planes != 3 || word != 0) return 0;
+    } else if (form->predictor != PREDICT_LEFT && form->predictor != PREDICT_UP) {
         return 0;
+    }
     if (form->planes < 1 || form->rows < 1 || form->columns < 1 || (form->green && form->planes < 3)) return 0;
     /* Each is at most the whole, so that the product cannot overflow. */
-    const int64_t coded = coded_bytes(form);
+    const int64_t coded = is_of_colours(form) ? form->slice_bytes : coded_bytes(form);
     if (form->planes > coded || form->rows > coded || form->columns > coded) return 0;
     return form->shuffle == 0 && form->planes * form->rows <= coded && form->planes * form->rows * form->columns == coded;
 }
@@ -243,8 +257,9 @@ int decode_slice(decoder *d, const sealed_block *b, int64_t number, uint8_t *out
     const int64_t place = place_of_slice(b, number);
     if (place < 0 || 2 * coded > d->scratch_bytes) return 0;
     const int last_is_words = form->word_bytes > 0;
-    const int is_pixels = form->predictor == PIXELS, is_predicted = form->predictor != PREDICT_NOTHING && !is_pixels;
-    const int moves = form->shuffle > 0 || is_pixels || (is_predicted && form->interleaved);
+    const int is_pixels = form->predictor == PIXELS, is_colours = is_of_colours(form);
+    const int is_predicted = form->predictor != PREDICT_NOTHING && !is_pixels && !is_colours;
+    const int moves = form->shuffle > 0 || is_pixels || is_colours || (is_predicted && form->interleaved);
     uint8_t *const own = last_is_words || moves ? d->scratch : out;
     const uint8_t *stage = fetch_coded(d, b, place, own);
     if (!stage) return 0;
@@ -257,6 +272,7 @@ int decode_slice(decoder *d, const sealed_block *b, int64_t number, uint8_t *out
         uint8_t *const to = last_is_words ? d->scratch + coded : out;
         if (form->shuffle > 0) unshuffle(form->shuffle, coded, stage, to);
         else if (is_pixels) part_pixels(form, stage, to);
+        else if (is_colours) look_up_colours(form, d->unit_palette, stage, d->scratch + coded, to);
         else interleave(form, stage, to);
         stage = to;
     }

@@ -139,9 +139,10 @@ static int64_t compress(const encoder *e, known_bytes known, const uint8_t *in, 
 
 /* Transform one slice; returns where the coded bytes stand: in `slice`, `a` or `b`. */
 static const uint8_t *transformed(const transform *form, const uint8_t *slice, const uint8_t *palette,
-                                  const uint16_t *slots, uint8_t *a, uint8_t *b) {
+                                  uint16_t *slots, uint8_t *a, uint8_t *b) {
     const int64_t coded = coded_bytes(form);
     const uint8_t *stage = slice;
+    if (is_of_colours(form)) return number_colours(form, slice, (known_colour *)(void *)slots, a, b);
     if (form->word_bytes > 0) {
         number_words(form, stage, palette, slots, a);
         stage = a;
@@ -168,9 +169,25 @@ typedef struct {
     const transform *form;
     const uint8_t *slices;
     const uint32_t *order; /* which slice comes first, second, ...; NULL: as they stand */
-    const uint8_t *palette;
-    const uint16_t *slots;
+    uint8_t *palette;
+    uint16_t *slots; /* the palette's table, of words or of colours */
 } block_of_slices;
+
+/* Find what numbers stand for, in all slices: words or colours. 0 if there are too many. */
+static int collect(const block_of_slices *s, int64_t count) {
+    if (is_of_colours(s->form))
+        return collect_colours(s->form, s->slices, count, s->palette, (known_colour *)(void *)s->slots);
+    return s->form->word_bytes == 0 || collect_words(s->form, s->slices, count, s->palette, s->slots);
+}
+
+/* Write what stands in front of unit `u`; returns the bytes of that, -1 if it has too many colours. */
+static int64_t head_of_unit(const block_of_slices *s, int64_t u, int64_t first, int64_t count, uint8_t *head) {
+    const uint8_t *slices[MOST_IN_A_UNIT];
+    if (!is_of_colours(s->form)) return 0;
+    for (int64_t i = 0; i < count; i++)
+        slices[i] = s->slices + (s->order ? s->order[first + i] : first + i) * s->form->slice_bytes;
+    return begin_unit(s->form, slices, count, u, (known_colour *)(void *)s->slots, head);
+}
 
 /* Transform the slices from place `first` on and put them side by side in `unit`; returns where they stand: a single one
  * may be left where it was. */
@@ -190,7 +207,7 @@ static const uint8_t *staged(const block_of_slices *s, int64_t first, int64_t co
 /* Code the slices in places [first, end) of `count` into `data`, and write where their units end to `offsets`. With
  * `order`, slice order[i] is coded in place i. The first one begins a unit, and a key's share of units. `slots` is room for
  * the palette's table, zeroed; a palette is made of all slices, wherever the range. Returns the bytes written; -1: there are
- * more than 256 words; -2: the scratch memory or `room` is too small, or `order` or the range name what is not there. */
+ * more than 256 words, or colours of a unit; -2: the scratch memory or `room` is too small, or `order` or the range name what is not there. */
 EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uint8_t *slices, const uint32_t *order,
                               int64_t count, int64_t first, int64_t end, uint8_t *data, int64_t room,
                               uint32_t *offsets, uint8_t *palette, uint16_t *slots) {
@@ -199,22 +216,27 @@ EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uin
     uint8_t *const packed = key + (e->key > 0 ? unit_bytes : 0);
     const int64_t packed_room = e->scratch_bytes - (packed - e->scratch);
     const block_of_slices block = {form, slices, order, palette, slots};
+    uint8_t head[1 + 4 * MOST_NEW_COLOURS];
     known_bytes known = {e->common, e->common_bytes};
     int64_t used = 0;
     offsets[0] = 0;
-    if (e->group < 1 || e->key < 0 || packed_room < unit_bytes || first < 0 || end > count) return -2;
+    if (e->group < 1 || e->group > MOST_IN_A_UNIT || e->key < 0 || packed_room < unit_bytes || first < 0 || end > count) return -2;
     for (int64_t i = first; order && i < end; i++)
         if (order[i] >= count) return -2;
-    if (form->word_bytes > 0 && !collect_words(form, slices, count, palette, slots)) return -1;
+    if (!collect(&block, count)) return -1;
     know(e, known);
     for (int64_t u = 0; first < end; first += e->group, u++) {
         const int64_t in_unit = end - first < e->group ? end - first : e->group, bytes = in_unit * coded;
         const int is_key = e->key > 0 && u % e->key == 0;
+        const int64_t before = head_of_unit(&block, u, first, in_unit, head);
+        if (before < 0) return -1;
         const uint8_t *const stage = staged(&block, first, in_unit, a, b, unit);
         if (is_key) known = (known_bytes){NULL, 0};
         int64_t length = is_key && e->keeps_keys_raw ? bytes : compress(e, known, stage, bytes, packed, packed_room);
         if (length >= bytes) length = bytes;
-        if (used + length > room || used + length > UINT32_MAX) return -2;
+        if (used + before + length > room || used + before + length > UINT32_MAX) return -2;
+        memcpy(data + used, head, (size_t)before);
+        used += before;
         memcpy(data + used, length == bytes ? stage : packed, (size_t)length);
         if (is_key) {
             memcpy(key, stage, (size_t)bytes);
@@ -309,8 +331,9 @@ EXPORT void holdall_count_work(const sealed_block *b, const int64_t *units, int6
         const int64_t u = units[i];
         unit_work found = {0, 0, 0};
         if (u >= 0 && u * b->group < b->slice_count && b->data && is_inside(b, u)) {
-            const uint8_t *const start = b->data + b->offsets[u], *const end = b->data + b->offsets[u + 1];
-            if (end - start < bytes_of_unit(b, u))
+            const uint8_t *start = b->data + b->offsets[u], *const end = b->data + b->offsets[u + 1];
+            if (is_of_colours(&b->form) && start < end) start += 1 + 4 * (int64_t)start[0];
+            if (start < end && end - start < bytes_of_unit(b, u))
                 found = b->method == METHOD_LZ4 ? work_of_lz4(start, end) : work_of_zstd(start, end);
         }
         work[3 * i] = found.sequences, work[3 * i + 1] = found.literals, work[3 * i + 2] = found.tables;

@@ -89,6 +89,8 @@ static const struct_field FIELDS[] = {
     FIELD(decoder, read_of),
     FIELD(decoder, read_first),
     FIELD(decoder, read_end),
+    FIELD(decoder, unit_palette),
+    FIELD(decoder, colours),
     FIELD(decoder, error),
     FIELD(decoder, batch),
     FIELD(decoder, decoded_places),

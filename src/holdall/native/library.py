@@ -70,7 +70,8 @@ class DecoderStruct(ctypes.Structure):
         *_pointers("dctx scratch"), *_numbers("scratch_bytes"),
         *_pointers("unit"), *_numbers("unit_bytes"), *_pointers("unit_behind unit_of"), *_numbers("unit_number"),
         *_pointers("key key_of"), *_numbers("key_number"),
-        *_pointers("read"), *_numbers("read_bytes"), *_pointers("read_of"), *_numbers("read_first read_end error"),
+        *_pointers("read"), *_numbers("read_bytes"), *_pointers("read_of"), *_numbers("read_first read_end"),
+        *_pointers("unit_palette colours"), *_numbers("error"),
         ("batch", _NATURAL), *_numbers("decoded_places"), *_pointers("decoded"),
     ]  # fmt: skip
 

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.schema import Bytes
 from holdall.storage import (
+    MOST_UNIT_COLOURS,
+    NO_COLOUR,
     WATCHED_BYTES,
     Codec,
     Coded,
@@ -36,6 +38,8 @@ Decompress = Callable[[bytes, int, bytes], bytes]
 """Takes a unit, how many bytes must come of it, and its key; returns others if it is damaged."""
 
 
+_MOST_COLOURS = 2**15
+"""Colours of a block that are told apart, as in colours.c."""
 _TABLE_FROM = 1000
 """Bytes from which on a unit of Zstandard's mostly brings a table of Huffman's code."""
 
@@ -70,6 +74,12 @@ class PortableCoder:
             palette = np.zeros(256 * transform.word_bytes, np.uint8)
             palette[: kinds.nbytes] = kinds.view(np.uint8)
             staged = numbers.reshape(words.shape).astype(np.uint8)
+        heads: list[bytes] = []
+        if codec.is_of_colours:
+            numbered = _number_colours(staged, codec)
+            if numbered is None:
+                return None
+            staged, palette, heads = numbered
         compress = _compressor(codec)
         rows = np.ascontiguousarray(_shuffled(_differences(staged, transform), transform))
         pieces, key = [], b""
@@ -77,7 +87,8 @@ class PortableCoder:
             coded = rows[first : first + codec.group].tobytes()
             is_key = codec.key > 0 and unit % codec.key == 0
             packed = coded if is_key and codec.raw_keys else compress(coded, b"" if is_key else key)
-            pieces.append(packed if len(packed) < len(coded) else coded)
+            head = heads[unit] if heads else b""
+            pieces.append(head + (packed if len(packed) < len(coded) else coded))
             key = coded if is_key else key
             if watch is not None and (unit + 1) % max(1, WATCHED_BYTES // (codec.group * transform.slice_bytes)) == 0:
                 watch(min(first + codec.group, len(rows)))
@@ -113,10 +124,15 @@ class PortableCoder:
         units, position = np.unique(unit, return_inverse=True)
         whole = np.empty((len(units), sealed.codec.group, transform.coded_bytes), np.uint8)
         reader = _UnitReader(sealed.coded)
+        palettes = np.empty((len(units), transform.palette_bytes), np.uint8)
         for place, number in enumerate(units.tolist()):
             rows = reader.read(number)
             whole[place, : len(rows)] = rows
+            palettes[place] = reader.palette
         staged = whole[position, within]
+        if sealed.codec.is_of_colours:
+            out[:] = _look_up_colours(staged, palettes[position], transform)
+            return
         values = _sums(_unshuffled(staged, transform), transform)
         if transform.word_bytes:
             words = sealed.coded.palette.view(f"u{transform.word_bytes}")[values]
@@ -131,6 +147,7 @@ class _UnitReader:
         self._coded = coded
         self._decompress = _decompressor(coded.codec)
         self._key, self._key_number = b"", -1
+        self.palette = coded.palette  # of the unit that was read last
 
     def read(self, number: int) -> Bytes:
         """Return the coded slices of one unit."""
@@ -144,14 +161,104 @@ class _UnitReader:
         codec = self._coded.codec
         rows = min(codec.group, self._coded.count - number * codec.group)
         expected, piece = rows * codec.transform.coded_bytes, self._coded.unit(number)
+        if codec.is_of_colours:
+            piece = self._without_colours(number, piece)
         whole = piece if len(piece) == expected else self._decompress(piece, expected, key)
         if len(whole) != expected:
             raise DamageError(f"unit {number} is damaged; nothing of it is returned")
         return whole
 
+    def _without_colours(self, number: int, piece: bytes) -> bytes:
+        """Note the colours that a unit brings, and return the rest of it."""
+        head = 1 + 4 * piece[0] if piece else 1
+        if len(piece) < head:
+            raise DamageError(f"unit {number} is damaged; nothing of it is returned")
+        self.palette = self._coded.palette.copy()
+        brought = np.frombuffer(piece, np.uint8, head - 1, 1).reshape(-1, 4)
+        for entry in brought:  # the last one counts, should a number come twice
+            self.palette[4 * int(entry[0]) : 4 * int(entry[0]) + 3] = entry[1:]
+        return piece[head:]
+
+
+# ---------------------------------------------------------------- colours
+
+
+def _number_colours(slices: Bytes, codec: Codec) -> tuple[Bytes, Bytes, list[bytes]] | None:
+    """Turn pixels into numbers; return these, the palette, and what stands in front of every unit.
+
+    None if there are too many colours.
+    """
+    transform, units = codec.transform, range(0, len(slices), codec.group)
+    planes = _planes(slices, transform).reshape(len(slices), 3, -1).astype(np.uint32)
+    colours: NDArray[np.uint32] = planes[:, 0] | planes[:, 1] << np.uint32(8) | planes[:, 2] << np.uint32(16)
+    kinds, shown = np.unique(np.concatenate([np.unique(row) for row in [colours[:0], *colours]]), return_counts=True)
+    if len(kinds) > _MOST_COLOURS:
+        return None
+    palette = np.full(256, NO_COLOUR, np.uint32)
+    if codec.known_palette:
+        palette[:] = np.frombuffer(codec.known_palette, "<u4")
+        palette[palette != NO_COLOUR] &= 0xFFFFFF
+        first = np.zeros(256, bool)
+        first[np.unique(palette, return_index=True)[1]] = True
+        palette[~(first & np.isin(palette, kinds))] = NO_COLOUR
+    others = ~np.isin(kinds, palette)
+    ranked = kinds[others][np.lexsort((kinds[others], -shown[others]))]
+    free = np.flatnonzero(palette == NO_COLOUR)[: len(ranked)]
+    palette[free] = ranked[: len(free)]
+    numbers, heads = np.empty(colours.shape, np.uint8), []
+    for first_slice in units:
+        unit = colours[first_slice : first_slice + codec.group]
+        head = _number_unit(unit, palette, numbers[first_slice : first_slice + codec.group])
+        if head is None:
+            return None
+        heads.append(head)
+    if transform.predictor is Predictor.COLUMNS:
+        numbers = _turned(numbers, transform.rows, transform.columns)
+    return numbers, palette.astype("<u4").view(np.uint8), heads
+
+
+def _turned(numbers: Bytes, rows: int, columns: int) -> Bytes:
+    """Make columns of the rows of images."""
+    return np.ascontiguousarray(numbers.reshape(-1, rows, columns).transpose(0, 2, 1)).reshape(len(numbers), -1)
+
+
+def _number_unit(colours: NDArray[np.uint32], palette: NDArray[np.uint32], out: Bytes) -> bytes | None:
+    """Number the colours of a unit, some of which it brings itself; return what stands in front of it."""
+    kinds, first, places = np.unique(colours, return_index=True, return_inverse=True)
+    known = {int(colour): number for number, colour in enumerate(palette) if colour != NO_COLOUR}
+    numbers = np.array([known.get(int(colour), -1) for colour in kinds], np.int64)
+    missing = np.flatnonzero(numbers < 0)
+    missing = missing[np.argsort(first[missing])]
+    if len(kinds) > 256 or len(missing) > MOST_UNIT_COLOURS or 1 + 4 * len(missing) > 2 * colours.size:
+        return None  # the last: they would take more than numbers spare
+    used, brought = set(numbers.tolist()), bytes([len(missing)])
+    for position in missing.tolist():
+        colour = int(kinds[position])
+        number = (colour * 0x9E3779B1 & 0xFFFFFFFF) >> 24
+        while number in used:
+            number = (number + 1) & 255
+        used.add(number)
+        numbers[position] = number
+        brought += bytes([number]) + colour.to_bytes(3, "little")
+    out[:] = numbers[places].reshape(colours.shape)
+    return brought
+
+
+def _look_up_colours(numbers: Bytes, palettes: Bytes, transform: Transform) -> Bytes:
+    """Turn numbers into pixels again, each row by its own palette."""
+    if transform.predictor is Predictor.COLUMNS:
+        numbers = _turned(numbers, transform.columns, transform.rows)
+    colours = palettes.reshape(len(numbers), 256, 4)
+    pixels = np.take_along_axis(colours[:, :, :3], numbers[:, :, None].astype(np.int64), axis=1)
+    ordered = pixels if transform.interleaved else pixels.transpose(0, 2, 1)
+    return ordered.reshape(len(numbers), -1)
+
+
+# ---------------------------------------------------------------- compressors
+
 
 def _compressor(codec: Codec) -> Compress:
-    common = b"" if codec.dictionary is None else codec.dictionary.content
+    common = codec.common
 
     def zstd(piece: bytes, key: bytes) -> bytes:
         return _zstd_compressor(codec, key).compress(piece) if key else keyless.compress(piece)
@@ -171,11 +278,11 @@ def _compressor(codec: Codec) -> Compress:
 
 
 def _zstd_compressor(codec: Codec, key: bytes) -> zstandard.ZstdCompressor:
-    content, data = codec.dictionary, None
+    data = None
     if key:
         data = zstandard.ZstdCompressionDict(key, dict_type=zstandard.DICT_TYPE_RAWCONTENT)
-    elif content is not None:
-        data = zstandard.ZstdCompressionDict(content.content)
+    elif codec.dictionary is not None:
+        data = zstandard.ZstdCompressionDict(codec.common)
     settings = {"compression_level": codec.level, "write_content_size": 0, "write_checksum": 0, "write_dict_id": 0}
     if codec.shortest_match:
         settings["min_match"] = codec.shortest_match
@@ -199,7 +306,7 @@ def _decompressor(codec: Codec) -> Decompress:
     def damaged(_piece: bytes, _expected: int, _key: bytes) -> bytes:
         return b""
 
-    content = b"" if codec.dictionary is None else codec.dictionary.content
+    content = codec.common
     try:
         data = zstandard.ZstdCompressionDict(content) if content and codec.method is Method.ZSTD else None
         keyless = zstandard.ZstdDecompressor(dict_data=data)
@@ -225,7 +332,7 @@ def _planes(rows: Bytes, transform: Transform) -> Bytes:
 
 
 def _differences(rows: Bytes, transform: Transform) -> Bytes:
-    if transform.predictor is Predictor.NOTHING:
+    if transform.predictor is Predictor.NOTHING or transform.is_of_colours:
         return rows
     if transform.predictor is Predictor.PIXELS:
         return rows.reshape(len(rows), transform.planes, -1).transpose(0, 2, 1).reshape(len(rows), -1)

@@ -179,7 +179,7 @@ class NativeBatchReader(BatchReader):
 
     Args:
         lock: The memory's own.
-        is_changed: Set when segments or their blocks are others than before.
+        is_changed: Set when segments, their blocks or rings are others than before.
         most_kept_bytes: Most memory that is kept for the next batches.
         threads: That share the copying of a batch.
     """
@@ -279,10 +279,6 @@ class NativeBatchReader(BatchReader):
             addresses = (ctypes.c_void_p * threads)(*(memory.address for memory in self._decoders))
             self._described.append((addresses, self._decoders))
             struct.decoders = ctypes.addressof(addresses)
-
-    def end(self) -> None:
-        """See `BatchReader.end`."""
-        self._struct.is_open = 0
 
     def close(self) -> None:
         """See `BatchReader.close`."""

@@ -34,7 +34,16 @@ from holdall.native.library import (
 )
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Array, Bytes
-from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices
+from holdall.storage import (
+    COLOUR_PALETTE_BYTES,
+    RECORD_FIELDS,
+    Coder,
+    Places,
+    SealedSlices,
+    Transform,
+    address,
+    bring_slices,
+)
 
 _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
@@ -208,8 +217,9 @@ class _DecoderMemory:
             np.empty(unit_bytes, np.uint8),
             np.empty(max(unit_bytes, min(scratch_bytes, _MOST_READ_AT_ONCE)), np.uint8),
             np.zeros(_DECODED_PLACES * ctypes.sizeof(DecodedSliceStruct), np.uint8),
+            np.empty(COLOUR_PALETTE_BYTES, np.uint8),
         )
-        scratch, unit, key, read, decoded = self._arrays
+        scratch, unit, key, read, decoded, colours = self._arrays
         context = libraries.functions["ZSTD_createDCtx"]()
         if not context:
             raise MemoryError("ZSTD_createDCtx found no memory")
@@ -228,6 +238,7 @@ class _DecoderMemory:
             key=address(key),
             read=address(read),
             read_bytes=read.size,
+            colours=address(colours),
             decoded_places=_DECODED_PLACES,
             decoded=address(decoded),
         )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,7 @@ _MOST_THREADS = 16
 """Threads that copy: to fill memory as fast as the bus empties it takes many."""
 _CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
 _SEALED = RECORD_FIELDS.index("sealed")
+_pointer: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer  # as in reading.py
 
 Names = NDArray[np.int32]
 Cut = tuple[int, int, int]
@@ -114,10 +116,10 @@ class SliceNamer:
         outer, run_bytes, window = cut
         records = places.records[field]
         failed = self._library.holdall_name(
-            address(records), len(records), address(places.segment), address(places.cursors[field]),
-            address(places.lane), places.lanes, len(places.segment), window, outer * run_bytes,
-            *(0 if names is None else address(names) for names in (obs, next_obs)),
-            0 if base is None else address(base), ctypes.addressof(self._struct),
+            _pointer(records), len(records), _pointer(places.segment), _pointer(places.cursors[field]),
+            _pointer(places.lane), places.lanes, len(places.segment), window, outer * run_bytes,
+            *(None if names is None else _pointer(names) for names in (obs, next_obs)),
+            None if base is None else _pointer(base), ctypes.addressof(self._struct),
         )  # fmt: skip
         if failed >= 0:
             raise _damaged(failed)
@@ -141,7 +143,7 @@ class SliceNamer:
             out: One place a name, or more.
         """
         names = ctypes.addressof(self._struct)
-        return int(self._library.holdall_locate(names, address(starts), slice_bytes, unit, address(out))) < 0
+        return int(self._library.holdall_locate(names, _pointer(starts), slice_bytes, unit, _pointer(out))) < 0
 
     def collect(self, places: Places, field: int, out: Bytes, way: CopyPlan) -> int:
         """Copy all slices named to their rows of `out`; return how many were sent on, in waves, meanwhile.
@@ -157,7 +159,7 @@ class SliceNamer:
             if self._decoder is not None and self._known(records, field)[1]:
                 decoders = self._decoder.decoders(self.pool, helpers, 3 * slice_bytes, next(BATCH_NUMBERS))
             failed = self._library.holdall_collect(
-                address(records), ctypes.addressof(self._struct), slice_bytes, address(out), decoders,
+                _pointer(records), ctypes.addressof(self._struct), slice_bytes, _pointer(out), decoders,
                 max(1, _PIECE_BYTES // slice_bytes), 1 + nbytes // _WAVE_BYTES, threads, helpers, *way,
                 ctypes.byref(sent),
             )  # fmt: skip

@@ -78,6 +78,8 @@ typedef struct {
     const sealed_block *read_of;
     int64_t read_first;
     int64_t read_end;
+    const uint8_t *unit_palette; /* the colours of the last unit that was decompressed: its block's, or ... */
+    uint8_t *colours;            /* ... those with the unit's own among them */
     int64_t error; /* of the last read from a file that failed: errno, or 0 */
     uint64_t batch; /* the batch that is being filled; entries of `decoded` that name another one are void */
     int64_t decoded_places; /* a power of two */

@@ -57,7 +57,7 @@ __attribute__((target("ssse3"))) static int64_t undo_left_from(uint8_t *first, i
 }
 
 /* Whether the processor has AVX2, and the system keeps its registers; asked once. */
-static int has_avx2(void) {
+int has_avx2(void) {
     static _Atomic int known; /* 0: not asked yet, 1: no, 2: yes */
     int answer = atomic_load_explicit(&known, memory_order_relaxed);
     if (answer == 0) {

@@ -57,7 +57,8 @@ from holdall.storage import (
     reserve,
 )
 
-_PALETTE_SLOTS, _MOST_COMPRESSORS = 1024, 8
+_WORD_TABLE_BYTES, _COLOUR_TABLE_BYTES, _MOST_COMPRESSORS = 2 * 1024, 16 * 2**16, 8
+"""Tables that find words and colours in a palette, see encode.c and colours.c; and compressors that are kept."""
 _ZSTD_LEVEL, _ZSTD_HASH_LOG, _ZSTD_CHAIN_LOG, _ZSTD_MIN_MATCH = 100, 102, 103, 105
 _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 200, 201, 202
 """Numbers of ZSTD_cParameter, part of the library's stable interface."""
@@ -218,19 +219,11 @@ class NativePart(OpenPart):
         )
         last, end, scratch = self._memory
         self._struct = OpenPartStruct(
-            block=block.address if isinstance(block, NativeBlock) else None,
-            direct=address(self.slices),
-            log=None if self.log is None else address(self.log),
-            last=address(last),
-            end=address(end),
-            scratch=address(scratch),
-            log_rows=self.log_rows,
-            lanes=lanes,
-            outer=window.outer,
-            run_bytes=window.run_bytes,
-            window=window.count,
-            shift=window.shift,
-        )
+            block=block.address if isinstance(block, NativeBlock) else None, direct=address(self.slices),
+            log=None if self.log is None else address(self.log), last=address(last), end=address(end),
+            scratch=address(scratch), log_rows=self.log_rows, lanes=lanes, outer=window.outer,
+            run_bytes=window.run_bytes, window=window.count, shift=window.shift,
+        )  # fmt: skip
         self._linked = self.log  # what the struct points to
         self.address = ctypes.addressof(self._struct)
         self._layouts: dict[tuple[int, ...], DenseLayout] = {}
@@ -309,10 +302,11 @@ class NativeSealed(SealedSlices):
 
     def __init__(self, coded: Coded, ddict: int) -> None:
         super().__init__(coded)
-        extent, dictionary = self.extent, coded.codec.dictionary
-        common = (0, 0)
-        if dictionary is not None and dictionary.content and coded.codec.method is Method.LZ4:
-            common = address(np.frombuffer(dictionary.content, np.uint8)), len(dictionary.content)
+        extent, codec, common = self.extent, coded.codec, (0, 0)
+        if codec.dictionary is not None and codec.common and codec.method is Method.LZ4:
+            # Where the dictionary has it, which all blocks share.
+            content = np.frombuffer(codec.dictionary.content, np.uint8)[len(codec.known_palette) :]
+            common = address(content), content.nbytes
         self._struct = SealedBlockStruct(
             data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0, offsets=address(coded.offsets),
             checks=0 if extent is None else address(extent.checks), palette=address(coded.palette),
@@ -344,8 +338,9 @@ class NativeCoder(NativeDecoder):
 
     def adopt(self, coded: Coded) -> SealedSlices:
         """See `Coder.adopt`."""
-        sealed = NativeSealed(coded, self._ddict(coded.codec.dictionary, coded.codec.method))
-        unit_bytes = coded.codec.group * coded.codec.transform.coded_bytes
+        sealed = NativeSealed(coded, self._ddict(coded.codec))
+        form = coded.codec.transform
+        unit_bytes = coded.codec.group * form.coded_bytes + form.head_bytes
         self._most_unit_bytes = max(self._most_unit_bytes, unit_bytes)
         return sealed
 
@@ -361,40 +356,44 @@ class NativeCoder(NativeDecoder):
             raise DamageError(f"an order of {len(order)} came with {count} slices; report this")
         together = codec.group * max(codec.key, 1)  # slices that stay together
         share = together * max(1, -(-count // (together * threads)))
-        data, room = reserve(count * transform.coded_bytes), transform.coded_bytes
         encode = partial(self._encode, slices, codec, order)
         if share < count:
+            room = share * transform.coded_bytes + -(-share // codec.group) * transform.head_bytes
+            firsts, ends = range(0, count, share), [*range(share, count, share), count]
+            areas = reserve(len(firsts) * room).reshape(-1, room)
             with ThreadPoolExecutor(threads, "holdall-sealer") as helpers:
-                areas = [data[first * room : (first + share) * room] for first in range(0, count, share)]
-                pieces = list(helpers.map(encode, range(0, count, share), areas))
+                pieces = list(helpers.map(encode, areas, firsts, ends))
         else:
-            is_whole = watch is None or transform.word_bytes  # a palette is made of all slices
+            is_whole = watch is None or transform.palette_bytes  # a palette is made of all slices
             piece = count if is_whole else together * max(1, WATCHED_BYTES // (together * transform.slice_bytes))
-            pieces, used, compressor = [], 0, self._compressor(codec)
+            data = reserve(count * transform.coded_bytes + -(-count // codec.group) * transform.head_bytes)
+            pieces, compressor, tell = [], self._compressor(codec), watch or bool
             for first in range(0, max(count, 1), max(piece, 1)):
-                pieces.append(encode(first, data[used : used + piece * room], compressor))
-                used += len(pieces[-1][0])
-                if watch is not None:
-                    watch(min(first + piece, count))
-        if any(palette is None for _, _, palette in pieces):
+                pieces.append(encode(data, first, min(first + piece, count), compressor))
+                data = data[len(pieces[-1][0]) :]
+                tell(min(first + piece, count))
+        units, stops, palettes = zip(*pieces, strict=True)
+        if any(palette is None for palette in palettes):
             return None
-        bases = np.cumsum([0, *(len(units) for units, _, _ in pieces)], dtype=np.uint32)
-        packed = np.concatenate([units for units, _, _ in pieces], out=reserve(int(bases[-1])))
-        offsets = np.concatenate([bases[:1], *(base + ends for base, (_, ends, _) in zip(bases, pieces, strict=False))])
-        return self.adopt(Coded(codec, count, offsets, pieces[0][2], packed, places_of(order)))
+        bases = np.cumsum([0, *map(len, units)], dtype=np.uint32)
+        offsets = np.concatenate([bases[:1], *(base + stop for base, stop in zip(bases, stops, strict=False))])
+        packed = np.concatenate(units, out=reserve(int(bases[-1])))
+        return self.adopt(Coded(codec, count, offsets, palettes[0], packed, places_of(order)))
 
     def _encode(
-        self, slices: Bytes, codec: Codec, order: Order | None, first: int, data: Bytes,
+        self, slices: Bytes, codec: Codec, order: Order | None, data: Bytes, first: int, end: int,
         compressor: _Compressor | None = None,
     ) -> tuple[Bytes, NDArray[np.uint32], Any]:  # fmt: skip
-        """Code as many slices from `first` on as fit; return their units, the ends, the palette (None: too small)."""
+        """Code slices [first, end) into `data`; return their units, the units' ends, the palette (None: too small)."""
         compressor, form = compressor or self._compressor(codec), _form(codec.transform)
-        count = min(data.size // codec.transform.coded_bytes, len(slices) - first)
-        offsets = np.zeros(-(-count // codec.group) + 1, np.uint32)
-        palette, slots = np.zeros(256 * codec.transform.word_bytes, np.uint8), np.zeros(_PALETTE_SLOTS, np.uint16)
+        offsets = np.zeros(-(-(end - first) // codec.group) + 1, np.uint32)
+        palette = np.zeros(codec.transform.palette_bytes, np.uint8)
+        if codec.is_of_colours:
+            palette[:] = np.frombuffer(codec.known_palette or b"\xff" * palette.size, np.uint8)
+        slots = np.zeros(_COLOUR_TABLE_BYTES if codec.is_of_colours else _WORD_TABLE_BYTES, np.uint8)
         used = self._library.holdall_encode(
             ctypes.addressof(compressor.encoder), ctypes.addressof(form), address(slices),
-            0 if order is None else address(order), len(slices), first, first + count, address(data), data.size,
+            0 if order is None else address(order), len(slices), first, end, address(data), data.size,
             address(offsets), address(palette), address(slots),
         )  # fmt: skip
         return data[: max(used, 0)], offsets[1:], None if used < 0 else palette
@@ -425,12 +424,13 @@ class NativeCoder(NativeDecoder):
                 self._compressors[codec] = found
         return found
 
-    def _ddict(self, dictionary: Dictionary | None, method: Method) -> int:
+    def _ddict(self, codec: Codec) -> int:
         """Return the library's form of a dictionary, made once."""
-        if dictionary is None or method is not Method.ZSTD:
+        dictionary = codec.dictionary
+        if dictionary is None or codec.method is not Method.ZSTD:
             return 0
         if dictionary not in self._ddicts:
-            content, functions = dictionary.content, self._libraries.functions
+            content, functions = codec.common, self._libraries.functions
             ddict = functions["ZSTD_createDDict"](content, len(content))
             if not ddict:
                 raise DamageError(f"a dictionary of {len(content)} bytes is none; nothing is read with it")
@@ -446,8 +446,7 @@ class _Compressor:
         coded_bytes = codec.transform.coded_bytes
         self._functions = libraries.functions
         self._scratch = np.empty(2 * coded_bytes + 3 * codec.group * coded_bytes + 1024, np.uint8)
-        self._codec = codec  # its dictionary is read by C
-        common = codec.dictionary.content if codec.dictionary is not None and codec.method is Method.LZ4 else b""
+        self._common = common = codec.common if codec.method is Method.LZ4 else b""  # read by C
         is_against = codec.method is Method.LZ4 and (codec.key > 0 or common)
         self.encoder = EncoderStruct(
             lz4_compress_default=libraries.addresses["LZ4_compress_default"],
@@ -478,7 +477,7 @@ class _Compressor:
         for parameter, value in settings.items():
             self._functions["ZSTD_CCtx_setParameter"](context, parameter, value)
         if codec.dictionary is not None:
-            content = codec.dictionary.content
+            content = codec.common
             self._functions["ZSTD_CCtx_refCDict"](
                 context, self._owned("ZSTD", "CDict", content, len(content), codec.level)
             )

@@ -35,7 +35,19 @@ from holdall.storage.blocks import (
     release_tail,
     reserve,
 )
-from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform, candidates, stored
+from holdall.storage.codec import (
+    COLOUR_PALETTE_BYTES,
+    MOST_UNIT_COLOURS,
+    NO_COLOUR,
+    TRANSFORM_FIELDS,
+    Codec,
+    Dictionary,
+    Method,
+    Predictor,
+    Transform,
+    candidates,
+    stored,
+)
 from holdall.storage.codec_choice import COST_CAPS, choose
 from holdall.storage.columns import COLUMN_TABLES, NEVER, new_ring
 from holdall.storage.records import (
@@ -96,7 +108,6 @@ from holdall.storage.slices import (
 from holdall.storage.snapshot import (
     Apart,
     FrozenRows,
-    FrozenSegments,
     FrozenStore,
     FullBlock,
     LiveRows,

@@ -26,6 +26,7 @@ from holdall.storage.blocks import Coder, SealedSlices
 if TYPE_CHECKING:
     from holdall.storage.columns import ObservationRing
     from holdall.storage.rings import Rings
+    from holdall.storage.segment import Segments
     from holdall.storage.slices import Cursors
     from holdall.storage.ticks import Kernels, TickWriter
 
@@ -73,6 +74,17 @@ class Places:
     rows: NDArray[np.int64] | None = None  # where in the arrays of a larger batch each goes; None: one after another
     reads_files: bool = False
     awaits_files: bool = False  # some of them lie elsewhere, and what is read has to be brought here first
+
+    @classmethod
+    def found(
+        cls, kernels: Kernels, segments: Segments, ids: NDArray[np.int64], cursors: list[Cursors], lanes: int
+    ) -> Places:
+        """Find the observations of transitions in segments; `cursors` are theirs, field by field."""
+        index = segments.index
+        segment, lane = kernels.find(index.first_ticks, ids, lanes)
+        awaits = bool(segments.awaited) and segments.awaits_files()
+        reads, held = segments.blocks_on_disk > 0, tuple(index.held)
+        return cls(list(index.records), segment, cursors, lane, lanes, held, reads_files=reads, awaits_files=awaits)
 
     def window(self, field: int, segment: int) -> int:
         """Return how many slices make an observation of a field in a segment."""
@@ -273,9 +285,6 @@ class BatchReader:
 
     def offer(self, _source: BatchSource, _rows: int) -> None:
         """Draw batches of up to so many rows from these fields from now on."""
-
-    def end(self) -> None:
-        """Draw no more until it is told again where fields lie."""
 
     def close(self) -> None:
         """Draw no more, end the threads, and let go of everything."""

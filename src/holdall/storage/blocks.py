@@ -248,7 +248,7 @@ class Coded:
     codec: Codec
     count: int  # slices
     offsets: NDArray[np.uint32]  # (units + 1,)
-    palette: Bytes  # 256 words, or nothing
+    palette: Bytes  # 256 words or colours, or nothing
     data: Bytes | Extent
     places: SlicePlaces = field(
         default_factory=lambda: _IN_ORDER
@@ -267,7 +267,7 @@ class Coded:
         """Whether offsets, sums and palette are those of so many units."""
         checked = not isinstance(self.data, Extent) or len(self.data.checks) == units
         placed = len(self.places) in {0, self.count} and self.places.dtype in (np.uint16, np.uint32)
-        whole = len(self.offsets) == units + 1 and self.palette.size == 256 * self.codec.transform.word_bytes
+        whole = len(self.offsets) == units + 1 and self.palette.size == self.codec.transform.palette_bytes
         return checked and placed and whole
 
     def place(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -389,7 +389,7 @@ class Coder(Protocol):
     def seal(
         self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
     ) -> SealedSlices | None:
-        """Code all rows of `slices`; None if a palette does not hold their words.
+        """Code all rows of `slices`; None if a palette does not hold their words, or one of them has too many colours.
 
         Args:
             order: Which row comes first, second, ... in the units; each once. Their numbers stay as they are.

@@ -1,8 +1,8 @@
 """Codecs: what may be done to the slices of a field so that they take less room; codec_choice.py finds what pays.
 
 In:  a field's dtype and the shape of its slices.  Out: the codecs that are worth measuring.
-Invariant: every codec is lossless by construction. A palette holds the very bits of the words it numbers; predictors
-are differences modulo 256; what does not shrink is stored as it is. A choice only moves bytes and time.
+Invariant: every codec is lossless by construction. A palette holds the very bits of words or pixels that it numbers;
+predictors are differences modulo 256; what does not shrink is stored as it is. A choice only moves bytes and time.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ _DICTIONARY_UP_TO = 32 * 1024
 
 _REPEATED_DIFFERENCES = 6
 """Shorter runs of differences repeat by chance: referring to them takes longer to decode and no less room."""
+
+COLOUR_PALETTE_BYTES = 1024
+"""A palette of colours: 256, of four bytes each; those of 0xFFFFFFFF are free."""
+NO_COLOUR = 0xFFFFFFFF
+MOST_UNIT_COLOURS = 255
+"""Colours that a unit may have besides those of its block's palette; the numbers are those of codec.h."""
 
 _MOST_IN_A_UNIT = 64
 _MOST_OF_A_KEY = 2**32 - 1
@@ -49,6 +55,8 @@ class Predictor(IntEnum):
     LEFT = 1
     UP = 2
     PIXELS = 3  # nothing: planes are coded pixel by pixel
+    COLOURS = 4  # nothing: a pixel becomes the number of its colour
+    COLUMNS = 5  # the same, column by column
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +75,23 @@ class Transform:
     coded_bytes: int = field(init=False, repr=False, compare=False)  # of a slice that reach the compressor
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "coded_bytes", self.slice_bytes // max(self.word_bytes, 1))
+        in_one = 3 if self.is_of_colours else max(self.word_bytes, 1)
+        object.__setattr__(self, "coded_bytes", self.slice_bytes // in_one)
+
+    @property
+    def is_of_colours(self) -> bool:
+        """Whether pixels become numbers of their colours."""
+        return self.predictor in {Predictor.COLOURS, Predictor.COLUMNS}
+
+    @property
+    def palette_bytes(self) -> int:
+        """Bytes of a block's palette."""
+        return COLOUR_PALETTE_BYTES if self.is_of_colours else 256 * self.word_bytes
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes that may stand in front of a unit: how many colours it has of its own, and these."""
+        return 1 + 4 * MOST_UNIT_COLOURS if self.is_of_colours else 0
 
     def is_sound(self) -> bool:
         """Whether the numbers agree with each other: they may come from a file. See decode.c."""
@@ -78,6 +102,9 @@ class Transform:
             return self.shuffle == 0 or self.coded_bytes % self.shuffle == 0
         image = min(self.planes, self.rows, self.columns) >= 1 and (self.planes >= 3 or not self.green)
         image = image and not (self.predictor == Predictor.PIXELS and (self.interleaved or self.green))
+        if self.is_of_colours:
+            whole = not self.green and self.planes == 3 and self.word_bytes == 0 == self.shuffle
+            return image and whole and 3 * self.rows * self.columns == self.slice_bytes
         return image and self.shuffle == 0 and self.planes * self.rows * self.columns == self.coded_bytes
 
 
@@ -87,7 +114,10 @@ TRANSFORM_FIELDS = tuple(each.name for each in fields(Transform) if each.init)
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """Bytes that slices of one field have in common; compared by identity."""
+    """Bytes that slices of one field have in common; compared by identity.
+
+    Where slices are numbers of colours, it begins with the palette that these are of.
+    """
 
     content: bytes
 
@@ -117,16 +147,38 @@ class Codec:
         # Units are of a size that readers make room for, see codec.h.
         fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
         fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and self.dictionary)
+        if self.is_of_colours:
+            fits = (
+                fits and not self.key and (self.dictionary is None or len(self.known_palette) == COLOUR_PALETTE_BYTES)
+            )
         object.__setattr__(self, "is_sound", fits and self.transform.is_sound())
         is_of_differences = self.transform.predictor in {Predictor.LEFT, Predictor.UP}
         object.__setattr__(self, "shortest_match", _REPEATED_DIFFERENCES if is_of_differences else 0)
+
+    @property
+    def is_of_colours(self) -> bool:
+        """Whether pixels become numbers of their colours."""
+        return self.transform.is_of_colours
+
+    @property
+    def known_palette(self) -> bytes:
+        """The colours that its dictionary numbers, if it does."""
+        content = b"" if self.dictionary is None else self.dictionary.content
+        return content[:COLOUR_PALETTE_BYTES] if self.is_of_colours else b""
+
+    @property
+    def common(self) -> bytes:
+        """What the compressor is given beforehand."""
+        content = b"" if self.dictionary is None else self.dictionary.content
+        return content[COLOUR_PALETTE_BYTES:] if self.is_of_colours else content
 
     @property
     def wants_dictionary(self) -> bool:
         """Whether a dictionary could help."""
         transform = self.transform
         # It is trained on slices as they are, or as pixels.
-        plain = transform == Transform(transform.slice_bytes) or transform.predictor is Predictor.PIXELS
+        in_pixels = transform.predictor is Predictor.PIXELS or transform.is_of_colours
+        plain = transform == Transform(transform.slice_bytes) or in_pixels
         plain = plain and not transform.word_bytes
         alone = self.method is not Method.STORED and self.level > 0 and self.group == 1 and not self.key
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
@@ -145,6 +197,13 @@ class Codec:
     def hurried(self) -> Codec:
         """Return the same code at the compressor's fastest useful level, for when time is short."""
         return replace(self, level=min(self.level, 0 if self.method is Method.LZ4 else 1))
+
+    def without_palette(self) -> Codec:
+        """Return a code for slices that a palette does not hold."""
+        form = Transform(self.transform.slice_bytes)
+        if self.is_of_colours and not self.transform.interleaved:
+            form = replace(self.transform, predictor=Predictor.PIXELS)
+        return replace(self, transform=form, dictionary=None)
 
     def describe(self) -> str:
         """Say what is done, for people."""
@@ -204,6 +263,8 @@ def _predictions(base: Transform, leaf: Leaf, window: Window) -> list[Transform]
         return []
     image = replace(base, planes=planes, rows=rows, columns=columns, interleaved=interleaved, green=planes == 3)
     predicted = [replace(image, predictor=which) for which in (Predictor.LEFT, Predictor.UP)]
-    if planes == 1 or interleaved:
-        return predicted
-    return [*predicted, replace(image, predictor=Predictor.PIXELS, green=False)]
+    if planes > 1 and not interleaved:
+        predicted.append(replace(image, predictor=Predictor.PIXELS, green=False))
+    if planes == 3 and not base.word_bytes:
+        predicted += [replace(image, predictor=which, green=False) for which in (Predictor.COLOURS, Predictor.COLUMNS)]
+    return predicted

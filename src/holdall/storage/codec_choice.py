@@ -46,19 +46,25 @@ _GROUPS = (4, 8, 16)
 """How many neighbours are tried together: a transition of a stack of 4 needs 5 of them. They must keep the cap on one
 core: right after a trainer's own step its idle threads still spin on the others."""
 _LEADING = 2
-"""Codecs for single slices that are also tried on groups; and the best by LZ4, whose groups are quicker to decode."""
+"""Codecs for single slices that are also tried on groups; and the best by LZ4, and
+of colours, whose groups are quicker to decode."""
 _KEY_SLICES, _RAW_KEY_SLICES = 64, 256
 """Slices that share a key; more if it stays raw, since it costs a whole slice then."""
+_TOGETHER = 1.2
+"""How much smaller neighbours must be together than alone, unless memory is preferred: the slices of a transition need
+not be neighbours, where a scene comes back."""
 _GAIN = 1.03
 """How much smaller slices must be behind a key, for a raw one to be tried, too."""
 _BESIDE_DECODING = 0.4
 """Raw copies that a batch takes besides: they count little where decoding takes long."""
-_TIME_MATTERS = 0.8
-"""A codec is worth its ratio over its time to the power of this over the cap's square: with `balanced`, one that takes
-two copies in place of one must shrink slices 1.11 times as much, with `memory` 1.03 times."""
+_TIME_MATTERS = 2.8
+"""A codec is worth its ratio over its time to the power of this over the cap's cube: with `balanced`, one that takes
+two copies in place of one must shrink slices 1.21 times as much, with `memory` 1.02 times."""
 _NEAR_THE_CAP, _WORTH_LESS = 0.8, 0.7
 """One that takes nearly all the time that is allowed must shrink slices 1.4 times as much, unless memory is preferred:
 it is for slices that nothing quicker makes small."""
+_FAR_SMALLER = 1.15
+"""How much smaller single slices must be by columns: turning them takes time, and in groups rows gain more."""
 _MOST_UNIT_BYTES = 4 * 2**20
 _WORTHWHILE = 1.3
 """Less than this ratio is not worth coding and decoding: floats of a sensor or a market come to 1.0 to 1.3."""
@@ -166,7 +172,7 @@ def choose(
     why = f"{best.ratio:.1f} times smaller, decoded in {best.decode_us / raw_us:.1f} of {allowed:.1f} raw copies"
     known = best.codec.dictionary
     if known is not None:
-        size = min(size for size, _ in _TRAININGS if size >= len(known.content))
+        size = min(size for size, _ in _TRAININGS if size >= len(best.codec.common))
         likewise = [training for training in _TRAININGS if training[0] == size]
         known = train(coder, replace(best.codec, group=1), sample.spread, likewise) or known
     return replace(best.codec, dictionary=known, reason=why)
@@ -175,7 +181,8 @@ def choose(
 def choose_quickly(coder: Coder, leaf: Leaf, window: Window, slices: Bytes) -> Codec:
     """Return what shrinks some slices most of all that is compressed as fast as frames may come."""
     few = _spread(slices, _FEWEST_SAMPLES, _KNOWN_BYTES)
-    fast = [codec for codec in candidates(leaf, window) if codec.method is Method.LZ4 and codec.level == 0]
+    named = [codec for codec in candidates(leaf, window) if not codec.is_of_colours]  # which take longer to tell apart
+    fast = [codec for codec in named if codec.method is Method.LZ4 and codec.level == 0]
     sealed = [(codec, coder.seal(few, codec)) for codec in fast]
     return min(sealed, key=lambda pair: few.nbytes if pair[1] is None else pair[1].nbytes)[0]
 
@@ -189,11 +196,18 @@ class _Worth:
     allowed_us: float  # for slices alone: threads share them out
 
     def allows(self, found: MeasuredCodec) -> bool:
-        return found.decode_us <= self._most_us(found)
+        # With a dictionary LZ4 makes numbers of colours so small that Zstandard is not worth twice its time.
+        codec = found.codec
+        is_slow = codec.is_of_colours and codec.method is Method.ZSTD and codec.grouped(1).wants_dictionary
+        return found.decode_us <= self._most_us(found) and (self.prefers_memory or not is_slow)
+
+    @property
+    def prefers_memory(self) -> bool:
+        return self.cap >= COST_CAPS["memory"]
 
     def of(self, found: MeasuredCodec) -> float:
-        time = (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap**2)
-        is_late = found.decode_us > _NEAR_THE_CAP * self._most_us(found) and self.cap < COST_CAPS["memory"]
+        time = (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap**3)
+        is_late = found.decode_us > _NEAR_THE_CAP * self._most_us(found) and not self.prefers_memory
         return float(found.ratio / time * (_WORTH_LESS if is_late else 1))
 
     def _most_us(self, found: MeasuredCodec) -> float:
@@ -207,12 +221,13 @@ ANY_WORTH = _Worth(1e9, 1.0, 1e9)
 def _leading(measured: list[MeasuredCodec]) -> list[MeasuredCodec]:
     leading = sorted(measured, key=lambda m: m.ratio)[-_LEADING:]
     quick = [m for m in measured if m.codec.method is Method.LZ4 and m not in leading]
-    return [*leading, *sorted(quick, key=lambda m: m.ratio)[-1:]]
+    coloured = [m for m in measured if m.codec.is_of_colours and m not in leading and m not in quick]
+    return [*leading, *sorted(quick, key=lambda m: m.ratio)[-1:], *sorted(coloured, key=lambda m: m.ratio)[-1:]]
 
 
 def _without_dictionary(measured: list[MeasuredCodec]) -> list[MeasuredCodec]:
     """Return the best codec of each method that is worth trying behind a key."""
-    plain = [m for m in measured if m.codec.dictionary is None and m.codec.level > 0]
+    plain = [m for m in measured if m.codec.dictionary is None and m.codec.level > 0 and not m.codec.is_of_colours]
     best = {m.codec.method: m for m in sorted(plain, key=lambda m: m.ratio)}
     return list(best.values())
 
@@ -225,8 +240,12 @@ def measure_together(
     for before in leading:
         for group in _groups_of(window)[1:]:
             found = _measure_neighbours(coder, before.codec.grouped(group), window, sample.near, sample.stride)
-            results += [] if found is None else [found]
-            if found is None or not worth.allows(found) or worth.of(found) <= worth.of(before):
+            if found is None or (
+                found.ratio < _TOGETHER * before.ratio and before.codec.group == 1 and not worth.prefers_memory
+            ):
+                break
+            results.append(found)
+            if not worth.allows(found) or worth.of(found) <= worth.of(before):
                 break
             before = found  # noqa: PLW2901  the next one has to be worth more than this one
     return results
@@ -297,7 +316,7 @@ def measure(
     results = []
     odd = _spread(samples[1::2] if len(samples) > 1 else samples, _MEASURED_SLICES, _MEASURED_BYTES)
     trained: dict[Transform, Dictionary | None] = {}
-    for codec in candidates(leaf, window):
+    for codec in _turned_once(coder, candidates(leaf, window), odd):
         results.append(_measure_one(coder, codec, odd))
         if has_dictionary and codec.wants_dictionary and len(samples) >= 32:
             # Trained on the even samples and measured on the odd: a dictionary must not know them.
@@ -313,6 +332,17 @@ def measure(
             _measure_predicted(coder, results, _spread(samples[::2], _MEASURED_SLICES, _MEASURED_BYTES), odd)
         )
     return [result for result in results if result is not None]
+
+
+def _turned_once(coder: Coder, named: list[Codec], samples: Bytes) -> list[Codec]:
+    """Leave out colours by columns, or by rows where columns are far smaller; both if a slice has too many of them."""
+    tried = {codec.transform: codec for codec in named if codec.is_of_colours and codec.method is Method.LZ4}
+    sealed = {form: coder.seal(samples, codec) for form, codec in tried.items()}
+    taken = {form: float(found.nbytes) for form, found in sealed.items() if found is not None}
+    by_columns = [form for form in taken if form.predictor is Predictor.COLUMNS]
+    taken |= {form: _FAR_SMALLER * taken[form] for form in by_columns}
+    best = min(taken, key=lambda form: taken[form], default=None)
+    return [codec for codec in named if not codec.is_of_colours or codec.transform == best]
 
 
 def _measure_predicted(
@@ -336,6 +366,9 @@ def train(coder: Coder, codec: Codec, slices: Bytes, trainings: Sequence[Trainin
     """
     known = coder.seal(np.ascontiguousarray(slices[::2]), replace(codec, method=Method.STORED, dictionary=None))
     learnt: list[Any] = [] if known is None else [known.coded.unit(number) for number in range(known.count)]
+    palette = b""
+    if known is not None and codec.is_of_colours:
+        palette, learnt = known.coded.palette.tobytes(), [unit[1 + 4 * unit[0] :] for unit in learnt]
     unseen = np.ascontiguousarray(slices[1::2])
     best, best_bytes = None, unseen.nbytes
     for size, arguments in trainings:
@@ -345,7 +378,7 @@ def train(coder: Coder, codec: Codec, slices: Bytes, trainings: Sequence[Trainin
             content = zstandard.train_dictionary(size, learnt, level=codec.level, **arguments)
         except zstandard.ZstdError:
             continue
-        dictionary = Dictionary(content.as_bytes())
+        dictionary = Dictionary(palette + content.as_bytes())
         sealed = coder.seal(unseen, replace(codec, dictionary=dictionary))
         if sealed is not None and sealed.nbytes < best_bytes:
             best, best_bytes = dictionary, sealed.nbytes
@@ -385,7 +418,7 @@ _FAR_SEQUENCE_US = 0.0048
 _NEAR_BYTES, _FAR_US = 2**17, 0.03
 """The same for a kilobyte, on top, of units that fill the caches with their keys."""
 _TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.05, "green": 0.03, "pixels": 0.035,
-                 "shuffle": 0.26, "words": 0.21}  # fmt: skip
+                 "shuffle": 0.26, "words": 0.21, "colours": 0.12, "columns": 0.06}  # fmt: skip
 """The same for a kilobyte of a slice: to copy it from where its unit is decompressed, and to undo each transform."""
 _COPY_US = (0.03, 0.088)
 """The same for a slice that is copied, and a kilobyte of it."""
@@ -409,9 +442,10 @@ def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> 
         total_us += changes * (raw_us if codec.raw_keys else _mean_unit_us(coder, sealed, keys))
     is_apart = codec.group > 1 or (codec.method is Method.LZ4 and codec.dictionary is not None)
     undone = {
-        "copy": is_apart and form.predictor is not Predictor.PIXELS and not form.shuffle,
+        "copy": is_apart and not (form.predictor is Predictor.PIXELS or form.shuffle or form.is_of_colours),
         "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
         "pixels": form.predictor is Predictor.PIXELS, "green": form.green,
+        "colours": codec.is_of_colours, "columns": form.predictor is Predictor.COLUMNS,
         "shuffle": form.shuffle > 0, "words": form.word_bytes > 0,
     }  # fmt: skip
     per_slice = sum(_TRANSFORM_US[name] for name, is_done in undone.items() if is_done) * form.coded_bytes / 1000

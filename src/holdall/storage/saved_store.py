@@ -25,7 +25,6 @@ from holdall.storage.segment import Segments
 from holdall.storage.slices import ClosedPart, Segment, Window
 from holdall.storage.snapshot import (
     FrozenRows,
-    FrozenSegments,
     FrozenStore,
     FullBlock,
     OpenSlices,
@@ -59,15 +58,17 @@ class SavedStore(TickStore):
 
     def content(self) -> StoreContent:
         """Return all but the rows, sharing memory with the store; what is added later does not change it."""
-        segments = frozen_segments(self.large_segments, self.next_tick)
-        held = [segment for segment in (*segments.closed, segments.open) if segment.ticks and self._large]
-        return StoreContent(**self._described(), windows=segments.windows, segments=held, searches=segments.searches)
+        return StoreContent(**self._content([part.closed() for part in self.large_segments.open.parts]))
 
-    def _described(self) -> dict[str, Any]:
-        """All that is neither rows nor segments."""
+    def _content(self, open_parts: list[ClosedPart]) -> dict[str, Any]:
+        """All but the rows, by name; closed segments by reference, since they never change."""
+        segments, first = self.large_segments, self.large_segments.open.first_tick
+        held = [*segments.closed, Segment(first, self.next_tick - first, open_parts)]
         shared = {i: ring for i, ring in self._rings.small.items() if ring.is_shared}
         return {
             "first_tick": self.first_tick, "next_tick": self.next_tick, "large": list(self._large),
+            "windows": list(segments.windows), "searches": segments.searches.state(),
+            "segments": [segment for segment in held if segment.ticks and self._large],
             "newest": {i: ring.newest_next(self.next_tick) for i, ring in shared.items() if self.next_tick},
             "paired": [i for i in self._rings.small if i not in shared],
             "scouts": {str(i): scout.state() for i, scout in self._rings.scouts.items()},
@@ -89,9 +90,13 @@ class SavedStore(TickStore):
         )
         if rows.is_pending:
             self.fast_tick.end()
-        segments = frozen_segments(self.large_segments, self.next_tick) if self._large else None
-        held = self._described() | {"transitions": self.transitions}
-        return FrozenStore(**held, rows=rows, versions=versions, segments=segments)
+        opened = self.large_segments.open
+        parts = [part.closed() for part in opened.parts]
+        filling = [OpenSlices.of(*each) for each in zip(opened.parts, parts, strict=True)]
+        content, first, count = self._content(parts), opened.first_tick, self.transitions
+        return FrozenStore(
+            **content, rows=rows, versions=versions, filling=filling, open_tick=first, transitions=count
+        )  # fmt: skip
 
     def take_again(self, rows: FrozenRows, number: int, version: int) -> RowChunk | None:
         """Return a chunk of a snapshot's rows that was thought to be saved; None if it was written over since."""
@@ -129,7 +134,7 @@ class SavedStore(TickStore):
         held = chunk.since(self.first_tick, self._lanes)
         if held is None:
             return
-        self.batch_reader.end()
+        self._end_batches()
         self._rings.put(held.first_tick, held.columns, held.apart)
         for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
             put_rows(cursors, held.first_tick, held.columns[f"cursors.{i}"])
@@ -148,19 +153,6 @@ class SavedStore(TickStore):
         """All rings by name, those of cursors too: what a chunk of rows consists of."""
         cursors = zip(self._large, self.large_segments.cursors, strict=True)
         return self._rings.columns() | {f"cursors.{i}": ring for i, ring in cursors}
-
-
-def frozen_segments(segments: Segments, next_tick: int) -> FrozenSegments:
-    """Return what segments hold now; closed ones by reference, since they never change."""
-    filling, first = segments.open.parts, segments.open.first_tick
-    parts = [part.closed() for part in filling]
-    return FrozenSegments(
-        windows=list(segments.windows),
-        closed=list(segments.closed),
-        open=Segment(first, next_tick - first, parts),
-        filling=[OpenSlices.of(part, closed) for part, closed in zip(filling, parts, strict=True)],
-        searches=segments.searches.state(),
-    )
 
 
 def _full_blocks(segments: Segments, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:

@@ -392,7 +392,10 @@ class _Work(ChoosingWorker):
         given |= {"threads": helpers} if helpers > 1 else {}
         clock = time.monotonic if helpers > 1 else time.thread_time
         began = clock()
-        sealed = _smaller(self._coder.seal(slices, codec, watch=watch, **given), slices.nbytes)
+        sealed = self._coder.seal(slices, codec, watch=watch, **given)
+        if sealed is None:
+            sealed = self._coder.seal(slices, codec.without_palette(), watch=watch, **given)
+        sealed = _smaller(sealed, slices.nbytes)
         seconds = (clock() - began) / max(slices.nbytes, 1)
         if in_a_hurry:
             queue.hurried.append(HurriedBlock(frozen, is_raw=sealed is None))

@@ -124,7 +124,7 @@ class Segments:
         self.frozen: list[FrozenBlock] = []  # blocks that are full, and were not asked for yet
         self.index = SegmentIndex()
         self.blocks_on_disk = 0
-        self._awaited: list[SegmentFile] = []
+        self.awaited: list[SegmentFile] = []
         self.overhead_bytes = 0  # closed logs, slices that lie in logs, and the indexes of blocks on disk
         self._most_ticks = max(capacity_ticks // _SEGMENTS_OF_A_MEMORY, _FEWEST_TICKS)
         self._leaves: list[Leaf] = []
@@ -187,11 +187,6 @@ class Segments:
         """Return the objects whose attributes change with anything but a tick that is written."""
         return self, self.index, self.arenas, self.searches
 
-    @property
-    def first_tick(self) -> int:
-        """Oldest tick that any segment holds."""
-        return self.closed[0].first_tick if self.closed else self.open.first_tick
-
     def take_frozen(self) -> list[FrozenBlock]:
         """Return the blocks that are full, each once."""
         frozen, self.frozen = self.frozen, []
@@ -231,28 +226,10 @@ class Segments:
         self.frozen = [frozen for frozen in self.frozen if id(frozen.block) not in gone]
         return list(gone.values())
 
-    def places(self, ids: NDArray[np.int64], cursors: list[Cursors] | None = None) -> Places:
-        """Find the observations of the given transitions; `cursors` are theirs, if they were read already."""
-        if cursors is None:
-            slot = ids % (self._ring_ticks * self._lanes)
-            cursors = [rows.reshape(-1)[slot] for rows in self.cursors]
-        segment, lane = self._kernels.find(self.index.first_ticks, ids, self._lanes)
-        return Places(
-            records=list(self.index.records),
-            segment=segment,
-            cursors=cursors,
-            lane=lane,
-            lanes=self._lanes,
-            held=tuple(self.index.held),
-            reads_files=self.blocks_on_disk > 0,
-            awaits_files=self._awaits_files(),
-        )
-
-    def _awaits_files(self) -> bool:
+    def awaits_files(self) -> bool:
         """Whether blocks lie in files that are not all here yet."""
-        if self._awaited:
-            self._awaited = [file for file in self._awaited if file.is_awaited]
-        return bool(self._awaited)
+        self.awaited = [file for file in self.awaited if file.is_awaited]
+        return bool(self.awaited)
 
     def adopt(self, tick: int, ticks: int, parts: Sequence[ClosedPart], cursors: list[Cursors]) -> None:
         """Take over a segment that was sealed elsewhere as the newest, from `tick` on; its blocks are its own.
@@ -328,7 +305,7 @@ class Segments:
         on_disk = [block for block in blocks.values() if block.is_on_disk]
         self.blocks_on_disk = len(on_disk)
         files = {id(extent.file): extent.file for block in on_disk if (extent := block.extent) is not None}
-        self._awaited = [file for file in files.values() if file.is_awaited]
+        self.awaited = [file for file in files.values() if file.is_awaited]
         self.overhead_bytes += sum(block.used_bytes for block in on_disk)
         self._rebuild_index()
         self.frozen = list(frozen.values())

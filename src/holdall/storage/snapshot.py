@@ -364,6 +364,7 @@ class OpenSlices:
     """The slices of a block that was still being filled: those numbered by then."""
 
     key: object  # the same one in every snapshot, for as long as the block is open
+    block: SliceBlock  # as the segments of the snapshot name it
     slice_bytes: int
     slices: Bytes  # (count * slice_bytes,)
     settled: int  # of the slices, the first so many never change
@@ -374,9 +375,9 @@ class OpenSlices:
         slice_bytes, count = part.window.slice_bytes, closed.slice_count
         slices = part.slices[: count * slice_bytes]
         if part.block is not None:
-            return cls(part.block, slice_bytes, slices, count)
+            return cls(part.block, closed.block, slice_bytes, slices, count)
         # Without a log, slices lie where the log's entries would: lanes that are behind fill their places later.
-        return cls(part, slice_bytes, slices, part.shortest * part.lanes)
+        return cls(part, closed.block, slice_bytes, slices, part.shortest * part.lanes)
 
 
 class FullBlock(NamedTuple):
@@ -387,49 +388,31 @@ class FullBlock(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenSegments:
-    """All segments at one moment."""
+class StoreContent:
+    """All that a store holds at one moment, but for its rows, which follow chunk by chunk."""
 
-    windows: list[Window]
-    closed: list[Segment[ClosedPart]]
-    open: Segment[ClosedPart]
-    filling: list[OpenSlices]  # by field: what the open segment's block held
-    searches: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenStore:
-    """A store at one moment."""
-
-    next_tick: int
     first_tick: int
-    rows: FrozenRows
-    versions: dict[int, int]  # of chunks of rows that were written again
+    next_tick: int
     large: list[int]  # observation leaves in segments, in the order of their fields
-    segments: FrozenSegments | None
+    windows: list[Window]
+    segments: list[Segment[ClosedPart]]  # the open one last, as it stood, if it had any tick
+    searches: dict[str, Any]
     newest: dict[int, Array]  # by small leaf: the next observations of the newest tick, where they have no row yet
     paired: list[int]  # small leaves whose next observations have a column of their own
     scouts: dict[str, Any]
     reward_dtype: np.dtype[Any] | None
     has_invalid: bool
-    transitions: int
 
 
 @dataclass(frozen=True, slots=True)
-class StoreContent:
-    """What a store is made of again; its rows follow, chunk by chunk."""
+class FrozenStore(StoreContent):
+    """A store at one moment, while it goes on."""
 
-    first_tick: int
-    next_tick: int
-    large: list[int]
-    windows: list[Window]
-    segments: list[Segment[ClosedPart]]
-    searches: dict[str, Any]
-    newest: dict[int, Array]
-    paired: list[int]
-    scouts: dict[str, Any]
-    reward_dtype: np.dtype[Any] | None
-    has_invalid: bool
+    rows: FrozenRows
+    versions: dict[int, int]  # of chunks of rows that were written again
+    filling: list[OpenSlices]  # by field: what the open segment's block held
+    open_tick: int  # where the open segment begins
+    transitions: int
 
 
 class UnchangedStore:

@@ -16,7 +16,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes, Schema
-from holdall.storage.batch_source import BatchSource, RowSources, RowTable, fresh_bytes
+from holdall.storage.batch_source import BatchReader, BatchSource, Places, RowSources, RowTable, fresh_bytes
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.records import SpillFolder
 from holdall.storage.rings import CURSOR_BYTES, TINY_BYTES, Rings, Rows, field_layouts
@@ -32,7 +32,7 @@ from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import Window, WindowScout
 from holdall.storage.snapshot import RowSnapshots
-from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, Kernels, SlicedTick, StepRuns, Tick, TickWriter
+from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Kernels, SlicedTick, StepRuns, Tick, TickWriter
 from holdall.storage.tiers import NO_LIMIT, Budget, Tiers
 
 _LOG = logging.getLogger("holdall")
@@ -109,7 +109,6 @@ class TickStore:
         self._begun_at = self._not_before = first_tick
         self.flags_changed, self.rewrites = 0, 0  # how often flags, or any rows, were written again
         self.repair = Repair()
-        self.fast_tick = kernels.new_fast_tick(lock, self.repair)
         self._schema, self._lanes = schema, schema.num_envs
         self._capacity_ticks, self._ring_ticks = capacity_ticks, capacity_ticks + 1
         self._kernels, self._lock, self._folder, self._budget = kernels, lock, folder, budget
@@ -123,16 +122,30 @@ class TickStore:
         self.large_segments = Segments(
             kernels, sliced, self._lanes, capacity_ticks, self.repair, budget.segment_bytes, first_tick
         )
-        is_changed, staging = self.large_segments.index.is_changed, budget.staging_bytes // 2  # the rest: other batches
-        self.batch_reader = kernels.new_batch_reader(lock, self.repair, is_changed, staging, budget.threads)
         self._writer = self._new_writer(first_tick, first_tick)
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
         self.sealer: Sealer | None = None  # made under the lock, with the first block that is full
-        self._spare_bytes: int | None = None  # of blocks that may wait for it, see `Sealer`
-        self._may_hurry = True  # whether it may seal them quickly
+        self._spare_bytes: int | None = None  # that may wait for it, see `Sealer`
+        self._may_hurry = True  # whether it may seal quickly
         self._look_tick = NO_LIMIT  # the tick after which one has to look whether it keeps up
         self._snapshots = RowSnapshots(self._lanes)
+
+    @cached_property
+    def fast_tick(self) -> FastTick:
+        """A short way to write ticks; made with the first one."""
+        return self._kernels.new_fast_tick(self._lock, self.repair)
+
+    @cached_property
+    def batch_reader(self) -> BatchReader:
+        """A short way to draw batches; made with the first one."""
+        staging = self._budget.staging_bytes // 2  # the rest: other batches
+        is_changed = self.large_segments.index.is_changed
+        return self._kernels.new_batch_reader(self._lock, self.repair, is_changed, staging, self._budget.threads)
+
+    def _end_batches(self) -> None:
+        """Draw no batches the short way until it is described again: rows lie elsewhere, or are about to."""
+        self.large_segments.index.is_changed[0] = 1
 
     @property
     def next_tick(self) -> int:
@@ -165,7 +178,7 @@ class TickStore:
                 self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
             ticks = self._writer.write(rows, sliced, is_kept=is_kept)
             if ticks == NOT_CONTINUED:
-                self.batch_reader.end()
+                self._end_batches()
                 self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
                 is_kept = True
             elif ticks == NO_ROOM:
@@ -176,13 +189,13 @@ class TickStore:
             raise DamageError("a segment ran over; nothing of the tick was written. Report this")
 
     def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
-        self.batch_reader.end()
+        self._end_batches()
         return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
 
     def _pack(self, end_tick: int) -> None:
         """Keep short observations up to a tick without what repeats in them, once enough ticks are complete."""
         if end_tick >= self._rings.pause_tick:
-            self.batch_reader.end()
+            self._end_batches()
             self._rings.pack(self._kernels, self.first_tick, end_tick, self._writer)
 
     def write_fast(self, packed: bytes, obs: Any, next_obs: Any) -> int:
@@ -199,7 +212,7 @@ class TickStore:
             self.large_segments.lengthen_logs()
             ticks = write(packed, sliced, is_kept=False)
         if ticks == NOT_CONTINUED:
-            self.batch_reader.end()
+            self._end_batches()
             small = _picked(obs, fast.small_keys, is_dict=fast.is_dict)
             self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, small, strict=True)))
             if self._writer.writes(self._rings.flat()):
@@ -212,9 +225,8 @@ class TickStore:
     def write_steps(self, runs: StepRuns, first: int) -> None:
         """Write the step `first`, and those behind it that need nothing done in between."""
         (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
-        if writer.has_runs and not (
-            runs.steps.valid is not None or self._snapshots.pending or segments.searches.scouts
-        ):
+        is_plain = runs.steps.valid is None and not (self._snapshots.pending or segments.searches.scouts)
+        if writer.has_runs and is_plain:
             most = segments.ticks_in_a_piece if self.sealer is not None and self.sealer.waiting else NO_LIMIT
             written, sliced = runs.write(first, writer, self._rings, segments, self._large, most)
         if not written:
@@ -284,23 +296,22 @@ class TickStore:
     def _made_sealer(self) -> Sealer:
         if self.sealer is None:
             write = None if self._folder is None else self._folder.write
-            kernels, budget = self._kernels, self._budget
-            self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write)
+            cap, threads = self._budget.cost_cap, self._budget.threads
+            self.sealer = Sealer(self._kernels.coder, cap, threads, self._on_sealed, write)
         return self.sealer
 
     @property
     def is_crowded(self) -> bool:
-        """Whether so many blocks wait for the sealer that no tick should come."""
+        """Whether so much waits for the sealer that no tick should come."""
         return self.sealer is not None and self.sealer.is_crowded(self.large_segments.open_bytes())
 
     def wait_for_room(self) -> None:
         """Wait while so many blocks wait for the sealer, see `Sealer.wait_for_room`; not under the lock."""
         if self.sealer is not None and self.next_tick >= self._look_tick:
             self._look_tick = NO_LIMIT  # orders that are sent from now on change it
-            open_bytes = self.large_segments.open_bytes
-            self.sealer.wait_for_room(open_bytes)
-            ticks = self.sealer.room(open_bytes()) // self.large_segments.most_in_a_tick
-            self._look_tick = min(self._look_tick, self.next_tick + max(ticks, 1))
+            self.sealer.wait_for_room(open_bytes := self.large_segments.open_bytes)
+            ticks = max(1, self.sealer.room(open_bytes()) // self.large_segments.most_in_a_tick)
+            self._look_tick = min(self._look_tick, self.next_tick + ticks)
             self._pause_in_time()
 
     def _pause_in_time(self) -> None:
@@ -377,7 +388,9 @@ class TickStore:
         held, large = self.held, tuple(self._large)
         segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
         columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
-        places = segments.places(wanted, columns[-len(large) :]) if large else None
+        places = None
+        if large:
+            places = Places.found(self._kernels, segments, wanted, columns[-len(large) :], self._lanes)
         return self._rings.rows(columns, large, places)
 
     def offer_batches(self, rows: int) -> None:
@@ -385,7 +398,7 @@ class TickStore:
         segments, reader = self.large_segments, self.batch_reader
         if segments.blocks_on_disk or self._rings.reward is None or not reader.needs(rows):
             return
-        ticks = max(self._not_before, segments.first_tick if self._large else 0), self._capacity_ticks
+        ticks = max(self._not_before, self._first_large), self._capacity_ticks
         reader.offer(BatchSource.of(self.sources(), self._rings, self._writer, ticks), rows)
 
     def sources(self) -> RowSources:
@@ -445,8 +458,12 @@ class TickStore:
     @property
     def first_tick(self) -> int:
         """Oldest tick held: by capacity, or by what fits the budget."""
-        by_capacity = max(self._not_before, self.next_tick - self._capacity_ticks)
-        return max(by_capacity, self.large_segments.first_tick) if self._large else by_capacity
+        return max(self._not_before, self.next_tick - self._capacity_ticks, self._first_large)
+
+    @property
+    def _first_large(self) -> int:
+        """Oldest tick that segments hold; 0 if there are none."""
+        return int(self.large_segments.index.first_ticks[0]) if self._large else 0
 
     @property
     def transitions(self) -> int:
@@ -464,9 +481,15 @@ class TickStore:
         """Of all rewards: that of the first."""
         return None if self._rings.reward is None else self._rings.reward.dtype
 
+    def end_writing(self) -> None:
+        """Write no more ticks the short way, and let go of the rings; under the lock."""
+        if "fast_tick" in vars(self):
+            self.fast_tick.close()
+
     def close(self) -> None:
         """End the sealer and delete what was spilled."""
-        self.batch_reader.close()
+        if "batch_reader" in vars(self):
+            self.batch_reader.close()
         if self.sealer is not None:
             self.sealer.stop()
         if self._folder is not None:

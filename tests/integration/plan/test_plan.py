@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("stable_baselines3")
 
 import holdall.plan
 import holdall.tools.plan.config
+from holdall.cli import app
 from holdall.errors import ArgumentError
+from holdall.tools.plan import planner
 from holdall.tools.plan.config import spec_from_settings
 from holdall.tools.plan.environments import ProbeError, run_probe
 from holdall.tools.plan.measure_memory import need_from_spaces
@@ -44,15 +47,34 @@ def test_flags_give_a_verdict_in_json_and_on_a_page(tmp_path: Path) -> None:
     assert "<svg" in html.read_text()
 
 
-def test_exit_codes_are_the_verdict() -> None:
+def test_exit_codes_are_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     small = ("--obs", "4", "--action", "discrete(2)", "--algo", "dqn", "--capacity", "1000", "--no-networks")
-    code, out, _ = _plan(*small, "--json")
+    monkeypatch.setattr(planner, "run_probe", _Remembered())
+
+    def plan(*arguments: str) -> tuple[int, str]:
+        told = CliRunner().invoke(app, ["plan", *small, *arguments])
+        return told.exit_code, told.stdout
+
+    code, out = plan("--json")
     assert (code, json.loads(out)["verdict"]) == (0, "fits")
     need = json.loads(out)["checks"][0]
-    code, out, _ = _plan(*small, "--budget", str((need["need_bytes"] + need["most_bytes"]) // 2))
+    code, out = plan("--budget", str((need["need_bytes"] + need["most_bytes"]) // 2))
     assert code == 1
     assert "tight" in out
-    assert _plan(*small, "--budget", "1MiB")[0] == 2
+    assert plan("--budget", "1MiB")[0] == 2
+
+
+class _Remembered:
+    """Measures once what is asked for several times: only the budget differs."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, task: str, **arguments: Any) -> dict[str, Any]:
+        key = f"{task} {arguments}"
+        if key not in self._answers:
+            self._answers[key] = run_probe(task, **arguments)
+        return self._answers[key]
 
 
 def test_a_configuration_that_cannot_be_read_is_one_line_and_no_verdict() -> None:

@@ -96,7 +96,7 @@ def trained(model: OffPolicyAlgorithm, *acts: Action) -> OffPolicyAlgorithm:
 
 def assert_same_training(task: Task, *acts: Action, **settings_of_ours: Any) -> None:
     """Do `acts` with either buffer and compare all that was learned."""
-    acts = acts or (learn(130),)
+    acts = acts or (learn(LEARNING_STARTS + 55 * task.lanes),)
     plain = trained(task.model(None), *acts)
     ours = trained(task.model(ReplayBuffer, **settings_of_ours), *acts)
     assert type(plain.replay_buffer) in {PlainReplayBuffer, DictReplayBuffer}

@@ -156,6 +156,6 @@ def test_one_wrong_reward_would_be_noticed() -> None:
                 self.rewards[14] = np.nextafter(self.rewards[14], np.float32(9))
 
     task = Task(Wander)
-    plain, wrong = trained(task.model(None), learn(130)), trained(task.model(Wrong), learn(130))
+    plain, wrong = trained(task.model(None), learn(75)), trained(task.model(Wrong), learn(75))
     with pytest.raises(AssertionError, match="differ"):
         assert_same_learning(plain, wrong)

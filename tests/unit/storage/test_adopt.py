@@ -280,8 +280,7 @@ def test_a_snapshot_keeps_the_rows_of_its_moment_while_segments_come() -> None:
         store.adopt(writer.segment(30)[0])
     chunks = [frozen.rows.take(number) for number in frozen.rows.wanted]
     assert np.concatenate([chunk.columns["reward.0"] for chunk in chunks]).reshape(-1).tolist() == rewards
-    assert frozen.segments is not None
-    assert len(frozen.segments.closed) == 4
+    assert len(frozen.segments) == 4
     store.release(frozen.rows)
 
 

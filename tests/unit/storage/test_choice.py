@@ -273,6 +273,38 @@ def test_a_field_of_too_many_words_does_without_a_palette(coder: Coder) -> None:
     assert {m.codec.transform.word_bytes for m in measure(coder, leaf, Window.whole(leaf), slices)} == {0}
 
 
+TILED = Leaf("", (3, 24, 24), np.dtype("u1"))
+
+
+def tiles(count: int, colours: int) -> Bytes:
+    """Draw scenes of columns of noise in some colours, which move sideways."""
+    generator = np.random.default_rng(9)
+    palette = generator.integers(0, 256, (colours, 3), np.uint8)
+    kinds = generator.integers(0, colours, (24, 12))
+    strip = kinds[:, generator.integers(0, 12, count + 24)]
+    frames = np.stack([strip[:, i : i + 24] for i in range(count)])
+    return np.ascontiguousarray(palette[frames].transpose(0, 3, 1, 2)).reshape(count, -1)
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_images_of_few_colours_are_numbered_by_columns_if_these_repeat(coder: Coder) -> None:
+    """And a dictionary of numbers begins with the palette that they are of."""
+    slices = tiles(300, 40)
+    codec = choose(coder, TILED, Window.whole(TILED), slices[::2].copy(), COST_CAPS["balanced"], threads=2)
+    assert codec.transform.predictor is Predictor.COLUMNS, codec
+    assert codec.is_sound
+    assert ratio_of(coder, slices[1::2].copy(), codec) > 5
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_images_of_too_many_colours_are_not_numbered(coder: Coder) -> None:
+    """One slice of them is enough."""
+    slices = tiles(300, 40)
+    assert any(m.codec.is_of_colours for m in measure(coder, TILED, Window.whole(TILED), slices))
+    slices[1::2] = np.random.default_rng(0).integers(0, 256, slices[1::2].shape, np.uint8)
+    assert not any(m.codec.is_of_colours for m in measure(coder, TILED, Window.whole(TILED), slices))
+
+
 @pytest.mark.parametrize("coder", CODERS)
 def test_what_was_measured_is_what_sealing_gives(coder: Coder) -> None:
     """Ratios are those of the samples themselves, with offsets and palette."""

@@ -25,7 +25,8 @@ def transforms_of(shape: tuple[int, ...], dtype: str = "u1", axis: int | None = 
 
 def image_of(transforms: list[Transform]) -> tuple[int, int, int, bool, bool] | None:
     """Return planes, rows, columns, interleaved and green of the image that is predicted, if one is."""
-    predicted = [form for form in transforms if form.predictor not in {Predictor.NOTHING, Predictor.PIXELS}]
+    plain = {Predictor.NOTHING, Predictor.PIXELS}
+    predicted = [form for form in transforms if form.predictor not in plain and not form.is_of_colours]
     if not predicted:
         return None
     assert [form.predictor for form in predicted] == [Predictor.LEFT, Predictor.UP]
@@ -103,10 +104,13 @@ def test_what_is_predicted_is_all_of_a_slice(
         for codec in candidates(leaf, window):
             form = codec.transform
             assert form.slice_bytes == window.slice_bytes
-            assert form.coded_bytes * max(form.word_bytes, 1) == form.slice_bytes
+            in_one = 3 if form.is_of_colours else max(form.word_bytes, 1)
+            assert form.is_sound()
+            assert form.coded_bytes * in_one == form.slice_bytes
             assert form.slice_bytes % max(form.shuffle, 1) == 0
             if form.predictor:
-                assert prod((form.planes, form.rows, form.columns)) == form.coded_bytes
+                pixels = prod((form.planes, form.rows, form.columns))
+                assert pixels == (form.slice_bytes if form.is_of_colours else form.coded_bytes)
                 assert not form.green or form.planes >= 3
                 assert not form.shuffle, "predictor and shuffle are undone in one order only"
 

@@ -300,12 +300,12 @@ def test_arenas_are_filled_again_if_blocks_come_fast() -> None:
     block = fill(80)
     fill(120)
     assert address(segments.closed[-1].parts[0].block.arena) == before
-    places = segments.places(np.arange(130, 140))
+    reader = block.raw
     read = address(block.arena)
     seal(block)
     assert segments.arenas.take(block.capacity * FRAME) is not None
     assert [address(spare) for spare in segments.arenas.spare] == [read]
-    del places
+    del reader
     segments.recycles = False
     seal(fill(160))
     assert not segments.arenas.spare

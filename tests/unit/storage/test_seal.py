@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
+from numpy.typing import NDArray
 
 from holdall import ReplayMemory
 from holdall.native import NativeCoder, PortableCoder, ThreadPool, chosen_kernels, native_kernels
@@ -26,10 +27,9 @@ from holdall.storage import sealer as seal
 from holdall.storage.batch_source import Places
 from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, Watch, address
 from holdall.storage.codec import Codec, Method, Predictor, Transform
-from holdall.storage.saved_store import frozen_segments
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
-from holdall.storage.slices import FrozenBlock, Window
+from holdall.storage.slices import FrozenBlock, Segment, Window
 from holdall.storage.tick_store import Repair
 from holdall.storage.tiers import SealQueue
 from holdall.testing import OracleMemory, assert_same_bits
@@ -347,6 +347,28 @@ def test_a_block_that_does_not_shrink_stays_raw(bench: Bench) -> None:
     assert not bench.sealer.failure
 
 
+@pytest.mark.parametrize(
+    "form", [Transform(500, 4), Transform(498, 0, Predictor.COLOURS, 3, 2, 83)], ids=["words", "colours"]
+)
+def test_a_block_that_a_palette_does_not_hold_is_sealed_without_one(bench: Bench, form: Transform) -> None:
+    """It was chosen on other slices; one with too much in it must not leave all of them raw."""
+    bench.coder.open()
+    bench.codec = Codec(Method.ZSTD, 3, form, group=4)
+    size = form.slice_bytes
+    pair = np.random.default_rng(0).integers(0, 256, (4, 1, 2, size), np.uint8)
+    pixels = pair.repeat(2, axis=1).reshape(-1, size)  # units of two slices, twice each
+    leaf = Leaf("", (size,), np.dtype("u1"))
+    block = KeptBlock(size, len(pixels), np.ascontiguousarray(pixels).reshape(-1))
+    bench.submit(FrozenBlock(0, leaf, Window.whole(leaf), block))
+    bench.sealer.drain()
+    ((_, sealed),) = bench.keeper.kept
+    assert sealed.codec == bench.codec.without_palette()
+    assert sealed.codec.transform.palette_bytes == 0
+    out = np.empty_like(pixels)
+    bench.coder.decode(sealed, np.arange(len(pixels)), out)
+    assert out.tobytes() == pixels.tobytes()
+
+
 # ---------------------------------------------------------------- what goes wrong
 
 
@@ -534,6 +556,10 @@ def test_dropping_a_memory_in_the_middle_of_sealing_ends_its_worker(monkeypatch:
     wait_until(lambda: not workers())
 
 
+def places_of(segments: Segments, ids: NDArray[np.int64]) -> Places:
+    return Places.found(chosen_kernels(), segments, ids, [segments.cursors[0][ids, 0]], 1)
+
+
 @pytest.mark.usefixtures("small_segments")
 def test_readers_of_the_raw_form_keep_it() -> None:
     """Places that were looked up before a block was sealed read the same bytes after; none writes to its arena."""
@@ -555,7 +581,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
 
     run(0, 300)
     ticks = np.arange(300)
-    before = segments.places(ticks)
+    before = places_of(segments, ticks)
     full = segments.take_frozen()
     arenas = {address(frozen.block.arena) for frozen in full}
     assert len(arenas) > 5
@@ -567,7 +593,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
     run(300, 650)
     assert not arenas & {address(closed.parts[0].block.arena) for closed in segments.closed}
     assert read(before) == b"".join(oracle[:300])
-    assert read(segments.places(ticks)) == b"".join(oracle[:300])
+    assert read(places_of(segments, ticks)) == b"".join(oracle[:300])
 
 
 def seal_block(segments: Segments, block: SliceBlock) -> None:
@@ -588,17 +614,18 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
         append(segments, tick, [film[tick : tick + 4, 0][None]], [film[tick + 1 : tick + 5, 0][None]])
     for frozen in segments.take_frozen()[1::2]:
         seal_block(segments, frozen.block)
-    saved = frozen_segments(segments, 300)
-    held = pickle.loads(pickle.dumps([*saved.closed, saved.open], protocol=5))
+    first, opened = segments.open.first_tick, [part.closed() for part in segments.open.parts]
+    saved = [*segments.closed, Segment(first, 300 - first, opened)]
+    held = pickle.loads(pickle.dumps(saved, protocol=5))
     loaded = Segments(kernels, [], 1, 3_000, Repair())
-    loaded.thaw(300, [leaf], saved.windows, held, saved.searches)
+    loaded.thaw(300, [leaf], segments.windows, held, segments.searches.state())
     loaded.cursors[0][:] = segments.cursors[0]
     for frozen in loaded.take_frozen():
         if frozen.block.sealed is None:
             seal_block(loaded, frozen.block)
     assert all(closed.parts[0].block.sealed is not None for closed in loaded.closed)
     obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
-    places = loaded.places(np.arange(300))
+    places = places_of(loaded, np.arange(300))
     kernels.gather(places, 0, obs, next_obs, ThreadPool(threads=1))
     assert obs.tobytes() == b"".join(film[tick : tick + 4].tobytes() for tick in range(300))
 

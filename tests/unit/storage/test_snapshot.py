@@ -127,12 +127,11 @@ def test_slices_of_an_open_block_are_those_of_the_moment() -> None:
     """The block goes on growing, behind what was numbered by then."""
     with filled(capacity_ticks=100, ticks=20, obs_shape=(60, 40)) as memory:
         frozen = store_of(memory).freeze({})
-        assert frozen.segments is not None
-        (filling,) = frozen.segments.filling
+        (filling,) = frozen.filling
         before = filling.slices.copy()
         add(memory, 20, 60)
         assert (filling.slices == before).all()
-        assert (frozen.next_tick, frozen.segments.open.ticks) == (20, 4)
+        assert (frozen.next_tick, frozen.segments[-1].ticks, frozen.open_tick) == (20, 4, 16)
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 0), (0, 4), (3, 7), (5, 10), (7, 12), (13, 15), (8, 13)])

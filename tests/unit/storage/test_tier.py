@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from holdall.native import PortableCoder, chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage import segment
 from holdall.storage import tiers as tier
+from holdall.storage.batch_source import Places
 from holdall.storage.blocks import Coded, Extent, KeptBlock, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.segment import Segments
@@ -339,6 +341,10 @@ def test_a_block_that_is_evicted_while_it_is_at_the_sealer_is_not_counted() -> N
     assert len(sealer.spilled) == 1
 
 
+def places_of(segments: Segments, ids: NDArray[np.int64]) -> Places:
+    return Places.found(chosen_kernels(), segments, ids, [segments.cursors[0][ids, 0]], 1)
+
+
 def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither as one on disk nor by what its index takes: that would be taken from the budget for ever."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 4_000)
@@ -352,14 +358,14 @@ def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypa
     written = [PortableCoder().adopt(on_disk(frozen.block)) for frozen in full[:2]]
     before = segments.overhead_bytes
     segments.seal(full[1].block, written[1])
-    held = segments.places(np.array([0]))
+    held = places_of(segments, np.array([0]))
     assert held.reads_files
     assert segments.overhead_bytes == before + written[1].nbytes
     segments.evict_before(segments.closed[2].first_tick)
     after = segments.overhead_bytes
     segments.seal(full[0].block, written[0])
     assert segments.overhead_bytes == after < before
-    assert not segments.places(np.array([799])).reads_files
+    assert not places_of(segments, np.array([799])).reads_files
 
 
 # ---------------------------------------------------------------- blocks of several segments
