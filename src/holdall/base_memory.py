@@ -203,8 +203,7 @@ class BaseMemory(ABC):
             if self._store is not store or not store.fast_tick.is_open:
                 return 0
             ticks = store.write_fast(packed, arguments[0], arguments[3])
-        if store.sealer is not None:
-            store.sealer.wait_for_room()
+        store.wait_for_room()
         return max(ticks, 0)
 
     def draw_on(self, device: str, count: int, rows: SlotDraw, *, ahead: bool) -> BatchJob | None:
@@ -260,8 +259,7 @@ class BaseMemory(ABC):
                 with self._locked():
                     store = self._whole()
                     left.write(store)
-                if store.sealer is not None:
-                    store.sealer.wait_for_room()
+                store.wait_for_room()
         except BaseException:
             if waits:
                 self._write_steps(left, waits=False)

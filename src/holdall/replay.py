@@ -119,8 +119,7 @@ class ReplayMemory(BaseMemory):
             tick = self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
             store = self._whole()
             store.write(tick)
-        if store.sealer is not None:
-            store.sealer.wait_for_room()
+        store.wait_for_room()
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,

@@ -573,3 +573,30 @@ def test_behind_differences_zstandard_refers_to_long_runs_only(coder: Coder) -> 
     assert plain is not None
     assert behind.nbytes > 1.3 * plain.nbytes
     assert (decoded(coder, behind, np.arange(4)) == slices).all()
+
+
+@pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("settings", [{}, {"group": 4}, {"key": 3}, {"key": 2, "group": 2, "raw_keys": True}], ids=str)
+def test_a_block_is_sealed_piece_by_piece_to_the_same_bytes(
+    coder: Coder, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever watches is called in between, knows how far it is, and may end it."""
+    for module in ("writing", "numpy_codec"):
+        monkeypatch.setattr(f"holdall.native.{module}.WATCHED_BYTES", 5 * 700)
+    slices = np.random.default_rng(2).integers(0, 3, (23, 700), np.uint8)
+    codec, order = Codec(Method.ZSTD, 3, Transform(700), **settings), np.arange(23, dtype=np.uint32)[::-1].copy()
+    seen: list[int] = []
+    whole, watched = coder.seal(slices, codec, order), coder.seal(slices, codec, order, watch=seen.append)
+    assert whole is not None
+    assert watched is not None
+    assert watched.coded.offsets.tobytes() == whole.coded.offsets.tobytes()
+    assert np.asarray(watched.coded.data).tobytes() == np.asarray(whole.coded.data).tobytes()
+    assert len(seen) >= 3
+    assert seen == sorted(set(seen))
+    assert 0 < seen[0] < seen[-1] <= 23
+
+    def end(_: int) -> None:
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        coder.seal(slices, codec, watch=end)

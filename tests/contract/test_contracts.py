@@ -190,8 +190,8 @@ class Trusting(PortableCoder):
 class Bloated(PortableCoder):
     """Takes twice the bytes."""
 
-    def seal(self, slices: Any, codec: Any, order: Any = None, *, threads: int = 1) -> Any:
-        sealed = super().seal(slices, codec, order, threads=threads)
+    def seal(self, slices: Any, codec: Any, order: Any = None, *, threads: int = 1, watch: Any = None) -> Any:
+        sealed = super().seal(slices, codec, order, threads=threads, watch=watch)
         if sealed is not None:
             sealed.coded = replace(sealed.coded, data=np.tile(np.asarray(sealed.coded.data), 2))
         return sealed

@@ -256,7 +256,7 @@ def test_an_interrupted_extend_is_made_or_is_not(
     name: str, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of its steps, or none of them, also where it waits for a block to be sealed in between."""
-    monkeypatch.setattr(sealer, "_WAIT_FROM", 1)
+    monkeypatch.setattr(sealer, "_LEAST_RAW_BYTES", 0)
     sweep(scenes(tmp_path)[name], extend, points, settle_extend)
 
 

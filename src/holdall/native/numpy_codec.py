@@ -19,6 +19,7 @@ from holdall.schema import Bytes
 from holdall.storage import (
     MOST_UNIT_COLOURS,
     NO_COLOUR,
+    WATCHED_BYTES,
     Codec,
     Coded,
     Coder,
@@ -27,6 +28,7 @@ from holdall.storage import (
     Predictor,
     SealedSlices,
     Transform,
+    Watch,
     places_of,
 )
 
@@ -58,7 +60,9 @@ class PortableCoder:
         """See `Coder.adopt`."""
         return PortableSealed(coded)
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
+    def seal(
+        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
+    ) -> SealedSlices | None:
         """See `Coder.seal`; one thread does all."""
         transform = codec.transform
         staged, palette = slices if order is None else slices[order], np.zeros(0, np.uint8)
@@ -86,6 +90,8 @@ class PortableCoder:
             head = heads[unit] if heads else b""
             pieces.append(head + (packed if len(packed) < len(coded) else coded))
             key = coded if is_key else key
+            if watch is not None and (unit + 1) % max(1, WATCHED_BYTES // (codec.group * transform.slice_bytes)) == 0:
+                watch(min(first + codec.group, len(rows)))
         offsets = np.zeros(len(pieces) + 1, np.uint32)
         np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
         data = np.frombuffer(b"".join(pieces), np.uint8).copy()

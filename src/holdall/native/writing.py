@@ -33,6 +33,7 @@ from holdall.native.reading import DenseLayout, NativeDecoder, as_they_lie
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,
+    WATCHED_BYTES,
     Codec,
     Coded,
     Coder,
@@ -48,6 +49,7 @@ from holdall.storage import (
     SlicedTick,
     TickWriter,
     Transform,
+    Watch,
     Window,
     address,
     places_of,
@@ -55,9 +57,8 @@ from holdall.storage import (
     reserve,
 )
 
-_WORD_TABLE_BYTES, _COLOUR_TABLE_BYTES = 2 * 1024, 16 * 2**16
-"""Tables that find words and colours in a palette, see encode.c and colours.c."""
-_MOST_COMPRESSORS = 8
+_WORD_TABLE_BYTES, _COLOUR_TABLE_BYTES, _MOST_COMPRESSORS = 2 * 1024, 16 * 2**16, 8
+"""Tables that find words and colours in a palette, see encode.c and colours.c; and compressors that are kept."""
 _ZSTD_LEVEL, _ZSTD_HASH_LOG, _ZSTD_CHAIN_LOG, _ZSTD_MIN_MATCH = 100, 102, 103, 105
 _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 200, 201, 202
 """Numbers of ZSTD_cParameter, part of the library's stable interface."""
@@ -218,19 +219,11 @@ class NativePart(OpenPart):
         )
         last, end, scratch = self._memory
         self._struct = OpenPartStruct(
-            block=block.address if isinstance(block, NativeBlock) else None,
-            direct=address(self.slices),
-            log=None if self.log is None else address(self.log),
-            last=address(last),
-            end=address(end),
-            scratch=address(scratch),
-            log_rows=self.log_rows,
-            lanes=lanes,
-            outer=window.outer,
-            run_bytes=window.run_bytes,
-            window=window.count,
-            shift=window.shift,
-        )
+            block=block.address if isinstance(block, NativeBlock) else None, direct=address(self.slices),
+            log=None if self.log is None else address(self.log), last=address(last), end=address(end),
+            scratch=address(scratch), log_rows=self.log_rows, lanes=lanes, outer=window.outer,
+            run_bytes=window.run_bytes, window=window.count, shift=window.shift,
+        )  # fmt: skip
         self._linked = self.log  # what the struct points to
         self.address = ctypes.addressof(self._struct)
         self._layouts: dict[tuple[int, ...], DenseLayout] = {}
@@ -351,7 +344,9 @@ class NativeCoder(NativeDecoder):
         self._most_unit_bytes = max(self._most_unit_bytes, unit_bytes)
         return sealed
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
+    def seal(
+        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
+    ) -> SealedSlices | None:
         """See `Coder.seal`."""
         transform, count = codec.transform, len(slices)
         slices = np.ascontiguousarray(slices)  # C reads row after row
@@ -359,42 +354,49 @@ class NativeCoder(NativeDecoder):
             raise DamageError(f"slices of {slices.shape} came to a codec of {transform.slice_bytes} bytes; report this")
         if order is not None and (len(order) != count or order.dtype != np.uint32):
             raise DamageError(f"an order of {len(order)} came with {count} slices; report this")
-        share = codec.group * max(codec.key, 1)  # slices that stay together
-        share *= max(1, -(-count // (share * threads)))
-        room = share * transform.coded_bytes + -(-share // codec.group) * transform.head_bytes
-        data = reserve(max(1, -(-count // share)) * room).reshape(-1, room)
-        encode = partial(self._encode, slices, codec, order, data, share)
-        if share >= count:
-            pieces = [encode(0)]
-        else:
+        together = codec.group * max(codec.key, 1)  # slices that stay together
+        share = together * max(1, -(-count // (together * threads)))
+        encode = partial(self._encode, slices, codec, order)
+        if share < count:
+            room = share * transform.coded_bytes + -(-share // codec.group) * transform.head_bytes
+            firsts, ends = range(0, count, share), [*range(share, count, share), count]
+            areas = reserve(len(firsts) * room).reshape(-1, room)
             with ThreadPoolExecutor(threads, "holdall-sealer") as helpers:
-                pieces = list(helpers.map(encode, range(0, count, share)))
-        done = [piece for piece in pieces if piece is not None]
-        if len(done) < len(pieces):
+                pieces = list(helpers.map(encode, areas, firsts, ends))
+        else:
+            is_whole = watch is None or transform.palette_bytes  # a palette is made of all slices
+            piece = count if is_whole else together * max(1, WATCHED_BYTES // (together * transform.slice_bytes))
+            data = reserve(count * transform.coded_bytes + -(-count // codec.group) * transform.head_bytes)
+            pieces, compressor, tell = [], self._compressor(codec), watch or bool
+            for first in range(0, max(count, 1), max(piece, 1)):
+                pieces.append(encode(data, first, min(first + piece, count), compressor))
+                data = data[len(pieces[-1][0]) :]
+                tell(min(first + piece, count))
+        units, stops, palettes = zip(*pieces, strict=True)
+        if any(palette is None for palette in palettes):
             return None
-        packed = np.concatenate([units for units, _, _ in done], out=reserve(sum(len(units) for units, _, _ in done)))
-        offsets = np.zeros(1, np.uint32)
-        for _, ends, _ in done:
-            offsets = np.concatenate([offsets, offsets[-1] + ends])
-        return self.adopt(Coded(codec, count, offsets, done[0][2], packed, places_of(order)))
+        bases = np.cumsum([0, *map(len, units)], dtype=np.uint32)
+        offsets = np.concatenate([bases[:1], *(base + stop for base, stop in zip(bases, stops, strict=False))])
+        packed = np.concatenate(units, out=reserve(int(bases[-1])))
+        return self.adopt(Coded(codec, count, offsets, palettes[0], packed, places_of(order)))
 
     def _encode(
-        self, slices: Bytes, codec: Codec, order: Order | None, data: Bytes, share: int, first: int
-    ) -> tuple[Bytes, NDArray[np.uint32], Bytes] | None:
-        """Code slices from `first` on; return their units, where these end, and the palette; None: it does not hold."""
-        compressor, form = self._compressor(codec), _form(codec.transform)
-        count, own = min(share, len(slices) - first), data[first // share]
-        offsets = np.zeros(-(-count // codec.group) + 1, np.uint32)
+        self, slices: Bytes, codec: Codec, order: Order | None, data: Bytes, first: int, end: int,
+        compressor: _Compressor | None = None,
+    ) -> tuple[Bytes, NDArray[np.uint32], Any]:  # fmt: skip
+        """Code slices [first, end) into `data`; return their units, the units' ends, the palette (None: too small)."""
+        compressor, form = compressor or self._compressor(codec), _form(codec.transform)
+        offsets = np.zeros(-(-(end - first) // codec.group) + 1, np.uint32)
         palette = np.zeros(codec.transform.palette_bytes, np.uint8)
         if codec.is_of_colours:
             palette[:] = np.frombuffer(codec.known_palette or b"\xff" * palette.size, np.uint8)
         slots = np.zeros(_COLOUR_TABLE_BYTES if codec.is_of_colours else _WORD_TABLE_BYTES, np.uint8)
         used = self._library.holdall_encode(
             ctypes.addressof(compressor.encoder), ctypes.addressof(form), address(slices),
-            0 if order is None else address(order), len(slices), first, first + count, address(own), own.size,
+            0 if order is None else address(order), len(slices), first, end, address(data), data.size,
             address(offsets), address(palette), address(slots),
         )  # fmt: skip
-        return None if used < 0 else (own[:used], offsets[1:], palette)
+        return data[: max(used, 0)], offsets[1:], None if used < 0 else palette
 
     def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `Coder.count_work`."""

@@ -19,6 +19,7 @@ from holdall.storage.batch_source import (
     fresh_bytes,
 )
 from holdall.storage.blocks import (
+    WATCHED_BYTES,
     CarriedSlices,
     Coded,
     Coder,
@@ -28,6 +29,7 @@ from holdall.storage.blocks import (
     SealedSlices,
     SegmentFile,
     SliceBlock,
+    Watch,
     address,
     places_of,
     release_tail,

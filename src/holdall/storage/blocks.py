@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -94,6 +95,10 @@ class ArenaPool:
         if arena.nbytes and isinstance(whole, np.ndarray):
             others = [spare for spare in self._spare if spare.memory is not whole.base]
             self._spare = [*others, _SpareArena(whole.base, arena.nbytes, weakref.ref(whole))][-self._most :]
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._spare = []
 
     @property
     def spare(self) -> list[Bytes]:
@@ -370,18 +375,26 @@ def _carry(
     return CarriedSlices(Coded(codec, count, offsets, palette, data, places))
 
 
+Watch = Callable[[int], None]
+WATCHED_BYTES = 2**19
+"""Of slices that are sealed before a `Watch` is called, if so few can be."""
+
+
 class Coder(Protocol):
     """Seals blocks of slices and reads them."""
 
     def adopt(self, coded: Coded) -> SealedSlices:
         """Make slices readable that were sealed elsewhere, or moved to a file."""
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
+    def seal(
+        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
+    ) -> SealedSlices | None:
         """Code all rows of `slices`; None if a palette does not hold their words, or one of them has too many colours.
 
         Args:
             order: Which row comes first, second, ... in the units; each once. Their numbers stay as they are.
             threads: Threads that may share the work; the bytes are the same.
+            watch: Called after every piece of the work with how many slices are done; what it raises ends the work.
         """
 
     def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -15,6 +15,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.schema import Bytes, Leaf
+from holdall.storage.blocks import reserve
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _groups_of(window: Window) -> list[int]:
 
 def _spread(slices: Bytes, most: int, most_bytes: int) -> Bytes:
     count = min(len(slices), max(_FEWEST_SAMPLES, min(most, most_bytes // slices.shape[1])))
-    return np.ascontiguousarray(slices[np.linspace(0, len(slices) - 1, count).astype(np.int64)])
+    return _copied(slices, np.linspace(0, len(slices) - 1, count).astype(np.int64))
 
 
 def _stretches(slices: Bytes, order: NDArray[np.uint32] | None, length: int, step: int, most: int) -> Bytes:
@@ -134,7 +135,14 @@ def _stretches(slices: Bytes, order: NDArray[np.uint32] | None, length: int, ste
         count, length = 0, 1
     first = np.linspace(0, len(slices) - length * step, count).astype(np.int64)
     picked = first[:, None] + step * np.arange(length)
-    return np.ascontiguousarray(slices[picked if order is None else order[picked]])
+    return _copied(slices, picked if order is None else order[picked].astype(np.int64))
+
+
+def _copied(slices: Bytes, numbers: NDArray[np.int64]) -> Bytes:
+    """Copy slices to memory that goes back to the system with them: a heap would keep megabytes of it."""
+    shape = (*numbers.shape, slices.shape[1])
+    room = reserve(numbers.size * slices.shape[1]).reshape(shape)
+    return np.take(slices, numbers, axis=0, out=room, mode="clip")
 
 
 def choose(

@@ -211,6 +211,8 @@ class SlicedRows:
         for block in full:
             if block is not None:
                 sealer.submit(FrozenBlock(id(self), self._leaf, self._window, block, self._lanes))
+        if full:
+            sealer.grew(sum(block.used_bytes for block in full if block is not None))
         self._handed_out = end
         return bool(full)
 

@@ -15,28 +15,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from holdall.background import end_before_python
 from holdall.report import GROWTH_CHECKS
-from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, reserve
+from holdall.storage.choosing import ChoosingWorker, FieldKind, WorkerStoppedError
 from holdall.storage.codec import Codec, Method, stored
-from holdall.storage.codec_choice import BlockSample, choose, choose_quickly
-from holdall.storage.slices import FrozenBlock, Window
-from holdall.storage.tiers import HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
+from holdall.storage.codec_choice import choose_quickly
+from holdall.storage.slices import FrozenBlock
+from holdall.storage.tiers import NO_LIMIT, HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
 
-_WAIT_FROM = 1
-"""Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
-one being sealed and the open one. More may wait where a limit leaves room for them."""
-_WAIT_WHILE_CHOOSING_FROM = 4
-_WAIT_WHILE_CHOOSING_BYTES = 8 * 2**20
-"""The same while a codec is chosen, unless the blocks that wait are large: the worker looks at them now and then."""
-_BETWEEN_MEASUREMENTS = 4
-"""Blocks that are sealed at most before the choice of a codec goes on."""
+_RAW_SEGMENTS = 2
+"""While blocks wait, the open ones, those that wait and what is left of the one being sealed take at most so many
+segments, so that memory stays bounded, and what a limit leaves. Beyond that, `add` waits for pieces of blocks."""
+_LEAST_RAW_BYTES = 8 * 2**20
+"""Without a limit it never waits for less: small blocks are many."""
 _FAST_BYTES_PER_SECOND, _BUSY_SHARE = 32 * 2**20, 0.7
 """Blocks that come faster than this are sealed in a hurry if sealing them well would take more than this share of the
 worker's time: once they queue up, it is late."""
@@ -60,18 +57,6 @@ Write = Callable[[SealedSlices], SealedSlices]
 Wake = Callable[[], None]
 
 
-@dataclass(slots=True)
-class _ChosenCodec:
-    """What was chosen for a field's slices, and how well it did then."""
-
-    codec: Codec
-    hurried: Codec  # the same, for when time is short
-    seconds_per_byte: float = 0.0  # that sealing takes
-    hurried_seconds: float = 0.0  # the same in a hurry
-    ratio: float = 0.0
-    age: int = 0  # blocks since
-
-
 class Sealer:
     """Seals and spills blocks in the order in which they come, one at a time.
 
@@ -82,27 +67,48 @@ class Sealer:
             weakly, so that a memory which is simply dropped ends its worker too. None: the owner looks by itself, and
             no block is sealed again, since the owner may write over it.
         write: Writes sealed slices to a file and returns them as they are read from there; None without a disk tier.
-        seals_quickly: Whether blocks may be sealed worse than a chosen codec does while one is being chosen, or when
-            they come faster than it seals even in a hurry. Not under a limit: what they take more would make others
-            leave early. Nor where they go to disk: there they are not sealed again.
 
     Attributes:
-        spare_bytes: Bytes of blocks that may wait, beside those that always may: what a limit leaves.
+        spare_bytes: Bytes of blocks that may wait, beside those that always may: what a limit leaves; None without one.
     """
 
     def __init__(
-        self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None,
-        *, seals_quickly: bool = True,
-    ) -> None:  # fmt: skip
+        self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None
+    ) -> None:
         self._queue = SealQueue(seals_again=wake is not None)
         self._work = _Work(self._queue, coder, cap, threads, write, None if wake is None else weakref.WeakMethod(wake))
-        self._work.seals_quickly = seals_quickly and write is None and wake is not None
+        self._is_sealed_again = write is None and wake is not None
+        self.may_seal_quickly(is_harmless=True)
         self._thread: threading.Thread | None = None
         self._busy = threading.Lock()  # held by the worker: there is never more than one
         self._process = os.getpid()
-        self.spare_bytes = 0
-        self.grown_bytes = 0  # raw blocks that were filled since a guard was asked
+        self.spare_bytes: int | None = None
+        self._segment_bytes = 0  # of the blocks that were filled last
+        self._grown_bytes = 0  # of those that were filled since a guard was asked
         weakref.finalize(self, self._queue.stop)
+
+    def may_seal_quickly(self, *, is_harmless: bool) -> None:
+        """Say whether blocks may be sealed worse than a chosen codec does, while none is chosen or `add` would wait.
+
+        Not if what they take more makes others leave early; nor where they go to disk: there they are not sealed again.
+        """
+        self._work.seals_quickly = is_harmless and self._is_sealed_again
+
+    def grew(self, nbytes: int) -> None:
+        """Know that so much was filled: blocks that are sealed now, or stay raw for a while."""
+        self._segment_bytes = nbytes
+        self._grown_bytes += nbytes
+        self._queue.came(nbytes)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """How fast blocks are filled, or would be if `add` never waited; 0 if it is not known, or all is waited for."""
+        return 0.0 if self._queue.has_leisure else self._queue.bytes_per_second
+
+    @property
+    def is_fed_fast(self) -> bool:
+        """Whether blocks are filled so fast that making room for the next one takes a good part of the time."""
+        return self.bytes_per_second > _FAST_BYTES_PER_SECOND
 
     def submit(self, frozen: FrozenBlock) -> None:
         """Have a block sealed, unless it is about to be."""
@@ -151,25 +157,30 @@ class Sealer:
         """Say why the slices of a field are coded as they are; nothing if that was not chosen yet."""
         return self._work.reason(field)
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether so many blocks are queued that no more should come."""
-        jobs = tuple(self._queue.jobs)
-        if len(jobs) < _WAIT_FROM:
-            return False
-        waiting = sum(job.frozen.block.used_bytes for job in jobs)
-        if self._work.is_choosing and len(jobs) < _WAIT_WHILE_CHOOSING_FROM and waiting <= _WAIT_WHILE_CHOOSING_BYTES:
-            return False
-        return waiting > self.spare_bytes
+    def room(self, open_bytes: int = 0) -> int:
+        """Return how much may come before `add` waits, below 0 if it has to; open blocks hold so much."""
+        if not self._queue.jobs:
+            return NO_LIMIT
+        allowed, spare = _RAW_SEGMENTS * self._segment_bytes, self.spare_bytes
+        allowed = max(allowed, _LEAST_RAW_BYTES) if spare is None else allowed + spare
+        return allowed - self._queue.outstanding_bytes - open_bytes
 
-    def wait_for_room(self) -> None:
-        """Wait while too many blocks are queued, or for all if memory is short; not under the memory's lock."""
-        grown, self.grown_bytes = self.grown_bytes, 0
+    def is_crowded(self, open_bytes: int = 0) -> bool:
+        """Whether so much waits to be sealed that no more should come."""
+        return self.room(open_bytes) < 0
+
+    def wait_for_room(self, open_bytes: Callable[[], int] = int) -> None:
+        """Wait while too much waits to be sealed, or for all if memory is short; not under the memory's lock.
+
+        What is added to open blocks shortens what may wait. So a tick waits for the worker's next piece, and none
+        waits for a whole block.
+        """
+        grown, self._grown_bytes = self._grown_bytes, 0
         if grown and any(is_short(grown) for is_short in tuple(GROWTH_CHECKS)):
             self.drain()
-        elif self.is_crowded:
+        elif self._queue.jobs and self.is_crowded(taken := open_bytes()):
             with self._queue.waiting_for_room():
-                self._wait_until(lambda: not self.is_crowded)
+                self._wait_until(lambda: not self.is_crowded(taken))
 
     def drain(self) -> None:
         """Wait until everything submitted is sealed or spilled, what was sealed in a hurry sealed again."""
@@ -195,8 +206,6 @@ class Sealer:
         # A block that was just sealed, and is what the worker is at, may have to be spilled next.
         if all(other is not block or spill != job.spill for other, spill in known):
             queue.jobs.append(job)
-            if not job.spill:
-                queue.came(block.used_bytes)
         ring(queue.wakes_worker)
         self._see_to_worker()
 
@@ -225,36 +234,21 @@ class Sealer:
         self._thread.start()
 
 
-class _StoppedError(Exception):
-    """The worker ends: what it was choosing is not needed."""
+class _PressedError(Exception):
+    """`add` waits: what is being sealed well has to be sealed quickly."""
 
 
-class _Work:
+class _Work(ChoosingWorker):
     """Chooses codecs, seals and spills; used by the worker alone."""
 
     def __init__(
         self, queue: SealQueue, coder: Coder, cap: float, threads: int, write: Write | None,
         wake: weakref.WeakMethod[Wake] | None,
     ) -> None:  # fmt: skip
-        self._queue = queue
-        self._coder = coder
-        self._cap, self._threads = cap, threads
+        super().__init__(queue, coder, cap, threads)
         self._write = write
         self._wake = wake
-        self._chosen: dict[_Kind, _ChosenCodec] = {}
-        self._quick: dict[_Kind, Codec] = {}
-        self.seals_quickly = True
-        self.choosing: SealJob | None = None  # the job that a codec is chosen for
-
-    @property
-    def is_choosing(self) -> bool:
-        """Whether a codec is being chosen."""
-        return self.choosing is not None
-
-    def reason(self, field: int) -> str:
-        """Say why the newest codec of a field was chosen."""
-        reasons = [chosen.codec.reason for (of, _), chosen in tuple(self._chosen.items()) if of == field]
-        return reasons[-1] if reasons else ""
+        self._quick: dict[FieldKind, Codec] = {}
 
     # ---------------------------------------------------------------- one job after another
 
@@ -286,7 +280,7 @@ class _Work:
         try:
             self._do(job)
             queue.failure = "" if job.spill else queue.failure
-        except _StoppedError:
+        except WorkerStoppedError:
             pass
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
@@ -322,6 +316,11 @@ class _Work:
             finally:
                 queue.results.clear()  # one that could not be taken is not offered again
 
+    def _do_quickly(self, job: SealJob) -> None:
+        """See `ChoosingWorker`."""
+        self._hand_in(job, self._seal_quickly(job))
+        self._queue.end(job)
+
     # ---------------------------------------------------------------- one block
 
     def _spill(self, job: SealJob) -> SealedSlices | None:
@@ -336,13 +335,20 @@ class _Work:
 
     def _seal(self, job: SealJob) -> SealedSlices | None:
         """Seal one block, worse and faster if blocks come faster than they are sealed; None if nothing pays."""
+        try:
+            return self._seal_well(job)
+        except _PressedError:
+            return self._seal_quickly(job)
+
+    def _seal_well(self, job: SealJob) -> SealedSlices | None:
+        """Seal one block as well as there is time for."""
         frozen, queue = job.frozen, self._queue
         kind = (frozen.field, frozen.window)
         chosen = self._chosen.get(kind)
-        if chosen is None and self.is_choosing:
-            return self._seal_quickly(frozen)
+        if chosen is None and (self.is_choosing or not self._may_choose(kind)):
+            return self._seal_quickly(job)
         if chosen is None:
-            chosen = self._chosen[kind] = self._choose(job)
+            chosen = self._choose(job)
             if job not in queue.begun:
                 return None
         chosen.age += 1
@@ -353,123 +359,77 @@ class _Work:
         rate = queue.bytes_per_second
         is_fast = rate > _FAST_BYTES_PER_SECOND
         if is_fast and rate * chosen.hurried_seconds > 1 and self.seals_quickly:
-            return self._seal_quickly(frozen)
+            return self._seal_quickly(job)
         is_late = bool(queue.jobs) or (is_fast and rate * chosen.seconds_per_byte > _BUSY_SHARE)
         if is_late and chosen.hurried != chosen.codec:
-            sealed, chosen.hurried_seconds = self._sealed(frozen, chosen.hurried, in_a_hurry=True)
+            sealed, chosen.hurried_seconds = self._sealed(job, chosen.hurried, in_a_hurry=True)
             return sealed
-        sealed, chosen.seconds_per_byte = self._sealed(frozen, chosen.codec)
+        sealed, chosen.seconds_per_byte = self._sealed(job, chosen.codec)
         ratio = _ratio(frozen, sealed)
         chosen.ratio = chosen.ratio or ratio
         if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not queue.jobs and not self.is_choosing:
-            self._chosen[kind] = chosen = self._choose(job)
+            chosen = self._choose(job)
             if job in queue.begun:
                 stays = chosen.codec.method is Method.STORED
-                sealed = None if stays else self._sealed(frozen, chosen.codec)[0]
+                sealed = None if stays else self._sealed(job, chosen.codec)[0]
                 chosen.ratio = _ratio(frozen, sealed)
         return sealed
 
-    def _sealed(
-        self, frozen: FrozenBlock, codec: Codec, *, in_a_hurry: bool = False
-    ) -> tuple[SealedSlices | None, float]:
-        """Seal a block, if that makes it smaller; say how many seconds a byte took."""
-        slices, order = frozen.block.raw, frozen.lane_order()
-        helpers = min(self._threads - 1, _MOST_HELPERS) if in_a_hurry else 1
+    def _sealed(self, job: SealJob, codec: Codec, *, in_a_hurry: bool = False) -> tuple[SealedSlices | None, float]:
+        """Seal a block piece by piece, if that makes it smaller; say how many seconds a byte took."""
+        frozen, helpers = job.frozen, min(self._threads - 1, _MOST_HELPERS) if in_a_hurry else 1
+        slices, order, queue = frozen.block.raw, frozen.lane_order(), self._queue
+        is_quick = codec == self._quick.get((frozen.field, frozen.window)) or not self.seals_quickly
+
+        def watch(done: int = 0) -> None:
+            queue.done = job, done * frozen.block.slice_bytes
+            queue.tell()
+            if queue.is_pressed and not is_quick:
+                raise _PressedError
+
+        watch()
         given: dict[str, Any] = {} if order is None else {"order": order}  # a coder need not know of what is not asked
         given |= {"threads": helpers} if helpers > 1 else {}
         clock = time.monotonic if helpers > 1 else time.thread_time
         began = clock()
-        sealed = self._coder.seal(slices, codec, **given)
+        sealed = self._coder.seal(slices, codec, watch=watch, **given)
         if sealed is None:
-            sealed = self._coder.seal(slices, codec.without_palette(), **given)
+            sealed = self._coder.seal(slices, codec.without_palette(), watch=watch, **given)
         sealed = _smaller(sealed, slices.nbytes)
         seconds = (clock() - began) / max(slices.nbytes, 1)
         if in_a_hurry:
-            self._queue.hurried.append(HurriedBlock(frozen, is_raw=sealed is None))
+            queue.hurried.append(HurriedBlock(frozen, is_raw=sealed is None))
         return sealed, seconds
 
-    def _seal_quickly(self, frozen: FrozenBlock) -> SealedSlices | None:
+    def _seal_quickly(self, job: SealJob) -> SealedSlices | None:
         """Seal a block as fast as can be, to be sealed again later."""
-        kind = (frozen.field, frozen.window)
+        frozen, kind = job.frozen, (job.frozen.field, job.frozen.window)
         if kind not in self._quick:
             self._quick[kind] = choose_quickly(self._coder, frozen.leaf, frozen.window, frozen.block.raw)
-        return self._sealed(frozen, self._quick[kind], in_a_hurry=True)[0]
+        self._leave_for_later(frozen)
+        return self._sealed(job, self._quick[kind], in_a_hurry=True)[0]
 
     def _seal_again(self, job: SealJob) -> SealedSlices | None:
-        """Seal a block better that was sealed in a hurry; None if that does not pay."""
-        frozen, before = job.frozen, job.frozen.block.sealed
-        if before is not None:
-            slices = reserve(frozen.block.used * frozen.block.slice_bytes)
-            frozen = replace(frozen, block=KeptBlock(frozen.block.slice_bytes, frozen.block.used, slices))
-            self._coder.decode(before, np.arange(frozen.block.used), frozen.block.raw)
-        kind = (frozen.field, frozen.window)
-        chosen = self._chosen.get(kind)
-        if chosen is None:  # it came while another one was being chosen
-            chosen = self._chosen[kind] = self._choose(replace(job, frozen=frozen))
-        sealed = None if chosen.codec.method is Method.STORED else self._sealed(frozen, chosen.codec)[0]
+        """Seal a block better that was sealed in a hurry; None if that does not pay, or somebody waits."""
+        before = job.frozen.block.sealed
+        chosen = self._chosen.get((job.frozen.field, job.frozen.window)) or self._choose(job)
+        if chosen.codec.method is Method.STORED:
+            return None
+        try:
+            sealed, _ = self._sealed(replace(job, frozen=self._as_raw(job.frozen)), chosen.codec)
+        except _PressedError:
+            self._queue.hurried.appendleft(HurriedBlock(job.frozen, is_raw=before is None))
+            return None
         return sealed if before is None or sealed is None else _smaller(sealed, before.nbytes)
 
-    # ---------------------------------------------------------------- the choice
-
-    def _choose(self, job: SealJob) -> _ChosenCodec:
-        """Choose a codec by a block; what comes meanwhile is sealed between two measurements."""
-        # Here, and not in a thread of its own: what that one's allocator keeps would be 20 MiB more.
-        frozen, self.choosing = job.frozen, job
-        coder: Any = _MeasuringCoder(self._coder, self._see_to_others)
-        try:
-            sample = BlockSample.of(frozen.block.raw, frozen.window, frozen.lanes, frozen.lane_order())
-            codec = choose(coder, frozen.leaf, frozen.window, sample, self._cap, self._threads)
-            return _ChosenCodec(codec, codec.hurried(), coder.seconds_of(codec), coder.seconds_of(codec.hurried()))
-        finally:
-            self.choosing = None
-
-    def _see_to_others(self) -> None:
-        """Seal blocks that came while a codec is chosen, if somebody waits for room; first the one it is chosen for."""
-        queue, job = self._queue, self.choosing
-        if queue.stopped:
-            raise _StoppedError
-        if not (queue.is_pressed and self.seals_quickly):
-            return
-        if job is not None and job in queue.begun and not job.again:
-            self._hand_in(job, self._seal_quickly(job.frozen))
-            queue.end(job)
-        for _ in range(_BETWEEN_MEASUREMENTS):
-            other = queue.begin_next()
-            if other is None:
-                break
-            queue.tell()
-            self._try(other)
-
-
-_Kind = tuple[int, Window]
-
-
-class _MeasuringCoder:
-    """A coder that calls `pause` before it seals samples, and remembers how long codecs take."""
-
-    def __init__(self, coder: Coder, pause: Callable[[], None]) -> None:
-        self._coder, self._pause = coder, pause
-        self._seconds: dict[tuple[Any, ...], float] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._coder, name)
-
-    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
-        """Seal samples."""
-        self._pause()
-        began = time.thread_time()
-        sealed = self._coder.seal(slices, codec)
-        self._seconds[_cost_of(codec)] = (time.thread_time() - began) / max(slices.nbytes, 1)
-        return sealed
-
-    def seconds_of(self, codec: Codec) -> float:
-        """Say how many seconds a byte takes; 0 if it is not known."""
-        return self._seconds.get(_cost_of(codec), 0.0)
-
-
-def _cost_of(codec: Codec) -> tuple[Any, ...]:
-    """Return what decides how long compressing takes."""
-    return codec.method, codec.level, codec.transform, codec.group, codec.key > 0, codec.dictionary is not None
+    def _as_raw(self, frozen: FrozenBlock) -> FrozenBlock:
+        """Return a block with its slices as they were."""
+        block, sealed = frozen.block, frozen.block.sealed
+        if sealed is None:
+            return frozen
+        raw = KeptBlock(block.slice_bytes, block.used, reserve(block.used * block.slice_bytes))
+        self._coder.decode(sealed, np.arange(block.used), raw.raw)
+        return replace(frozen, block=raw)
 
 
 def _smaller(sealed: SealedSlices | None, nbytes: int) -> SealedSlices | None:

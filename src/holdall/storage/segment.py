@@ -118,6 +118,7 @@ class Segments:
         self._repair = repair
         self._lanes = lanes
         self.arenas = ArenaPool()
+        self.recycles = False  # whether arenas of blocks that are sealed are filled again
         self._ring_ticks = capacity_ticks + 1
         self._most_bytes = most_bytes
         self.frozen: list[FrozenBlock] = []  # blocks that are full, and were not asked for yet
@@ -157,14 +158,9 @@ class Segments:
         return self._sure_until - tick
 
     def pause_tick(self, capacity_ticks: int) -> int:
-        """Return the first tick to come that may need more than to be written.
-
-        Before it no segment is full, none leaves a memory of so many ticks, and nobody looks for windows.
-        """
-        if self.searches.scouts:
-            return 0
+        """Return the first tick before which no segment is full, none leaves, and nobody looks for windows."""
         leaves = [segment.first_tick + segment.ticks + capacity_ticks - 1 for segment in self.closed[:1]]
-        return min([self._sure_until, *leaves])
+        return 0 if self.searches.scouts else min([self._sure_until, *leaves])
 
     def lengthen_logs(self) -> None:
         """Make room for one more tick in the logs of the open segment."""
@@ -273,9 +269,10 @@ class Segments:
     @property
     def segment_bytes(self) -> int:
         """Most that an open segment takes, with the tables that find its slices by their bytes."""
-        most_in_a_tick = 2 * self._lanes * sum(leaf.nbytes for leaf in self._leaves)
-        smallest = min((window.slice_bytes for window in self.windows), default=1)
-        whole = self._limit_bytes + 2 * most_in_a_tick
+        smallest, whole = (
+            min((w.slice_bytes for w in self.windows), default=1),
+            self._limit_bytes + 2 * self.most_in_a_tick,
+        )
         return whole + whole * _TABLE_BYTES // max(smallest, _TABLE_BYTES)
 
     def thaw(
@@ -337,16 +334,28 @@ class Segments:
         parts = self.open.parts
         return (
             tick - self.open.first_tick >= self._most_ticks
-            or sum(part.added_bytes for part in parts) >= self._limit_bytes
+            or self.open_bytes() >= self._limit_bytes
             or not all(part.has_room() for part in parts)
         )
+
+    def open_bytes(self) -> int:
+        """What the open segment's unique slices take."""
+        return sum(part.added_bytes for part in self.open.parts)
+
+    @property
+    def ticks_in_a_piece(self) -> int:
+        """How many ticks of an `extend` are written before one looks whether the sealer keeps up."""
+        return max(1, self._limit_bytes // (16 * self.most_in_a_tick))
+
+    @property
+    def most_in_a_tick(self) -> int:
+        """Bytes of slices that a tick may bring."""
+        return max(1, 2 * self._lanes * sum(leaf.nbytes for leaf in self._leaves))
 
     def _ticks_that_fit(self, tick: int) -> int:
         """Count the ticks from one on that fit whatever they bring, so that nobody has to look at each."""
         parts = self.open.parts
-        bytes_left = self._limit_bytes - sum(part.added_bytes for part in parts)
-        most_in_a_tick = 2 * sum(part.lanes * part.obs_bytes for part in parts)
-        by_bytes = bytes_left // max(most_in_a_tick, 1)
+        by_bytes = (self._limit_bytes - self.open_bytes()) // self.most_in_a_tick
         by_room = min((part.ticks_that_fit() for part in parts), default=0)
         return max(1, min(self._most_ticks - (tick - self.open.first_tick), by_bytes, by_room))
 
@@ -372,8 +381,8 @@ class Segments:
         self.index.open_next(tick, closed.parts, following)
 
     def _name(self, closed: Segment[ClosedPart]) -> None:
-        for part in closed.parts:
-            self._naming[id(part.block)] = [*self._naming.get(id(part.block), []), closed]
+        for name in [id(part.block) for part in closed.parts]:
+            self._naming[name] = [*self._naming.get(name, []), closed]
 
     def _next_part(self, field: int, part: OpenPart) -> OpenPart:
         """Open a part after `part`, in its block where that spares repeating slices."""
@@ -405,6 +414,7 @@ class Segments:
 
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
         """Change over to a block's next form; places that were handed out keep the one before."""
+        self.arenas.give_up(block.arena) if self.recycles else self.arenas.clear()
         block.replace_by(sealed)
         naming = self._naming.get(id(block), [])
         for segment in naming:

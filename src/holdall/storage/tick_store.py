@@ -33,7 +33,7 @@ from holdall.storage.segment import Segments
 from holdall.storage.slices import Window, WindowScout
 from holdall.storage.snapshot import RowSnapshots
 from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Kernels, SlicedTick, StepRuns, Tick, TickWriter
-from holdall.storage.tiers import Budget, Tiers
+from holdall.storage.tiers import NO_LIMIT, Budget, Tiers
 
 _LOG = logging.getLogger("holdall")
 
@@ -126,7 +126,9 @@ class TickStore:
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
         self.sealer: Sealer | None = None  # made under the lock, with the first block that is full
-        self._spare_bytes = 0  # of blocks that may wait for it
+        self._spare_bytes: int | None = None  # that may wait for it, see `Sealer`
+        self._may_hurry = True  # whether it may seal quickly
+        self._look_tick = NO_LIMIT  # the tick after which one has to look whether it keeps up
         self._snapshots = RowSnapshots(self._lanes)
 
     @cached_property
@@ -223,10 +225,10 @@ class TickStore:
     def write_steps(self, runs: StepRuns, first: int) -> None:
         """Write the step `first`, and those behind it that need nothing done in between."""
         (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
-        if writer.has_runs and not (
-            runs.steps.valid is not None or self._snapshots.pending or segments.searches.scouts
-        ):
-            written, sliced = runs.write(first, writer, self._rings, segments, self._large)
+        is_plain = runs.steps.valid is None and not (self._snapshots.pending or segments.searches.scouts)
+        if writer.has_runs and is_plain:
+            most = segments.ticks_in_a_piece if self.sealer is not None and self.sealer.waiting else NO_LIMIT
+            written, sliced = runs.write(first, writer, self._rings, segments, self._large, most)
         if not written:
             self.write(runs.steps.cut(first))
         elif sliced is not None:
@@ -238,10 +240,10 @@ class TickStore:
         segments, now = self.large_segments, self.next_tick
         segments.look(now - 1, sliced.obs, sliced.next_obs)
         if segments.frozen:
-            self._made_sealer().grown_bytes += sum(frozen.block.used_bytes for frozen in segments.frozen)
+            self._made_sealer().grew(sum(frozen.block.used_bytes for frozen in segments.frozen))
             self._settle(may_evict=True)
         self._evict_before(now - self._capacity_ticks)
-        self._writer.blocks_pause_tick = segments.pause_tick(self._capacity_ticks)
+        self._pause_in_time()
 
     def _look_for_windows(self, tick: Tick) -> None:
         """Show a tick to the searches in rings, and move fields in which a window was found."""
@@ -280,7 +282,7 @@ class TickStore:
         for frozen in segments.take_frozen():
             tiers.keep(frozen)
         allowance = tiers.allowance(self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes)
-        tiers.settle(allowance)
+        tiers.settle(allowance, 0.0 if self.sealer is None else self.sealer.bytes_per_second)
         freed = 0
         while may_evict and tiers.is_over(allowance, freed):
             gone = segments.evict_oldest()
@@ -289,15 +291,32 @@ class TickStore:
             freed += self._let_go(gone)
         tiers.try_again()
         self._spare_bytes = tiers.spare_bytes(allowance)
+        self._may_hurry = tiers.has_room(allowance, 2 * segments.segment_bytes)
 
     def _made_sealer(self) -> Sealer:
         if self.sealer is None:
             write = None if self._folder is None else self._folder.write
-            kernels, budget, quickly = self._kernels, self._budget, self._budget.limit is None
-            self.sealer = Sealer(
-                kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write, seals_quickly=quickly
-            )
+            cap, threads = self._budget.cost_cap, self._budget.threads
+            self.sealer = Sealer(self._kernels.coder, cap, threads, self._on_sealed, write)
         return self.sealer
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so much waits for the sealer that no tick should come."""
+        return self.sealer is not None and self.sealer.is_crowded(self.large_segments.open_bytes())
+
+    def wait_for_room(self) -> None:
+        """Wait while so many blocks wait for the sealer, see `Sealer.wait_for_room`; not under the lock."""
+        if self.sealer is not None and self.next_tick >= self._look_tick:
+            self._look_tick = NO_LIMIT  # orders that are sent from now on change it
+            self.sealer.wait_for_room(open_bytes := self.large_segments.open_bytes)
+            ticks = max(1, self.sealer.room(open_bytes()) // self.large_segments.most_in_a_tick)
+            self._look_tick = min(self._look_tick, self.next_tick + ticks)
+            self._pause_in_time()
+
+    def _pause_in_time(self) -> None:
+        """Let ticks be written the short way until there is more to do, or to look at."""
+        self._writer.blocks_pause_tick = min(self.large_segments.pause_tick(self._capacity_ticks), self._look_tick)
 
     def _send_orders(self) -> None:
         """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
@@ -306,11 +325,13 @@ class TickStore:
             return
         sealer = self._made_sealer()
         sealer.spare_bytes = self._spare_bytes
+        sealer.may_seal_quickly(is_harmless=self._may_hurry)
         sealer.withdraw(sealer.waiting - {id(frozen.block) for frozen in (*sealing, *spilling)})
         for frozen in sealing:
             sealer.submit(frozen)
         for frozen in spilling:
             sealer.spill(frozen)
+        self._look_tick = self._writer.blocks_pause_tick = 0
 
     def _let_go(self, gone: list[SliceBlock]) -> int:
         """Forget blocks that were dropped; return the bytes that they had on disk."""
@@ -328,6 +349,7 @@ class TickStore:
         with self._lock:
             self.repair.run()
             sealer = self._made_sealer()
+            self.large_segments.recycles = sealer.is_fed_fast
             for block, sealed, _, is_again in sealer.collect():
                 if sealed is not None and is_again:
                     self._tiers.exchange_again(block, partial(self.large_segments.seal, block, sealed))

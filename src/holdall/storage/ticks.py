@@ -79,16 +79,16 @@ class StepRuns:
         self._packed: tuple[TickWriter | None, int, Bytes] = None, 0, np.empty((0, 0), np.uint8)
 
     def write(
-        self, first: int, writer: TickWriter, rings: Rings, segments: Segments, large: list[int]
+        self, first: int, writer: TickWriter, rings: Rings, segments: Segments, large: list[int], most: int
     ) -> tuple[int, SlicedTick | None]:
-        """Write steps from `first` on in one call; return how many, and what of them was cut into slices."""
+        """Write steps from `first` on in one call; return how many, `most` of large fields, and what was sliced."""
         if not rings.takes_runs(writer):
             return 0, None
         packed = self._packed_from(first, writer, rings)
         if not large:
             return writer.write_run(packed, None), None
         now = writer.next_tick
-        some = slice(first, first + min(len(packed), segments.sure_ticks(now)))
+        some = slice(first, first + min(len(packed), segments.sure_ticks(now), most))
         obs, next_obs = ([arrays[i][some] for i in large] for arrays in (self.steps.obs, self.steps.next_obs))
         sliced = segments.sliced(now, obs, next_obs)
         return writer.write_run(packed[: some.stop - first], sliced), sliced
@@ -140,7 +140,7 @@ class StepsLeft:
         """Go on behind the last tick that the store counts: all since `before` are these steps."""
         while (done := store.next_tick - before) < self._count:
             store.write_steps(self._runs, done)
-            if store.sealer is not None and store.sealer.is_crowded:
+            if store.is_crowded:
                 break
         self._written = store.next_tick - before
 

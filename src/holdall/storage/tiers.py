@@ -36,6 +36,8 @@ _RINGS_OF_A_BUDGET = 8
 """Fields that could lie in segments take at most this share of a limit in rings, which are never compressed."""
 _STAGING_SHARE = 8
 _MOST_STAGING = 256 * 2**20
+_AHEAD_S = 0.5
+"""Raw blocks are sealed before they reach what is allowed, if they would do so within this time."""
 _SPARED_WHILE_STUCK = 2
 """Segments that a budget sets aside for writing to disk, and that may be used while the disk takes nothing."""
 NO_LIMIT = 1 << 62
@@ -173,12 +175,13 @@ class Tiers:
             self._raw.put(frozen)
         self._fields.add(frozen.field)
 
-    def settle(self, allowance: Allowance) -> None:
+    def settle(self, allowance: Allowance, bytes_per_second: float = 0.0) -> None:
         """Decide what has to be sealed and spilled; it counts as on its way from now on, see `under_way`."""
         measured, self._measured = self._measured, []
         for frozen in measured:
             self._sealing[id(frozen.block)] = frozen
-        while self._raw.blocks and (self._raw.nbytes > allowance.raw or self._held > allowance.closed):
+        raw_allowed = allowance.raw - int(_AHEAD_S * bytes_per_second)
+        while self._raw.blocks and (self._raw.nbytes > raw_allowed or self._held > allowance.closed):
             self._move_oldest(self._raw, self._sealing)
         if self._spills and not self._is_stuck:
             while self._sealed.blocks and self._held > allowance.closed:
@@ -260,9 +263,13 @@ class Tiers:
         known = {frozen.field for frozen in self._sealed.blocks.values()}
         return self._sealed.nbytes / self._sealed.whole_bytes if self._fields and known == self._fields else None
 
-    def spare_bytes(self, allowance: Allowance) -> int:
-        """Return what a limit leaves for blocks that wait; 0 if there is none: then as few wait as possible."""
-        return 0 if self._budget.limit is None else max(allowance.closed - self._held, 0)
+    def spare_bytes(self, allowance: Allowance) -> int | None:
+        """Return what a limit leaves for blocks that wait; None if there is none: then as few wait as possible."""
+        return None if self._budget.limit is None else max(allowance.closed - self._held, 0)
+
+    def has_room(self, allowance: Allowance, nbytes: int) -> bool:
+        """Whether so much is raw or free that nothing leaves early if blocks are sealed quickly."""
+        return self._budget.limit is None or self._raw.nbytes + allowance.closed - self._held >= nbytes
 
     @property
     def _held(self) -> int:
@@ -358,18 +365,20 @@ class HurriedBlock:
 class SealQueue:
     """What the worker and the memory share.
 
-    An interrupt may hit the memory's thread anywhere, so there is no lock that it could leave behind: what is asked for
-    and what came of it lie in queues that change in one step, and bells are locks that one waits for and others
-    release. A thread that waits looks again after a while, so that a bell which was not rung costs time only.
+    An interrupt may hit the memory's thread anywhere, so there is no lock that it could leave behind: queues change in
+    one step, and bells are locks that one waits for and others release. A thread that waits looks again after a while,
+    so that a bell which was not rung costs time only.
     """
 
     def __init__(self, *, seals_again: bool) -> None:
         self.jobs: deque[SealJob] = deque()
         self.begun: tuple[SealJob, ...] = ()  # what the worker is at; the last may still be the first of the jobs, too
+        self.done: tuple[SealJob | None, int] = None, 0  # one of these, and the bytes of it that are sealed
         self.results: deque[SealResult] = deque()
         # Blocks that are to be sealed again when there is time.
         self.hurried: deque[HurriedBlock] = deque(maxlen=None if seals_again else 0)
         self.arrivals: deque[tuple[float, int]] = deque(maxlen=4)  # when blocks came, and the bytes of all so far
+        self.last_came = -1e9  # when, by the clock
         self._waited_s = 0.0  # that `add` waited for room, in all
         self._waits_since: float | None = None
         self.has_leisure = False  # somebody waits for all of it, so there is nothing to wait for
@@ -409,18 +418,27 @@ class SealQueue:
 
     def end(self, job: SealJob) -> None:
         """Forget a job that was done."""
-        self.begun = tuple(other for other in self.begun if other is not job)
+        self.begun, self.done = tuple(other for other in self.begun if other is not job), (None, 0)
+
+    @property
+    def outstanding_bytes(self) -> int:
+        """What is not sealed or spilled yet of the blocks that came."""
+        new, (begun, nbytes) = [job for job in self.under_way() if not job.again], self.done
+        return max(0, sum(job.frozen.block.used_bytes for job in new) - (nbytes if begun in new else 0))
 
     def came(self, nbytes: int) -> None:
-        """Remember that a block came."""
+        """Remember that blocks were filled, whether they are sealed now or stay raw for a while."""
         self._waits_since = None  # an interrupt may have left it
         before = self.arrivals[-1][1] if self.arrivals else 0
         self.arrivals.append((self._now(), before + nbytes))
+        self.last_came = time.monotonic()
+        ring(self.wakes_worker)
 
     @contextlib.contextmanager
     def waiting_for_room(self) -> Iterator[None]:
         """`add` waits meanwhile: blocks would come faster than they do."""
         self._waits_since = began = time.monotonic()
+        ring(self.wakes_worker)
         try:
             yield
         finally:

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from holdall import ReplayMemory
 from holdall.native import NativeCoder, PortableCoder, ThreadPool, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
+from holdall.storage import choosing, segment
 from holdall.storage import sealer as seal
-from holdall.storage import segment
 from holdall.storage.batch_source import Places
-from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, address
+from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, Watch, address
 from holdall.storage.codec import Codec, Method, Predictor, Transform
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -56,13 +56,15 @@ class GatedCoder(PortableCoder):
         self.levels: list[int] = []
         self.failing = False
 
-    def seal(self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1) -> SealedSlices | None:
+    def seal(
+        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
+    ) -> SealedSlices | None:
         self.begun.release()
         assert self.gate.acquire(timeout=PATIENCE_S)
         self.levels.append(codec.level)
         if self.failing:
             raise OSError("out of order")
-        return super().seal(slices, codec, order, threads=threads)
+        return super().seal(slices, codec, order, threads=threads, watch=watch)
 
     def open(self, times: int = 1000) -> None:
         self.gate.release(times)
@@ -98,8 +100,8 @@ class Bench:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.codec = CODEC
         self.choices = 0
-        patch.setattr(seal, "choose", self._choose)
-        patch.setattr(seal, "_WAIT_FROM", 4)
+        patch.setattr(choosing, "choose", self._choose)
+        patch.setattr(seal, "_LEAST_RAW_BYTES", 4 * 8 * 500)
         self.coder, self.keeper = GatedCoder(), Keeper()
         self.sealer = self.keeper.sealer = Sealer(self.coder, 2.0, 1, self.keeper.collect)
 
@@ -218,7 +220,7 @@ def test_whoever_adds_waits_while_too_many_blocks_are_queued(bench: Bench) -> No
     """So what is raw is bounded, however slow the compressor is."""
     bench.submit(frozen_block())
     assert bench.coder.begun.acquire(timeout=PATIENCE_S)
-    bench.submit(*[frozen_block() for _ in range(seal._WAIT_FROM - 1)])
+    bench.submit(*[frozen_block() for _ in range(3)])
     bench.sealer.wait_for_room()  # returns at once: there is room for one more
     bench.submit(frozen_block())
     waiting = threading.Thread(target=bench.sealer.wait_for_room)
@@ -230,47 +232,9 @@ def test_whoever_adds_waits_while_too_many_blocks_are_queued(bench: Bench) -> No
     assert not waiting.is_alive()
 
 
-def test_a_few_more_may_queue_while_a_codec_is_chosen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A choice takes long and comes seldom; what is raw is bounded all the same."""
-    chosen = threading.Event()
-
-    def choose_slowly(*_: Any) -> Codec:
-        assert chosen.wait(PATIENCE_S)
-        return CODEC
-
-    monkeypatch.setattr(seal, "choose", choose_slowly)
-    monkeypatch.setattr(seal, "_WAIT_FROM", 1)
-    bench.submit(frozen_block())
-    wait_until(lambda: bench.sealer._work.is_choosing)
-    crowded = []
-    for _ in range(seal._WAIT_WHILE_CHOOSING_FROM):
-        bench.submit(frozen_block())
-        crowded.append(bench.sealer.is_crowded)
-    assert crowded == [False] * (seal._WAIT_WHILE_CHOOSING_FROM - 1) + [True]
-    chosen.set()
-    assert bench.coder.begun.acquire(timeout=PATIENCE_S)
-    assert bench.sealer.is_crowded
-
-
-def test_large_blocks_do_not_queue_while_a_codec_is_chosen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of large frames fill quickly: a few of them would take more than is promised beside the transitions."""
-    chosen = threading.Event()
-    monkeypatch.setattr(seal, "choose", lambda *_: CODEC if chosen.wait(PATIENCE_S) else None)
-    monkeypatch.setattr(seal, "_WAIT_FROM", 1)
-    monkeypatch.setattr(seal, "_WAIT_WHILE_CHOOSING_BYTES", 1.5 * frozen_block().block.used_bytes)
-    bench.submit(frozen_block())
-    wait_until(lambda: bench.sealer._work.is_choosing)
-    crowded = []
-    for _ in range(2):
-        bench.submit(frozen_block())
-        crowded.append(bench.sealer.is_crowded)
-    chosen.set()
-    assert crowded == [False, True]
-
-
 def test_stopping_lets_go_of_whoever_waits(bench: Bench) -> None:
     """For room, or for the last block."""
-    bench.submit(*[frozen_block() for _ in range(seal._WAIT_FROM + 2)])
+    bench.submit(*[frozen_block() for _ in range(6)])
     waiting = [threading.Thread(target=act) for act in (bench.sealer.wait_for_room, bench.sealer.drain)]
     for thread in waiting:
         thread.start()
@@ -486,11 +450,12 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def memory_with(coder: PortableCoder | None, patch: pytest.MonkeyPatch, capacity: int = 5_000) -> ReplayMemory:
-    """Make a memory that compresses all; with a coder of ours, by the portable loops."""
+    """Make a memory that compresses all, however small; with a coder of ours, by the portable loops."""
+    patch.setattr(seal, "_LEAST_RAW_BYTES", 0)
     if coder is not None:
         patch.setenv("HOLDALL_KERNELS", "portable")
         patch.setattr("holdall.native.numpy_kernels.PortableCoder", lambda: coder)
-        patch.setattr(seal, "choose", lambda *_: Codec(Method.LZ4, 0, Transform(576)))
+        patch.setattr(choosing, "choose", lambda *_: Codec(Method.LZ4, 0, Transform(576)))
     return ReplayMemory(SPACE, spaces.Discrete(2), capacity, budget=None)
 
 
@@ -520,10 +485,10 @@ def test_adding_waits_rather_than_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     with memory_with(coder, monkeypatch) as memory:
         adding = threading.Thread(target=fill, args=(memory, 2_000))
         adding.start()
-        wait_until(lambda: memory.report().backlog > seal._WAIT_FROM)
+        wait_until(lambda: memory.report().backlog > 1)
         adding.join(0.2)
         assert adding.is_alive()
-        assert memory.report().backlog == seal._WAIT_FROM + 1
+        assert memory.report().backlog == 2
         assert "blocks wait to be compressed" in str(memory.report())
         memory.sample(8)  # reading does not wait
         coder.open()
@@ -549,7 +514,7 @@ def test_extending_waits_rather_than_grow(monkeypatch: pytest.MonkeyPatch) -> No
         backlog = memory.report().backlog if extending.is_alive() else 1_000
         coder.open()
         extending.join(PATIENCE_S)
-        assert backlog <= seal._WAIT_FROM + 1
+        assert backlog <= 2
 
 
 @pytest.mark.usefixtures("small_segments")
@@ -765,7 +730,7 @@ def test_what_was_sealed_in_a_hurry_is_sealed_again_at_leisure(monkeypatch: pyte
     monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
     monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)  # every block after the first few is late
     monkeypatch.setattr(seal, "_LOOK_AGAIN_S", 60.0)  # there is no leisure before it is asked for
-    monkeypatch.setattr(seal, "choose", lambda *_: SLOW_CODEC)
+    monkeypatch.setattr(choosing, "choose", lambda *_: SLOW_CODEC)
     memory = camera_memory(None)
     add_camera(memory, 0, 700)
     wait_until(lambda: memory.report().backlog == 0)
@@ -787,7 +752,7 @@ def test_a_block_that_left_is_not_sealed_again(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
     monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)
     monkeypatch.setattr(seal, "_LOOK_AGAIN_S", 60.0)  # there is no leisure before it is asked for
-    monkeypatch.setattr(seal, "choose", lambda *_: SLOW_CODEC)
+    monkeypatch.setattr(choosing, "choose", lambda *_: SLOW_CODEC)
     memory = camera_memory(None, capacity=320)
     add_camera(memory, 0, 800)
     wait_until(lambda: memory.report().backlog == 0)
@@ -803,13 +768,13 @@ def test_an_error_in_a_choice_leaves_the_block_as_it_is(bench: Bench, monkeypatc
     def fail(*_: Any) -> Codec:
         raise OSError("no codec")
 
-    monkeypatch.setattr(seal, "choose", fail)
+    monkeypatch.setattr(choosing, "choose", fail)
     bench.coder.open()
     bench.submit(frozen_block())
     bench.sealer.drain()
     assert "no codec" in bench.sealer.failure
     assert len(bench.keeper.left) == 1
-    monkeypatch.setattr(seal, "choose", lambda *_: CODEC)
+    monkeypatch.setattr(choosing, "choose", lambda *_: CODEC)
     bench.submit(frozen_block())
     bench.sealer.drain()
     assert len(bench.keeper.kept) == 1
@@ -855,11 +820,12 @@ class SteppedChoice:
     """A choice that measures until it is let go, and then takes a codec; whoever adds waits for any block meanwhile."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(seal, "_WAIT_WHILE_CHOOSING_FROM", 1)
+        patch.setattr(seal, "_LEAST_RAW_BYTES", 0)
+        patch.setattr(choosing, "_QUIET_S", 0.0)
         self.codec = SLOW_CODEC
         self.begun, self.done = threading.Event(), threading.Event()
         self.choices = 0
-        patch.setattr(seal, "choose", self._choose)
+        patch.setattr(choosing, "choose", self._choose)
 
     def _choose(self, coder: Any, _leaf: Any, window: Window, *_: Any) -> Codec:
         self.choices += 1
@@ -979,8 +945,8 @@ def test_an_error_in_a_choice_leaves_no_block_behind(monkeypatch: pytest.MonkeyP
             coder.seal(np.zeros((2, 500), np.uint8), CODEC)
         raise OSError("no codec")
 
-    monkeypatch.setattr(seal, "choose", fail)
-    monkeypatch.setattr(seal, "_WAIT_WHILE_CHOOSING_FROM", 1)
+    monkeypatch.setattr(choosing, "choose", fail)
+    monkeypatch.setattr(seal, "_LEAST_RAW_BYTES", 0)
     coder.open()
     sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
     blocks = [frozen_block() for _ in range(2)]
@@ -992,7 +958,7 @@ def test_an_error_in_a_choice_leaves_no_block_behind(monkeypatch: pytest.MonkeyP
     wait_until(lambda: "no codec" in sealer.failure)
     assert keeper.blocks == [each.block for each in blocks]
     assert sealer.backlog == 0
-    monkeypatch.setattr(seal, "choose", lambda *_: TOGETHER)
+    monkeypatch.setattr(choosing, "choose", lambda *_: TOGETHER)
     sealer.drain()
     assert [sealed.codec for _, sealed in keeper.kept[2:]] == [TOGETHER] * 2
     sealer.stop()
@@ -1016,10 +982,11 @@ def test_threads_share_a_block_where_cores_are_idle(monkeypatch: pytest.MonkeyPa
 
     class Counting(PortableCoder):
         def seal(
-            self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1
-        ) -> SealedSlices | None:
+            self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1,
+            watch: Watch | None = None,
+        ) -> SealedSlices | None:  # fmt: skip
             asked.append(threads)
-            return super().seal(slices, codec, order, threads=threads)
+            return super().seal(slices, codec, order, threads=threads, watch=watch)
 
     choice, keeper = SteppedChoice(monkeypatch), ExchangingKeeper()
     choice.codec = TOGETHER

@@ -1,0 +1,322 @@
+"""A feed that is faster than the sealer: a tick waits for one piece, and codecs are chosen when there is time."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import ReplayMemory
+from holdall.native import PortableCoder, chosen_kernels, numpy_codec
+from holdall.schema import Bytes, Leaf
+from holdall.storage import choosing, sealer, segment
+from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, Watch, address
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec_choice import BlockSample
+from holdall.storage.sealer import Sealer
+from holdall.storage.segment import Segments
+from holdall.storage.slices import FrozenBlock, Window
+from holdall.storage.tick_store import Repair
+from holdall.storage.tiers import Allowance, Budget, Tiers
+from holdall.testing import OracleMemory, assert_same_bits
+from holdall.testing.strategies import box
+
+PATIENCE_S = 20
+FRAME = 72 * 72
+LEAF = Leaf("", (500,), np.dtype("u1"))
+CAREFUL = Codec(Method.ZSTD, 9, Transform(500))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, "waited for ever"
+        time.sleep(0.001)
+
+
+class PiecewiseCoder(PortableCoder):
+    """Seals blocks piece by piece, each when it is let to, and remembers the codecs."""
+
+    def __init__(self, pieces: int = 0) -> None:
+        self.gate = threading.Semaphore(pieces)
+        self.codecs: list[Codec] = []
+
+    def seal(
+        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
+    ) -> SealedSlices | None:
+        def gated(done: int) -> None:
+            assert self.gate.acquire(timeout=PATIENCE_S)
+            assert watch is not None
+            watch(done)
+
+        self.codecs.append(codec)
+        return super().seal(slices, codec, order, threads=threads, watch=None if watch is None else gated)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have segments of some frames, in pieces of three, and count every byte that waits."""
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 36 * FRAME)
+    monkeypatch.setattr(sealer, "_LEAST_RAW_BYTES", 0)
+    monkeypatch.setattr(numpy_codec, "WATCHED_BYTES", 3 * FRAME)
+
+
+def memory_with(coder: PortableCoder, patch: pytest.MonkeyPatch, capacity: int = 5_000) -> ReplayMemory:
+    patch.setenv("HOLDALL_KERNELS", "portable")
+    patch.setattr("holdall.native.numpy_kernels.PortableCoder", lambda: coder)
+    return ReplayMemory(box((72, 72), "u1"), spaces.Discrete(2), capacity, budget=None)
+
+
+def tick_of(number: int) -> dict[str, Any]:
+    """Return a tick that shows its number."""
+    shown = [np.full((1, 72, 72), (number + i) % 251, np.uint8) for i in range(2)]
+    for i, frame in enumerate(shown):
+        frame[0, 0, 0] = (number + i) // 251
+    never = np.zeros(1, np.bool_)
+    return {
+        "obs": shown[0], "next_obs": shown[1], "action": np.zeros(1, np.int64), "reward": np.zeros(1, np.float32),
+        "terminated": never, "truncated": never,
+    }  # fmt: skip
+
+
+def somebody_waits(memory: ReplayMemory) -> bool:
+    worker = memory._open().sealer
+    return worker is not None and worker._queue.is_pressed
+
+
+# ---------------------------------------------------------------- waiting
+
+
+@pytest.mark.parametrize("way", ["add", "extend"])
+def test_every_piece_lets_a_tick_through(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """None waits for a whole block; what is raw takes two segments at most; every bit is right."""
+    monkeypatch.setattr(choosing, "_QUIET_S", 60.0)
+    coder, oracle = PiecewiseCoder(), OracleMemory(5_000)
+    memory, ticks = memory_with(coder, monkeypatch), 400
+    store = memory._open()
+    steps: dict[str, Any] = {key: np.stack([tick_of(i)[key] for i in range(ticks)]) for key in tick_of(0)}
+
+    def feed() -> None:
+        if way == "extend":
+            memory.extend(**steps)
+        else:
+            for number in range(ticks):
+                memory.add(**tick_of(number))
+
+    for number in range(ticks):
+        oracle.add(**tick_of(number))
+    adding = threading.Thread(target=feed)
+    adding.start()
+    waits = 0
+    while adding.is_alive():
+        wait_until(lambda: not adding.is_alive() or somebody_waits(memory))
+        before = store.next_tick
+        raw = store.sealer._queue.outstanding_bytes if store.sealer is not None else 0
+        raw += store.large_segments.open_bytes()
+        assert raw <= 2 * 36 * FRAME + 4 * FRAME  # a run of an extend may be a little longer
+        waits += adding.is_alive()
+        coder.gate.release()
+        wait_until(lambda since=before: store.next_tick > since or not adding.is_alive())  # type: ignore[misc]
+    coder.gate.release(1_000)
+    memory.drain()
+    assert waits > 36 // 3
+    assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+    memory.close()
+
+
+def frozen_block() -> FrozenBlock:
+    """Return slices that Zstandard makes smaller than LZ4 does."""
+    slices = np.random.default_rng(0).integers(0, 3, 8 * 500, np.uint8)
+    return FrozenBlock(0, LEAF, Window.whole(LEAF), KeptBlock(500, 8, slices))
+
+
+class Keeper:
+    """Takes what was sealed, as a memory does."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[SliceBlock, Codec]] = []
+        self.sealer: Sealer | None = None
+
+    def collect(self) -> None:
+        assert self.sealer is not None
+        for block, sealed, _, _ in self.sealer.collect():
+            if sealed is not None:
+                self.kept.append((block, sealed.codec))
+                block.replace_by(sealed)
+
+
+def test_what_is_sealed_well_is_sealed_quickly_as_soon_as_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not finished first; and it is sealed well in the end."""
+    monkeypatch.setattr(choosing, "choose", lambda *_: CAREFUL)
+    monkeypatch.setattr(numpy_codec, "WATCHED_BYTES", 1000)
+    coder, keeper = PiecewiseCoder(), Keeper()
+    worker = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
+    worker.submit(frozen_block())
+    wait_until(lambda: coder.codecs == [CAREFUL])
+    worker.submit(frozen_block())
+    waiting = threading.Thread(target=worker.wait_for_room)
+    waiting.start()
+    wait_until(lambda: worker._queue.is_pressed)
+    coder.gate.release()
+    wait_until(lambda: len(coder.codecs) > 1)
+    coder.gate.release(100)
+    waiting.join(PATIENCE_S)
+    wait_until(lambda: len(keeper.kept) >= 2)
+    assert (keeper.kept[0][1].method, keeper.kept[0][1].level) == (Method.LZ4, 0)
+    worker.drain()
+    assert [codec for _, codec in keeper.kept[2:]] == [CAREFUL] * 2
+    worker.stop()
+
+
+def test_small_blocks_may_wait_together_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they take is little, whatever their number; under a limit, what it leaves counts."""
+    monkeypatch.setattr(sealer, "_LEAST_RAW_BYTES", 3 * 8 * 500)
+    monkeypatch.setattr(choosing, "choose", lambda *_: CAREFUL)
+    monkeypatch.setattr(numpy_codec, "WATCHED_BYTES", 500)
+    coder, keeper = PiecewiseCoder(), Keeper()
+    worker = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
+    for _ in range(3):
+        worker.submit(frozen_block())
+    wait_until(lambda: len(coder.codecs) == 1)  # the first one stands at the gate
+    assert not worker.is_crowded()
+    assert worker.is_crowded(open_bytes=1)
+    worker.spare_bytes = 3 * 8 * 500 - 1
+    assert worker.is_crowded()
+    worker.spare_bytes = 3 * 8 * 500
+    assert not worker.is_crowded()
+    coder.gate.release(1000)
+    worker.drain()
+    worker.stop()
+
+
+# ---------------------------------------------------------------- the choice
+
+
+class Choice:
+    """Takes one codec, and remembers what it was shown."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.samples: list[BlockSample] = []
+        patch.setattr(choosing, "choose", self._choose)
+
+    def _choose(self, _coder: Any, _leaf: Any, window: Window, sample: BlockSample, *_: Any) -> Codec:
+        self.samples.append(sample)
+        return Codec(Method.ZSTD, 3, Transform(window.slice_bytes), group=4)
+
+
+def test_a_codec_is_chosen_by_the_first_block_however_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it left the memory meanwhile: the same data gives the same codec, whatever the speed of the feed."""
+    choice, first = Choice(monkeypatch), []
+    for quiet_s, feeds in ((60.0, 1_000), (0.0, 60)):
+        monkeypatch.setattr(choosing, "_QUIET_S", quiet_s)
+        memory = memory_with(PiecewiseCoder(10_000), monkeypatch, capacity=200)
+        for number in range(feeds):
+            memory.add(**tick_of(number))
+        if quiet_s:
+            assert not choice.samples  # blocks went on coming
+            assert memory.first_id > 36
+        memory.drain()
+        first.append(choice.samples[0].spread)
+        assert len(choice.samples) == 1
+        assert "zstd3, 4 together" in str(memory.report())
+        choice.samples.clear()
+        memory.close()
+    assert np.array_equal(first[0], first[1])
+
+
+def test_a_feed_that_never_ends_gets_a_codec_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some blocks that were sealed quickly; nobody has to ask for it."""
+    monkeypatch.setattr(choosing, "_QUIET_S", 60.0)
+    monkeypatch.setattr(choosing, "_MOST_UNCHOSEN", 3)
+    choice, coder = Choice(monkeypatch), PiecewiseCoder(10_000)
+    with memory_with(coder, monkeypatch) as memory:
+        for number in range(36 * 6):
+            memory.add(**tick_of(number))
+        wait_until(lambda: len(choice.samples) == 1)
+
+
+# ---------------------------------------------------------------- tiers and arenas
+
+
+def test_sealing_begins_before_raw_blocks_reach_what_is_allowed() -> None:
+    """If they come so fast that they would soon; else they stay raw while they fit."""
+    tiers = Tiers(Budget.of("1GiB", "balanced", 1))
+    for _ in range(4):
+        tiers.keep(frozen_block())
+    allowance = Allowance(raw=5 * 4000, closed=10**6, at_most=10**6)
+    for rate, sealed in ((0.0, 0), (8000.0, 0), (8002.0, 1), (16_002.0, 2), (1e9, 4)):
+        tiers.settle(allowance, rate)
+        assert len(tiers.under_way()[0]) == sealed
+
+
+def test_blocks_are_sealed_quickly_under_a_limit_while_something_is_raw_or_free() -> None:
+    """What they take more makes nothing leave early then."""
+    tiers, little = Tiers(Budget.of("1GiB", "balanced", 1)), Allowance(0, 4 * 4000, 4 * 4000)
+    for _ in range(2):
+        tiers.keep(frozen_block())
+    assert tiers.has_room(little, 4 * 4000)  # half of it is raw
+    assert not tiers.has_room(little, 4 * 4000 + 1)
+    sealed = [frozen_block() for _ in range(4)]
+    for frozen in sealed:
+        kept = PortableCoder().seal(frozen.block.raw, Codec(Method.STORED, 0, Transform(500)))
+        assert kept is not None
+        frozen.block.replace_by(kept)
+        tiers.keep(frozen)
+    assert not tiers.has_room(little, 4000)
+    assert Tiers(Budget.of(None, "balanced", 1)).has_room(little, 10**12)
+
+
+def test_arenas_are_filled_again_if_blocks_come_fast() -> None:
+    """Unless somebody reads what was in them; else they are given back."""
+    leaf = Leaf("", (72, 72), np.dtype("u1"))
+    segments = Segments(chosen_kernels(), [leaf], 1, 3_000, Repair())
+
+    def fill(first: int) -> SliceBlock:
+        for tick in range(first, first + 40):
+            frames = [np.full((1, 72, 72), (tick + i) % 251, np.uint8) for i in range(2)]
+            sliced = segments.sliced(tick, frames[:1], frames[1:])
+            segments.lengthen_logs()
+            sliced.parts[0].append(frames[0], frames[1], sliced.cursors[0][tick % len(sliced.cursors[0])])
+        return segments.take_frozen()[-1].block
+
+    def seal(block: SliceBlock) -> None:
+        sealed = chosen_kernels().coder.seal(block.raw, Codec(Method.LZ4, 0, Transform(FRAME)))
+        assert sealed is not None
+        segments.seal(block, sealed)
+
+    block = fill(0)
+    seal(block)
+    assert not segments.arenas.spare
+    segments.recycles = True
+    block = fill(40)
+    before = address(block.arena)
+    seal(block)
+    block = fill(80)
+    fill(120)
+    assert address(segments.closed[-1].parts[0].block.arena) == before
+    reader = block.raw
+    read = address(block.arena)
+    seal(block)
+    assert segments.arenas.take(block.capacity * FRAME) is not None
+    assert [address(spare) for spare in segments.arenas.spare] == [read]
+    del reader
+    segments.recycles = False
+    seal(fill(160))
+    assert not segments.arenas.spare
+
+
+def test_what_a_codec_is_chosen_by_goes_back_to_the_system() -> None:
+    """It takes megabytes, which the heap of the worker's thread would keep: it is mapped on its own."""
+    sample = BlockSample.of(np.zeros((300, 500), np.uint8), Window.whole(LEAF))
+    for array in (sample.spread, sample.near, *sample.keyed.values()):
+        owner: Any = array
+        while isinstance(owner, np.ndarray):
+            owner = owner.base
+        owner = owner.obj if isinstance(owner, memoryview) else owner
+        assert isinstance(owner, mmap.mmap)
