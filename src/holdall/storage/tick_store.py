@@ -225,8 +225,7 @@ class TickStore:
     def write_steps(self, runs: StepRuns, first: int) -> None:
         """Write the step `first`, and those behind it that need nothing done in between."""
         (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
-        is_plain = runs.steps.valid is None and not (self._snapshots.pending or segments.searches.scouts)
-        if writer.has_runs and is_plain:
+        if writer.has_runs and runs.steps.valid is None and not (self._snapshots.pending or segments.searches.scouts):
             most = segments.ticks_in_a_piece if self.sealer is not None and self.sealer.waiting else NO_LIMIT
             written, sliced = runs.write(first, writer, self._rings, segments, self._large, most)
         if not written:
