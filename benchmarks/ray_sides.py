@@ -126,7 +126,8 @@ class HoldallSide:
         for shard in cluster.numbers:
             call = cluster.handle(shard).__ray_call__.remote(_answer_for_another_machine, share)
             answer, taken = ray.get(call)
-            sent += len(answer)
+            record, *arrays = (answer,) if isinstance(answer, bytes) else answer
+            sent += len(record) + sum(array.nbytes for array in arrays)
             start = time.process_time()
             found, weights = read_answer(answer), np.ones(share, np.float32)
             self.memory._deliverer.batch([found], [np.arange(share)], [shard], weights)
@@ -146,7 +147,8 @@ class HoldallSide:
 
 def _answer_for_another_machine(shard: Any, count: int) -> tuple[Any, float]:
     data, counts, start = shard._data, [(count, 0)], time.process_time()
-    answer = data.answer(data.found(shard._counters(), data.draw(counts), counts, is_near=False))
+    drawn, order = data.in_order(data.draw(counts), counts)
+    answer = data.answer(shard._counters(), drawn, data.found(drawn), counts, order=order)
     return answer, time.process_time() - start
 
 
