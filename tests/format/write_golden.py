@@ -15,7 +15,7 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.storage import Codec, Dictionary, Method, Predictor, Transform, Window, sealer, segment
+from holdall.storage import Codec, Dictionary, Method, Predictor, Transform, Window, choosing, segment
 
 HERE = Path(__file__).parent
 COLOURED = "v1_colours"
@@ -85,9 +85,9 @@ def main(name: str) -> None:
         sys.exit(f"{folder} was written by the version that first wrote such blocks, and stays as it is")
     segment.SEGMENT_BYTES = 2**14
     if name == "v1_keys":
-        vars(sealer)["choose"] = keyed
+        vars(choosing)["choose"] = keyed
     if name == COLOURED:
-        vars(sealer)["choose"] = coloured
+        vars(choosing)["choose"] = coloured
     extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
     with ReplayMemory(SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=None, seed=7, extras=extras) as memory:
         for tick in range(TICKS):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
 from holdall.native import native_kernels
-from holdall.storage import records, segment
+from holdall.storage import choosing, records, segment
 from holdall.storage import sealer as seal
 from holdall.storage.blocks import Extent, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
@@ -53,7 +53,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(segment, "SEGMENT_BYTES", SEGMENT_BYTES)
     patch.setattr(records, "_FILE_BYTES", 1)
     patch.setattr(Budget, "closed_allowed", lambda *_: CLOSED_BYTES)
-    patch.setattr(seal, "choose", lambda *_: Codec(Method.ZSTD, 3, Transform(SHAPE[0] * SHAPE[1])))
+    patch.setattr(choosing, "choose", lambda *_: Codec(Method.ZSTD, 3, Transform(SHAPE[0] * SHAPE[1])))
 
 
 class Film:
@@ -352,7 +352,7 @@ def test_what_one_batch_read_is_not_served_to_the_next(
 ) -> None:
     """By then another block may stand where the one was that it was read from: every batch reads for itself."""
     codec = Codec(Method.ZSTD, 3, Transform(SHAPE[0] * SHAPE[1]), group=group)
-    monkeypatch.setattr(seal, "choose", lambda *_: codec)
+    monkeypatch.setattr(choosing, "choose", lambda *_: codec)
     film = Film(tmp_path)
     with film.memory:
         film.feed(150)

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from holdall import ReplayMemory, TransitionIdError
 from holdall.native import native_kernels
 from holdall.report import MemoryReport
+from holdall.storage import choosing, records, segment
 from holdall.storage import codec_choice as choice
-from holdall.storage import records, segment
-from holdall.storage import sealer as seal
 from holdall.storage import tiers as budget
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.codec import Codec
@@ -194,7 +193,7 @@ def test_neighbours_together_are_read_from_a_file(group: int, tmp_path: Path, mo
         codec = chosen(*given)
         return Codec(codec.method, codec.level, codec.transform, codec.dictionary, group)
 
-    monkeypatch.setattr(seal, "choose", together)
+    monkeypatch.setattr(choosing, "choose", together)
     pair = Pair(lanes=2, budget=None, spill_dir=tmp_path)
     with pair.memory:
         pair.feed(80)

@@ -19,7 +19,7 @@ from holdall.delivery import device
 from holdall.delivery.batches import Delivery
 from holdall.delivery.device import DeviceStream
 from holdall.native import native_kernels
-from holdall.storage import codec_choice, columns, sealer, segment
+from holdall.storage import choosing, codec_choice, columns, segment
 from holdall.testing import assert_same_bits
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -51,7 +51,7 @@ def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     def behind_keys(*arguments: Any, **options: Any) -> Any:
         return replace(chosen(*arguments, **options), dictionary=None, group=2, key=3)
 
-    monkeypatch.setattr(sealer, "choose", behind_keys)
+    monkeypatch.setattr(choosing, "choose", behind_keys)
     return str(request.param)
 
 
