@@ -39,7 +39,7 @@ Decompress = Callable[[bytes, int, bytes], bytes]
 
 
 _MOST_COLOURS = 2**15
-"""Colours of a block that are told apart, as in colours.c."""
+"""Colours of a block that are counted, as in colours.c."""
 _TABLE_FROM = 1000
 """Bytes from which on a unit of Zstandard's mostly brings a table of Huffman's code."""
 

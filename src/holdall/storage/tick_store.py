@@ -309,9 +309,10 @@ class TickStore:
         if self.sealer is not None and self.next_tick >= self._look_tick:
             self._look_tick = NO_LIMIT  # orders that are sent from now on change it
             self.sealer.wait_for_room(open_bytes := self.large_segments.open_bytes)
-            ticks = max(1, self.sealer.room(open_bytes()) // self.large_segments.most_in_a_tick)
-            self._look_tick = min(self._look_tick, self.next_tick + ticks)
-            self._pause_in_time()
+            with self._lock:  # what others change meanwhile must not be undone
+                ticks = max(1, self.sealer.room(open_bytes()) // self.large_segments.most_in_a_tick)
+                self._look_tick = min(self._look_tick, self.next_tick + ticks)
+                self._pause_in_time()
 
     def _pause_in_time(self) -> None:
         """Let ticks be written the short way until there is more to do, or to look at."""
@@ -387,9 +388,8 @@ class TickStore:
         held, large = self.held, tuple(self._large)
         segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
         columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
-        places = None
-        if large:
-            places = Places.found(self._kernels, segments, wanted, columns[-len(large) :], self._lanes)
+        found = partial(Places.found, self._kernels, segments, wanted)
+        places = found(columns[-len(large) :], self._lanes) if large else None
         return self._rings.rows(columns, large, places)
 
     def offer_batches(self, rows: int) -> None:
