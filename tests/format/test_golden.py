@@ -74,3 +74,11 @@ def test_the_golden_checkpoint_of_colours_has_a_dictionary_and_columns() -> None
     records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
     blocks = [record for record in records if record.kind == "slices"]
     assert any(record.head["dictionary"] and record.head["transform"]["predictor"] == 5 for record in blocks)
+
+
+def test_the_golden_checkpoint_of_changes_has_units_of_changes() -> None:
+    """Behind a dictionary, many slices together."""
+    reader = DirectoryReader(HERE / "v1_changes")
+    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
+    blocks = [record.head for record in records if record.kind == "slices"]
+    assert any(head["dictionary"] and head["group"] == 32 and head["transform"]["predictor"] == 6 for head in blocks)

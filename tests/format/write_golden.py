@@ -2,7 +2,7 @@
 
 Each is written once, by the version that first writes such blocks, and never again: later versions have to read it. The
 blocks of v1 are coded as the first version coded them, those of v1_keys against keys, and lane by lane; in
-v1_colours the pixels of images are numbers of their colours.
+v1_colours the pixels of images are numbers of their colours, and in v1_changes frames are changes of each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdall import ReplayMemory
 from holdall.storage import Codec, Dictionary, Method, Predictor, Transform, Window, choosing, segment
 
 HERE = Path(__file__).parent
-COLOURED = "v1_colours"
+COLOURED, CHANGED = "v1_colours", "v1_changes"
 TICKS, LANES, CAPACITY_TICKS = 150, 2, 120
 SPACE = spaces.Dict(
     {
@@ -38,6 +38,8 @@ def observation(tick: int, name: str) -> dict[str, Any]:
     frames = [(pixels * (1 + (tick - back) % 7) // 5 + 11 * (tick - back) + 3 * lanes) % 251 for back in (1, 0)]
     if name == COLOURED:
         frames = [frame // 64 * 64 for frame in frames]
+    if name == CHANGED:
+        frames = [np.where(pixels // 9 == (tick - back) % 48, 200, 5 * (pixels % 3)) + lanes for back in (1, 0)]
     days = np.arange(tick, tick + 70).reshape(1, -1, 1)
     history = np.concatenate([(days * 37 + lanes) % 101 / 8, (days * days + lanes) % 89 / 16], axis=2)
     state = np.full((LANES, 3), tick, np.float32) / np.array([[3], [7]], np.float32)
@@ -78,6 +80,12 @@ def coloured(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
     return Codec(Method.LZ4, 7, form, Dictionary(palette + bytes(range(64))), group=1)
 
 
+def changed(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
+    """Code frames as changes of each other, behind a dictionary."""
+    form = Transform(window.slice_bytes, predictor=Predictor.CHANGES)
+    return Codec(Method.LZ4, 7, form, Dictionary(bytes([0, 5, 10]) * 30), group=32)
+
+
 def main(name: str) -> None:
     """Write the checkpoint."""
     folder = HERE / name
@@ -88,6 +96,8 @@ def main(name: str) -> None:
         vars(choosing)["choose"] = keyed
     if name == COLOURED:
         vars(choosing)["choose"] = coloured
+    if name == CHANGED:
+        vars(choosing)["choose"] = changed
     extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
     with ReplayMemory(SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=None, seed=7, extras=extras) as memory:
         for tick in range(TICKS):

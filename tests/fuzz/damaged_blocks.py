@@ -76,6 +76,8 @@ def whole_blocks() -> list[Block]:
         Transform(1200, 4, Predictor.UP, 3, 10, 10, interleaved=True, green=True),
         Transform(900, 0, Predictor.COLOURS, 3, 15, 20),
         Transform(900, 0, Predictor.COLUMNS, 3, 15, 20, interleaved=True),
+        Transform(900, 0, Predictor.CHANGES),
+        Transform(900, 4, Predictor.CHANGES),
     ]
     blocks = []
     for form in forms:
@@ -93,9 +95,14 @@ def whole_blocks() -> list[Block]:
             pixels = colours[numbers % len(colours)]
             slices = (pixels if form.interleaved else pixels.transpose(0, 2, 1)).reshape(COUNT, -1)
             common = Dictionary(colours.tobytes()[:1024] + slices[:1].tobytes())
+        if form.predictor is Predictor.CHANGES:
+            at = form.slice_bytes * np.arange(COUNT) // COUNT // 4 * 4
+            changed = np.arange(form.slice_bytes) < at[:, None]
+            slices = np.where(changed, slices, slices[0])
         for codec in (
             Codec(Method.LZ4, 0, form),
             Codec(Method.LZ4, 5, form),
+            Codec(Method.STORED, 0, form, group=6),
             Codec(Method.ZSTD, 3, form),
             Codec(Method.ZSTD, 3, form, common),
             Codec(Method.STORED, 0, form),
@@ -107,7 +114,7 @@ def whole_blocks() -> list[Block]:
             Codec(Method.ZSTD, 3, form, key=4, raw_keys=True),
             Codec(Method.ZSTD, 3, form, group=3, key=2),
         ):
-            if not codec.is_sound:  # colours have no keys
+            if not codec.is_sound:  # colours and changes have no keys
                 continue
             order = generator.permutation(COUNT).astype(np.uint32) if codec.key else None
             sealed = PortableCoder().seal(slices, codec, order)
@@ -217,7 +224,7 @@ def mistake_the_transform(block: Block, generator: np.random.Generator) -> None:
     claimed: dict[str, Any] = {name: values[int(generator.integers(len(values)))]}
     form = replace(block.codec.transform, **claimed)
     if generator.random() < 0.3:
-        form = replace(form, predictor=Predictor(int(generator.integers(6))), green=bool(generator.integers(2)))
+        form = replace(form, predictor=Predictor(int(generator.integers(7))), green=bool(generator.integers(2)))
     block.codec = replace(block.codec, transform=form)
 
 
@@ -376,6 +383,7 @@ def seal_and_read(coder: Coder, generator: np.random.Generator, lay: Callable[[N
         plain = Transform(planes * 5 * width * max(word_bytes, 1), word_bytes)
         image = replace(plain, predictor=Predictor.LEFT, planes=planes, rows=5, columns=width, green=planes >= 3)
         forms = [plain, image, replace(image, predictor=Predictor.UP, interleaved=True)]
+        forms += [replace(plain, predictor=Predictor.CHANGES)]
         forms += [replace(image, predictor=Predictor.PIXELS, green=False)]
         if planes == 3 and not word_bytes and width < 17:  # 50 colours a row
             colours = replace(image, predictor=Predictor.COLOURS, green=False)
@@ -393,7 +401,7 @@ def seal_and_read(coder: Coder, generator: np.random.Generator, lay: Callable[[N
         if width % 13 == 3:
             methods += (Codec(Method.LZ4, 3, plain, key=2), Codec(Method.ZSTD, 3, plain, key=3, raw_keys=True))
         for form, method in product(forms, methods):
-            if form.is_of_colours and method.key:
+            if (form.is_of_colours or form.predictor is Predictor.CHANGES) and method.key:
                 continue
             sealed = coder.seal(rows, replace(method, transform=form))
             assert sealed is not None

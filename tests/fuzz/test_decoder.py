@@ -30,7 +30,7 @@ import holdall
 from holdall.errors import DamageError
 from holdall.native import PortableCoder
 from holdall.storage.blocks import Coded, Coder
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.codec import Codec, Method, Predictor, Transform
 
 from . import damaged_blocks
 from .damaged_blocks import (
@@ -194,6 +194,40 @@ def test_a_read_outside_a_block_would_be_noticed() -> None:
     script = f"import runpy; runpy.run_path({str(SCRIPT)!r})['peek']()"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode < 0, last_lines(done)
+
+
+CHANGES = {
+    "none": b"",
+    "a count that does not end": b"\x81\x80\x80\x80\x80\x80\x80\x80\x80\x01",
+    "more than there are": b"\x02\x00\x01\x07",
+    "no length": b"\x01\x05",
+    "behind the slice": b"\x01\x65\x01\x07",
+    "beyond its end": b"\x01\x5a\x0b" + 11 * b"\x07",
+    "far behind it": b"\x01\xff\xff\xff\xff\x7f\x01\x07",
+    "far beyond it": b"\x01\x00\xff\xff\xff\xff\x7f\x07",
+    "two that leave it together": b"\x02\x32\x01\x07\x32\x01\x07",
+    "longer than the unit": b"\x01\x00\x09\x07",
+}
+
+
+@pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("kind", CHANGES)
+def test_changes_that_leave_their_slice_or_unit_are_refused(kind: str, coder: Coder) -> None:
+    """The first slice of a unit of three is whole; the second is what its changes say, or damaged."""
+    first = np.arange(100, dtype=np.uint8)
+    codec = Codec(Method.STORED, 0, Transform(100, predictor=Predictor.CHANGES), group=3)
+
+    def read(noted: bytes, number: int) -> bytes | None:
+        data = np.frombuffer(first.tobytes() + noted, np.uint8)
+        offsets = np.array([0, len(data)], np.uint32)
+        block = Block(codec, data, offsets, np.zeros(0, np.uint8), np.array([number]), count=3)
+        return read_damaged(coder, block, guarded)
+
+    changed = first.copy()
+    changed[[0, 99]] = 7
+    assert read(b"\x02\x00\x01\x07\x62\x01\x07\x00", 1) == changed.tobytes()
+    assert read(CHANGES[kind], 1) is None
+    assert read(b"\x00" + CHANGES[kind], 2) is None
 
 
 # ---------------------------------------------------------------- under a sanitizer

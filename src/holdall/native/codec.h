@@ -8,8 +8,9 @@
 enum { MOST_IN_A_UNIT = 64 };
 enum { METHOD_STORED = 0, METHOD_LZ4 = 1, METHOD_ZSTD = 2 };
 /* By PIXELS nothing is predicted: planes are coded pixel by pixel. By COLOURS a pixel becomes a number, row by
- * row, and by COLUMNS column by column, see colours.c. */
-enum { PREDICT_NOTHING = 0, PREDICT_LEFT = 1, PREDICT_UP = 2, PIXELS = 3, COLOURS = 4, COLUMNS = 5 };
+ * row, and by COLUMNS column by column, see colours.c. By CHANGES a unit is its first slice, and how each of the others
+ * differs from the one before. */
+enum { PREDICT_NOTHING = 0, PREDICT_LEFT = 1, PREDICT_UP = 2, PIXELS = 3, COLOURS = 4, COLUMNS = 5, CHANGES = 6 };
 /* A palette of colours has 256 of four bytes, the last of which says nothing; a unit brings at most so many more. */
 enum { PALETTE_BYTES = 1024, MOST_NEW_COLOURS = 255 };
 
@@ -49,6 +50,10 @@ void undo_differences(const transform *form, uint8_t *planes);
 /* Put the bytes of words together again, and look up words in a palette. */
 void unshuffle(int64_t word, int64_t bytes, const uint8_t *in, uint8_t *out);
 void look_up_words(const transform *form, const uint8_t *palette, const uint8_t *in, uint8_t *out);
+
+/* Make the next slice of the one before, by the changes at `p`; returns where those of the slice behind it begin, NULL if
+ * they do not end before `end` or leave the slice. */
+const uint8_t *apply_changes(const uint8_t *p, const uint8_t *end, uint8_t *slice, int64_t bytes);
 
 /* Images of few colours, see colours.c. */
 typedef struct known_colour known_colour;

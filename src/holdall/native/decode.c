@@ -26,7 +26,7 @@ static int is_cut_soundly(const sealed_block *b) {
     if (b->form.slice_bytes < 1 || b->form.slice_bytes > INT32_MAX) return 0;
     if (b->group < 1 || b->group > MOST_IN_A_UNIT || b->slice_count < 0 || b->slice_count > UINT32_MAX) return 0;
     if (b->key < 0 || b->key > UINT32_MAX || b->common_bytes < 0 || b->common_bytes > INT32_MAX) return 0;
-    if (b->key > 0 && is_of_colours(&b->form)) return 0;
+    if (b->key > 0 && (is_of_colours(&b->form) || b->form.predictor == CHANGES)) return 0;
     if (b->data_bytes < 0 || b->file_start < 0 || b->file_start > INT64_MAX - b->data_bytes) return 0;
     return b->group * coded_bytes(&b->form) <= INT32_MAX;
 }
@@ -122,17 +122,18 @@ static void place_dictionary(decoder *d, const sealed_block *b) {
     d->unit_behind = b->common;
 }
 
-/* Decompress a unit; `key` is what it was compressed against, NULL where that is a dictionary or nothing. */
-static int decompress(decoder *d, const sealed_block *b, const uint8_t *key, const uint8_t *from, int64_t length,
-                      uint8_t *to, int64_t expected) {
+/* Decompress a unit to at most `most` bytes; returns how many came of it, -1 if it is damaged. `key` is what it was
+ * compressed against, NULL where that is a dictionary or nothing. */
+static int64_t decompress(decoder *d, const sealed_block *b, const uint8_t *key, const uint8_t *from, int64_t length,
+                          uint8_t *to, int64_t most) {
     if (is_of_colours(&b->form)) {
         const int64_t head = read_unit_colours(d, b, from, length);
-        if (head < 0) return 0;
+        if (head < 0) return -1;
         from += head, length -= head;
     }
-    if (length == expected) { /* did not shrink, so it was stored */
+    if (length == most || (b->method == METHOD_STORED && length < most)) { /* did not shrink, so it was stored */
         memcpy(to, from, (size_t)length);
-        return 1;
+        return length;
     }
     if (b->method == METHOD_LZ4) {
         const char *known = (const char *)(key ? key : b->common);
@@ -142,32 +143,32 @@ static int decompress(decoder *d, const sealed_block *b, const uint8_t *key, con
             if (bytes > LOOK_BACK_BYTES) bytes = LOOK_BACK_BYTES;
             known = (const char *)to - bytes;
         }
-        return d->lz4_decompress_using_dict((const char *)from, (char *)to, (int)length, (int)expected, known,
-                                            (int)bytes) == (int)expected;
+        return d->lz4_decompress_using_dict((const char *)from, (char *)to, (int)length, (int)most, known, (int)bytes);
     }
-    if (b->method == METHOD_ZSTD && key) { /* for this frame only */
+    if (b->method != METHOD_ZSTD) return -1;
+    size_t came;
+    if (key) { /* for this frame only */
         d->zstd_ref_prefix(d->dctx, key, (size_t)(b->group * coded_bytes(&b->form)));
-        return d->zstd_decompress_dctx(d->dctx, to, (size_t)expected, from, (size_t)length) == (size_t)expected;
+        came = d->zstd_decompress_dctx(d->dctx, to, (size_t)most, from, (size_t)length);
+    } else {
+        came = d->zstd_decompress_using_ddict(d->dctx, to, (size_t)most, from, (size_t)length, b->ddict);
     }
-    if (b->method == METHOD_ZSTD)
-        return d->zstd_decompress_using_ddict(d->dctx, to, (size_t)expected, from, (size_t)length, b->ddict) ==
-               (size_t)expected;
-    return 0;
+    return came <= (size_t)most ? (int64_t)came : -1; /* errors are numbers beyond */
 }
 
-/* Decompress unit `u` to `to`, where `expected` bytes must come of it. */
-static int decompress_unit(decoder *d, const sealed_block *b, const uint8_t *key, int64_t u, uint8_t *to,
-                           int64_t expected) {
-    if (!is_inside(b, u)) return 0;
+/* Decompress unit `u` to at most `most` bytes at `to`; returns how many came of it, -1 if it is damaged. */
+static int64_t decompress_unit(decoder *d, const sealed_block *b, const uint8_t *key, int64_t u, uint8_t *to,
+                               int64_t most) {
+    if (!is_inside(b, u)) return -1;
     const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
-    if (b->data) return decompress(d, b, key, b->data + b->offsets[u], length, to, expected);
-    if (is_stored(b, length, expected))
-        return read_file(d, b, b->offsets[u], length, to) && checksum(to, length) == b->checks[u];
+    if (b->data) return decompress(d, b, key, b->data + b->offsets[u], length, to, most);
+    if (is_stored(b, length, most))
+        return read_file(d, b, b->offsets[u], length, to) && checksum(to, length) == b->checks[u] ? length : -1;
     if (d->read_of != b || u < d->read_first || u >= d->read_end) {
         read_units(d, b, u, u + 1);
-        if (d->read_of != b || u < d->read_first || u >= d->read_end) return 0;
+        if (d->read_of != b || u < d->read_first || u >= d->read_end) return -1;
     }
-    return decompress(d, b, key, d->read + (b->offsets[u] - b->offsets[d->read_first]), length, to, expected);
+    return decompress(d, b, key, d->read + (b->offsets[u] - b->offsets[d->read_first]), length, to, most);
 }
 
 /* What unit `u` was compressed against, if that is another unit; 0 if it cannot be decompressed. A key that is stored as
@@ -184,7 +185,7 @@ static int find_key(decoder *d, const sealed_block *b, int64_t u, const uint8_t 
     *key = d->key;
     if (d->key_of == b && d->key_number == number) return 1;
     d->key_of = NULL;
-    if (bytes > d->unit_bytes || !decompress_unit(d, b, NULL, number, d->key, bytes)) return 0;
+    if (bytes > d->unit_bytes || decompress_unit(d, b, NULL, number, d->key, bytes) != bytes) return 0;
     d->key_of = b, d->key_number = number;
     return 1;
 }
@@ -207,6 +208,31 @@ static int wants_window(const decoder *d, const sealed_block *b, int64_t u) {
     return coded <= d->unit_bytes && length < coded && length > coded / 32;
 }
 
+/* Whether a unit that came to fewer bytes than its slices have holds a slice and the changes of others: these leave room
+ * for the slice that is made of them. */
+static int holds_changes(const decoder *d, const sealed_block *b, int64_t bytes) {
+    const int64_t coded = coded_bytes(&b->form);
+    return b->form.predictor == CHANGES && d->unit_filled >= coded && d->unit_filled <= bytes - coded;
+}
+
+/* Make slice `number` of the unit that was decompressed last: from the last one that was made, or from the first. */
+static const uint8_t *changed_slice(decoder *d, const sealed_block *b, int64_t number) {
+    const int64_t coded = coded_bytes(&b->form);
+    uint8_t *const slice = d->unit + (b->group - 1) * coded;
+    if (d->changed < 0 || number < d->changed) {
+        memcpy(slice, d->unit, (size_t)coded);
+        d->changed = 0, d->next_change = d->unit + coded;
+    }
+    for (; d->changed < number; d->changed++) {
+        d->next_change = apply_changes(d->next_change, d->unit + d->unit_filled, slice, coded);
+        if (!d->next_change) {
+            d->unit_of = NULL;
+            return NULL;
+        }
+    }
+    return slice;
+}
+
 /* Decompress the slice in a place of the units, to `to` or to where its unit stands; returns where, NULL if it is damaged. */
 static const uint8_t *fetch_coded(decoder *d, const sealed_block *b, int64_t place, uint8_t *to) {
     const int64_t coded = coded_bytes(&b->form), u = place / b->group;
@@ -215,15 +241,17 @@ static const uint8_t *fetch_coded(decoder *d, const sealed_block *b, int64_t pla
         const int has_window = wants_window(d, b, u);
         if (has_window || is_of_colours(&b->form)) d->unit_of = NULL; /* its memory, or its palette, is used */
         if (has_window) to = d->unit;
-        return find_key(d, b, u, &key) && decompress_unit(d, b, key, u, to, coded) ? to : NULL;
+        return find_key(d, b, u, &key) && decompress_unit(d, b, key, u, to, coded) == coded ? to : NULL;
     }
+    const int64_t bytes = bytes_of_unit(b, u);
     if (d->unit_of != b || d->unit_number != u) {
-        const int64_t bytes = bytes_of_unit(b, u);
         d->unit_of = NULL;
-        if (bytes > d->unit_bytes || !find_key(d, b, u, &key) || !decompress_unit(d, b, key, u, d->unit, bytes))
-            return NULL;
-        d->unit_of = b, d->unit_number = u;
+        if (b->group * coded > d->unit_bytes || !find_key(d, b, u, &key)) return NULL;
+        d->unit_filled = decompress_unit(d, b, key, u, d->unit, bytes);
+        if (d->unit_filled != bytes && !holds_changes(d, b, bytes)) return NULL;
+        d->unit_of = b, d->unit_number = u, d->changed = -1;
     }
+    if (d->unit_filled < bytes) return changed_slice(d, b, place - u * b->group);
     return d->unit + (place - u * b->group) * coded;
 }
 
@@ -235,7 +263,7 @@ static int is_sound(const transform *form) {
     if (form->slice_bytes <= 0 || form->slice_bytes > INT32_MAX || form->shuffle < 0) return 0;
     if (word != 0 && word != 2 && word != 4 && word != 8) return 0;
     if (word != 0 && form->slice_bytes % word != 0) return 0;
-    if (form->predictor == PREDICT_NOTHING) return 1;
+    if (form->predictor == PREDICT_NOTHING || form->predictor == CHANGES) return 1;
     if (form->predictor == PIXELS) {
         if (form->interleaved || form->green) return 0;
     } else if (is_of_colours(form)) {
@@ -258,7 +286,7 @@ int decode_slice(decoder *d, const sealed_block *b, int64_t number, uint8_t *out
     if (place < 0 || 2 * coded > d->scratch_bytes) return 0;
     const int last_is_words = form->word_bytes > 0;
     const int is_pixels = form->predictor == PIXELS, is_colours = is_of_colours(form);
-    const int is_predicted = form->predictor != PREDICT_NOTHING && !is_pixels && !is_colours;
+    const int is_predicted = form->predictor == PREDICT_LEFT || form->predictor == PREDICT_UP;
     const int moves = form->shuffle > 0 || is_pixels || is_colours || (is_predicted && form->interleaved);
     uint8_t *const own = last_is_words || moves ? d->scratch : out;
     const uint8_t *stage = fetch_coded(d, b, place, own);

@@ -114,6 +114,7 @@ static void know(const encoder *e, known_bytes known) {
     e->lz4_load_dict_hc(e->loaded, (const char *)known.bytes, (int)known.count);
 }
 
+/* Compress bytes; returns how many came of them, -1 if that cannot be done in the room. */
 static int64_t compress(const encoder *e, known_bytes known, const uint8_t *in, int64_t bytes, uint8_t *out,
                         int64_t room) {
     if (e->method == METHOD_LZ4) {
@@ -126,15 +127,15 @@ static int64_t compress(const encoder *e, known_bytes known, const uint8_t *in, 
         } else {
             length = e->lz4_compress_default((const char *)in, (char *)out, (int)bytes, (int)room);
         }
-        return length > 0 ? length : bytes;
+        return length > 0 ? length : -1;
     }
     if (e->method == METHOD_ZSTD) {
         /* For one frame; a dictionary is part of the context. */
         if (known.bytes) e->zstd_ref_prefix(e->cctx, known.bytes, (size_t)known.count);
         const size_t length = e->zstd_compress2(e->cctx, out, (size_t)room, in, (size_t)bytes);
-        return e->zstd_is_error(length) ? bytes : (int64_t)length;
+        return e->zstd_is_error(length) ? -1 : (int64_t)length;
     }
-    return bytes;
+    return -1;
 }
 
 /* Transform one slice; returns where the coded bytes stand: in `slice`, `a` or `b`. */
@@ -150,7 +151,7 @@ static const uint8_t *transformed(const transform *form, const uint8_t *slice, c
     if (form->predictor == PIXELS) {
         interleave(form, stage, b);
         stage = b;
-    } else if (form->predictor) {
+    } else if (form->predictor == PREDICT_LEFT || form->predictor == PREDICT_UP) {
         if (form->interleaved) part_pixels(form, stage, b);
         else memcpy(b, stage, (size_t)coded);
         take_differences(form, b, a);
@@ -204,6 +205,60 @@ static const uint8_t *staged(const block_of_slices *s, int64_t first, int64_t co
     return unit;
 }
 
+enum { EQUAL_BETWEEN = 4 }; /* changes that so many bytes part are two; as in numpy_codec.py */
+
+static uint8_t *write_count(uint8_t *to, int64_t count) {
+    for (; count > 127; count >>= 7) *to++ = (uint8_t)(count | 128);
+    *to++ = (uint8_t)count;
+    return to;
+}
+
+/* Where two slices differ from `at` on, or `bytes`. */
+static int64_t next_difference(const uint8_t *before, const uint8_t *slice, int64_t at, int64_t bytes) {
+    uint64_t a, b;
+    for (; at + 8 <= bytes; at += 8) {
+        memcpy(&a, before + at, 8);
+        memcpy(&b, slice + at, 8);
+        if (a != b) break;
+    }
+    while (at < bytes && before[at] == slice[at]) at++;
+    return at;
+}
+
+/* Write how a slice differs from the one before: the number of changes, and for each the bytes that are skipped, its
+ * length, and what stands there now. Returns the end of it, NULL if there is no room. */
+static uint8_t *note_changes(const uint8_t *before, const uint8_t *slice, int64_t bytes, uint8_t *to, const uint8_t *end) {
+    enum { COUNT_ROOM = 5 };
+    int64_t changes = 0, behind = 0;
+    if (end - to < COUNT_ROOM) return NULL;
+    uint8_t *const counted = to;
+    to += COUNT_ROOM;
+    uint8_t *const noted = to;
+    for (int64_t at = next_difference(before, slice, 0, bytes); at < bytes; changes++) {
+        int64_t stop = at + 1, next;
+        while ((next = next_difference(before, slice, stop, bytes)) < bytes && next - stop < EQUAL_BETWEEN) stop = next + 1;
+        if (end - to < 2 * COUNT_ROOM + stop - at) return NULL;
+        to = write_count(write_count(to, at - behind), stop - at);
+        memcpy(to, slice + at, (size_t)(stop - at));
+        to += stop - at;
+        behind = stop, at = next;
+    }
+    uint8_t *const begun = write_count(counted, changes);
+    memmove(begun, noted, (size_t)(to - noted));
+    return begun + (to - noted);
+}
+
+/* Turn a unit into its first slice and the changes of the others; returns the bytes of that, 0 if it would not spare a
+ * whole slice. */
+static int64_t changes_of(const uint8_t *unit, int64_t count, int64_t coded, uint8_t *out) {
+    const uint8_t *const end = out + (count - 1) * coded;
+    if (count < 2) return 0;
+    memcpy(out, unit, (size_t)coded);
+    uint8_t *to = out + coded;
+    for (int64_t i = 1; to && i < count; i++) to = note_changes(unit + (i - 1) * coded, unit + i * coded, coded, to, end);
+    return to ? to - out : 0;
+}
+
 /* Code the slices in places [first, end) of `count` into `data`, and write where their units end to `offsets`. With
  * `order`, slice order[i] is coded in place i. The first one begins a unit, and a key's share of units. `slots` is room for
  * the palette's table, zeroed; a palette is made of all slices, wherever the range. Returns the bytes written; -1: there are
@@ -213,7 +268,7 @@ EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uin
                               uint32_t *offsets, uint8_t *palette, uint16_t *slots) {
     const int64_t coded = coded_bytes(form), unit_bytes = e->group * coded;
     uint8_t *const a = e->scratch, *const b = a + coded, *const unit = b + coded, *const key = unit + unit_bytes;
-    uint8_t *const packed = key + (e->key > 0 ? unit_bytes : 0);
+    uint8_t *const packed = key + (e->key > 0 || form->predictor == CHANGES ? unit_bytes : 0);
     const int64_t packed_room = e->scratch_bytes - (packed - e->scratch);
     const block_of_slices block = {form, slices, order, palette, slots};
     uint8_t head[1 + 4 * MOST_NEW_COLOURS];
@@ -232,12 +287,19 @@ EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uin
         if (before < 0) return -1;
         const uint8_t *const stage = staged(&block, first, in_unit, a, b, unit);
         if (is_key) known = (known_bytes){NULL, 0};
-        int64_t length = is_key && e->keeps_keys_raw ? bytes : compress(e, known, stage, bytes, packed, packed_room);
-        if (length >= bytes) length = bytes;
+        /* Changes stand where a key would. */
+        const int64_t noted = form->predictor == CHANGES ? changes_of(stage, in_unit, coded, key) : 0;
+        const uint8_t *from = noted ? key : stage;
+        int64_t length = noted ? noted : bytes;
+        if (e->method != METHOD_STORED && !(is_key && e->keeps_keys_raw)) {
+            length = compress(e, known, from, length, packed, packed_room);
+            from = packed;
+        }
+        if (length < 0 || length >= bytes) length = bytes, from = stage;
         if (used + before + length > room || used + before + length > UINT32_MAX) return -2;
         memcpy(data + used, head, (size_t)before);
         used += before;
-        memcpy(data + used, length == bytes ? stage : packed, (size_t)length);
+        memcpy(data + used, from, (size_t)length);
         if (is_key) {
             memcpy(key, stage, (size_t)bytes);
             know(e, known = (known_bytes){key, unit_bytes});

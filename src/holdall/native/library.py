@@ -68,7 +68,8 @@ class DecoderStruct(ctypes.Structure):
     _fields_ = [
         *_pointers("lz4_decompress_using_dict zstd_decompress_using_ddict zstd_ref_prefix zstd_decompress_dctx"),
         *_pointers("dctx scratch"), *_numbers("scratch_bytes"),
-        *_pointers("unit"), *_numbers("unit_bytes"), *_pointers("unit_behind unit_of"), *_numbers("unit_number"),
+        *_pointers("unit"), *_numbers("unit_bytes"), *_pointers("unit_behind unit_of"),
+        *_numbers("unit_number unit_filled changed"), *_pointers("next_change"),
         *_pointers("key key_of"), *_numbers("key_number"),
         *_pointers("read"), *_numbers("read_bytes"), *_pointers("read_of"), *_numbers("read_first read_end"),
         *_pointers("unit_palette colours"), *_numbers("error"),

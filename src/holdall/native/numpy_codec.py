@@ -40,6 +40,8 @@ Decompress = Callable[[bytes, int, bytes], bytes]
 
 _MOST_COLOURS = 2**15
 """Colours of a block that are counted, as in colours.c."""
+_EQUAL_BETWEEN, _MOST_COUNT_BYTES = 4, 5
+"""Changes that so many bytes part are two, as in encode.c; and the most bytes of a number there."""
 _TABLE_FROM = 1000
 """Bytes from which on a unit of Zstandard's mostly brings a table of Huffman's code."""
 
@@ -86,7 +88,8 @@ class PortableCoder:
         for unit, first in enumerate(range(0, len(rows), codec.group)):
             coded = rows[first : first + codec.group].tobytes()
             is_key = codec.key > 0 and unit % codec.key == 0
-            packed = coded if is_key and codec.raw_keys else compress(coded, b"" if is_key else key)
+            noted = _noted(rows[first : first + codec.group]) if transform.predictor is Predictor.CHANGES else b""
+            packed = coded if is_key and codec.raw_keys else compress(noted or coded, b"" if is_key else key)
             head = heads[unit] if heads else b""
             pieces.append(head + (packed if len(packed) < len(coded) else coded))
             key = coded if is_key else key
@@ -164,6 +167,8 @@ class _UnitReader:
         if codec.is_of_colours:
             piece = self._without_colours(number, piece)
         whole = piece if len(piece) == expected else self._decompress(piece, expected, key)
+        if codec.transform.predictor is Predictor.CHANGES and len(whole) != expected:
+            whole = _changed(whole, rows, codec.transform.coded_bytes)
         if len(whole) != expected:
             raise DamageError(f"unit {number} is damaged; nothing of it is returned")
         return whole
@@ -178,6 +183,64 @@ class _UnitReader:
         for entry in brought:  # the last one counts, should a number come twice
             self.palette[4 * int(entry[0]) : 4 * int(entry[0]) + 3] = entry[1:]
         return piece[head:]
+
+
+# ---------------------------------------------------------------- changes
+
+
+def _noted(rows: Bytes) -> bytes:
+    """Return the first row and how each of the others differs from the one before; nothing if that spares no row."""
+    noted = bytearray(rows[0].tobytes())
+    for before, row in pairwise(rows):
+        differs = np.flatnonzero(before != row)
+        parted = np.flatnonzero(np.diff(differs) > _EQUAL_BETWEEN)
+        starts = differs[np.append(0, parted + 1)] if len(differs) else differs
+        ends = differs[np.append(parted, -1)] + 1 if len(differs) else differs
+        noted += _count(len(starts))
+        for behind, start, end in zip([0, *ends.tolist()], starts.tolist(), ends.tolist(), strict=False):
+            noted += _count(start - behind) + _count(end - start) + row[start:end].tobytes()
+    return bytes(noted) if len(noted) <= (len(rows) - 1) * rows.shape[1] else b""
+
+
+def _changed(noted: bytes, rows: int, row_bytes: int) -> bytes:
+    """Return the rows that `_noted` was made of; nothing if it is damaged."""
+    if not row_bytes <= len(noted) <= (rows - 1) * row_bytes:
+        return b""
+    made, row, at = [noted[:row_bytes]], bytearray(noted[:row_bytes]), row_bytes
+    try:
+        for _ in range(rows - 1):
+            (changes, at), place = _counted(noted, at), 0
+            for _ in range(changes):
+                skipped, at = _counted(noted, at)
+                length, at = _counted(noted, at)
+                place += skipped
+                if place + length > row_bytes or at + length > len(noted):
+                    return b""
+                row[place : place + length] = noted[at : at + length]
+                place, at = place + length, at + length
+            made.append(bytes(row))
+    except IndexError:
+        return b""
+    return b"".join(made)
+
+
+def _count(number: int) -> bytes:
+    """Write a number, seven bits a byte, the lowest first."""
+    written = bytearray()
+    while number > 127:
+        written.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*written, number])
+
+
+def _counted(noted: bytes, at: int) -> tuple[int, int]:
+    """Read a number; return it, and what stands behind it. IndexError if it does not end."""
+    number = 0
+    for place in range(_MOST_COUNT_BYTES):
+        number |= (noted[at + place] & 127) << (7 * place)
+        if noted[at + place] < 128:
+            return number, at + place + 1
+    raise IndexError(at)
 
 
 # ---------------------------------------------------------------- colours
@@ -303,8 +366,8 @@ def _decompressor(codec: Codec) -> Decompress:
         known = {"dict": key or content} if key or content else {}
         return bytes(lz4.block.decompress(piece, uncompressed_size=expected, **known))
 
-    def damaged(_piece: bytes, _expected: int, _key: bytes) -> bytes:
-        return b""
+    def as_it_is(piece: bytes, _expected: int, _key: bytes) -> bytes:
+        return piece
 
     content = codec.common
     try:
@@ -312,7 +375,7 @@ def _decompressor(codec: Codec) -> Decompress:
         keyless = zstandard.ZstdDecompressor(dict_data=data)
     except (zstandard.ZstdError, ValueError) as error:
         raise DamageError(f"a dictionary is none ({error}); nothing is read with it") from error
-    inner = {Method.ZSTD: zstd, Method.LZ4: lz, Method.STORED: damaged}[codec.method]
+    inner = {Method.ZSTD: zstd, Method.LZ4: lz, Method.STORED: as_it_is}[codec.method]
 
     def checked(piece: bytes, expected: int, key: bytes) -> bytes:
         try:
@@ -332,7 +395,7 @@ def _planes(rows: Bytes, transform: Transform) -> Bytes:
 
 
 def _differences(rows: Bytes, transform: Transform) -> Bytes:
-    if transform.predictor is Predictor.NOTHING or transform.is_of_colours:
+    if transform.predictor in {Predictor.NOTHING, Predictor.CHANGES} or transform.is_of_colours:
         return rows
     if transform.predictor is Predictor.PIXELS:
         return rows.reshape(len(rows), transform.planes, -1).transpose(0, 2, 1).reshape(len(rows), -1)
@@ -350,7 +413,7 @@ def _differences(rows: Bytes, transform: Transform) -> Bytes:
 
 
 def _sums(rows: Bytes, transform: Transform) -> Bytes:
-    if transform.predictor is Predictor.NOTHING:
+    if transform.predictor in {Predictor.NOTHING, Predictor.CHANGES}:
         return rows
     if transform.predictor is Predictor.PIXELS:
         return rows.reshape(len(rows), -1, transform.planes).transpose(0, 2, 1).reshape(len(rows), -1)

@@ -70,6 +70,10 @@ typedef struct {
     const uint8_t *unit_behind; /* the dictionary whose last 64 KiB stand in front of it, or NULL */
     const sealed_block *unit_of;
     int64_t unit_number;
+    int64_t unit_filled; /* its bytes: fewer than its slices have if it holds their changes; then the last slice that was
+                          * made of these, number `changed`, stands at the end of the memory for it */
+    int64_t changed;
+    const uint8_t *next_change; /* where those of the next slice begin */
     uint8_t *key; /* the last key that was decompressed, as large as a unit: unit `key_number` of `key_of` */
     const sealed_block *key_of;
     int64_t key_number;

@@ -260,3 +260,48 @@ void look_up_words(const transform *form, const uint8_t *palette, const uint8_t 
         for (int64_t i = 0; i < words; i++) memcpy(out + 2 * i, palette + 2 * in[i], 2);
     }
 }
+
+/* ---- changes ----------------------------------------------------------------------- */
+
+/* Read a number of seven bits a byte, the lowest first; returns what stands behind it, NULL if it does not end. */
+static inline const uint8_t *read_count(const uint8_t *p, const uint8_t *end, int64_t *count) {
+    if (p < end && *p < 128) {
+        *count = *p;
+        return p + 1;
+    }
+    *count = 0;
+    for (int shift = 0; p < end && shift < 35; shift += 7) {
+        *count |= (int64_t)(*p & 127) << shift;
+        if (*p++ < 128) return p;
+    }
+    return NULL;
+}
+
+enum { AT_ONCE = 16 };
+
+/* Copy at most AT_ONCE bytes where that many can be read and written on either side: the others are put back as they were,
+ * since a branch on how many there are would be guessed wrong each time. */
+static inline void copy_few(uint8_t *to, const uint8_t *from, int64_t count) {
+    static const uint8_t kept[2 * AT_ONCE] = {[AT_ONCE] = 255, 255, 255, 255, 255, 255, 255, 255,
+                                              255, 255, 255, 255, 255, 255, 255, 255};
+    uint64_t mask[2], before[2], after[2];
+    memcpy(mask, kept + AT_ONCE - count, AT_ONCE);
+    memcpy(before, to, AT_ONCE);
+    memcpy(after, from, AT_ONCE);
+    for (int i = 0; i < 2; i++) after[i] ^= (before[i] ^ after[i]) & mask[i];
+    memcpy(to, after, AT_ONCE);
+}
+
+const uint8_t *apply_changes(const uint8_t *p, const uint8_t *end, uint8_t *slice, int64_t bytes) {
+    int64_t changes, skipped, length, at = 0;
+    p = read_count(p, end, &changes);
+    for (; p && changes > 0; changes--) {
+        if (!(p = read_count(p, end, &skipped)) || !(p = read_count(p, end, &length))) return NULL;
+        if (skipped > bytes - at || length > bytes - at - skipped || length > end - p) return NULL;
+        at += skipped;
+        if (length <= AT_ONCE && bytes - at >= AT_ONCE && end - p >= AT_ONCE) copy_few(slice + at, p, length);
+        else memcpy(slice + at, p, (size_t)length);
+        at += length, p += length;
+    }
+    return p;
+}

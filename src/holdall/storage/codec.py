@@ -57,6 +57,7 @@ class Predictor(IntEnum):
     PIXELS = 3  # nothing: planes are coded pixel by pixel
     COLOURS = 4  # nothing: a pixel becomes the number of its colour
     COLUMNS = 5  # the same, column by column
+    CHANGES = 6  # the slice before it in its unit: of slices together, the first is whole, of others it is what changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Transform:
         whole = 0 < self.slice_bytes < 2**31 and self.word_bytes in {0, 2, 4, 8} and self.shuffle >= 0
         if not whole or (self.word_bytes and self.slice_bytes % self.word_bytes):
             return False
-        if self.predictor == Predictor.NOTHING:
+        if self.predictor in {Predictor.NOTHING, Predictor.CHANGES}:
             return self.shuffle == 0 or self.coded_bytes % self.shuffle == 0
         image = min(self.planes, self.rows, self.columns) >= 1 and (self.planes >= 3 or not self.green)
         image = image and not (self.predictor == Predictor.PIXELS and (self.interleaved or self.green))
@@ -152,6 +153,7 @@ class Codec:
         # Units are of a size that readers make room for, see codec.h.
         fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
         fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and self.dictionary)
+        fits = fits and not (self.key and self.is_of_changes)
         if self.is_of_colours:
             fits = (
                 fits and not self.key and (self.dictionary is None or len(self.known_palette) == COLOUR_PALETTE_BYTES)
@@ -164,12 +166,17 @@ class Codec:
     def wants_dictionary(self) -> bool:
         """Whether a dictionary could help."""
         transform = self.transform
-        # It is trained on slices as they are, or as pixels.
-        in_pixels = transform.predictor is Predictor.PIXELS or transform.is_of_colours
+        # It is trained on slices as they are, as pixels, or with changes of others.
+        in_pixels = transform.predictor in {Predictor.PIXELS, Predictor.CHANGES} or transform.is_of_colours
         plain = transform == Transform(transform.slice_bytes) or in_pixels
         plain = plain and not transform.word_bytes
         alone = self.method is not Method.STORED and self.level > 0 and self.group == 1 and not self.key
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
+
+    @property
+    def is_of_changes(self) -> bool:
+        """Whether slices together are coded as changes of each other."""
+        return self.transform.predictor is Predictor.CHANGES
 
     @property
     def wants_differences(self) -> bool:
@@ -232,6 +239,14 @@ def candidates(leaf: Leaf, window: Window) -> list[Codec]:
         transforms += [replace(whole, shuffle=itemsize), numbered]
         transforms += _predictions(numbered, leaf, window)
     return [Codec(method, level, form) for form in transforms for method, level in _METHODS]
+
+
+def candidates_by_changes(leaf: Leaf, window: Window) -> list[Codec]:
+    """Name the codecs by which slices that are sealed together may be changes of each other."""
+    itemsize = leaf.dtype.itemsize
+    words = itemsize if itemsize in {2, 4, 8} else 0
+    form = Transform(window.slice_bytes, words, Predictor.CHANGES)
+    return [Codec(method, level, form) for method, level in _METHODS if level > 0]
 
 
 def _predictions(base: Transform, leaf: Leaf, window: Window) -> list[Transform]:

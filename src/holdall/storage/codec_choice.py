@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from holdall.schema import Bytes, Leaf
 from holdall.storage.blocks import reserve
-from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates
+from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates, candidates_by_changes
+from holdall.storage.codec_cost import decode_us, raw_us
 
 if TYPE_CHECKING:
-    from holdall.storage.blocks import Coder, SealedSlices
+    from holdall.storage.blocks import Coder
     from holdall.storage.slices import Window
 
 Training = tuple[int, dict[str, int]]
@@ -33,6 +34,11 @@ _KNOWN_SLICES, _KNOWN_BYTES = 512, 4 * 2**20
 """Slices that dictionaries are trained on, and those that are measured among them."""
 _NEAR_SLICES, _NEAR_SAMPLE_BYTES, _STRETCH = 256, 3 * 2**20, 32
 """Neighbours that candidates compress together, in stretches; and half as many behind keys of each kind."""
+_CHANGED, _CHANGED_SAMPLE_BYTES = (32, 64), 8 * 2**20
+"""How many neighbours are tried as changes of each other. Stretches are as long as that where they take no more."""
+_LEARNT_TOGETHER, _CHANGED_TRAINING = 8, (32 * 1024, {"k": 1024, "d": 8})
+"""What such units have in common is learnt from short stretches: they come from many places, and begin with a whole
+slice each."""
 _FEWEST_SAMPLES = 8
 """Of large slices no more are sampled than take so many bytes, but at least so many."""
 _TRAININGS: tuple[Training, ...] = (
@@ -70,9 +76,6 @@ _WORTHWHILE = 1.3
 """Less than this ratio is not worth coding and decoding: floats of a sensor or a market come to 1.0 to 1.3."""
 _WORTHWHILE_FOR_MEMORY = 1.1
 """The same for those who prefer memory to time."""
-_LARGE_MEMORY = 1.9
-"""A gather from a large memory also misses the address caches: measured on Atari and camera
-memories of 0.4 GB, against cold copies of single slices."""
 _RAW_SPEED_UP = 1.3
 """What a second core adds to a raw gather, which waits for memory; decoding scales with cores."""
 _SHARED_BY = 2
@@ -95,6 +98,8 @@ class BlockSample:
 
     spread: Bytes  # over the whole block
     near: Bytes  # (stretches, length, bytes): neighbours in the order in which they are sealed
+    changing: Bytes  # the same, in longer stretches, unless slices are too long
+    learnt: Bytes  # the same, in short ones from more places
     keyed: dict[
         int, Bytes
     ]  # the same by how many share a key: each so far from the next that they are its first to last
@@ -112,10 +117,22 @@ class BlockSample:
         reach = (window.count + window.shift - 1) * stride + 1  # of a transition, in the block
         most = min(_NEAR_SLICES, _NEAR_SAMPLE_BYTES // window.slice_bytes)
         length = max(min(_STRETCH, most), reach, *_groups_of(window))
-        near = _stretches(slices, order, length, 1, most)
+        near = changing = _stretches(slices, order, length, 1, most)
+        longest, count = _CHANGED[-1], len(near)
+        if length < longest <= len(slices) and count * longest * window.slice_bytes <= _CHANGED_SAMPLE_BYTES:
+            changing = _stretches(slices, order, longest, 1, count * longest)
+            near = changing[:, :length]
+        learnt = _stretches(slices, order, _LEARNT_TOGETHER, 1, changing.shape[0] * changing.shape[1])
         kinds = _KEY_SLICES, _RAW_KEY_SLICES
         keyed = {kind: _stretches(slices, order, length, max(1, kind // length), most // 2) for kind in kinds}
-        return cls(spread, near, {kind: found for kind, found in keyed.items() if len(slices) >= kind}, stride)
+        return cls(
+            spread,
+            near,
+            changing,
+            learnt,
+            {kind: found for kind, found in keyed.items() if len(slices) >= kind},
+            stride,
+        )
 
 
 def _groups_of(window: Window) -> list[int]:
@@ -156,22 +173,26 @@ def choose(
         has_dictionary: Whether slices may depend on bytes outside of their block.
     """
     sample = block if isinstance(block, BlockSample) else BlockSample.of(block, window, lanes)
-    raw_us = _raw_us(sample.spread)
-    worth = _Worth(cap, raw_us, cap * raw_us * (1 if threads == 1 else _SHARED_BY / _RAW_SPEED_UP))
+    copy_us = raw_us(window.slice_bytes)
+    worth = _Worth(cap, copy_us, cap * copy_us * (1 if threads == 1 else _SHARED_BY / _RAW_SPEED_UP))
     measured = measure(coder, leaf, window, sample.spread, has_dictionary=has_dictionary)
     affordable = [m for m in measured if worth.allows(m)]
-    found = affordable + measure_together(coder, _leading(affordable), window, sample, worth)
+    leading = _leading(affordable)
+    together = measure_together(coder, leading, window, sample, worth)
+    found = affordable + together
+    if together:
+        found += measure_changes(coder, leaf, window, sample, leading[0], has_dictionary=has_dictionary)
     found += measure_behind_keys(coder, _without_dictionary(measured), window, sample)
     best = max(filter(worth.allows, found), key=worth.of, default=None)
     worthwhile = _WORTHWHILE_FOR_MEMORY if cap >= COST_CAPS["memory"] else _WORTHWHILE
     if best is None or best.ratio < worthwhile:
-        allowed = worth.allowed_us / raw_us
+        allowed = worth.allowed_us / copy_us
         why = f"raw, since nothing decoded in {allowed:.1f} raw copies makes it {worthwhile} times smaller"
         return Codec(Method.STORED, 0, Transform(window.slice_bytes), reason=why)
-    allowed = cap if best.codec.group > 1 else worth.allowed_us / raw_us
-    why = f"{best.ratio:.1f} times smaller, decoded in {best.decode_us / raw_us:.1f} of {allowed:.1f} raw copies"
+    allowed = cap if best.codec.group > 1 else worth.allowed_us / copy_us
+    why = f"{best.ratio:.1f} times smaller, decoded in {best.decode_us / copy_us:.1f} of {allowed:.1f} raw copies"
     known = best.codec.dictionary
-    if known is not None:
+    if known is not None and not best.codec.is_of_changes:
         size = min(size for size, _ in _TRAININGS if size >= len(best.codec.common))
         likewise = [training for training in _TRAININGS if training[0] == size]
         known = train(coder, replace(best.codec, group=1), sample.spread, likewise) or known
@@ -238,11 +259,11 @@ def measure_together(
     """Seal neighbours together, in larger and larger groups while that pays; decode them as a batch does."""
     results = []
     for before in leading:
+        alone, scale = before.ratio, _scale(coder, before, window, sample.near)
         for group in _groups_of(window)[1:]:
-            found = _measure_neighbours(coder, before.codec.grouped(group), window, sample.near, sample.stride)
-            if found is None or (
-                found.ratio < _TOGETHER * before.ratio and before.codec.group == 1 and not worth.prefers_memory
-            ):
+            codec = before.codec.grouped(group)
+            found = _measure_neighbours(coder, codec, window, sample.near, sample.stride, scale)
+            if found is None or (found.ratio < _TOGETHER * alone and not worth.prefers_memory):
                 break
             results.append(found)
             if not worth.allows(found) or worth.of(found) <= worth.of(before):
@@ -251,25 +272,51 @@ def measure_together(
     return results
 
 
+def measure_changes(
+    coder: Coder, leaf: Leaf, window: Window, sample: BlockSample, alone: MeasuredCodec, *, has_dictionary: bool = True
+) -> list[MeasuredCodec]:
+    """Seal neighbours as changes of each other, in groups of several sizes; `alone` is a codec of single slices."""
+    if sample.changing.shape[1] < _CHANGED[-1]:
+        return []
+    named, dictionary = candidates_by_changes(leaf, window), None
+    if has_dictionary and named[0].wants_dictionary:
+        by_zstd = replace(named[0], method=Method.ZSTD, level=3, group=_LEARNT_TOGETHER)
+        dictionary = _trained(*_learnt(coder, by_zstd, _flat(sample.learnt)), by_zstd.level, _CHANGED_TRAINING)
+    codecs = [replace(codec, dictionary=dictionary, group=group) for codec in named for group in _CHANGED]
+    scale = _scale(coder, alone, window, sample.changing)
+    found = [_measure_neighbours(coder, codec, window, sample.changing, sample.stride, scale) for codec in codecs]
+    return [one for one in found if one is not None]
+
+
+def _scale(coder: Coder, alone: MeasuredCodec, window: Window, stretches: Bytes) -> float:
+    """Say how much smaller slices of the whole block become alone than these, so that few of them stand for all."""
+    found = _measure_neighbours(coder, alone.codec, window, stretches, 1)
+    return 1.0 if found is None else alone.ratio / found.ratio
+
+
+def _flat(stretches: Bytes) -> Bytes:
+    return np.ascontiguousarray(stretches).reshape(-1, stretches.shape[-1])
+
+
 def measure_behind_keys(
     coder: Coder, bases: list[MeasuredCodec], window: Window, sample: BlockSample
 ) -> list[MeasuredCodec]:
     """Seal slices against keys, and decode them as a batch does: raw keys and neighbours together where keys pay."""
     results = []
     for base in bases:
-        coded = _measure_key(coder, base.codec, window, sample, _KEY_SLICES)
+        coded = _measure_key(coder, base, window, sample, _KEY_SLICES)
         if coded is None:
             continue
         results.append(coded)
         if coded.ratio > _GAIN * base.ratio:
-            raw = _measure_key(coder, base.codec, window, sample, _RAW_KEY_SLICES)
-            more = _measure_key(coder, base.codec, window, sample, _KEY_SLICES, _groups_of(window)[:2][-1])
+            raw = _measure_key(coder, base, window, sample, _RAW_KEY_SLICES)
+            more = _measure_key(coder, base, window, sample, _KEY_SLICES, _groups_of(window)[:2][-1])
             results += [found for found in (raw, more) if found is not None]
     return results
 
 
 def _measure_key(
-    coder: Coder, codec: Codec, window: Window, sample: BlockSample, share: int, group: int = 1
+    coder: Coder, alone: MeasuredCodec, window: Window, sample: BlockSample, share: int, group: int = 1
 ) -> MeasuredCodec | None:
     """Measure keys that so many slices share, on fewer slices: alone, they are as far from it as all of them are."""
     stretches = sample.keyed.get(share) if group == 1 else sample.near
@@ -277,27 +324,28 @@ def _measure_key(
         return None
     stretches = stretches[:, : stretches.shape[1] // group * group]
     count, length, nbytes = stretches.shape
-    keyed = codec.grouped(group, length // group, raw_keys=share == _RAW_KEY_SLICES)
+    keyed = alone.codec.grouped(group, length // group, raw_keys=share == _RAW_KEY_SLICES)
     sealed = coder.seal(stretches.reshape(-1, nbytes), keyed)
     if sealed is None or not count:
         return None
     sizes = np.diff(sealed.coded.offsets).reshape(count, length // group)
     units = share // group
     mean = (float(sizes[:, 0].mean()) + (units - 1) * float(sizes[:, 1:].mean())) / units
-    ratio = group * nbytes / (mean + sealed.coded.offsets.itemsize)
+    ratio = _scale(coder, alone, window, stretches) * group * nbytes / (mean + sealed.coded.offsets.itemsize)
     wanted = _transitions(window, count, length, sample.stride)
-    return MeasuredCodec(replace(keyed, key=units), ratio, _decode_us(coder, sealed, wanted))
+    return MeasuredCodec(replace(keyed, key=units), ratio, decode_us(coder, sealed, wanted))
 
 
 def _measure_neighbours(
-    coder: Coder, codec: Codec, window: Window, stretches: Bytes, stride: int
+    coder: Coder, codec: Codec, window: Window, stretches: Bytes, stride: int, scale: float = 1.0
 ) -> MeasuredCodec | None:
     """Measure a codec on stretches of slices, read as those of transitions."""
-    count, length, nbytes = stretches.shape
+    count, length, _ = stretches.shape
     if not count:
         return None
     wanted = _transitions(window, count, length, stride)
-    return _measure_one(coder, codec, stretches.reshape(count * length, nbytes), wanted)
+    found = _measure_one(coder, codec, _flat(stretches), wanted)
+    return None if found is None else replace(found, ratio=scale * found.ratio)
 
 
 def _transitions(window: Window, count: int, length: int, stride: int) -> NDArray[np.int64]:
@@ -364,25 +412,37 @@ def train(coder: Coder, codec: Codec, slices: Bytes, trainings: Sequence[Trainin
     Which segment length suits a game is not to be known beforehand: measured on Atari frames,
     the trainer's own choice ranges from a ratio of 23 to 40 with the dictionary's size.
     """
-    known = coder.seal(np.ascontiguousarray(slices[::2]), replace(codec, method=Method.STORED, dictionary=None))
-    learnt: list[Any] = [] if known is None else [known.coded.unit(number) for number in range(known.count)]
-    palette = b""
-    if known is not None and codec.is_of_colours:
-        palette, learnt = known.coded.palette.tobytes(), [unit[1 + 4 * unit[0] :] for unit in learnt]
     unseen = np.ascontiguousarray(slices[1::2])
+    learnt = _learnt(coder, codec, np.ascontiguousarray(slices[::2]))
     best, best_bytes = None, unseen.nbytes
-    for size, arguments in trainings:
-        if size * 4 > sum(map(len, learnt)):
-            continue
-        try:
-            content = zstandard.train_dictionary(size, learnt, level=codec.level, **arguments)
-        except zstandard.ZstdError:
-            continue
-        dictionary = Dictionary(palette + content.as_bytes())
-        sealed = coder.seal(unseen, replace(codec, dictionary=dictionary))
+    for training in trainings:
+        dictionary = _trained(*learnt, codec.level, training)
+        sealed = None if dictionary is None else coder.seal(unseen, replace(codec, dictionary=dictionary))
         if sealed is not None and sealed.nbytes < best_bytes:
             best, best_bytes = dictionary, sealed.nbytes
     return best
+
+
+def _learnt(coder: Coder, codec: Codec, slices: Bytes) -> tuple[bytes, list[Any]]:
+    """Return the palette of some slices, if they have one, and their units before they are compressed."""
+    known = coder.seal(slices, replace(codec, method=Method.STORED, dictionary=None))
+    if known is None:
+        return b"", []
+    units: list[Any] = [known.coded.unit(number) for number in range(len(known.coded.offsets) - 1)]
+    if codec.is_of_colours:
+        return known.coded.palette.tobytes(), [unit[1 + 4 * unit[0] :] for unit in units]
+    return b"", units
+
+
+def _trained(palette: bytes, units: list[Any], level: int, training: Training) -> Dictionary | None:
+    """Train a dictionary in one way; None if there is nothing in common, or too little to learn it from."""
+    size, arguments = training
+    if size * 4 > sum(map(len, units)):
+        return None
+    try:
+        return Dictionary(palette + zstandard.train_dictionary(size, units, level=level, **arguments).as_bytes())
+    except zstandard.ZstdError:
+        return None
 
 
 def _measure_one(
@@ -393,75 +453,8 @@ def _measure_one(
         return None
     if order is None:
         order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64).reshape(-1, 1)
-    return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), _decode_us(coder, sealed, order))
-
-
-def _raw_us(samples: Bytes) -> float:
-    """Return what it takes to copy a slice that no cache holds, as those of a large memory are."""
-    return float(_LARGE_MEMORY * (_COPY_US[0] + _COPY_US[1] * samples.shape[1] / 1000))
-
-
-# ---------------------------------------------------------------- what decoding takes, without a clock
-
-_UNIT_US = {
-    # Of a unit, a kilobyte that comes of it, a sequence, a literal of Huffman's code, a table of that code.
-    Method.STORED: (0.0, 0.02, 0.0, 0.0, 0.0),
-    Method.LZ4: (0.05, 0.030, 0.0038, 0.0, 0.0),
-    Method.ZSTD: (0.17, 0.023, 0.0121, 0.0007, 1.13),
-}
-"""Microseconds on two busy cores of an AMD EPYC, fitted to 652 codecs of 18 recorded fields: 8 in 10 of them took from
-0.9 to 1.4 times as long as this says, and the worst 2.9 times."""
-_BEHIND_KEY_US = {Method.STORED: 0.0, Method.LZ4: 0.05, Method.ZSTD: 0.3}
-"""The same for a unit that is decompressed against a key."""
-_FAR_SEQUENCE_US = 0.0048
-"""The same for a sequence of LZ4's, on top, where it may point into a key; dictionaries stand in front of slices."""
-_NEAR_BYTES, _FAR_US = 2**17, 0.03
-"""The same for a kilobyte, on top, of units that fill the caches with their keys."""
-_TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.05, "green": 0.03, "pixels": 0.035,
-                 "shuffle": 0.26, "words": 0.21, "colours": 0.12, "columns": 0.06}  # fmt: skip
-"""The same for a kilobyte of a slice: to copy it from where its unit is decompressed, and to undo each transform."""
-_COPY_US = (0.03, 0.088)
-"""The same for a slice that is copied, and a kilobyte of it."""
-
-
-def _decode_us(coder: Coder, sealed: SealedSlices, drawn: NDArray[np.int64]) -> float:
-    """Say how long a slice takes to decode, by those of transitions that were drawn, a row each.
-
-    By what has to be done: the same data gives the same answer, whatever else runs, and without compiled loops, too.
-    """
-    codec, form = sealed.codec, sealed.codec.transform
-    units = sealed.coded.place(drawn) // codec.group
-    # Those of one transition in one unit are decoded once; the next transition lies elsewhere in a memory.
-    decoded = len(units) + np.count_nonzero(np.diff(units, axis=1))
-    total_us = decoded * _mean_unit_us(coder, sealed, units)
-    if codec.key:
-        total_us += decoded * _BEHIND_KEY_US[codec.method]
-        keys = units - units % codec.key
-        changes = len(keys) + np.count_nonzero(np.diff(keys, axis=1))
-        raw_us = _COPY_US[1] * codec.group * form.coded_bytes / 1000  # it is not in a cache
-        total_us += changes * (raw_us if codec.raw_keys else _mean_unit_us(coder, sealed, keys))
-    is_apart = codec.group > 1 or (codec.method is Method.LZ4 and codec.dictionary is not None)
-    undone = {
-        "copy": is_apart and not (form.predictor is Predictor.PIXELS or form.shuffle or form.is_of_colours),
-        "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
-        "pixels": form.predictor is Predictor.PIXELS, "green": form.green,
-        "colours": codec.is_of_colours, "columns": form.predictor is Predictor.COLUMNS,
-        "shuffle": form.shuffle > 0, "words": form.word_bytes > 0,
-    }  # fmt: skip
-    per_slice = sum(_TRANSFORM_US[name] for name, is_done in undone.items() if is_done) * form.coded_bytes / 1000
-    return float(total_us / drawn.size + per_slice)
-
-
-def _mean_unit_us(coder: Coder, sealed: SealedSlices, units: NDArray[np.int64]) -> float:
-    """Count what has to be done for some units."""
-    codec, units = sealed.codec, np.unique(units)
-    packed, unpacked = np.diff(sealed.coded.offsets)[units], sealed.coded.unpacked_bytes(units)
-    is_stored = packed >= unpacked
-    work = np.column_stack([np.ones(len(units)), unpacked / 1000, coder.count_work(sealed, units)])
-    rates = np.array([_UNIT_US[codec.method], _UNIT_US[Method.STORED]])[is_stored.astype(np.int64)]
-    total_us = float((rates * work).sum())
-    if codec.method is Method.LZ4 and codec.key:
-        total_us += _FAR_SEQUENCE_US * float(work[:, 2].sum())
-    is_far = unpacked * (2 if codec.key else 1) > _NEAR_BYTES
-    total_us += _FAR_US * float(unpacked[is_far].sum()) / 1000
-    return total_us / max(len(units), 1)
+    unpacked = None
+    if codec.is_of_changes:
+        as_they_are = coder.seal(samples, replace(codec, method=Method.STORED, dictionary=None))
+        unpacked = None if as_they_are is None else np.diff(as_they_are.coded.offsets).astype(np.int64)
+    return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), decode_us(coder, sealed, order, unpacked))

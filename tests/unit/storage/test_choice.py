@@ -73,7 +73,7 @@ def chosen_at(patch: pytest.MonkeyPatch, cap: float, raw_us: float, threads: int
     ratio_by_codec = {Codec(Method.ZSTD, level, Transform(1296)): p for level, p in enumerate(PRICES, start=1)}
     known = [MeasuredCodec(codec, ratio, us) for codec, (_, us, ratio) in ratio_by_codec.items()]
     patch.setattr(choice, "measure", lambda *_, **__: known)
-    patch.setattr(choice, "_raw_us", lambda *_: raw_us)
+    patch.setattr(choice, "raw_us", lambda *_: raw_us)
     codec = choose(PortableCoder(), FRAME, WHOLE, noise(3), cap, threads)
     return 0.0 if codec.method is Method.STORED else ratio_by_codec[codec][2]
 
@@ -128,7 +128,7 @@ def test_the_time_to_decode_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = {m.codec.method: m.decode_us for m in measure(coder, FRAME, WHOLE, slices)}
     assert slow[Method.ZSTD] > 300 > slow[Method.LZ4]
     assert choose(coder, FRAME, WHOLE, slices, ANY_COST, 1).method is Method.ZSTD
-    monkeypatch.setattr(choice, "_raw_us", lambda *_: 1.0)
+    monkeypatch.setattr(choice, "raw_us", lambda *_: 1.0)
     assert choose(coder, FRAME, WHOLE, slices, 300, 1).method is not Method.ZSTD
 
 
@@ -166,6 +166,59 @@ def test_neighbours_that_resemble_each_other_are_compressed_together(coder: Code
     assert ratio_of(coder, frames, replace(codec, group=1, dictionary=None)) < 1.1
 
 
+def slow_scenes(count: int, changed: int) -> Bytes:
+    """Draw frames of noise of which so many bytes change from one to the next, in one place that moves."""
+    generator = np.random.default_rng(5)
+    frames = generator.integers(0, 256, (1, FRAME.nbytes), np.uint8).repeat(count, axis=0)
+    for number in range(1, count):
+        frames[number] = frames[number - 1]
+        place = 7 * number % (FRAME.nbytes - changed)
+        frames[number, place : place + changed] = generator.integers(0, 256, changed)
+    return frames
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_neighbours_that_change_little_are_coded_as_changes(coder: Coder) -> None:
+    """As many together as are tried: what a slice takes to decode does not grow with the bytes of all of them."""
+    frames = slow_scenes(640, 4)
+    codec = choose(coder, FRAME, WHOLE, frames, COST_CAPS["balanced"], 2)
+    assert codec.is_of_changes, codec
+    assert codec.group == 64
+    whole = replace(codec, transform=Transform(FRAME.nbytes))
+    assert ratio_of(coder, frames, codec) > 1.1 * ratio_of(coder, frames, whole)
+    known = {m.codec: m for m in measure(coder, FRAME, WHOLE, frames)}
+    sample = BlockSample.of(frames, WHOLE)
+    alone = max(known.values(), key=lambda m: m.ratio)
+    groups = {m.codec.group: m for m in measure_together(coder, [alone], WHOLE, sample)}
+    assert choice.measure_changes(coder, FRAME, WHOLE, sample, alone)[0].decode_us < groups[16].decode_us
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_neighbours_that_change_altogether_are_not(coder: Coder) -> None:
+    """There is nothing to spare then; nor where too few of them lie side by side."""
+    frames = games(300)
+    assert not choose(coder, FRAME, WHOLE, frames, ANY_COST, 1).is_of_changes
+    alone = MeasuredCodec(Codec(Method.LZ4, 7, Transform(FRAME.nbytes)), 1.0, 1.0)
+    few = BlockSample.of(slow_scenes(40, 4), WHOLE)
+    assert choice.measure_changes(coder, FRAME, WHOLE, few, alone) == []
+
+
+def test_few_slices_stand_for_all_of_a_block() -> None:
+    """Slices that happen to shrink better than others do not make groups of them look better than the same alone."""
+    generator = np.random.default_rng(0)
+    frames = generator.integers(0, 256, (512, FRAME.nbytes), np.uint8)
+    frames[:, ::2] = 0
+    coder, window = chosen_kernels().coder, WHOLE
+    codec = Codec(Method.ZSTD, 3, Transform(FRAME.nbytes))
+    alone = MeasuredCodec(codec, ratio_of(coder, frames, codec), 1.0)
+    sample = BlockSample.of(frames, window)
+    easy = replace(sample, near=np.ascontiguousarray(np.zeros_like(sample.near)))
+    for each in (sample, easy):
+        each.near[:, :, :600] = generator.integers(0, 256, (*each.near.shape[:2], 600))
+        group = measure_together(coder, [alone], window, each)[0]
+        assert group.ratio < 1.2 * alone.ratio
+
+
 LARGE = Leaf("", (33_000,), np.dtype("u1"))
 
 
@@ -178,8 +231,9 @@ def long_scenes(count: int) -> Bytes:
 
 
 @pytest.mark.parametrize("coder", CODERS)
-def test_frames_that_resemble_an_older_one_are_coded_behind_it(coder: Coder) -> None:
-    """The key is paid for once in 64 slices."""
+def test_frames_that_resemble_an_older_one_are_coded_behind_it(coder: Coder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is paid for once in 64 slices. These would do as well as changes of each other."""
+    monkeypatch.setattr(choice, "measure_changes", lambda *_, **__: [])
     frames, window = long_scenes(128), Window.whole(LARGE)
     codec = choose(coder, LARGE, window, frames, ANY_COST, 1)
     assert codec.key * codec.group == 64
@@ -223,7 +277,7 @@ def test_lanes_in_turn_are_not_neighbours(coder: Coder) -> None:
     alone = MeasuredCodec(Codec(Method.ZSTD, 3, Transform(FRAME.nbytes)), 2.0, 1.0)
     costs = {}
     for lanes in (1, 7):
-        (group,) = measure_together(coder, [alone], WHOLE, BlockSample.of(noise(256), WHOLE, lanes))
+        group = measure_together(coder, [alone], WHOLE, BlockSample.of(noise(256), WHOLE, lanes))[0]
         assert group.codec.group == 4
         costs[lanes] = group.decode_us
     # Two neighbours lie in one group of 4 three times in four; two that are 7 apart never do.
@@ -351,13 +405,14 @@ def test_the_choice_asks_no_clock(coder: Coder, frames: Any, prefer: str, monkey
 @pytest.mark.parametrize("prefer", COST_CAPS)
 @pytest.mark.parametrize("frames", [scenes, games], ids=["scenes", "games"])
 def test_frames_are_about_as_small_without_compiled_loops(frames: Any, prefer: str) -> None:
+    """What is to be done is estimated there, so near the cap another number of neighbours may be chosen."""
     slices, window = frames(300), replace(WHOLE, count=4)
     sizes = []
     for coder in (PortableCoder(), chosen_kernels().coder):
         sealed = coder.seal(slices, choose(coder, FRAME, window, slices, COST_CAPS[prefer], 2))
         assert sealed is not None
         sizes.append(sealed.nbytes)
-    assert sizes[0] <= 1.2 * sizes[1]
+    assert sizes[0] <= 1.4 * sizes[1]
 
 
 @needs_compiled_loops

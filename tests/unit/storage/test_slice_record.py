@@ -55,6 +55,8 @@ CODECS = [
         Method.ZSTD, 9, replace(RGB, predictor=Predictor.PIXELS, interleaved=False, green=False), key=5, raw_keys=True
     ),
     Codec(Method.ZSTD, 9, Transform(900, 4), group=2, key=3),
+    Codec(Method.ZSTD, 9, Transform(900, predictor=Predictor.CHANGES), COMMON, group=8),
+    Codec(Method.LZ4, 5, Transform(900, 4, Predictor.CHANGES), group=5),
 ]
 """Those with keys are sealed in another order than their numbers'."""
 
