@@ -74,3 +74,13 @@ def test_the_golden_checkpoint_of_colours_has_a_dictionary_and_columns() -> None
     records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
     blocks = [record for record in records if record.kind == "slices"]
     assert any(record.head["dictionary"] and record.head["transform"]["predictor"] == 5 for record in blocks)
+
+
+def test_the_golden_checkpoint_of_pairs_has_units_that_shrank() -> None:
+    """So that neither they nor their tables change unnoticed."""
+    reader = DirectoryReader(HERE / "v1_pairs")
+    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
+    paired = [record for record in records if record.kind == "slices" and record.head["method"] % 16 == 3]
+    assert paired
+    assert all(record.head["dictionary"] for record in paired)
+    assert all(record.parts["units"].nbytes < record.head["count"] * 12 * 36 for record in paired)

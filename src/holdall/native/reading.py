@@ -184,7 +184,7 @@ class NativeDecoder:
             raise DamageError(f"slice {int(numbers[failed])} is damaged; nothing of it is returned")
 
     def pair_tables(self, dictionary: Dictionary) -> int:
-        """Make the tables by which pairs.c codes; return where they lie as long as the dictionary lives. 0: it is none."""
+        """Make the tables by which pairs.c codes; return where they lie while the dictionary lives. 0: it is none."""
         tables = np.empty(self._library.holdall_pair_tables(None, 0, None, 0), np.uint8)
         trained = dictionary.content
         made = self._library.holdall_pair_tables(trained, len(trained), address(tables), tables.size)
