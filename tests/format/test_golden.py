@@ -82,3 +82,13 @@ def test_the_golden_checkpoint_of_changes_has_units_of_changes() -> None:
     records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
     blocks = [record.head for record in records if record.kind == "slices"]
     assert any(head["dictionary"] and head["group"] == 32 and head["transform"]["predictor"] == 6 for head in blocks)
+
+
+def test_the_golden_checkpoint_of_pairs_has_units_that_shrank() -> None:
+    """So that neither they nor their tables change unnoticed."""
+    reader = DirectoryReader(HERE / "v1_pairs")
+    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
+    paired = [record for record in records if record.kind == "slices" and record.head["method"] % 16 == 3]
+    assert paired
+    assert all(record.head["dictionary"] for record in paired)
+    assert all(record.parts["units"].nbytes < record.head["count"] * 12 * 36 for record in paired)

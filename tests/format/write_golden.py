@@ -2,7 +2,8 @@
 
 Each is written once, by the version that first writes such blocks, and never again: later versions have to read it. The
 blocks of v1 are coded as the first version coded them, those of v1_keys against keys, and lane by lane; in
-v1_colours the pixels of images are numbers of their colours, and in v1_changes frames are changes of each other.
+v1_colours the pixels of images are numbers of their colours, in v1_changes frames are changes of each other, and in
+v1_pairs differences are coded as pairs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.storage import Codec, Dictionary, Method, Predictor, Transform, Window, choosing, segment
+from holdall.storage import (
+    Codec,
+    Coder,
+    Dictionary,
+    Method,
+    Predictor,
+    Transform,
+    Window,
+    choosing,
+    segment,
+    train_pairs,
+)
 
 HERE = Path(__file__).parent
 COLOURED, CHANGED = "v1_colours", "v1_changes"
@@ -86,18 +98,28 @@ def changed(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
     return Codec(Method.LZ4, 7, form, Dictionary(bytes([0, 5, 10]) * 30), group=32)
 
 
+def paired(coder: Coder, _leaf: object, window: Window, sample: Any, *_: Any) -> Codec:
+    """Code the differences of frames as pairs, by tables that are trained on some of them."""
+    size = window.slice_bytes
+    if size != 12 * 36:
+        return Codec(Method.ZSTD, 9, Transform(size))
+    form = Transform(size, 0, Predictor.LEFT, 1, 12, 36)
+    known = coder.seal(sample.spread, Codec(Method.STORED, 0, form))
+    if known is None:
+        raise ValueError("frames have no palette that could be too small")
+    tables = train_pairs(np.asarray(known.coded.data).reshape(-1, size), form)
+    return Codec(Method.PAIRS, 0, form, Dictionary(tables))
+
+
 def main(name: str) -> None:
     """Write the checkpoint."""
     folder = HERE / name
     if folder.exists():
         sys.exit(f"{folder} was written by the version that first wrote such blocks, and stays as it is")
     segment.SEGMENT_BYTES = 2**14
-    if name == "v1_keys":
-        vars(choosing)["choose"] = keyed
-    if name == COLOURED:
-        vars(choosing)["choose"] = coloured
-    if name == CHANGED:
-        vars(choosing)["choose"] = changed
+    choices = {"v1_keys": keyed, COLOURED: coloured, CHANGED: changed, "v1_pairs": paired}
+    if name in choices:
+        vars(choosing)["choose"] = choices[name]
     extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
     with ReplayMemory(SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=None, seed=7, extras=extras) as memory:
         for tick in range(TICKS):

@@ -26,6 +26,7 @@ from holdall.native import NativeCoder, NativeKernels, PortableCoder, native_ker
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.pairs import train_pairs
 
 COUNT = 12
 MARGIN = 64
@@ -59,6 +60,12 @@ class Block:
     cut: int = 0  # bytes that the file lacks at its end
     start: int = 0  # where in the file the units are said to begin
     places: NDArray[Any] = field(default_factory=lambda: np.zeros(0, np.uint16))
+
+
+def tables_for(slices: Bytes, form: Transform) -> Dictionary | None:
+    """Train tables of pairs on the differences of some slices, if these have any."""
+    plain = PortableCoder().seal(slices, Codec(Method.STORED, 0, form)) if form.is_of_differences else None
+    return None if plain is None else Dictionary(train_pairs(np.asarray(plain.coded.data).reshape(COUNT, -1), form))
 
 
 def whole_blocks() -> list[Block]:
@@ -113,8 +120,9 @@ def whole_blocks() -> list[Block]:
             Codec(Method.LZ4, 5, form, group=2, key=3, raw_keys=True),
             Codec(Method.ZSTD, 3, form, key=4, raw_keys=True),
             Codec(Method.ZSTD, 3, form, group=3, key=2),
+            Codec(Method.PAIRS, 0, form, tables_for(slices, form)),
         ):
-            if not codec.is_sound:  # colours and changes have no keys
+            if not codec.is_sound:  # colours and changes have no keys, and what is no difference has no pairs
                 continue
             order = generator.permutation(COUNT).astype(np.uint32) if codec.key else None
             sealed = PortableCoder().seal(slices, codec, order)

@@ -6,7 +6,7 @@
 #include "structs.h"
 
 enum { MOST_IN_A_UNIT = 64 };
-enum { METHOD_STORED = 0, METHOD_LZ4 = 1, METHOD_ZSTD = 2 };
+enum { METHOD_STORED = 0, METHOD_LZ4 = 1, METHOD_ZSTD = 2, METHOD_PAIRS = 3 };
 /* By PIXELS nothing is predicted: planes are coded pixel by pixel. By COLOURS a pixel becomes a number, row by
  * row, and by COLUMNS column by column, see colours.c. By CHANGES a unit is its first slice, and how each of the others
  * differs from the one before. */
@@ -75,6 +75,17 @@ int64_t read_unit_colours(decoder *d, const sealed_block *b, const uint8_t *from
 
 /* Turn numbers into pixels again; `scratch` is room for as many numbers. */
 void look_up_colours(const transform *form, const uint8_t *palette, const uint8_t *in, uint8_t *scratch, uint8_t *out);
+
+/* Differences of images by trained tables, see pairs.c. Whether a transform makes such ones: */
+int is_sound_for_pairs(const transform *form);
+
+/* Compress a slice's differences to `out`, with scratch memory behind them; returns the bytes of that, or as many as it had if
+ * they are no fewer. */
+int64_t encode_pairs(const void *tables, const transform *form, const uint8_t *in, uint8_t *out, int64_t room);
+
+/* Decompress them with scratch memory of `room_bytes`; 0 if they are damaged, or the memory is too small. */
+int decode_pairs(const void *tables, const transform *form, const uint8_t *from, int64_t length, uint8_t *room,
+                 int64_t room_bytes, uint8_t *to);
 
 /* The low half of XXH64 with seed 0. */
 uint32_t checksum(const uint8_t *p, int64_t bytes);

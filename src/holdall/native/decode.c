@@ -1,4 +1,4 @@
-/* Decoding of slices: LZ4 and Zstandard, then what transforms.c undoes; from memory or from a file.
+/* Decoding of slices: LZ4, Zstandard and pairs, then what transforms.c undoes; from memory or from a file.
  *
  * What is read from a block is treated as if a stranger had written it: offsets are checked
  * against the block, and a slice that does not decode to exactly its size is an error.
@@ -27,6 +27,7 @@ static int is_cut_soundly(const sealed_block *b) {
     if (b->group < 1 || b->group > MOST_IN_A_UNIT || b->slice_count < 0 || b->slice_count > UINT32_MAX) return 0;
     if (b->key < 0 || b->key > UINT32_MAX || b->common_bytes < 0 || b->common_bytes > INT32_MAX) return 0;
     if (b->key > 0 && (is_of_colours(&b->form) || b->form.predictor == CHANGES)) return 0;
+    if (b->method == METHOD_PAIRS && (b->group != 1 || b->key != 0 || !is_sound_for_pairs(&b->form))) return 0;
     if (b->data_bytes < 0 || b->file_start < 0 || b->file_start > INT64_MAX - b->data_bytes) return 0;
     return b->group * coded_bytes(&b->form) <= INT32_MAX;
 }
@@ -145,6 +146,8 @@ static int64_t decompress(decoder *d, const sealed_block *b, const uint8_t *key,
         }
         return d->lz4_decompress_using_dict((const char *)from, (char *)to, (int)length, (int)most, known, (int)bytes);
     }
+    if (b->method == METHOD_PAIRS)
+        return decode_pairs(b->ddict, &b->form, from, length, d->unit, d->unit_bytes, to) ? most : -1;
     if (b->method != METHOD_ZSTD) return -1;
     size_t came;
     if (key) { /* for this frame only */
@@ -239,7 +242,8 @@ static const uint8_t *fetch_coded(decoder *d, const sealed_block *b, int64_t pla
     const uint8_t *key;
     if (b->group == 1) {
         const int has_window = wants_window(d, b, u);
-        if (has_window || is_of_colours(&b->form)) d->unit_of = NULL; /* its memory, or its palette, is used */
+        /* Its memory, or its palette, is used. */
+        if (has_window || is_of_colours(&b->form) || b->method == METHOD_PAIRS) d->unit_of = NULL;
         if (has_window) to = d->unit;
         return find_key(d, b, u, &key) && decompress_unit(d, b, key, u, to, coded) == coded ? to : NULL;
     }

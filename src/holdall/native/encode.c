@@ -1,4 +1,5 @@
-/* Encoding of a whole block of slices, as the sealer does it: palettes, predictors, byte shuffle, then LZ4 or Zstandard. */
+/* Encoding of a whole block of slices, as the sealer does it: palettes, predictors, byte shuffle, then LZ4, Zstandard or
+ * pairs. */
 #include "codec.h"
 
 #include <string.h>
@@ -115,8 +116,8 @@ static void know(const encoder *e, known_bytes known) {
 }
 
 /* Compress bytes; returns how many came of them, -1 if that cannot be done in the room. */
-static int64_t compress(const encoder *e, known_bytes known, const uint8_t *in, int64_t bytes, uint8_t *out,
-                        int64_t room) {
+static int64_t compress(const encoder *e, const transform *form, known_bytes known, const uint8_t *in, int64_t bytes,
+                        uint8_t *out, int64_t room) {
     if (e->method == METHOD_LZ4) {
         int length;
         if (known.bytes) {
@@ -135,6 +136,7 @@ static int64_t compress(const encoder *e, known_bytes known, const uint8_t *in, 
         const size_t length = e->zstd_compress2(e->cctx, out, (size_t)room, in, (size_t)bytes);
         return e->zstd_is_error(length) ? -1 : (int64_t)length;
     }
+    if (e->method == METHOD_PAIRS) return encode_pairs(e->loaded, form, in, out, room);
     return -1;
 }
 
@@ -276,6 +278,7 @@ EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uin
     int64_t used = 0;
     offsets[0] = 0;
     if (e->group < 1 || e->group > MOST_IN_A_UNIT || e->key < 0 || packed_room < unit_bytes || first < 0 || end > count) return -2;
+    if (e->method == METHOD_PAIRS && (!e->loaded || e->group != 1 || e->key != 0 || !is_sound_for_pairs(form))) return -2;
     for (int64_t i = first; order && i < end; i++)
         if (order[i] >= count) return -2;
     if (!collect(&block, count)) return -1;
@@ -292,7 +295,7 @@ EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uin
         const uint8_t *from = noted ? key : stage;
         int64_t length = noted ? noted : bytes;
         if (e->method != METHOD_STORED && !(is_key && e->keeps_keys_raw)) {
-            length = compress(e, known, from, length, packed, packed_room);
+            length = compress(e, form, known, from, length, packed, packed_room);
             from = packed;
         }
         if (length < 0 || length >= bytes) length = bytes, from = stage;
@@ -312,7 +315,8 @@ EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uin
 
 /* ---- what decoding will have to do ------------------------------------------------- */
 
-/* What there is to do for a unit: sequences, literals of Huffman's code, tables of that code. */
+/* What there is to do for a unit: sequences, literals of Huffman's code, tables of that code. Pairs take as long as their
+ * bytes are many: these are counted as sequences. */
 typedef struct {
     int64_t sequences, literals, tables;
 } unit_work;
@@ -395,8 +399,10 @@ EXPORT void holdall_count_work(const sealed_block *b, const int64_t *units, int6
         if (u >= 0 && u * b->group < b->slice_count && b->data && is_inside(b, u)) {
             const uint8_t *start = b->data + b->offsets[u], *const end = b->data + b->offsets[u + 1];
             if (is_of_colours(&b->form) && start < end) start += 1 + 4 * (int64_t)start[0];
-            if (start < end && end - start < bytes_of_unit(b, u))
-                found = b->method == METHOD_LZ4 ? work_of_lz4(start, end) : work_of_zstd(start, end);
+            if (start < end && end - start < bytes_of_unit(b, u)) {
+                if (b->method == METHOD_PAIRS) found.sequences = end - start;
+                else found = b->method == METHOD_LZ4 ? work_of_lz4(start, end) : work_of_zstd(start, end);
+            }
         }
         work[3 * i] = found.sequences, work[3 * i + 1] = found.literals, work[3 * i + 2] = found.tables;
     }

@@ -17,7 +17,7 @@
 #define HAVE_X86 1
 /* Whether the processor has SSSE3, which shuffles bytes; asked once. */
 int has_ssse3(void);
-/* Whether it has AVX2, and the system keeps its registers. */
+/* Whether it has AVX2 and BMI2, as nearly all that have the one do, and the system keeps its registers. */
 int has_avx2(void);
 #endif
 

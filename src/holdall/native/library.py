@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 19
+_VERSION = 20
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -331,6 +331,7 @@ _SIGNATURES = _signatures("""
     holdall_count_work v ppnp
     holdall_checksums v ppnp
     holdall_decode n pppnp
+    holdall_pair_tables n pnpn
     holdall_pack_columns n ppnnpnpp
     holdall_release n pn
     holdall_read_rows n pnpnnnnpp

@@ -1,10 +1,11 @@
-"""Coding and decoding with NumPy and the zstandard and lz4 packages.
+"""Coding and decoding with NumPy and the zstandard and lz4 packages; storage/pairs.py has the code of pairs.
 
 In:  blocks of slices.  Out: sealed slices, which decode.c reads, as this reads those of encode.c.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -25,10 +26,13 @@ from holdall.storage import (
     Coder,
     Method,
     Order,
+    PairTables,
     Predictor,
     SealedSlices,
     Transform,
     Watch,
+    decode_pairs,
+    encode_pairs,
     places_of,
 )
 
@@ -42,6 +46,7 @@ _MOST_COLOURS = 2**15
 """Colours of a block that are counted, as in colours.c."""
 _EQUAL_BETWEEN, _MOST_COUNT_BYTES = 4, 5
 """Changes that so many bytes part are two, as in encode.c; and the most bytes of a number there."""
+_tables_of = functools.lru_cache(4)(PairTables)
 _TABLE_FROM = 1000
 """Bytes from which on a unit of Zstandard's mostly brings a table of Huffman's code."""
 
@@ -85,11 +90,13 @@ class PortableCoder:
         compress = _compressor(codec)
         rows = np.ascontiguousarray(_shuffled(_differences(staged, transform), transform))
         pieces, key = [], b""
+        pairs = encode_pairs(rows, transform, _tables_of(codec.common)) if codec.method is Method.PAIRS else []
         for unit, first in enumerate(range(0, len(rows), codec.group)):
             coded = rows[first : first + codec.group].tobytes()
             is_key = codec.key > 0 and unit % codec.key == 0
             noted = _noted(rows[first : first + codec.group]) if transform.predictor is Predictor.CHANGES else b""
             packed = coded if is_key and codec.raw_keys else compress(noted or coded, b"" if is_key else key)
+            packed = pairs[unit] if pairs else packed
             head = heads[unit] if heads else b""
             pieces.append(head + (packed if len(packed) < len(coded) else coded))
             key = coded if is_key else key
@@ -106,7 +113,8 @@ class PortableCoder:
         nothing = np.zeros_like(packed)
         if sealed.codec.method is Method.ZSTD:
             return np.column_stack([packed // 4, packed // 4, packed > _TABLE_FROM])
-        return np.column_stack([packed // 6 if sealed.codec.method is Method.LZ4 else nothing, nothing, nothing])
+        sequences = {Method.LZ4: packed // 6, Method.PAIRS: packed}.get(sealed.codec.method, nothing)
+        return np.column_stack([sequences, nothing, nothing])
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`; there is nothing to keep."""
@@ -127,6 +135,7 @@ class PortableCoder:
         units, position = np.unique(unit, return_inverse=True)
         whole = np.empty((len(units), sealed.codec.group, transform.coded_bytes), np.uint8)
         reader = _UnitReader(sealed.coded)
+        reader.read_pairs(units.tolist())
         palettes = np.empty((len(units), transform.palette_bytes), np.uint8)
         for place, number in enumerate(units.tolist()):
             rows = reader.read(number)
@@ -150,7 +159,17 @@ class _UnitReader:
         self._coded = coded
         self._decompress = _decompressor(coded.codec)
         self._key, self._key_number = b"", -1
+        self._pairs: dict[int, bytes] = {}  # units that were decompressed together
         self.palette = coded.palette  # of the unit that was read last
+
+    def read_pairs(self, numbers: list[int]) -> None:
+        """Decompress units of pairs, if that is what they are, side by side: each by itself takes as long as all."""
+        codec = self._coded.codec
+        pieces = {number: self._coded.unit(number) for number in numbers} if codec.method is Method.PAIRS else {}
+        packed = {number: piece for number, piece in pieces.items() if len(piece) < codec.transform.coded_bytes}
+        if packed:
+            rows, are_whole = decode_pairs([*packed.values()], codec.transform, _tables_of(codec.common))
+            self._pairs = {number: rows[i].tobytes() for i, number in enumerate(packed) if are_whole[i]}
 
     def read(self, number: int) -> Bytes:
         """Return the coded slices of one unit."""
@@ -166,6 +185,8 @@ class _UnitReader:
         expected, piece = rows * codec.transform.coded_bytes, self._coded.unit(number)
         if codec.is_of_colours:
             piece = self._without_colours(number, piece)
+        if number in self._pairs:
+            return self._pairs[number]
         whole = piece if len(piece) == expected else self._decompress(piece, expected, key)
         if codec.transform.predictor is Predictor.CHANGES and len(whole) != expected:
             whole = _changed(whole, rows, codec.transform.coded_bytes)
@@ -375,7 +396,7 @@ def _decompressor(codec: Codec) -> Decompress:
         keyless = zstandard.ZstdDecompressor(dict_data=data)
     except (zstandard.ZstdError, ValueError) as error:
         raise DamageError(f"a dictionary is none ({error}); nothing is read with it") from error
-    inner = {Method.ZSTD: zstd, Method.LZ4: lz, Method.STORED: as_it_is}[codec.method]
+    inner = {Method.ZSTD: zstd, Method.LZ4: lz, Method.STORED: as_it_is}.get(codec.method, damaged)
 
     def checked(piece: bytes, expected: int, key: bytes) -> bytes:
         try:

@@ -38,6 +38,7 @@ from holdall.storage import (
     COLOUR_PALETTE_BYTES,
     RECORD_FIELDS,
     Coder,
+    Dictionary,
     Places,
     SealedSlices,
     Transform,
@@ -181,6 +182,14 @@ class NativeDecoder:
         )
         if failed >= 0:
             raise DamageError(f"slice {int(numbers[failed])} is damaged; nothing of it is returned")
+
+    def pair_tables(self, dictionary: Dictionary) -> int:
+        """Make the tables by which pairs.c codes; return where they lie while the dictionary lives. 0: it is none."""
+        tables = np.empty(self._library.holdall_pair_tables(None, 0, None, 0), np.uint8)
+        trained = dictionary.content
+        made = self._library.holdall_pair_tables(trained, len(trained), address(tables), tables.size)
+        weakref.finalize(dictionary, id, tables).atexit = False  # it holds on to them
+        return address(tables) if made else 0
 
     def decoders(self, pool: ThreadPool | None, helpers: int, scratch_bytes: int, batch: int) -> ctypes.Array[Any]:
         """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help."""

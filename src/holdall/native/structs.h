@@ -33,7 +33,7 @@ typedef struct {
     const uint32_t *checks;  /* checksums of the units in a file */
     const uint8_t *palette;  /* 256 words */
     const void *places;      /* which slice of the units a number names; NULL: the one with that number */
-    const void *ddict;       /* ZSTD_DDict *, or NULL */
+    const void *ddict;       /* ZSTD_DDict *, tables of pairs, or NULL */
     const uint8_t *common;   /* the dictionary's bytes, for LZ4, or NULL */
     int64_t common_bytes;
     int64_t place_bytes; /* of an entry of `places`: 2 or 4 */
@@ -102,7 +102,7 @@ typedef struct {
     unsigned (*zstd_is_error)(size_t);
     void *cctx;       /* ZSTD_CCtx * with its level and dictionary */
     void *stream;     /* LZ4_streamHC_t *, where LZ4 compresses against other bytes */
-    void *loaded;     /* the same, after it read those bytes */
+    void *loaded;     /* the same, after it read those bytes; or tables of pairs */
     int64_t stream_bytes;
     uint8_t *scratch; /* two coded slices, a unit of coded ones, a key and a compressed unit */
     int64_t scratch_bytes;

@@ -56,14 +56,14 @@ __attribute__((target("ssse3"))) static int64_t undo_left_from(uint8_t *first, i
     return x;
 }
 
-/* Whether the processor has AVX2, and the system keeps its registers; asked once. */
+/* Whether the processor has AVX2 and BMI2, and the system keeps its registers; asked once. */
 int has_avx2(void) {
     static _Atomic int known; /* 0: not asked yet, 1: no, 2: yes */
     int answer = atomic_load_explicit(&known, memory_order_relaxed);
     if (answer == 0) {
         unsigned a, b, c = 0, d, kept = 0;
         if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_OSXSAVE)) __asm__("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
-        answer = (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) ? 2 : 1;
+        answer = (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2) && (b & bit_BMI2) ? 2 : 1;
         atomic_store_explicit(&known, answer, memory_order_relaxed);
     }
     return answer == 2;

@@ -334,14 +334,12 @@ class NativeCoder(NativeDecoder):
         super().__init__(library, libraries)
         self._compressors: dict[Codec, _Compressor] = {}
         self._most_kept = most_kept
-        self._ddicts: weakref.WeakKeyDictionary[Dictionary, int] = weakref.WeakKeyDictionary()
+        self._dictionaries: weakref.WeakKeyDictionary[Dictionary, dict[Method, int]] = weakref.WeakKeyDictionary()
 
     def adopt(self, coded: Coded) -> SealedSlices:
         """See `Coder.adopt`."""
-        sealed = NativeSealed(coded, self._ddict(coded.codec))
-        form = coded.codec.transform
-        unit_bytes = coded.codec.group * form.coded_bytes + form.head_bytes
-        self._most_unit_bytes = max(self._most_unit_bytes, unit_bytes)
+        sealed = NativeSealed(coded, self._read_dictionary(coded.codec))
+        self._most_unit_bytes = max(self._most_unit_bytes, coded.codec.unit_bytes)
         return sealed
 
     def seal(
@@ -417,35 +415,38 @@ class NativeCoder(NativeDecoder):
     def _compressor(self, codec: Codec) -> _Compressor:
         found = self._compressors.get(codec)
         if found is None:
-            found = _Compressor(self._libraries, codec)
+            tables = self._read_dictionary(codec) if codec.method is Method.PAIRS else 0
+            found = _Compressor(self._libraries, codec, tables)
             if len(self._compressors) >= self._most_kept:
                 self._compressors.clear()
             if self._most_kept:
                 self._compressors[codec] = found
         return found
 
-    def _ddict(self, codec: Codec) -> int:
-        """Return the library's form of a dictionary, made once."""
-        dictionary = codec.dictionary
-        if dictionary is None or codec.method is not Method.ZSTD:
+    def _read_dictionary(self, codec: Codec) -> int:
+        """Return the form in which C reads a dictionary; made once, and kept as long as the dictionary."""
+        dictionary, method, content = codec.dictionary, codec.method, codec.common
+        if dictionary is None or method not in {Method.ZSTD, Method.PAIRS}:
             return 0
-        if dictionary not in self._ddicts:
-            content, functions = codec.common, self._libraries.functions
-            ddict = functions["ZSTD_createDDict"](content, len(content))
-            if not ddict:
+        made = self._dictionaries.setdefault(dictionary, {})
+        if method not in made:
+            functions, by_zstd = self._libraries.functions, method is Method.ZSTD
+            found = functions["ZSTD_createDDict"](content, len(content)) if by_zstd else self.pair_tables(dictionary)
+            if not found:
                 raise DamageError(f"a dictionary of {len(content)} bytes is none; nothing is read with it")
-            weakref.finalize(dictionary, functions["ZSTD_freeDDict"], ddict).atexit = False
-            self._ddicts[dictionary] = ddict
-        return self._ddicts[dictionary]
+            if by_zstd:
+                weakref.finalize(dictionary, functions["ZSTD_freeDDict"], found).atexit = False
+            made[method] = found
+        return made[method]
 
 
 class _Compressor:
     """A library's context for one codec, its form of the dictionary, and scratch memory, which live as long as this."""
 
-    def __init__(self, libraries: CompressionLibraries, codec: Codec) -> None:
-        coded_bytes = codec.transform.coded_bytes
+    def __init__(self, libraries: CompressionLibraries, codec: Codec, tables: int) -> None:
+        coded_bytes, is_pairs = codec.transform.coded_bytes, codec.method is Method.PAIRS
         self._functions = libraries.functions
-        self._scratch = np.empty(2 * coded_bytes + 3 * codec.group * coded_bytes + 1024, np.uint8)
+        self._scratch = np.empty((16 if is_pairs else 2 + 3 * codec.group) * coded_bytes + 4096, np.uint8)
         self._common = common = codec.common if codec.method is Method.LZ4 else b""  # read by C
         is_against = codec.method is Method.LZ4 and (codec.key > 0 or common)
         self.encoder = EncoderStruct(
@@ -459,7 +460,7 @@ class _Compressor:
             zstd_is_error=libraries.addresses["ZSTD_isError"],
             cctx=self._context(codec) if codec.method is Method.ZSTD else None,
             stream=self._owned("LZ4", "StreamHC") if is_against else None,
-            loaded=self._owned("LZ4", "StreamHC") if is_against else None,
+            loaded=self._owned("LZ4", "StreamHC") if is_against else tables or None,
             stream_bytes=libraries.functions["LZ4_sizeofStateHC"](), scratch=address(self._scratch),
             scratch_bytes=self._scratch.size, common=address(np.frombuffer(common, np.uint8)) if common else None,
             common_bytes=len(common), group=codec.group, key=codec.key, keeps_keys_raw=codec.raw_keys,

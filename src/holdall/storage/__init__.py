@@ -50,6 +50,7 @@ from holdall.storage.codec import (
 )
 from holdall.storage.codec_choice import COST_CAPS, choose
 from holdall.storage.columns import COLUMN_TABLES, NEVER, new_ring
+from holdall.storage.pairs import PairTables, decode_pairs, encode_pairs, train_pairs
 from holdall.storage.records import (
     SLICES,
     Buffer,

@@ -32,6 +32,8 @@ NO_COLOUR = 0xFFFFFFFF
 MOST_UNIT_COLOURS = 255
 """Colours that a unit may have besides those of its block's palette; the numbers are those of codec.h."""
 
+_PIXELS_OF_PAIRS = 64, 2**16
+"""The fewest and the most of a plane whose differences are coded as pairs."""
 _MOST_IN_A_UNIT = 64
 _MOST_OF_A_KEY = 2**32 - 1
 
@@ -42,6 +44,7 @@ class Method(IntEnum):
     STORED = 0
     LZ4 = 1
     ZSTD = 2
+    PAIRS = 3  # of differences, by tables that were trained: see pairs.py
 
 
 _METHODS = (Method.LZ4, 0), (Method.LZ4, 7), (Method.ZSTD, 9)
@@ -75,6 +78,7 @@ class Transform:
     shuffle: int = 0
     coded_bytes: int = field(init=False, repr=False, compare=False)  # of a slice that reach the compressor
     is_of_colours: bool = field(init=False, repr=False, compare=False)  # whether pixels become numbers of their colours
+    is_of_differences: bool = field(init=False, repr=False, compare=False)  # whether neighbours predict each other
     palette_bytes: int = field(init=False, repr=False, compare=False)  # of a block
     # That may stand in front of a unit: how many colours it has of its own, and these.
     head_bytes: int = field(init=False, repr=False, compare=False)
@@ -84,6 +88,7 @@ class Transform:
         for name, value in (
             ("coded_bytes", self.slice_bytes // (3 if is_of_colours else max(self.word_bytes, 1))),
             ("is_of_colours", is_of_colours),
+            ("is_of_differences", self.predictor in {Predictor.LEFT, Predictor.UP}),
             ("palette_bytes", COLOUR_PALETTE_BYTES if is_of_colours else 256 * self.word_bytes),
             ("head_bytes", 1 + 4 * MOST_UNIT_COLOURS if is_of_colours else 0),
         ):
@@ -112,7 +117,7 @@ TRANSFORM_FIELDS = tuple(each.name for each in fields(Transform) if each.init)
 class Dictionary:
     """Bytes that slices of one field have in common; compared by identity.
 
-    Where slices are numbers of colours, it begins with the palette that these are of.
+    Where slices are numbers of colours, it begins with the palette that these are of. For pairs it is their tables.
     """
 
     content: bytes
@@ -143,6 +148,7 @@ class Codec:
         init=False, repr=False, compare=False
     )  # the colours that its dictionary numbers, if any
     common: bytes = field(init=False, repr=False, compare=False)  # what the compressor is given beforehand
+    unit_bytes: int = field(init=False, repr=False, compare=False)  # of memory that reading a unit takes
 
     def __post_init__(self) -> None:
         content = b"" if self.dictionary is None else self.dictionary.content
@@ -158,9 +164,15 @@ class Codec:
             fits = (
                 fits and not self.key and (self.dictionary is None or len(self.known_palette) == COLOUR_PALETTE_BYTES)
             )
-        object.__setattr__(self, "is_sound", fits and self.transform.is_sound())
-        is_of_differences = self.transform.predictor in {Predictor.LEFT, Predictor.UP}
-        object.__setattr__(self, "shortest_match", _REPEATED_DIFFERENCES if is_of_differences else 0)
+        form, unit_bytes = self.transform, self.group * self.transform.coded_bytes + self.transform.head_bytes
+        if self.method is Method.PAIRS:
+            fewest, most = _PIXELS_OF_PAIRS
+            fits = fits and form.is_of_differences and fewest <= form.rows * form.columns <= most
+            fits = fits and self.group == 1 and not self.key and self.dictionary is not None
+            unit_bytes = 6 * form.coded_bytes + 1024  # see pairs.c
+        object.__setattr__(self, "is_sound", fits and form.is_sound())
+        object.__setattr__(self, "shortest_match", _REPEATED_DIFFERENCES if form.is_of_differences else 0)
+        object.__setattr__(self, "unit_bytes", unit_bytes)
 
     @property
     def wants_dictionary(self) -> bool:
@@ -182,7 +194,7 @@ class Codec:
     def wants_differences(self) -> bool:
         """Whether a dictionary of differences could help: LZ4 has no other way to know what slices begin with."""
         form = self.transform
-        is_image = form.predictor in {Predictor.LEFT, Predictor.UP} and not form.word_bytes and not self.dictionary
+        is_image = form.is_of_differences and not form.word_bytes and not self.dictionary
         return is_image and self.method is Method.LZ4 and self.level > 0 and form.slice_bytes <= _DICTIONARY_UP_TO
 
     def grouped(self, group: int, key: int = 0, *, raw_keys: bool = False) -> Codec:
@@ -191,6 +203,8 @@ class Codec:
 
     def hurried(self) -> Codec:
         """Return the same code at the compressor's fastest useful level, for when time is short."""
+        if self.method is Method.PAIRS:
+            return replace(self, method=Method.ZSTD, level=1, dictionary=None)
         return replace(self, level=min(self.level, 0 if self.method is Method.LZ4 else 1))
 
     def without_palette(self) -> Codec:
@@ -213,9 +227,9 @@ class Codec:
             steps.append(self.transform.predictor.name.lower())
         if self.transform.shuffle:
             steps.append("shuffle")
-        name = {Method.LZ4: "lz4" if self.level == 0 else "lz4hc", Method.ZSTD: "zstd"}[self.method]
-        steps.append(f"{name}{self.level or ''}")
-        beside = " with dictionary" if self.dictionary else ""
+        names = {Method.LZ4: "lz4" if self.level == 0 else "lz4hc", Method.ZSTD: "zstd", Method.PAIRS: "pairs"}
+        steps.append(f"{names[self.method]}{self.level or ''}")
+        beside = " with dictionary" if self.dictionary and self.method is not Method.PAIRS else ""
         if self.key:
             beside = f" behind a {'raw ' if self.raw_keys else ''}key of {self.key * self.group}"
         return "+".join(steps) + beside + (f", {self.group} together" if self.group > 1 else "")

@@ -18,6 +18,7 @@ from holdall.schema import Bytes, Leaf
 from holdall.storage.blocks import reserve
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates, candidates_by_changes
 from holdall.storage.codec_cost import decode_us, raw_us
+from holdall.storage.pairs import train_pairs
 
 if TYPE_CHECKING:
     from holdall.storage.blocks import Coder
@@ -41,6 +42,8 @@ _LEARNT_TOGETHER, _CHANGED_TRAINING = 8, (32 * 1024, {"k": 1024, "d": 8})
 slice each."""
 _FEWEST_SAMPLES = 8
 """Of large slices no more are sampled than take so many bytes, but at least so many."""
+_FEWEST_TRAINED = 32
+"""Slices without which dictionaries and tables are not trained."""
 _TRAININGS: tuple[Training, ...] = (
     (4 * 1024, {}),
     (32 * 1024, {}),
@@ -184,6 +187,9 @@ def choose(
         found += measure_changes(coder, leaf, window, sample, leading[0], has_dictionary=has_dictionary)
     found += measure_behind_keys(coder, _without_dictionary(measured), window, sample)
     best = max(filter(worth.allows, found), key=worth.of, default=None)
+    if best is not None and has_dictionary and worth.prefers_memory:
+        pairs = _measure_pairs(coder, best.codec, sample.spread)
+        best = max([best, *filter(worth.allows, pairs)], key=worth.of)
     worthwhile = _WORTHWHILE_FOR_MEMORY if cap >= COST_CAPS["memory"] else _WORTHWHILE
     if best is None or best.ratio < worthwhile:
         allowed = worth.allowed_us / copy_us
@@ -192,7 +198,7 @@ def choose(
     allowed = cap if best.codec.group > 1 else worth.allowed_us / copy_us
     why = f"{best.ratio:.1f} times smaller, decoded in {best.decode_us / copy_us:.1f} of {allowed:.1f} raw copies"
     known = best.codec.dictionary
-    if known is not None and not best.codec.is_of_changes:
+    if known is not None and best.codec.method is not Method.PAIRS and not best.codec.is_of_changes:
         size = min(size for size, _ in _TRAININGS if size >= len(best.codec.common))
         likewise = [training for training in _TRAININGS if training[0] == size]
         known = train(coder, replace(best.codec, group=1), sample.spread, likewise) or known
@@ -366,7 +372,7 @@ def measure(
     trained: dict[Transform, Dictionary | None] = {}
     for codec in _turned_once(coder, candidates(leaf, window), odd):
         results.append(_measure_one(coder, codec, odd))
-        if has_dictionary and codec.wants_dictionary and len(samples) >= 32:
+        if has_dictionary and codec.wants_dictionary and len(samples) >= _FEWEST_TRAINED:
             # Trained on the even samples and measured on the odd: a dictionary must not know them.
             if codec.transform not in trained:
                 by_zstd = replace(codec, method=Method.ZSTD, level=3)
@@ -375,7 +381,7 @@ def measure(
             dictionary = trained[codec.transform]
             if dictionary is not None:
                 results.append(_measure_one(coder, replace(codec, dictionary=dictionary), odd))
-    if has_dictionary and len(samples) >= 32:
+    if has_dictionary and len(samples) >= _FEWEST_TRAINED:
         results.append(
             _measure_predicted(coder, results, _spread(samples[::2], _MEASURED_SLICES, _MEASURED_BYTES), odd)
         )
@@ -404,6 +410,20 @@ def _measure_predicted(
     largest = [training for training in _TRAININGS if 8 * training[0] <= known.nbytes][-1:]  # half of them are learnt
     dictionary = train(coder, replace(codec, method=Method.ZSTD, level=3), known, largest)
     return None if dictionary is None else _measure_one(coder, replace(codec, dictionary=dictionary), unseen)
+
+
+def _measure_pairs(coder: Coder, best: Codec, samples: Bytes) -> list[MeasuredCodec]:
+    """Measure pairs of differences, if differences are what Zstandard makes smallest."""
+    codec = replace(best, method=Method.PAIRS, level=0, dictionary=Dictionary(b""), group=1, key=0, raw_keys=False)
+    if best.method is not Method.ZSTD or not codec.is_sound or len(samples) < _FEWEST_TRAINED:
+        return []
+    known = coder.seal(np.ascontiguousarray(samples[::2]), replace(codec, method=Method.STORED, dictionary=None))
+    if known is None:
+        return []
+    rows = np.asarray(known.coded.data).reshape(known.count, -1)
+    trained = replace(codec, dictionary=Dictionary(train_pairs(rows, codec.transform)))
+    found = _measure_one(coder, trained, _spread(samples[1::2], _MEASURED_SLICES, _MEASURED_BYTES))
+    return [] if found is None else [found]
 
 
 def train(coder: Coder, codec: Codec, slices: Bytes, trainings: Sequence[Training] = _TRAININGS) -> Dictionary | None:

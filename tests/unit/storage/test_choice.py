@@ -307,6 +307,41 @@ def test_the_best_prediction_is_measured_with_a_dictionary_of_differences(coder:
     assert not [m for m in measure(coder, FRAME, WHOLE, slices, has_dictionary=False) if m.codec.dictionary]
 
 
+def rooms(count: int, leaf: Leaf, seed: int = 0) -> Bytes:
+    """Paint walls whose light changes slowly, with dither, and a box each: matches are few, and differences small."""
+    generator = np.random.default_rng(seed)
+    planes, rows, columns = leaf.shape
+    y, x = np.mgrid[0:rows, 0:columns] / rows
+    painted = np.empty((count, planes, rows, columns), np.uint8)
+    for room in painted:
+        across, down = 60 + 60 * generator.random(2)
+        light = 40 + across * x + down * y + generator.random((rows, columns)) / 4
+        top, left = generator.integers(0, rows, 2)
+        light[top : top + 20, left : left + 20] += 50
+        room[:] = light * np.linspace(0.8, 1.2, planes)[:, None, None]
+    return painted.reshape(count, -1)
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_images_of_a_camera_become_pairs_where_memory_is_preferred(coder: Coder) -> None:
+    """Not else: they take longer. Without bytes outside of a block, or with few slices, there are no tables."""
+    leaf = Leaf("", (3, 84, 84), np.dtype("u1"))
+    window, slices = Window.whole(leaf), rooms(48, leaf)
+    codec = choose(coder, leaf, window, slices, COST_CAPS["memory"], 2)
+    assert codec.method is Method.PAIRS
+    assert codec.is_sound
+    for others in (slices, rooms(20, leaf, seed=1)):
+        assert ratio_of(coder, others, codec) > ratio_of(coder, others, Codec(Method.ZSTD, 9, codec.transform))
+    for fewer in (
+        choose(coder, leaf, window, slices, COST_CAPS["balanced"], 2),
+        choose(coder, leaf, window, slices, COST_CAPS["memory"], 2, has_dictionary=False),
+        choose(coder, leaf, window, slices[:31], COST_CAPS["memory"], 2),
+    ):
+        assert fewer.method is not Method.PAIRS
+    again = choose(coder, leaf, window, slices, COST_CAPS["memory"], 2)
+    assert (again.describe(), again.common) == (codec.describe(), codec.common)
+
+
 @pytest.mark.parametrize("coder", CODERS)
 def test_floats_that_take_few_values_are_numbered(coder: Coder) -> None:
     """An image scaled to floats shrinks to its bytes, and from there on as an image does."""

@@ -130,6 +130,12 @@ def test_a_hurried_codec_differs_in_its_level_alone(codec: Codec, level: int) ->
     assert codec.hurried() == replace(codec, level=level)
 
 
+def test_in_a_hurry_pairs_are_left_to_zstandard() -> None:
+    """Nothing else is faster to write; the transform stays, and no tables are needed."""
+    form = Transform(7056, 0, Predictor.LEFT, 1, 84, 84)
+    assert Codec(Method.PAIRS, 0, form, Dictionary(b"x")).hurried() == Codec(Method.ZSTD, 1, form)
+
+
 def test_a_dictionary_is_wanted_for_small_slices_that_are_not_predicted() -> None:
     """Large slices fill a compressor's window by themselves, and differences have nothing in common."""
     small, large = Transform(7056), Transform(100_000)
@@ -147,6 +153,7 @@ def test_a_dictionary_is_wanted_for_small_slices_that_are_not_predicted() -> Non
         (Codec(Method.LZ4, 0, Transform(9)), "lz4"),
         (Codec(Method.LZ4, 5, Transform(12, shuffle=4)), "shuffle+lz4hc5"),
         (Codec(Method.ZSTD, 3, Transform(9), Dictionary(b"x")), "zstd3 with dictionary"),
+        (Codec(Method.PAIRS, 0, Transform(64, 0, Predictor.LEFT, 1, 8, 8), Dictionary(b"x")), "left+pairs"),
         (Codec(Method.ZSTD, 3, Transform(48, 4, Predictor.UP, 3, 2, 2, green=True)), "palette+green+up+zstd3"),
     ],
     ids=str,
