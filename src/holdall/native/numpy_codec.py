@@ -396,7 +396,7 @@ def _decompressor(codec: Codec) -> Decompress:
         keyless = zstandard.ZstdDecompressor(dict_data=data)
     except (zstandard.ZstdError, ValueError) as error:
         raise DamageError(f"a dictionary is none ({error}); nothing is read with it") from error
-    inner = {Method.ZSTD: zstd, Method.LZ4: lz, Method.STORED: as_it_is}.get(codec.method, damaged)
+    inner = {Method.ZSTD: zstd, Method.LZ4: lz}.get(codec.method, as_it_is)
 
     def checked(piece: bytes, expected: int, key: bytes) -> bytes:
         try:
