@@ -7,8 +7,9 @@
 
 FOLDER holds traces as `holdall.tools.bench.trace` describes them. A trace is played again and again, each time
 mirrored, inverted or with its colours in another order, so that no pass repeats an older one. Bytes are the slope of
-the process's own memory and of what the memory counts, from one compressed block to the next. Batches
-of 256 are drawn by each side alone in a process, and by both in turns in a third.
+the process's own memory and of what the memory counts, from one compressed block to the next, in a process that only
+adds until several of them are. Batches of 256 are drawn by each side alone in a process, and by both in turns in
+another.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ TRACES = {
 SB3_BYTES = 1_200_000_000
 MOST_HELD = 20_000
 READINGS = 40
+GROWN_BLOCKS, LEAST_GROWN, MOST_GROWN = 8, 16_000, 160_000
+"""Compressed blocks that bytes a transition are read from, and the fewest and most transitions for that."""
+LOOK_EVERY = 16
+"""Transitions between two looks whether another block is compressed: as many may lie raw behind it."""
 BATCHES, IN_A_ROW = 40, 5
 Reading = tuple[int, int]
 
@@ -56,18 +61,22 @@ Reading = tuple[int, int]
 # ---------------------------------------------------------------- frames
 
 
-def varied(arrays: dict[str, Any], number: int) -> dict[str, Any]:
-    """Mirror, invert or recolour all images of a trace, in one of 24 ways."""
+def varied(arrays: dict[str, Any], number: int, rooms: dict[str, Any]) -> dict[str, Any]:
+    """Mirror, invert or recolour all images of a trace, in one of 24 ways, in the same memory each time."""
     changed = {
         name: rows[:, None] if name.startswith("f_") and rows.ndim == 1 else rows for name, rows in arrays.items()
     }
     for name, frames in changed.items():
         if name.startswith("f_") and frames.dtype == np.uint8 and frames.ndim >= 3 and frames.shape[2] > 8:
             turned = frames[:, :: -1 if number & 1 else 1, :: -1 if number & 2 else 1]
-            turned = 255 - turned if number & 4 else turned
+            room = rooms.setdefault(name, np.empty_like(frames))
+            colours = [(number // 8 + colour) % 3 for colour in range(3)]
+            pairs = [(room, turned)]
             if turned.ndim == 4 and turned.shape[-1] == 3:
-                turned = np.roll(turned, number // 8 % 3, axis=-1)
-            changed[name] = np.ascontiguousarray(turned)
+                pairs = [(room[..., to], turned[..., colour]) for colour, to in enumerate(colours)]
+            for to, of in pairs:
+                np.subtract(255, of, out=to) if number & 4 else np.copyto(to, of)
+            changed[name] = room
     return changed
 
 
@@ -75,13 +84,14 @@ def played(file: Path, lanes: int) -> Stream:
     """Play a trace for ever; each of several lanes plays a piece of it."""
     with np.load(file, allow_pickle=False) as loaded:
         arrays = {name: loaded[name] for name in loaded.files}
-    trace = Trace(varied(arrays, 0), file.name)
-    return Stream(trace.observation_space, trace.action_space, lanes, _steps(arrays, file.name, lanes))
+    rooms: dict[str, Any] = {}
+    trace = Trace(varied(arrays, 0, rooms), file.name)
+    return Stream(trace.observation_space, trace.action_space, lanes, _steps(arrays, file.name, lanes, rooms))
 
 
-def _steps(arrays: dict[str, Any], name: str, lanes: int) -> Iterator[Step]:
+def _steps(arrays: dict[str, Any], name: str, lanes: int, rooms: dict[str, Any]) -> Iterator[Step]:
     for number in itertools.count():
-        trace = Trace(varied(arrays, number), name)
+        trace = Trace(varied(arrays, number, rooms), name)
         if lanes == 1:
             yield from (Step(*step) for step in trace.steps())
             continue
@@ -110,9 +120,10 @@ def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, held: in
         libraries_of(name)
     stream = played(file, lanes)
     observation = sum(part.nbytes for part in _parts(next(stream.steps).obs)) // lanes
-    held = min(held, SB3_BYTES // (2 * observation)) // lanes * lanes
+    most = held if sides == ["core"] else SB3_BYTES // (2 * observation)
+    held = min(held, most) // lanes * lanes
     opened = [Side(name, stream, held, prefer) for name in sides]
-    readings, counted, sealed = filled(opened, stream, held // lanes, lanes)
+    readings, _, sealed = filled(opened, stream, held // lanes, lanes)
     found = {}
     for side in opened:
         if side.name != "sb3":
@@ -122,17 +133,28 @@ def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, held: in
             found["bytes"] = report.bytes_per_transition
     times = drawn(opened)
     result: dict[str, Any] = {"transitions": held, "found": found, "sample_us": times}
-    if len(sides) == 1:
+    if sides == ["sb3"]:
         result["bytes_per_transition"] = line_through(readings)[0]
-    if counted:
-        result["counted_bytes_per_transition"] = line_through(counted)[0]
     if sides == ["core"]:
         # From one sealed block to the last: what lies raw between them is another in every lane.
         result["bytes_per_transition"] = (sealed[-1][1] - sealed[1][1]) / (sealed[-1][0] - sealed[1][0])
     return result
 
 
-def filled(opened: list[Side], stream: Stream, ticks: int, lanes: int) -> tuple[list[Reading], ...]:
+def grown(file: Path, prefer: str) -> dict[str, Any]:
+    """Add until several blocks are compressed; return bytes a transition by the process, and as the memory counts."""
+    libraries_of("holdall")
+    stream = played(file, 1)
+    side = Side("holdall", stream, MOST_GROWN, prefer)
+    readings, counted, _ = filled([side], stream, MOST_GROWN, 1, GROWN_BLOCKS)
+    # At the first one a codec was just chosen.
+    slopes = {"process": line_through(readings[1:])[0], "counted": line_through(counted[1:])[0]}
+    return slopes | {"transitions": readings[-1][0], "blocks": len(readings)}
+
+
+def filled(
+    opened: list[Side], stream: Stream, ticks: int, lanes: int, blocks: int = 1 << 30
+) -> tuple[list[Reading], ...]:
     """Fill the sides; return transitions and bytes: of the process, as a memory counts all, and what is compressed."""
     readings, counted, sealed = list[Reading](), list[Reading](), [(0, 0)]
     memory = opened[0].memory if len(opened) == 1 and opened[0].name != "sb3" else None
@@ -141,7 +163,7 @@ def filled(opened: list[Side], stream: Stream, ticks: int, lanes: int) -> tuple[
             side.add(*side.arguments(step))
         if memory is None and tick % max(1, ticks // READINGS) == 0 and tick >= ticks * 0.3:
             readings.append((tick * lanes, held_bytes().anonymous))
-        if memory is not None and tick % max(1, 128 // lanes) == 0:
+        if memory is not None and tick % max(1, LOOK_EVERY // lanes) == 0:
             memory.drain()
             fields = memory.report().fields
             total = sum(field.sealed_bytes for field in fields)
@@ -149,6 +171,8 @@ def filled(opened: list[Side], stream: Stream, ticks: int, lanes: int) -> tuple[
                 sealed.append((tick * lanes, total))
                 readings.append((tick * lanes, held_bytes().anonymous))
                 counted.append((tick * lanes, sum(field.total_bytes for field in fields)))
+                if len(readings) >= blocks and tick * lanes >= LEAST_GROWN:
+                    break
     return readings, counted, sealed
 
 
@@ -183,9 +207,11 @@ def beside_sb3(wanted: argparse.Namespace) -> dict[str, Any]:
         alone = {side: _child(wanted, name, prefer, [side]) for side in ("sb3", "holdall")}
         turns = _child(wanted, name, prefer, ["sb3", "holdall"])["sample_us"]
         own = {side: alone[side]["sample_us"][side] for side in alone}
+        slopes = _child(wanted, name, prefer, ["grown"])
         row = {
-            "bytes_per_transition": alone["holdall"]["bytes_per_transition"],
-            "counted_bytes_per_transition": alone["holdall"]["counted_bytes_per_transition"],
+            "bytes_per_transition": slopes["process"],
+            "counted_bytes_per_transition": slopes["counted"],
+            "read_from": {"blocks": slopes["blocks"], "transitions": slopes["transitions"]},
             "sb3_bytes_per_transition": alone["sb3"]["bytes_per_transition"],
             "sample_of_sb3": {
                 "alone": {kind: own["holdall"][kind] / own["sb3"][kind] for kind in ("median", "min")},
@@ -250,7 +276,15 @@ def main() -> None:
     wanted.named = {name: TRACES[name] for name in wanted.traces}
     if wanted.child:
         file = wanted.folder / TRACES[wanted.traces[0]]
-        emit({"result": measure(file, wanted.child, wanted.prefer[0], wanted.lanes, wanted.held)})
+        prefer = wanted.prefer[0]
+        is_grown = wanted.child == ["grown"]
+        emit(
+            {
+                "result": grown(file, prefer)
+                if is_grown
+                else measure(file, wanted.child, prefer, wanted.lanes, wanted.held)
+            }
+        )
         return
     if wanted.video:
         kind, found = "video", importlib.import_module("video").beside_video(wanted.folder, wanted.named)
