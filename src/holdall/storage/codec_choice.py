@@ -188,8 +188,7 @@ def choose(
     found += measure_behind_keys(coder, _without_dictionary(measured), window, sample)
     best = max(filter(worth.allows, found), key=worth.of, default=None)
     if best is not None and has_dictionary and worth.prefers_memory:
-        pairs = _measure_pairs(coder, best.codec, sample.spread)
-        best = max([best, *filter(worth.allows, pairs)], key=worth.of)
+        best = _measure_pairs(coder, best, sample, worth) or best
     worthwhile = _WORTHWHILE_FOR_MEMORY if cap >= COST_CAPS["memory"] else _WORTHWHILE
     if best is None or best.ratio < worthwhile:
         allowed = worth.allowed_us / copy_us
@@ -412,18 +411,24 @@ def _measure_predicted(
     return None if dictionary is None else _measure_one(coder, replace(codec, dictionary=dictionary), unseen)
 
 
-def _measure_pairs(coder: Coder, best: Codec, samples: Bytes) -> list[MeasuredCodec]:
-    """Measure pairs of differences, if differences are what Zstandard makes smallest."""
-    codec = replace(best, method=Method.PAIRS, level=0, dictionary=Dictionary(b""), group=1, key=0, raw_keys=False)
-    if best.method is not Method.ZSTD or not codec.is_sound or len(samples) < _FEWEST_TRAINED:
-        return []
-    known = coder.seal(np.ascontiguousarray(samples[::2]), replace(codec, method=Method.STORED, dictionary=None))
-    if known is None:
-        return []
-    rows = np.asarray(known.coded.data).reshape(known.count, -1)
-    trained = replace(codec, dictionary=Dictionary(train_pairs(rows, codec.transform)))
-    found = _measure_one(coder, trained, _spread(samples[1::2], _MEASURED_SLICES, _MEASURED_BYTES))
-    return [] if found is None else [found]
+def _measure_pairs(coder: Coder, best: MeasuredCodec, sample: BlockSample, worth: _Worth) -> MeasuredCodec | None:
+    """Measure pairs of differences, if differences are what Zstandard makes smallest; None if they are worth less."""
+    known, codec = sample.spread[::2], best.codec
+    codec = replace(codec, method=Method.PAIRS, level=0, dictionary=Dictionary(b""), group=1, key=0, raw_keys=False)
+    if best.codec.method is not Method.ZSTD or not codec.is_sound or len(sample.spread) < _FEWEST_TRAINED:
+        return None
+    plain = coder.seal(np.ascontiguousarray(known), replace(codec, method=Method.STORED, dictionary=None))
+    if plain is None:
+        return None
+    rows = np.asarray(plain.coded.data).reshape(plain.count, -1)
+    codec = replace(codec, dictionary=Dictionary(train_pairs(rows, codec.transform)))
+    # Slices differ more from each other than codecs do: compared on those that the best one so far was measured on.
+    unseen = _spread(sample.spread[1::2], _MEASURED_SLICES, _MEASURED_BYTES)
+    share = _RAW_KEY_SLICES if best.codec.raw_keys else _KEY_SLICES
+    alike = sample.near if best.codec.group > 1 else sample.keyed[share] if best.codec.key else unseen
+    found = _measure_one(coder, codec, alike.reshape(-1, alike.shape[-1]))
+    is_worth_more = found is not None and worth.allows(found) and worth.of(found) > worth.of(best)
+    return _measure_one(coder, codec, unseen) if is_worth_more else None
 
 
 def train(coder: Coder, codec: Codec, slices: Bytes, trainings: Sequence[Training] = _TRAININGS) -> Dictionary | None:

@@ -17,9 +17,12 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Bytes
+from holdall.storage.blocks import reserve
 from holdall.storage.codec import Transform
 
 Numbers = NDArray[np.int64]
+Short = NDArray[np.int16]
+"""Cases and symbols, of which there are many."""
 
 _STATE_BITS, _CHAINS, _BLOCK = 9, 4, 16
 _STATES = 1 << _STATE_BITS
@@ -35,13 +38,13 @@ _EXTRA_BITS = np.array([0, 0, 0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]).repeat(
 _LEAST_OF[_ANY_VALUE], _EXTRA_BITS[_ANY_VALUE] = 0, 8
 """By symbol: the least value, and how many bits are added to it."""
 _VALUES = np.arange(256).astype(np.uint8).view(np.int8).astype(np.int64)
-_SYMBOL_OF = 2 * (np.searchsorted(_SMALLEST, np.abs(_VALUES), side="right") - 1) + (_VALUES < 0)
-_CLASS_OF = np.full(256, _MARKED)
+_SYMBOL_OF = (2 * np.searchsorted(_SMALLEST, np.abs(_VALUES), side="right") - 2 + (_VALUES < 0)).astype(np.int16)
+_CLASS_OF = np.full(256, _MARKED, np.int16)
 _CLASS_OF[[0, 1, 255]] = 0, 1, 2
 
-_PAIR_TABLES, _VALUE_TABLES, _ROUNDS = 32, 12, 12
+_PAIR_TABLES, _VALUE_TABLES, _ROUNDS = 48, 16, 12
 """Tables that are trained, and how often cases are shared out to them."""
-_TRAINED_SLICES, _AT_ONCE = 64, 16
+_TRAINED_SLICES, _AT_ONCE = 64, 8
 """Slices that tables are trained on, and that are looked at together."""
 _RARE = 0.35
 """States; a value that is due fewer has none, and is coded as any value."""
@@ -61,51 +64,47 @@ class _PairForm:
         pixels = np.arange(self.blocks * 2 * _BLOCK).reshape(-1, _BLOCK, 2)
         self.order = pixels.transpose(0, 2, 1).reshape(-1)  # of values: in each block, those that stand first in a pair
 
-    def around(self, pairs: Numbers, kind: int, in_first: Any) -> Numbers:
+    def around(self, pairs: NDArray[Any], kind: int, in_first: Any) -> NDArray[Any]:
         """Return the cases of pairs that follow some others, `above` pairs and one more."""
-        end = pairs.shape[1] - self.above + 1
-        left, above, right = (pairs[:, at : at + end - 2] for at in range(3))
-        cases: Numbers = left >> 2 | above << 2 | (right & 3) << 6 | in_first << 8 | kind << 12
+        count = pairs.shape[1] - self.above - 1
+        left, above, right = (pairs[:, at : at + count] for at in range(3))
+        cases: NDArray[Any] = left >> 2 | above << 2 | (right & 3) << 6 | in_first << 8 | kind << 12
         return cases
 
 
 class _Symbols(NamedTuple):
     """Some symbols of each of several slices, in the order of decoding: a row of every array each."""
 
-    case: Numbers  # -1: it is no symbol, but a bit
-    symbol: Numbers
-    turn: Numbers  # the state that it is coded with
-    rest: Numbers  # the whole value, or the bit
+    case: Short  # -1: it is no symbol, but a bit
+    symbol: Short
     is_there: NDArray[np.bool_]
-
-
-def _symbols(case: Numbers, symbol: Numbers, is_there: Any = True, value: Any = None) -> _Symbols:
-    there = np.broadcast_to(np.asarray(is_there, np.bool_), case.shape)
-    turn = np.broadcast_to(np.arange(case.shape[1]), case.shape) if value is None else np.cumsum(there, axis=1) - 1
-    return _Symbols(case, symbol, turn % _CHAINS, symbol if value is None else value.astype(np.int64), there)
+    value: Bytes | None = None
 
 
 def _symbols_of(rows: Bytes, form: _PairForm) -> Iterator[_Symbols]:
     """Yield the symbols of slices, piece by piece."""
     planes = np.zeros((len(rows), form.planes, form.blocks * 2 * _BLOCK), np.uint8)
     planes[:, :, : form.plane] = rows.reshape(len(rows), form.planes, form.plane)
-    first, in_first = planes[:, 0].copy(), np.zeros((len(rows), 1), np.int64)
+    first, in_first = planes[:, 0].copy(), np.zeros((len(rows), 1), np.int16)
     for number in range(form.planes):
         kind, plane = min(number, _KINDS - 1), planes[:, number]
         if number:
             is_less = np.count_nonzero(plane - first, axis=1) < np.count_nonzero(plane, axis=1)
             plane[is_less] -= first[is_less]
-            yield _symbols(np.full((len(rows), 1), -1), is_less[:, None].astype(np.int64))
+            bit = is_less[:, None].astype(np.int16)
+            yield _Symbols(np.full_like(bit, -1), bit, np.ones(bit.shape, np.bool_))
         blocks = plane.reshape(len(rows), form.blocks, -1).any(axis=2)
         fours = np.pad(blocks, ((0, 0), (0, -form.blocks % 4))).reshape(len(rows), -1, 4) @ (1 << np.arange(4))
-        yield _symbols(np.full_like(fours, _BLOCK_CASES + kind), fours)
+        case = np.full(fours.shape, _BLOCK_CASES + kind, np.int16)
+        yield _Symbols(case, fours.astype(np.int16), np.ones(fours.shape, np.bool_))
         classes = _CLASS_OF[plane]
         pairs = classes[:, ::2] | classes[:, 1::2] << 2
         cases = form.around(np.pad(pairs, ((0, 0), (form.above + 1, 0))), kind, in_first)
-        yield _symbols(cases, pairs, blocks.repeat(_BLOCK, axis=1))
+        yield _Symbols(cases, pairs, blocks.repeat(_BLOCK, axis=1))
         value, is_marked = plane[:, form.order], classes[:, form.order] == _MARKED
         known = first[:, form.order] if number else np.full_like(value, _UNKNOWN)
-        yield _symbols(_PAIR_CASES + kind * _VALUE_SYMBOLS + _SYMBOL_OF[known], _SYMBOL_OF[value], is_marked, value)
+        case = _SYMBOL_OF[known] + np.int16(_PAIR_CASES + kind * _VALUE_SYMBOLS)
+        yield _Symbols(case, _SYMBOL_OF[value], is_marked, value)
         if number == 0:
             in_first = pairs
 
@@ -116,66 +115,85 @@ def _symbols_of(rows: Bytes, form: _PairForm) -> Iterator[_Symbols]:
 def train_pairs(rows: Bytes, transform: Transform) -> bytes:
     """Train tables on differences of slices; return them as pairs.c reads them."""
     few = rows[np.unique(np.linspace(0, len(rows) - 1, min(len(rows), _TRAINED_SLICES)).astype(np.int64))]
-    form, counts = _PairForm(transform), np.zeros((_PAIR_CASES + _VALUE_CASES) * _VALUE_SYMBOLS)
+    form = _PairForm(transform)
+    # In memory that goes back to the system: a heap would keep megabytes.
+    counts = reserve(4 * (_PAIR_CASES + _VALUE_CASES) * _VALUE_SYMBOLS).view(np.int32)
     for start in range(0, len(few), _AT_ONCE):
-        for case, symbol, _, _, is_there in _symbols_of(few[start : start + _AT_ONCE], form):
+        for case, symbol, is_there, _ in _symbols_of(few[start : start + _AT_ONCE], form):
             seen = is_there & (case >= 0)
-            counts += np.bincount(case[seen] * _VALUE_SYMBOLS + symbol[seen], minlength=len(counts))
+            np.add.at(counts, case[seen].astype(np.int32) * _VALUE_SYMBOLS + symbol[seen], 1)
     by_case = counts.reshape(-1, _VALUE_SYMBOLS)
-    pairs, values = _as_they_may_turn(by_case[:_BLOCK_CASES, :_PAIR_SYMBOLS], by_case[_PAIR_CASES:])
-    of_pairs, pair_counts = _share_out(pairs, _PAIR_TABLES)
-    of_values, value_counts = _share_out(values, _VALUE_TABLES)
-    pair_counts = np.concatenate([pair_counts, by_case[_BLOCK_CASES:_PAIR_CASES, :_PAIR_SYMBOLS]])
-    of_blocks = len(pair_counts) - _KINDS + np.arange(_KINDS)
-    return b"".join([
-        bytes([len(pair_counts), len(value_counts)]),
-        np.concatenate([of_pairs, of_blocks, of_values]).astype(np.uint8).tobytes(),
-        *(_shares(row, np.full(_PAIR_SYMBOLS, fill_value=True)).tobytes() for row in pair_counts),
-        *(_shares(row, np.arange(_VALUE_SYMBOLS) == _ANY_VALUE).tobytes() for row in value_counts),
-    ])  # fmt: skip
+    pairs = _share_out(*_turned_pairs(by_case[:_BLOCK_CASES]), _PAIR_TABLES, _BLOCK_CASES)
+    values = _share_out(*_turned_values(by_case[_PAIR_CASES:]), _VALUE_TABLES, _VALUE_CASES)
+    blocks = by_case[_BLOCK_CASES:_PAIR_CASES, :_PAIR_SYMBOLS]
+    of_cases = np.concatenate([pairs[0], len(pairs[1]) + np.arange(_KINDS), values[0]])
+    every_one, any_one = np.full(_PAIR_SYMBOLS, fill_value=True), np.arange(_VALUE_SYMBOLS) == _ANY_VALUE
+    shares = [_shares(row, every_one) for row in (*pairs[1], *blocks)] + [_shares(row, any_one) for row in values[1]]
+    head = bytes([len(pairs[1]) + _KINDS, len(values[1])]) + of_cases.astype(np.uint8).tobytes()
+    return head + b"".join(share.tobytes() for share in shares)
 
 
-def _as_they_may_turn(pairs: NDArray[Any], values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Count images as they are, mirrored and with light and dark exchanged: the scene turns, the tables stay."""
+def _turned_pairs(counts: NDArray[Any]) -> tuple[Numbers, NDArray[Any]]:
+    """Count images as they are, mirrored and with light and dark exchanged: scenes turn, and tables stay.
+
+    Returns:
+        Cases that were seen, and how often each symbol came with them.
+    """
+    case, symbol = np.nonzero(counts)
+    kind, count = case // _AROUND, counts[case, symbol]
+    around, pair = (number[:, None] >> 2 * np.arange(size) & 3 for number, size in ((case, 6), (symbol, 2)))
     other = np.array([0, 2, 1, 3])  # a class with the other sign
-    classes = np.arange(_AROUND)[:, None] >> 2 * np.arange(6) & 3
-    symbols = np.arange(_PAIR_SYMBOLS)[:, None] >> 2 * np.arange(2) & 3
-    fours, ones = 1 << 2 * np.arange(6), 1 << 2 * np.arange(2)
-    pairs = pairs.reshape(_KINDS, _AROUND, _PAIR_SYMBOLS)
-    pairs = pairs + pairs[:, other[classes] @ fours][:, :, other[symbols] @ ones]
-    pairs = pairs + pairs[:, classes[:, [3, 2, 1, 0, 5, 4]] @ fours][:, :, symbols[:, ::-1] @ ones]
-    signs = np.arange(_VALUE_SYMBOLS) ^ 1
-    signs[:2] = 0, 1
-    values = values.reshape(_KINDS, _VALUE_SYMBOLS, _VALUE_SYMBOLS)
-    values = values + values[:, signs][:, :, signs]
-    values[0, _SYMBOL_OF[_UNKNOWN]] = values[0].sum(axis=0)
-    values[:, :, _ANY_VALUE] += values[:, :, _ANY_VALUE - 1]
-    values[:, :, _ANY_VALUE - 1] = 0
-    return pairs.reshape(_BLOCK_CASES, -1), values.reshape(_VALUE_CASES, -1)
+    turned = [(around, pair), (around[:, [3, 2, 1, 0, 5, 4]], pair[:, ::-1])]
+    turned += [(other[a], other[b]) for a, b in turned]
+    cases = np.concatenate([kind * _AROUND + a @ (1 << 2 * np.arange(6)) for a, _ in turned])
+    symbols = np.concatenate([b @ (1 << 2 * np.arange(2)) for _, b in turned])
+    return _by_case(cases, symbols, np.tile(count, 4), _PAIR_SYMBOLS)
 
 
-def _share_out(counts: NDArray[Any], most: int) -> tuple[Numbers, NDArray[Any]]:
+def _turned_values(counts: NDArray[Any]) -> tuple[Numbers, NDArray[Any]]:
+    """Do the same for values."""
+    case, symbol = np.nonzero(counts)
+    other = np.arange(_VALUE_SYMBOLS) ^ 1
+    other[:2] = 0, 1
+    kind, known = np.divmod(case, _VALUE_SYMBOLS)
+    cases = np.concatenate([case, np.where(kind > 0, kind * _VALUE_SYMBOLS + other[known], case)])
+    symbols = np.concatenate([symbol, other[symbol]])
+    symbols[symbols == _ANY_VALUE - 1] = _ANY_VALUE
+    return _by_case(cases, symbols, np.tile(counts[case, symbol], 2), _VALUE_SYMBOLS)
+
+
+def _by_case(cases: Numbers, symbols: Numbers, counts: NDArray[Any], size: int) -> tuple[Numbers, NDArray[Any]]:
+    seen, row = np.unique(cases, return_inverse=True)
+    return seen, np.bincount(row * size + symbols, counts, len(seen) * size).reshape(-1, size)
+
+
+def _share_out(seen: Numbers, rows: NDArray[Any], most: int, cases: int) -> tuple[Numbers, NDArray[Any]]:
     """Put cases whose symbols are alike together; return the number of each one's table, and the tables' counts."""
-    seen, overall = np.flatnonzero(counts.sum(axis=1)), counts.sum(axis=0) + 0.5
+    overall = rows.sum(axis=0) + 0.5
     overall /= overall.sum()
-    rows = counts[seen]
     if not len(rows):
-        return np.zeros(len(counts), np.int64), overall[None]
+        return np.zeros(cases, np.int64), overall[None]
     alone = (rows + overall) / (rows.sum(axis=1, keepdims=True) + 1)
-    spare = -(rows * np.log2(alone)).sum(axis=1)  # the bits that a case takes by a table of its own
-    centres = [alone[np.argmax(rows.sum(axis=1))]]
-    bits = rows @ -np.log2(centres[0])
-    while len(centres) < min(most, len(rows)):  # the next one is for what fits worst
-        centres.append(alone[np.argmax(bits - spare)])
-        bits = np.minimum(bits, rows @ -np.log2(centres[-1]))
-    tables = np.array(centres)
+    least = -(rows * np.log2(alone)).sum(axis=1)  # the bits that a case takes by a table of its own
+    tables = alone[np.argmax(rows.sum(axis=1))][None]
+    bits = _bits_by(tables, rows)[0]
+    while len(tables) < min(most, len(rows)):  # the next one is for what fits worst
+        tables = np.concatenate([tables, alone[np.argmax(bits - least)][None]])
+        bits = np.minimum(bits, _bits_by(tables[-1:], rows)[0])
     for _ in range(_ROUNDS):
-        nearest = np.argmin(rows @ -np.log2(tables.T), axis=1)
-        gathered = (nearest == np.arange(len(tables))[:, None]) @ rows + overall / 2
+        nearest = np.argmin(_bits_by(tables, rows), axis=0)
+        gathered = np.tile(overall / 2, (len(tables), 1))
+        np.add.at(gathered, nearest, rows)
         tables = gathered / gathered.sum(axis=1, keepdims=True)
-    numbers = np.full(len(counts), np.argmin(-np.log2(tables) @ overall))
+    numbers = np.full(cases, np.argmin(_bits_by(tables, overall[None])))
     numbers[seen] = nearest
     return numbers, gathered
+
+
+def _bits_by(tables: NDArray[Any], rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the bits that each case takes by each table: without BLAS, which would start threads and keep memory."""
+    bits: NDArray[Any] = np.einsum("ts,cs->tc", -np.log2(tables), rows)
+    return bits
 
 
 def _shares(counts: NDArray[Any], must_be: NDArray[np.bool_]) -> NDArray[np.uint16]:
@@ -246,22 +264,28 @@ def encode_pairs(rows: Bytes, transform: Transform, tables: PairTables) -> list[
     form, units = _PairForm(transform), list[bytes]()
     for start in range(0, len(rows), _AT_ONCE):
         few = rows[start : start + _AT_ONCE]
-        pieces = (np.concatenate(arrays, axis=1) for arrays in zip(*_symbols_of(few, form), strict=True))
-        symbols = _Symbols(*pieces)
-        units += _encode(symbols, tables)
+        pieces = [(*piece[:3], *_turns(piece)) for piece in _symbols_of(few, form)]
+        units += _encode([np.concatenate(arrays, axis=1) for arrays in zip(*pieces, strict=True)], tables)
     return units
 
 
-def _encode(symbols: _Symbols, tables: PairTables) -> list[bytes]:
-    row, column = np.nonzero(symbols.is_there)
-    case, symbol, turn, rest, _ = (array[row, column] for array in symbols)
+def _turns(piece: _Symbols) -> tuple[Numbers, NDArray[Any]]:
+    """Return the state that each symbol is coded with, and the whole value or bit."""
+    if piece.value is not None:
+        return (np.cumsum(piece.is_there, axis=1) - 1) % _CHAINS, piece.value
+    return np.broadcast_to(np.arange(piece.case.shape[1]) % _CHAINS, piece.case.shape), piece.symbol
+
+
+def _encode(pieces: list[NDArray[Any]], tables: PairTables) -> list[bytes]:
+    row, column = np.nonzero(pieces[2])
+    case, symbol, _, turn, rest = (array[row, column].astype(np.int64) for array in pieces)
     table = tables.of_case[case]
     is_value = tables.is_value[table] & (case >= 0)
     is_any = is_value & ((symbol >= _ANY_VALUE - 1) | (tables.share[table, symbol] == 0))
     symbol = np.where(is_any, _ANY_VALUE, symbol)
     extra = np.where(is_value, _EXTRA_BITS[symbol], (case < 0).astype(np.int64))
     read = np.where(is_value, np.where(is_any, rest, _VALUES[rest] - _LEAST_OF[symbol]), rest * (case < 0))
-    low, states = np.zeros_like(case), np.zeros(symbols.case.shape[0] * _CHAINS, np.int64)
+    low, states = np.zeros_like(case), np.zeros(len(pieces[0]) * _CHAINS, np.int64)
     coded = np.flatnonzero(case >= 0)
     chain = row[coded] * _CHAINS + turn[coded]
     sorted_ = coded[np.argsort(chain, kind="stable")]
