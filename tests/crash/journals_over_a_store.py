@@ -19,7 +19,6 @@ import ray
 from gymnasium import spaces
 
 from holdall.cluster.journal import Journal, slots_at
-from holdall.cluster.protocol import SegmentHeader
 from holdall.ray import ReplayMemory
 
 PATIENCE_S = 60.0
@@ -73,10 +72,8 @@ def main(url: str) -> None:
         zombie = memory._cluster.handle(1)
         pages = list(Journal(slots_at(url, "journal", "00001")).open())
         payload = pages[0].entries[0].payload
-        counters = memory._cluster.refresh()[1]
-        header = SegmentHeader(b"z" * 16, counters.epoch, 0)
         try:
-            told["zombie"] = f"accepted: {ray.get(zombie.insert.remote(header, payload), timeout=PATIENCE_S)}"
+            told["zombie"] = f"accepted: {ray.get(zombie.insert.remote(b'z' * 16, 0, [payload]), timeout=PATIENCE_S)}"
         except ray.exceptions.RayTaskError as error:
             told["zombie"] = str(error.cause)
     with ReplayMemory(space, action, 40_000, **settings) as memory:

@@ -24,10 +24,9 @@ from holdall.cluster import shard_data as loading
 from holdall.cluster.shard import Shard
 from holdall.errors import CheckpointError
 from holdall.ray import ReplayMemory
-from holdall.sampling.draw import Uniform
 
 from . import test_losses
-from .processes import kill, process_of, wait_until
+from .processes import kill, process_of, shard_terms, wait_until
 from .test_losses import ACTION, held
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -67,7 +66,7 @@ def loaded(place: Path, journal: Path) -> Shard:
     manifest = reader.manifest(reader.numbers()[0])
     (shard,) = manifest.shards
     saved, rows = (f"{reader.url}/{shard.folder}", shard.number), restored_state(manifest, reader)["shard_rows"]
-    return Shard(0, manifest.schema, rows, Uniform(), None, "none", str(journal), saved=saved)
+    return Shard(0, shard_terms(manifest.schema, rows, journal), None, saved=saved)
 
 
 def rewards(shard: Shard) -> list[int]:
@@ -203,7 +202,7 @@ def test_a_memory_that_ended_in_the_middle_of_a_drain_has_every_row_once(arrived
     with durable(tmp_path) as memory:
         numbered(memory, 0, 1_200)
         memory.flush()
-        actor, writer = memory._cluster.handle(0), memory._writer._groups[0]
+        actor, writer = memory._cluster.handle(0), memory._groups[0]
         ray.get(actor.close_to_writers.remote())
         writer.leave(0)
         payload, rows, first_row, end = ray.get(actor.oldest.remote())

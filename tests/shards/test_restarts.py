@@ -17,7 +17,7 @@ import ray
 from holdall import CheckpointError
 from holdall.checkpoint import FileObjects, FileSystem
 from holdall.cluster.journal import Entry, Journal, Slots, slots_at
-from holdall.cluster.protocol import CallOrderError, received
+from holdall.cluster.protocol import RestartedError, received
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.shard import begun_life
 from holdall.ray import ReplayMemory, attach
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_a_shard_that_was_restarted_meanwhile_is_refused(durable
     kill(process_of(shard))
     wait_until(lambda: len(durable._cluster.refresh()) == 2)
     received(durable._cluster.call(0, "begin_save", str(tmp_path / "shard")))
-    with pytest.raises(CallOrderError, match="restarted"):
+    with pytest.raises(RestartedError, match="restarted"):
         received(shard.end_save.remote(begun))
     durable.save(tmp_path / "saved").result()
     assert np.array_equal(held(durable), np.arange(300))

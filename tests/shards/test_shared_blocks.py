@@ -64,7 +64,7 @@ def test_a_batch_in_shared_memory_belongs_to_the_caller(shards: int, monkeypatch
                 require_right(next(loader))
         require_right(second)
         with monkeypatch.context() as far:
-            far.setattr(protocol, "_machine", lambda: b"other!")
+            far.setattr(protocol, "this_machine", lambda: b"other")
             with attach(memory.name) as elsewhere:  # as from another machine
                 require_right(elsewhere.sample(64))
                 with elsewhere.loader(64, prefetch=3) as loader:

@@ -153,6 +153,19 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
     assert held(memory) == list(range(703))
 
 
+def test_writers_that_end_at_once_end_no_shard(memory: ReplayMemory) -> None:
+    # Ray gives calls that actors make at their end the same names, and a shard that runs two of one name is ended.
+    begin(memory)
+    feeder: Any = ray.remote(num_cpus=0)(Feeder)
+    feeders = [feeder.remote(memory.writer(), 200 * number) for number in range(4)]
+    ray.get([each.__ray_ready__.remote() for each in feeders])
+    epochs = [status.counters.epoch for status in memory.shards() if status.counters is not None]
+    del feeders
+    wait_until(lambda: len(memory) >= 800)
+    assert held(memory) == list(range(800))
+    assert epochs == [status.counters.epoch for status in memory.shards() if status.counters is not None]
+
+
 DRIVER = """
 import sys
 import numpy as np

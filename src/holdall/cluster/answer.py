@@ -1,10 +1,11 @@
 """Answers: drawn rows on their way from a shard to a learner.
 
 In:  rows that a shard read.  Out: what Ray carries; and back, as batches.
-Invariant: what is damaged on its way between machines is refused whole. Large arrays lie beside the rest, where Ray
-hands them over without copying; to another machine they go compressed, if that pays. Shards on the learner's machine
-write rows where they belong in a batch: in a block of memory that both share, which has no name in any file system and
-is handed out again only when nothing refers to it, and never if a shard that was asked to write to it has not answered.
+Invariant: what is damaged on its way between machines is refused whole. On one machine large arrays lie beside the
+rest, where Ray hands them over without copying; to another one an answer goes compressed as one. Shards on the
+learner's machine write rows where they belong in a batch: in a block of memory that both share, which has no name in
+any file system and is handed out again only when nothing refers to it, and never if a shard that was asked to write to
+it has not answered.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ import mmap
 import os
 import pickle
 import secrets
-import struct
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,176 +26,110 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw
+from holdall.batch import Batch, Draw, of_ids
 from holdall.cluster.protocol import ShardCounters, ids_of
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
-from holdall.sampling import ComposedSampler, Hindsight, Sampler
+from holdall.sampling import Hindsight, Sampler
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage import ALIGNMENT_BYTES, Kernels, Rows
 
 Ids = NDArray[np.int64]
-Payload = tuple[Any, ...]
-_OWN = ("reward", "discount", "mask")
+Payload = tuple[Any, ...] | bytes
+"""To this machine a record and the arrays beside it; to another one bytes."""
 _LARGE_BYTES = 2**15
 """Arrays from this size on lie beside the rest of an answer."""
 _DIGEST_BYTES = 8
-_HEAD = struct.Struct("<QQ")
-"""Behind a digest of the record: one of the arrays beside it, and how many of them were compressed as one."""
-NOBODY = np.empty(0, np.int64)
+_WINDOW_LOG = 25
+_LEVEL, _QUICK_LEVEL = 3, -50
 
 
-def followed(sampler: Sampler) -> Sampler:
-    """Return what decides how likely a row is drawn: the sampler itself, or that by which it draws its first steps."""
-    return sampler.by if isinstance(sampler, ComposedSampler) else sampler
-
-
-class RowDraw(NamedTuple):
-    """What a shard's sampler drew: rows, and what else the sampler says of each."""
-
-    rows: Ids  # of every drawn one its steps; behind all of these the rows that `others` names
-    steps: int = 0  # rows of each that was drawn; 0: one, and no axis of time
-    others: Ids = NOBODY  # which drawn one each row behind them belongs to: its last step, or its goal
-    own: Mapping[str, Array] = {}  # by name, of every drawn one: see `holdall.batch.Draw`
-
-    @classmethod
-    def of(cls, draws: Sequence[Draw]) -> RowDraw:
-        """Lay the draws of some batches one behind another."""
-        behind: list[Ids] = []
-        others: list[Ids] = []
-        begin = 0
-        for draw in draws:
-            if draw.last_ids is not None:
-                behind.append(draw.last_ids)
-                others.append(begin + np.arange(len(draw.ids)))
-            elif draw.goals is not None:
-                behind.append(draw.goals.ids)
-                others.append(begin + draw.goals.rows)
-            begin += len(draw.ids)
-        ids = np.concatenate([draw.ids for draw in draws])
-        own = {name: [getattr(draw, name) for draw in draws] for name in _OWN if getattr(draws[0], name) is not None}
-        return cls(
-            np.concatenate([ids.reshape(-1), *behind]),
-            ids.shape[1] if ids.ndim == 2 else 0,
-            np.concatenate(others) if others else NOBODY,
-            {name: np.concatenate(arrays) for name, arrays in own.items()},
-        )
-
-    @property
-    def drawn(self) -> Ids:
-        """The rows of what was drawn, a line for each."""
-        return self.rows[: len(self.rows) - len(self.others)].reshape(-1, max(1, self.steps))
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether each that was drawn is one row, and nothing else."""
-        return not self.steps and not self.others.size and not self.own
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Rows of one shard, and what is known of each."""
+class Answer(NamedTuple):
+    """What a shard drew in one call; where that is rows of several batches, they stand one behind another."""
 
     counters: ShardCounters
-    draw: RowDraw
+    draw: Draw  # its ids are the numbers of rows there
     scaled: NDArray[np.float64]  # what each drawn one was drawn in proportion to
-    rows: Rows  # those of the draw are among them; without leaves that were written to a block
+    found: DrawnRows  # without leaves that were written to a block
     order: Ids | None = None  # which of those asked for each drawn one is; None: as they were asked for
-    count: BlockPlace | None = None  # where a learner on its machine sees how often the shard has changed
-    begin: int = 0  # the first of `rows` that is the draw's
+    counted_at: BlockPlace | None = None  # where a learner on its machine sees how often the shard has changed
 
     def part(self, first: int, end: int) -> Answer:
-        """Return some of what was drawn, of a plain draw; nothing is copied."""
+        """Return some of the rows that were drawn; nothing is copied."""
         if (first, end) == (0, len(self.scaled)):
             return self
-        order = None if self.order is None else self.order[first:end] - first
-        return Answer(
-            self.counters, RowDraw(self.draw.rows[first:end]), self.scaled[first:end], self.rows, order, begin=first
-        )
+        rows, some = self.found.rows, slice(first, end)
+        cut = Rows(
+            {i: (obs[some], next_obs[some]) for i, (obs, next_obs) in rows.small.items()}, (), None,
+            [each[some] for each in rows.action], rows.reward[some], rows.terminated[some], rows.truncated[some],
+            [each[some] for each in rows.extras], rows.ended[some],
+        )  # fmt: skip
+        order = None if self.order is None else self.order[some] - first
+        found = DrawnRows(cut, None, None)
+        return Answer(self.counters, of_ids(self.draw.ids[some]), self.scaled[some], found, order)
 
 
 class AnswerPacker:
-    """Packs the answers of a shard; several threads may use it."""
+    """Packs the answers of a shard, one at a time."""
 
     pays_up_to = 0.9
-    """Share of the plain bytes up to which compressing them pays."""
+    """Share of the plain bytes up to which compressing them well pays."""
     measured_again = 64
     """Answers after which that is measured again."""
 
     def __init__(self) -> None:
-        self._answers = 0
+        self._packed = 0
         self._pays = True
-        self._threads = threading.local()
+        self._compressors = {level: _compressor(level) for level in (_LEVEL, _QUICK_LEVEL)}
 
-    def pack(self, answer: Answer, *, is_near: bool) -> Payload | bytes:
-        """Return a record, and the arrays beside it if there are any.
-
-        Args:
-            is_near: Whether it stays on this machine: arrays in shared memory are not compressed, nor checked.
-        """
-        beside: list[Any] = []
-
-        def is_small(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes >= _LARGE_BYTES:
-                beside.append(np.frombuffer(raw, np.uint8))
-            return raw.nbytes < _LARGE_BYTES
-
-        content = pickle.dumps(answer, 5, buffer_callback=is_small)
-        sizes: list[int] = []  # of what was compressed
-        if beside and not is_near and (frame := self._compressed(beside)) is not None:
-            sizes, beside = [array.nbytes for array in beside], [frame]
-        digest = 0 if is_near or not beside else _digest_of(beside)
-        body = b"".join([_HEAD.pack(digest, len(sizes)), np.array(sizes, "<i8").tobytes(), content])
-        record = xxhash.xxh3_64_digest(body) + body
-        return (record, *beside) if beside else record
-
-    def _compressed(self, arrays: list[Any]) -> Any:
-        """Compress arrays as one, so that what they have in common is sent once; None if that does not pay."""
-        self._answers, nbytes = self._answers + 1, sum(array.nbytes for array in arrays)
-        if not self._pays and self._answers % self.measured_again:
-            return None
-        if not hasattr(self._threads, "compressor"):
-            settings = zstandard.ZstdCompressionParameters.from_level(3, window_log=25)
-            self._threads.compressor = zstandard.ZstdCompressor(compression_params=settings)
-        stream = self._threads.compressor.compressobj(nbytes)
-        frame = b"".join([*(stream.compress(array.data) for array in arrays), stream.flush()])
-        self._pays = len(frame) <= self.pays_up_to * nbytes
-        return np.frombuffer(frame, np.uint8) if self._pays else None
+    def pack(self, answer: Answer, *, is_near: bool) -> Payload:
+        """Return what is sent; `is_near`: it stays on this machine, and is neither compressed nor checked."""
+        if is_near:
+            return _with_arrays_beside(answer)
+        parts = [memoryview(part) for part in _with_arrays_beside(answer)]
+        sizes = [part.nbytes for part in parts]
+        is_measured = self._pays or self._packed % self.measured_again == 0
+        stream = self._compressors[_LEVEL if is_measured else _QUICK_LEVEL].compressobj(sum(sizes))
+        frame = b"".join([*map(stream.compress, parts), stream.flush()])
+        if is_measured:
+            self._pays = len(frame) <= self.pays_up_to * sum(sizes)
+        self._packed += 1
+        body = np.array([len(sizes), *sizes], "<i8").tobytes() + frame
+        return xxhash.xxh3_64_digest(body) + body
 
 
-def _digest_of(arrays: Sequence[Any]) -> int:
-    digest = xxhash.xxh3_64()
-    for array in arrays:
-        digest.update(array.data)
-    return digest.intdigest()
+def _compressor(level: int) -> zstandard.ZstdCompressor:
+    """Return what compresses an answer as one, so that what its rows have in common is sent once."""
+    settings = zstandard.ZstdCompressionParameters.from_level(level, window_log=_WINDOW_LOG)
+    return zstandard.ZstdCompressor(compression_params=settings)
 
 
-def read_answer(payload: Payload | bytes) -> Answer:
+def _with_arrays_beside(answer: Answer) -> tuple[Any, ...]:
+    beside: list[Any] = []
+
+    def is_small(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes >= _LARGE_BYTES:
+            beside.append(np.frombuffer(raw, np.uint8))
+        return raw.nbytes < _LARGE_BYTES
+
+    return pickle.dumps(answer, 5, buffer_callback=is_small), *beside
+
+
+def read_answer(payload: Payload) -> Answer:
     """Read an answer that was received; DamageError if anything in it is not as it was sent."""
-    record, *beside = (payload,) if isinstance(payload, bytes) else payload
-    if xxhash.xxh3_64_digest(memoryview(record)[_DIGEST_BYTES:]) != record[:_DIGEST_BYTES]:
-        raise DamageError("an answer was damaged on its way; nothing of it is used")
-    digest, count = _HEAD.unpack_from(record, _DIGEST_BYTES)
-    begin = _DIGEST_BYTES + _HEAD.size
-    if digest and digest != _digest_of(beside):
-        raise DamageError("the arrays beside an answer were damaged on their way; nothing of it is used")
-    if count:
-        ends = np.cumsum(np.frombuffer(record, "<i8", count, begin)).tolist()
-        plain = memoryview(zstandard.ZstdDecompressor(max_window_size=2**25).decompress(beside[0].data))
-        beside = [plain[first:end] for first, end in pairwise([0, *ends])]
+    if isinstance(payload, bytes):
+        body = memoryview(payload)[_DIGEST_BYTES:]
+        if xxhash.xxh3_64_digest(body) != payload[:_DIGEST_BYTES]:
+            raise DamageError("an answer was damaged on its way; nothing of it is used")
+        count, *rest = np.frombuffer(body, "<i8", int.from_bytes(body[:8], "little") + 1).tolist()
+        frame = body[8 * (count + 1) :]
+        plain = memoryview(zstandard.ZstdDecompressor(max_window_size=2**_WINDOW_LOG).decompress(frame))
+        payload = tuple(plain[first:end] for first, end in pairwise([0, *accumulate(rest)]))
+    record, *beside = payload
     # Ray itself reads what an actor sends so; nothing that strangers sent comes this far.
-    answer: Answer = pickle.loads(memoryview(record)[begin + 8 * count :], buffers=beside)
+    answer: Answer = pickle.loads(record, buffers=beside)
     return answer
-
-
-class _Share(NamedTuple):
-    """Rows of one answer, and where they go."""
-
-    answer: Answer
-    rows: slice  # of the answer
-    positions: Ids
-    ids: Ids
 
 
 class Deliverer:
@@ -226,66 +160,61 @@ class Deliverer:
 
         Args:
             where: For every answer, the positions in the batch of what was drawn.
-            sampler: Makes something else of rows behind those drawn than last steps: goals.
+            sampler: That of the memory, which knows what other goals are worth.
             block: Where shards have written rows that their answers do not have.
         """
-        steps, count = answers[0].draw.steps, len(weights)
-        each = max(1, steps)
-        drawn, behind = [], []
-        for shard, answer, rows in zip(shards, answers, where, strict=True):
-            first, ids = len(rows) * each, ids_of(shard, answer.draw.rows)
-            positions = rows if each == 1 else (rows[:, None] * each + np.arange(each)).reshape(-1)
-            begin, end, last = answer.begin, answer.begin + first, answer.begin + len(ids)
-            drawn.append(_Share(answer, slice(begin, end), positions, ids[:first]))
-            behind.append(_Share(answer, slice(end, last), rows[answer.draw.others], ids[first:]))
+        draws = [answer.draw for answer in answers]
+        named = [ids_of(shard, draw.ids) for shard, draw in zip(shards, draws, strict=True)]
         own: dict[str, Any] = {
-            name: _merged([answer.draw.own[name] for answer in answers], where) for name in answers[0].draw.own
+            name: _merged([getattr(draw, name) for draw in draws], where)
+            for name in ("reward", "discount", "mask")
+            if getattr(draws[0], name) is not None
         }
-        draw = Draw(_ids(drawn).reshape((count, steps) if steps else count), weights, **own)
+        draw, every_step = Draw(_merged(named, where), weights, **own), where
+        if draw.ids.ndim == 2:
+            every_step = [
+                (rows[:, None] * draw.ids.shape[1] + np.arange(draw.ids.shape[1])).reshape(-1) for rows in where
+            ]
         if block is not None and not block.is_given_up:
             self.blocks.settle(block)
-        found = DrawnRows(self._rows(drawn, {} if block is None else block.pairs()), None, None)
+        written = {} if block is None else block.pairs()
+        found = DrawnRows(self._rows([answer.found.rows for answer in answers], every_step, written), None, None)
+        if draws[0].last_ids is not None:
+            found = found._replace(last=self._rows([answer.found.last for answer in answers], where))
         if isinstance(sampler, Hindsight):
-            draw, found = replace(draw, goals=sampler.goals(_ids(behind))), found._replace(outcomes=self._rows(behind))
-        elif any(len(share.ids) for share in behind):
-            draw, found = replace(draw, last_ids=_ids(behind)), found._replace(last=self._rows(behind))
+            goals = [each.goals.ids for each in draws if each.goals is not None]
+            first = [rows[: len(ids)] for rows, ids in zip(where, goals, strict=True)]
+            draw = replace(draw, goals=sampler.goals(_merged(goals, first)))
+            found = found._replace(outcomes=self._rows([answer.found.outcomes for answer in answers], first))
         return self._batches.make(draw, found)
 
-    def _rows(self, shares: Sequence[_Share], written: Mapping[int, tuple[Array, Array]] | None = None) -> Rows:
+    def _rows(
+        self, found: Sequence[Rows | None], where: Sequence[Ids], written: Mapping[int, Pair] | None = None
+    ) -> Rows:
         """Bring rows of some answers together.
 
         Args:
             written: Leaves of the batch whose rows may be there already.
         """
-        found, where = [share.answer.rows for share in shares], [share.positions for share in shares]
-
-        def merged(parts: Sequence[Array]) -> Array:
-            return _merged([part[share.rows] for part, share in zip(parts, shares, strict=True)], where)
-
-        def all_merged(leaves: Sequence[Sequence[Array]]) -> list[Array]:
-            return [merged(parts) for parts in zip(*leaves, strict=True)]
-
-        count, small = sum(len(share.ids) for share in shares), {}
+        parts, written = [rows for rows in found if rows is not None], written or {}
+        count, small = sum(map(len, where)), {}
         for i, leaf in enumerate(self._leaves):
-            pair = small[i] = (written or {}).get(i) or (self._empty(count, leaf), self._empty(count, leaf))
-            for share, rows in zip(shares, found, strict=True):
-                if i not in rows.small and i not in (written or {}):
+            small[i] = written.get(i) or (self._empty(count, leaf), self._empty(count, leaf))
+            for rows, positions in zip(parts, where, strict=True):
+                if i not in rows.small and i not in written:
                     raise DamageError("an answer lacks a field of its rows; nothing of it is used")
-                for side, part in zip(pair, rows.small.get(i, ()), strict=False):
-                    side[share.positions] = part[share.rows]
-        reward, terminated, truncated, ended = all_merged(
-            [[rows.reward, rows.terminated, rows.truncated, rows.ended] for rows in found]
-        )
-        action, extras = all_merged([rows.action for rows in found]), all_merged([rows.extras for rows in found])
-        return Rows(small, (), None, action, reward, terminated, truncated, extras, ended)
+                for side, part in zip(small[i], rows.small.get(i, ()), strict=False):
+                    side[positions] = part
+        columns = [
+            [rows.reward, rows.terminated, rows.truncated, rows.ended, *rows.action, *rows.extras] for rows in parts
+        ]
+        reward, terminated, truncated, ended, *rest = [_merged(each, where) for each in zip(*columns, strict=True)]
+        actions = len(parts[0].action)
+        return Rows(small, (), None, rest[:actions], reward, terminated, truncated, rest[actions:], ended)
 
     def _empty(self, count: int, leaf: Leaf) -> Array:
         room: Array = self._room.take(count * leaf.nbytes)
         return room.view(leaf.dtype).reshape(count, *leaf.shape)
-
-
-def _ids(shares: Sequence[_Share]) -> Ids:
-    return _merged([share.ids for share in shares], [share.positions for share in shares])
 
 
 def _merged(parts: Sequence[Array], where: Sequence[Ids]) -> Array:

@@ -11,15 +11,13 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ray
 
-from holdall.cluster.handle import MemoryTerms
 from holdall.cluster.protocol import MOST_SHARDS, asked
-from holdall.cluster.roster import NAMESPACE, RateLimit, Roster
+from holdall.cluster.roster import NAMESPACE, MemoryTerms, Roster
 from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import Cluster
 from holdall.cluster.writer import LaneGroup
@@ -58,54 +56,32 @@ def _setting(name: str, usual: int) -> int:
 
 
 PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
+_CHOICES: dict[str, Collection[str]] = {
+    "durability": DURABILITIES, "on_shard_loss": POLICIES, "prefer": COST_CAPS, "placement": PLACEMENTS,
+}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterSettings:
-    """See `holdall.ray.ReplayMemory`."""
+def require_settings(url: str | os.PathLike[str] | None, patience_s: float | None, **chosen: str) -> None:
+    """Refuse settings of a memory that do not hold, see `holdall.ray.ReplayMemory`."""
+    for argument, value in chosen.items():
+        if value not in _CHOICES[argument]:
+            known = ", ".join(_CHOICES[argument])
+            raise ArgumentError(f"{argument} ({value!r}) must be one of {known}; pass one of these")
+    if patience_s is not None:
+        require_number("patience_s", patience_s, 0.1)
+    if (url is None) == (chosen["durability"] == "segment"):
+        raise ArgumentError(
+            f"url ({url!r}) does not go with durability={chosen['durability']!r}; name where journals are kept for "
+            "durability='segment', and nothing for 'memory'"
+        )
 
-    durability: str
-    url: str | os.PathLike[str] | None
-    on_shard_loss: str
-    prefer: str
-    device: str | None
-    patience_s: float | None
-    limit: RateLimit | None = None
-    placement: str = "spread"
-    resources: Mapping[str, float] | None = None
 
-    def __post_init__(self) -> None:
-        known = {
-            "durability": DURABILITIES, "on_shard_loss": POLICIES, "prefer": COST_CAPS, "placement": PLACEMENTS,
-        }  # fmt: skip
-        for argument, values in known.items():
-            value = getattr(self, argument)
-            if value not in values:
-                raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(values)}; pass one of these")
-        if self.patience_s is not None:
-            require_number("patience_s", self.patience_s, 0.1)
-        if (self.url is None) == (self.durability == "segment"):
-            raise ArgumentError(
-                f"url ({self.url!r}) does not go with durability={self.durability!r}; name where journals are kept for "
-                "durability='segment', and nothing for 'memory'"
-            )
+def patience_of(patience_s: float | None) -> tuple[float, float]:
+    """Return how long an answer is waited for, and how long a writer waits for a shard.
 
-    @property
-    def asking_s(self) -> float:
-        """How long an answer is waited for."""
-        return _ANSWERS_S if self.patience_s is None else self.patience_s
-
-    @property
-    def writing_s(self) -> float:
-        """How long a writer waits for a shard: as long as Ray may need to give up a machine, and to start another."""
-        return health_patience_s() if self.patience_s is None else self.patience_s
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """What is passed to Ray about where a shard runs."""
-        named = dict(self.resources or {})
-        own: dict[str, Any] = {name: named.pop(name) for name in ("memory", "num_cpus") if name in named}
-        return {"scheduling_strategy": PLACEMENTS[self.placement], "num_cpus": 0, "resources": named, **own}
+    The latter as long as Ray may need to give up a machine, and to start another shard.
+    """
+    return (_ANSWERS_S, health_patience_s()) if patience_s is None else (patience_s, patience_s)
 
 
 def shared(sampler: Sampler | None) -> Sampler:
@@ -138,37 +114,36 @@ class Fleet:
     """The actors of one memory.
 
     Args:
-        terms: Of the memory.
-        url: Where journals are kept; None: nowhere.
-        shards: How many it begins with.
+        placement: See `holdall.ray.ReplayMemory`, as for resources.
     """
 
     def __init__(
-        self, terms: MemoryTerms, seed: int | None, url: str | None, settings: ClusterSettings, shards: int
+        self, terms: MemoryTerms, seed: int | None, placement: str, resources: Mapping[str, float] | None
     ) -> None:  # fmt: skip
-        name, sampler = terms.address.name, for_shards(terms.sampler)
         self._home = f"{NAMESPACE}-{secrets.token_hex(8)}"  # where shards have their numbers as names
+        self._terms, self._patience_s = terms, terms.patience_s
         remote: Any = ray.remote
-        found_by = {"name": name, "namespace": NAMESPACE, "max_concurrency": _TALKS}
+        found_by = {"name": terms.name, "namespace": NAMESPACE, "max_concurrency": _TALKS}
         # Ray's record of every call would cost as much as a small call itself; shards have metrics of their own.
         roster = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(Roster).options(**found_by)
         try:
-            self.roster = roster.remote(
-                name, settings.limit, url is not None, replace(terms, sampler=sampler), self._home
-            )
+            self.roster = roster.remote(terms, self._home)
         except ValueError as error:
-            raise ArgumentError(f"name ({name!r}) is that of another memory of this cluster; choose another") from error
+            raise ArgumentError(
+                f"name ({terms.name!r}) is that of another memory of this cluster; choose another"
+            ) from error
         # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
         shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS, enable_task_events=False)
-        self._shard, self._options, self._reserved = shard(Shard), settings.options, dict(settings.resources or {})
+        self._reserved = dict(resources or {})
+        own: dict[str, Any] = {name: self._reserved[name] for name in ("memory", "num_cpus") if name in self._reserved}
+        named = {name: amount for name, amount in self._reserved.items() if name not in own}
+        self._placed = {"scheduling_strategy": PLACEMENTS[placement], "num_cpus": 0, "resources": named} | own
+        self._shard = shard(Shard)
         self.actors: dict[int, Any] = {}
         self._next = 0
         nodes: Any = ray.nodes  # it has no types
-        machines = sum(bool(node["Alive"]) for node in nodes()) if settings.placement == "spread" else 1
-        neighbours = -(-shards // max(1, machines))
-        self._made_with = (terms.address.words, terms.shard_rows, sampler, seed, name, url, neighbours)
-        self._patience_s = settings.asking_s
-        self._has_journals = url is not None
+        machines = sum(bool(node["Alive"]) for node in nodes()) if placement == "spread" else 1
+        self._made_with = (terms, seed, -(-terms.shards // max(1, machines)))
         self._lock = threading.RLock()
 
     def start(self, number: int, saved: tuple[str, Any] | None = None) -> None:
@@ -185,7 +160,7 @@ class Fleet:
         if number >= MOST_SHARDS:
             raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
         self._next = max(self._next, number + 1)
-        named = self._shard.options(**self._options, name=str(number), namespace=self._home)
+        named = self._shard.options(**self._placed, name=str(number), namespace=self._home)
         return named.remote(number, *self._made_with, saved)
 
     def grow(self) -> int:
@@ -253,9 +228,9 @@ class Fleet:
             if move is None:
                 continue
             to, writer, sequence = move
-            arrived = to in self.actors and self._ask(self.actors[to], "expect", writer).expected > sequence
+            arrived = to in self.actors and self._ask(self.actors[to], "insert", writer, 0, []).expected > sequence
             self._ask(actor, "end_move", arrived)
-        if not self._has_journals:
+        if self._terms.url is None:
             return
         left_out = sorted(set(self._ask(next(iter(self.actors.values())), "journals")) - set(self.actors))
         if left_out:
@@ -275,7 +250,7 @@ class Fleet:
                 reason = str(error).strip().splitlines()[-1]  # what its constructor raised
                 raise ShardError(f"shard {number} could not be started: {reason}") from error
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                if not self._has_journals:
+                if self._terms.url is None:
                     return None
                 _LOG.warning("shard %d is not up yet: it reads its journal, or Ray has no room for it", number)
 
@@ -286,7 +261,7 @@ class Fleet:
 
     def end(self, *, has_saved: bool = False) -> None:
         """End all actors, once they have let go of the places that they saved to."""
-        if has_saved or self._has_journals:
+        if has_saved or self._terms.url is not None:
             ending = [actor.end_saves.remote() for actor in self.actors.values()]
             ray.wait(ending, num_returns=len(ending), timeout=self._patience_s)
         for actor in (*self.actors.values(), self.roster):

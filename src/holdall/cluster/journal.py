@@ -13,8 +13,9 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdall.checkpoint import FileObjects, Objects, is_remote
-from holdall.errors import CheckpointError, DamageError, FencedError
+from holdall.errors import CheckpointError, DamageError, FencedError, ShardError
 from holdall.json_state import counted, malformed_refused
 from holdall.storage import SealedSegment, pack, records_in
 
@@ -314,12 +315,11 @@ def _writer_of(name: str) -> bytes:
 
 SLOT_BYTES = 16 * 2**20
 _TRY_AGAIN_S = 0.5
-_LOOK_AGAIN_S = 0.01
 _TRIM_EVERY = 64
 _PRIORITIES_S = 5.0
 """How often priorities are written: a crash undoes what was learned since."""
 _OWNED_S = 5.0
-"""How often a shard that is given nothing looks whether the journal is still its own."""
+"""How often a shard looks whether the journal is still its own."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -329,11 +329,10 @@ class Staged(NamedTuple):
 
     entry: Entry
     segment: SealedSegment
-    done: Future[None]  # when it can be drawn; or never will be
 
 
 class Committer:
-    """Writes what is staged, in a thread of its own.
+    """Writes what is staged: whoever waits for it first writes all that waits, and the others find it done.
 
     Args:
         apply: Shows segments that are durable, and returns the number of the first row that is still needed.
@@ -345,31 +344,55 @@ class Committer:
         priorities: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.journal, self._apply, self._priorities = journal, apply, priorities
-        self._next_row, self._commits, self._priorities_due = next_row, 0, 0.0
-        self._staged: list[Staged] = []
-        self._changed, self._writing = threading.Condition(), threading.Lock()
-        self.backlog = 0  # bytes
+        self._next_row, self._priorities_due, self._slots = next_row, 0.0, 0
+        self._waiting: deque[Staged] = deque()
+        self.staged = self._committed = 0  # segments
+        self._staged_bytes = self._committed_bytes = 0
+        self._writing = threading.RLock()
         self.trouble = ""  # why nothing is written, as long as that lasts
         self.fenced: FencedError | None = None  # as soon as another shard has the journal
-        threading.Thread(target=self._run, name="holdall-journal", daemon=True).start()
+        threading.Thread(target=self._watch, name="holdall-journal", daemon=True).start()
 
-    def stage(self, staged: Staged) -> None:
-        """Have a segment written; the shard's lock keeps them in order."""
-        with self._changed:
-            if self.fenced is not None:
-                raise self.fenced
-            self._staged.append(staged)
-            self.backlog += len(staged.entry.payload)
-            self._changed.notify_all()
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait to be made durable."""
+        return self._staged_bytes - self._committed_bytes
 
-    def drain(self) -> None:
-        """Wait until everything that is staged is durable."""
-        while self.backlog and self.fenced is None:
-            time.sleep(_LOOK_AGAIN_S)
+    def stage(self, staged: Staged) -> int:
+        """Have a segment written; return what `commit` waits for it with. The shard's lock keeps them in order."""
+        self._waiting.append(staged)
+        self._staged_bytes += len(staged.entry.payload)
+        self.staged += 1
+        return self.staged
+
+    def commit(self, staged: int) -> None:
+        """Return when the segments up to this one can be drawn; FencedError if another shard has the journal."""
+        while self._committed < staged:
+            with self._writing:
+                if self._committed < staged:
+                    time.sleep(self.journal.batching_s)
+                    self._write(self._next_slot())
 
     def record(self, write: Callable[[Journal], None]) -> None:
-        """Have something else written to the journal; nothing may be staged."""
-        self._write_until_taken(lambda: write(self.journal))
+        """Write something else to the journal until the disk takes it; FencedError if somebody else has it."""
+        while True:
+            try:
+                with self._writing:
+                    if self.fenced is not None:
+                        raise self.fenced
+                    write(self.journal)
+            except FencedError as error:  # nothing of this shard is ever acknowledged again
+                if self.fenced is None:
+                    _LOG.warning("%s", error)
+                self.fenced = error
+                raise
+            except CheckpointError as error:
+                _LOG.warning("%s; trying again", error)
+                self.trouble = str(error)
+                time.sleep(_TRY_AGAIN_S)
+            else:
+                self.trouble = ""
+                return
 
     def write_priorities(self) -> None:
         """Write the priorities if they have changed; not again before fifty times as long has passed."""
@@ -379,58 +402,33 @@ class Committer:
         now = time.monotonic()
         self._priorities_due = now + max(_PRIORITIES_S, 50 * (now - began))
 
-    def _run(self) -> None:
-        while self.fenced is None:
-            with self._changed:
-                has_work = self._changed.wait_for(lambda: self._staged, _OWNED_S)
-            try:
+    def _watch(self) -> None:
+        """Write priorities now and then, and look whether the journal is still this shard's own."""
+        with suppress(FencedError):
+            while True:
+                time.sleep(_OWNED_S)
                 if time.monotonic() > self._priorities_due:
                     self.write_priorities()
-                if not has_work:
-                    self._write_until_taken(self.journal.require_owned)
-                    continue
-                if self.journal.batching_s:
-                    time.sleep(self.journal.batching_s)
-                self._write(self._taken())
-            except FencedError as error:  # nothing of this shard is ever acknowledged again
-                _LOG.warning("%s", error)
-                self.fenced = error
-        with self._changed:
-            for each in self._staged:
-                each.done.set_exception(self.fenced)
+                self.record(Journal.require_owned)
 
-    def _taken(self) -> list[Staged]:
-        with self._changed:
-            taken, nbytes = 0, 0
-            while taken < len(self._staged) and (taken == 0 or nbytes < SLOT_BYTES):
-                nbytes += len(self._staged[taken].entry.payload)
-                taken += 1
-            return self._staged[:taken]
+    def _next_slot(self) -> list[Staged]:
+        if not self._waiting:
+            raise ShardError(
+                f"{self.journal.url} has segments that could not be shown; restart the shard, and report this"
+            )
+        taken, nbytes = [], 0
+        while self._waiting and nbytes < SLOT_BYTES:
+            taken.append(self._waiting.popleft())
+            nbytes += len(taken[-1].entry.payload)
+        return taken
 
     def _write(self, batch: list[Staged]) -> None:
         entries = [each.entry for each in batch]
-        self._write_until_taken(lambda: self.journal.append(entries, self._next_row))
+        self.record(lambda journal: journal.append(entries, self._next_row))
         self._next_row += sum(each.segment.rows.ticks * each.segment.lanes for each in batch)
         needed = self._apply(batch)
-        with self._changed:
-            del self._staged[: len(batch)]
-            self.backlog -= sum(len(each.entry.payload) for each in batch)
-        self._commits += 1
-        if self._commits % _TRIM_EVERY == 0:
+        self._committed += len(batch)
+        self._committed_bytes += sum(len(entry.payload) for entry in entries)
+        self._slots += 1
+        if self._slots % _TRIM_EVERY == 0:
             self.journal.trim(needed)
-
-    def _write_until_taken(self, write: Callable[[], None]) -> None:
-        """Write until the disk takes it; FencedError if somebody else has the journal."""
-        while True:
-            try:
-                with self._writing:
-                    write()
-            except FencedError:
-                raise
-            except CheckpointError as error:
-                _LOG.warning("%s; trying again", error)
-                self.trouble = str(error)
-                time.sleep(_TRY_AGAIN_S)
-            else:
-                self.trouble = ""
-                return

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, followed, read_answer
-from holdall.cluster.protocol import ShardCounters, client_name, received, rows_of, shards_of
+from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, read_answer
+from holdall.cluster.protocol import ShardCounters, received, rows_of, shards_of
 from holdall.cluster.status import LOSSES, Cluster
 from holdall.delivery import HostBatchJob
 from holdall.errors import ArgumentError, CheckpointError, ShardError, TransitionIdError
-from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler, require_enough
+from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler, followed, require_enough
 from holdall.schema import Array, as_array, ids_of_any_shape
 
 Ids = NDArray[np.int64]
@@ -109,6 +109,7 @@ class Drawing:
     ) -> None:  # fmt: skip
         self._cluster, self._deliverer, self._sampler, self.generator = cluster, deliverer, sampler, generator
         self._policy, self._lock, self._patience_s = policy, threading.Lock(), cluster.patience_s
+        self._by = followed(sampler)
         self.updates = 0  # how often this handle has sent something that draws depend on
 
     def state(self) -> tuple[Any, ...] | None:
@@ -141,7 +142,7 @@ class Drawing:
             answer = self._heard(oldest)
             if answer is not None:
                 answers.append(answer)
-                where.append(oldest.rows if answer.order is None else oldest.rows[answer.order])
+                where.append(_in_order(oldest.rows, answer))
                 masses.append(oldest.mass)
                 shards.append(oldest.shard)
                 continue
@@ -150,8 +151,7 @@ class Drawing:
                 request.block = None  # what is asked for again comes with its answer
             with self._lock:
                 self._ask([(request, oldest.rows)], self._reachable(1))
-        by = followed(self._sampler)
-        weights = weights_of(answers, where, masses, by.beta if isinstance(by, Prioritized) else 1.0)
+        weights = weights_of(answers, where, masses, self._by.beta if isinstance(self._by, Prioritized) else 1.0)
         return self._deliverer.batch(answers, where, shards, weights, self._sampler, block)
 
     def gather(self, wanted: Ids) -> Batch:
@@ -163,21 +163,19 @@ class Drawing:
         named = np.unique(shards).tolist() or [min(numbers)]
         where = [np.flatnonzero(shards == shard) for shard in named]
         calls = [
-            self._cluster.handle(shard).gather.remote(client_name(), rows_of(wanted[rows]).tobytes())
+            Asked(shard, rows, 1.0, Call(self._cluster.call(shard, "gather", rows_of(wanted[rows]))), 0)
             for shard, rows in zip(named, where, strict=True)
         ]
-        answers = []
-        for shard, call in zip(named, calls, strict=True):
-            try:
-                answers.append(self.answer(shard, received(call, self._patience_s)))
-            except LOSSES as error:
-                raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
+        answers = [answer for asked in calls if (answer := self._heard(asked)) is not None]
+        if len(answers) < len(calls):
+            raise ShardError(f"shards {self._cluster.lost} do not answer, and ids are wanted that they hold")
+        where = [_in_order(rows, answer) for rows, answer in zip(where, answers, strict=True)]
         return self._deliverer.batch(answers, where, named, np.ones(len(wanted), np.float32))
 
-    def answer(self, shard: int, payload: Payload | bytes) -> Answer:
+    def _read(self, shard: int, payload: Payload) -> Answer:
         """Read a shard's answer."""
         answer = read_answer(payload)
-        self._cluster.note(shard, answer.counters, answer.count)
+        self._cluster.note(shard, answer.counters, answer.counted_at)
         return answer
 
     def _heard(self, asked: Asked) -> Answer | None:
@@ -196,7 +194,7 @@ class Drawing:
             if isinstance(payload, ShardCounters):
                 self._cluster.note(shard, payload)
             else:
-                call.answer = self.answer(shard, payload)
+                call.answer = self._read(shard, payload)
         return None if call.answer is None else call.answer.part(asked.first, asked.first + len(asked.rows))
 
     def _payload(self, shard: int, call: Call) -> Any:
@@ -256,6 +254,11 @@ class Drawing:
             self._cluster.refresh()
             require_enough(count, self._transitions, count)
         return self._cluster.masses()
+
+
+def _in_order(rows: Ids, answer: Answer) -> Ids:
+    """Return the positions in a batch of rows as they stand in an answer."""
+    return rows if answer.order is None else rows[answer.order]
 
 
 def _away(shards: list[int], why: str) -> ShardError:

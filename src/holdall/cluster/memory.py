@@ -22,21 +22,19 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall import checkpoint
-from holdall.cluster.fleet import ClusterSettings, Fleet, shared
-from holdall.cluster.handle import MemoryHandle, MemoryTerms
+from holdall.cluster.fleet import Fleet, for_shards, patience_of, require_settings, shared
+from holdall.cluster.handle import MemoryHandle
 from holdall.cluster.learner import saved_by
-from holdall.cluster.roster import Address, RateLimit
+from holdall.cluster.roster import MemoryTerms, RateLimit
 from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.writer import LaneGroup, Writer
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
-from holdall.sampling import ComposedSampler, Sampler, Uniform, sampler_to_resume, sampler_words
+from holdall.sampling import Sampler, Uniform, sampler_to_resume, sampler_words
 from holdall.schema import Schema
 from holdall.units import require_count, whole
 
-_STAYS = 4
-"""An episode that is longer than this part of a shard is cut, and goes on on another."""
 _LOCAL_ON = 8
 _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
@@ -95,20 +93,18 @@ class ReplayMemory(MemoryHandle):
             capacity = require_count("capacity", whole(capacity), schema.num_envs * shards, " (num_envs times shards)")
             rows = capacity // schema.num_envs // shards * schema.num_envs
             shards = SavedShards(rows, generator_of(seed), dict.fromkeys(range(shards)))
-        settings = ClusterSettings(
-            durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources
+        require_settings(
+            url, patience_s, durability=durability, on_shard_loss=on_shard_loss, prefer=prefer, placement=placement
         )
         sampler = shared(sampler)
         require_safe_cluster()
-        place = None if url is None else checkpoint.normalized_url(url)
-        address = Address(
-            schema_words(schema), name or f"holdall-{secrets.token_hex(8)}", place is not None, prefer,
-            settings.asking_s, settings.writing_s, limit,
-            *((max(1, shards.rows // _STAYS), len(shards.places)) if isinstance(sampler, ComposedSampler) else ()),
+        terms = MemoryTerms(
+            schema_words(schema), name or f"holdall-{secrets.token_hex(8)}", for_shards(sampler), shards.rows,
+            None if url is None else checkpoint.normalized_url(url), prefer, on_shard_loss, *patience_of(patience_s),
+            limit, len(shards.places),
         )  # fmt: skip
-        terms = MemoryTerms(address, sampler, on_shard_loss, shards.rows)
-        self._fleet = Fleet(terms, seed, place, settings, len(shards.places))
-        super().__init__(terms, shards.generator, device)
+        self._fleet = Fleet(terms, seed, placement, resources)
+        super().__init__(terms, sampler, shards.generator, device)
         self._savers = checkpoint.Savers(chosen_kernels().coder)
         self._has_saved = False
         for number, saved in shards.places.items():
@@ -122,7 +118,7 @@ class ReplayMemory(MemoryHandle):
 
         Where there is no room for it, `ShardError` says so, and the memory is as before.
         """
-        self._open()
+        self._require_open()
         return self._fleet.grow()
 
     def drain_shard(self, number: int) -> None:
@@ -134,9 +130,8 @@ class ReplayMemory(MemoryHandle):
         """
         self.flush()
         with self._lock:
-            mover = LaneGroup(
-                replace(self._address, stay_rows=0), replace(self.schema, num_envs=1), slice(None), spread=None
-            )
+            terms = replace(self._terms, sampler=Uniform())  # so that each segment may go elsewhere
+            mover = LaneGroup(terms, replace(self.schema, num_envs=1), slice(None), spread=None)
             try:
                 self._fleet.drain(number, mover, self._cluster)
             finally:
@@ -163,7 +158,7 @@ class ReplayMemory(MemoryHandle):
             for number in self._fleet.actors
         }
         ticks, saved = self.capacity // self.num_envs, partial(saved_by, self._cluster, place, calls)
-        snapshot = checkpoint.ShardsSnapshot(self._address.words, ticks, state, {}, saved)
+        snapshot = checkpoint.ShardsSnapshot(self._terms.words, ticks, state, {}, saved)
         return self._savers.to(place).save(snapshot, int(keep), None, None)
 
     @classmethod
@@ -188,10 +183,11 @@ class ReplayMemory(MemoryHandle):
         if shards is not None:
             require_count("shards", shards, 1)
         settings: dict[str, Any] = {
-            "durability": durability, "url": journal_url, "on_shard_loss": on_shard_loss, "prefer": prefer,
-            "device": device, "patience_s": patience_s, "limit": limit,
+            "url": journal_url, "patience_s": patience_s, "durability": durability, "on_shard_loss": on_shard_loss,
+            "prefer": prefer,
         }  # fmt: skip
-        ClusterSettings(**settings)  # refuses before anything is read
+        require_settings(**settings)  # before anything is read
+        settings |= {"device": device, "limit": limit}
         reader = checkpoint.open_reader(url)
         return checkpoint.newest(reader, lambda manifest: cls._loaded(manifest, reader, settings, sampler, shards))
 
@@ -215,21 +211,21 @@ class ReplayMemory(MemoryHandle):
         memory = cls(schema, None, shards=saved, sampler=sampler, **settings)
         if not goes_on:
             try:
-                _copy_transitions(reader.url, Writer(replace(memory._address, limit=None), schema.num_envs))
+                _copy_transitions(reader.url, Writer(replace(memory._terms, limit=None), schema.num_envs))
             except BaseException:
                 memory.close()
                 raise
         return memory
 
-    def close(self) -> None:
-        """End the shards; batches that were handed out stay as they are."""
+    def close(self, *, flush: bool = False) -> None:
+        """End the shards; batches that were handed out stay as they are. `flush`: also what is lost with the shards."""
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
             try:
-                self._writer.close(flush=self._address.survives)  # what is lost with the shards is not sent to them
+                super().close(flush=flush or self._terms.url is not None)
             finally:
+                self._closed = True
                 try:
                     self._savers.close()
                 finally:

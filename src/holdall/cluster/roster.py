@@ -25,6 +25,7 @@ import ray
 from holdall.cluster.protocol import MOST_LIVES, ShardCounters, received
 from holdall.cluster.status import Gauges
 from holdall.errors import ArgumentError, ShardError
+from holdall.sampling import ComposedSampler, Sampler
 from holdall.units import require_count, require_number
 
 NAMESPACE = "holdall"
@@ -72,19 +73,30 @@ class RateLimit:
             )
 
 
+_STAYS = 4
+"""An episode that is longer than this part of a shard is cut, and goes on on another."""
+
+
 @dataclass(frozen=True, slots=True)
-class Address:
-    """Where a memory is, for writers and learners in other processes."""
+class MemoryTerms:
+    """What every process that has to do with a memory knows of it; see `holdall.ray.ReplayMemory`."""
 
     words: dict[str, Any]  # of the schema
     name: str  # of the roster; a handle in its place could not be had again by an actor that is restarted
-    survives: bool  # whether shards hold after a restart what they acknowledged
+    sampler: Sampler
+    shard_rows: int  # most rows of a shard
+    url: str | None  # where journals are kept; None: nowhere, and what a shard held is lost with it
     prefer: str
+    on_shard_loss: str
     patience_s: float  # of a process that asks something
     writer_patience_s: float  # of writers, whose error comes when Ray has given a machine up
     limit: RateLimit | None = None
-    stay_rows: int = 0  # rows after which a writer may leave a shard within an episode; 0: after every segment
-    lane_groups: int = 1  # in which a writer's lanes go to the shards, as episodes of a group stay on one
+    shards: int = 1  # that it began with
+
+    @property
+    def stay_rows(self) -> int:
+        """Rows after which a writer may leave a shard within an episode; 0: after every segment."""
+        return max(1, self.shard_rows // _STAYS) if isinstance(self.sampler, ComposedSampler) else 0
 
     def roster(self) -> Any:
         """Find the roster."""
@@ -95,7 +107,7 @@ class Address:
         try:
             return received(getattr(roster, method).remote(*arguments), self.patience_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            self.roster()
+            roster_of(self.name)
             return None
 
 
@@ -120,7 +132,7 @@ def wait_for_grant(
 
     Args:
         call: "add" or "sample".
-        ask: Asks the roster, see `Address.ask`.
+        ask: Asks the roster, see `MemoryTerms.ask`.
     """
     began = time.monotonic()
     notice_at = began + _NOTICE_S
@@ -211,14 +223,13 @@ class Roster:
         home: The namespace in which the memory's shards have their numbers as names: one that is restarted finds them.
     """
 
-    def __init__(self, memory: str, limit: RateLimit | None, survives: bool, terms: Any, home: str) -> None:
+    def __init__(self, terms: MemoryTerms, home: str) -> None:
         self._lock = threading.Lock()
         self._terms = terms
         self._learners = _FIRST_RANK
         self._highest = 0.0  # priority of the whole memory, as far as was said here
-        self._limiter = None if limit is None else Limiter(limit)
-        self._metrics = None if limit is None else Gauges("limiter", memory=memory)
-        self._survives = survives
+        self._limiter = None if terms.limit is None else Limiter(terms.limit)
+        self._metrics = None if terms.limit is None else Gauges("limiter", memory=terms.name)
         self._inserted: dict[tuple[int, int], int] = {}
         self._looked_at = 0.0
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
@@ -229,8 +240,8 @@ class Roster:
         self._codecs: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, float] = {}  # when a grant to add or to draw was last asked for
 
-    def terms(self) -> Any:
-        """Say what handles have to know, see `MemoryTerms`."""
+    def terms(self) -> MemoryTerms:
+        """Say what handles have to know."""
         return self._terms
 
     def enroll(self) -> int:
@@ -326,7 +337,7 @@ class Roster:
 
     def _note(self, shard: int, counters: ShardCounters) -> None:
         """Add up what was ever taken; a shard that began again counts from 0 again."""
-        life = 0 if self._survives else counters.epoch
+        life = 0 if self._terms.url is not None else counters.epoch
         self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), counters.inserted)
         if self._limiter is None:
             return

@@ -17,27 +17,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall import storage
+from holdall.batch import Draw, of_ids
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, runs_of, runs_state
-from holdall.cluster.answer import (
-    Answer,
-    AnswerPacker,
-    BlockPlace,
-    Pair,
-    Payload,
-    RowDraw,
-    block_bytes,
-    block_leaves,
-    followed,
-    pairs_in,
-)
+from holdall.cluster.answer import Answer, AnswerPacker, BlockPlace, Pair, Payload, block_bytes, block_leaves, pairs_in
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
-from holdall.delivery import ObservationAssembler, Prefetched
+from holdall.delivery import DrawnRows, ObservationAssembler, Prefetched
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.machine import memory_limits
 from holdall.native import chosen_kernels
-from holdall.sampling import ComposedSampler, Held, Hindsight, Prioritized, RowOrder, Sampler, WriterRun, resume
+from holdall.sampling import (
+    ComposedSampler,
+    Held,
+    Hindsight,
+    Prioritized,
+    RowOrder,
+    Sampler,
+    WriterRun,
+    followed,
+    resume,
+)
 from holdall.schema import Leaf, Schema
 
 _LOADED = bytes(16)
@@ -214,50 +214,46 @@ class ShardData:
         """Wait for checkpoints that are under way, and let others write there."""
         self._savers.close()
 
-    @staticmethod
-    def in_order(draw: RowDraw, counts: Sequence[tuple[int, int]]) -> tuple[RowDraw, Ids | None]:
-        """Return rows for each batch from the oldest to the newest: neighbours compress well together."""
-        if not draw.is_plain:  # steps follow each other anyway
-            return draw, None
-        batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
-        order = np.lexsort((draw.rows, batch))
-        return RowDraw(draw.rows[order]), order
-
-    def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> RowDraw:
-        """Draw rows of some batches, those of each for itself.
+    def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> Draw:
+        """Draw rows of some batches, those of each for itself; of several batches they are single rows.
 
         Args:
             counts: Of every batch how many, and how many of these get another goal.
         """
         held, chosen, draw = self.held(), generator or self.generator, self.sampler.draw
         numbers: Any = counts if isinstance(self.sampler, Hindsight) else [(count,) for count, _ in counts]
-        return RowDraw.of([draw(held, count, chosen, *goals) for count, *goals in numbers])
+        draws = [draw(held, count, chosen, *goals) for count, *goals in numbers]
+        return draws[0] if len(draws) == 1 else of_ids(np.concatenate([each.ids for each in draws]))
 
-    def found(self, draw: RowDraw) -> tuple[NDArray[np.float64], storage.Rows]:
-        """Look rows up: what each was drawn in proportion to, and where it lies."""
-        drawn, by = draw.drawn, self._by
-        rows = (
-            self.sampler.first_ids(drawn) if isinstance(self.sampler, ComposedSampler) and draw.steps else drawn[:, 0]
-        )
-        scaled = by.scaled(self._startable(), rows) if isinstance(by, Prioritized) else np.ones(len(rows))
-        return scaled, self.store.read(draw.rows)
+    def found(self, counters: ShardCounters, draw: Draw, counts: Sequence[tuple[int, int]], *, is_near: bool) -> Answer:
+        """Look up what was drawn; for another machine each batch from its oldest row on: neighbours compress well."""
+        order = None
+        if not is_near and not isinstance(self.sampler, ComposedSampler):  # steps follow each other anyway
+            batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
+            order = np.lexsort((draw.ids, batch))
+            draw = of_ids(draw.ids[order])
+        first, by = draw.ids, self._by
+        if isinstance(self.sampler, ComposedSampler):
+            first = self.sampler.first_ids(first)
+        scaled = by.scaled(self._startable(), first) if isinstance(by, Prioritized) else np.ones(len(first))
+        return Answer(counters, draw, scaled, DrawnRows.of(draw, self.store, storage.fresh_bytes), order)
 
     def answer(
-        self, counters: ShardCounters, draw: RowDraw, found: tuple[NDArray[np.float64], storage.Rows],
-        counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = (), order: Ids | None = None,
-        *, is_near: bool = False, count: BlockPlace | None = None,
-    ) -> Payload | bytes:  # fmt: skip
-        """Make an answer of what was looked up; that takes no lock.
+        self, found: Answer, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = (),
+        *, is_near: bool = False, counted_at: BlockPlace | None = None,
+    ) -> Payload:  # fmt: skip
+        """Decode what was looked up, and pack it; that takes no lock.
 
         Args:
             counts: See `draw`.
             blocks: Where a learner on this machine has rows written, of every batch.
-            order: See `Answer`.
             is_near: Whether it goes to this machine.
-            count: See `Answer`.
+            counted_at: See `Answer`.
         """
-        rows = self._reader.read(found[1], [count for count, _ in counts], blocks if is_near else ())
-        return self._packer.pack(Answer(counters, draw, found[0], rows, order, count), is_near=is_near)
+        read = self._reader.read
+        rows, last, outcomes, *_ = found.found
+        decoded = DrawnRows(read(rows, counts, blocks if is_near else ()), read(last), read(outcomes))
+        return self._packer.pack(found._replace(found=decoded, counted_at=counted_at), is_near=is_near)
 
     def mass(self) -> float:
         """Return what draws are in proportion to: transitions, starts of sequences, or the sum of scaled priorities."""
@@ -305,42 +301,42 @@ class ShardReader:
         self._kept = storage.DecodedSegments(kernels.coder, decoded_bytes)
         self._blocks = OpenedBlocks(block_leaves(schema, large))
 
-    def read(self, found: storage.Rows, counts: Sequence[int], blocks: Sequence[BlockPlace]) -> storage.Rows:
+    def read(
+        self, found: storage.Rows | None, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = ()
+    ) -> Any:
         """Return rows with all of their observations; those that could be written to blocks are not among them.
 
         Args:
-            counts: Rows of every batch.
-            blocks: Where each of them is written; nothing: nowhere.
+            counts: See `ShardData.draw`.
+            blocks: Where the rows of every batch are written; nothing: nowhere.
         """
-        if found.places is None:
-            return found._replace(large=())
+        if found is None or found.places is None:
+            return found
         if found.places.awaits_files:
             storage.bring_places(found.places)
         places = self._kept.instead(found.places)
-        opened = [self._blocks.pairs(place) for place in blocks]
+        opened = [self._blocks.pairs(block) for block in blocks]
         if not blocks or None in opened:
             return self._assembler.complete(found._replace(places=places), self._leaves)
         end = 0
-        for pairs, place, count in zip(opened, blocks, counts, strict=True):
+        for pairs, block, (count, _) in zip(opened, blocks, counts, strict=True):
             some, end = slice(end, end + count), end + count
-            rows = np.frombuffer(place.positions, np.int64).copy() if place.positions else None
-            self._write(found, _part(places, some, rows), some, pairs or {})
+            self._write(found, places, some, block, pairs or {})
         return found._replace(small={}, large=(), places=None)
 
-    def _write(self, found: storage.Rows, places: storage.Places, some: slice, pairs: Mapping[int, Pair]) -> None:
+    def _write(
+        self, found: storage.Rows, places: storage.Places, some: slice, block: BlockPlace, pairs: Mapping[int, Pair]
+    ) -> None:
         """Write the rows of one batch to where they belong in its block."""
+        rows = np.frombuffer(block.positions, np.int64).copy() if block.positions else None
+        cursors = [each[some] for each in places.cursors]
+        part = replace(places, segment=places.segment[some], cursors=cursors, lane=places.lane[some], rows=rows)
         for field, i in enumerate(found.large):
             obs, next_obs = (side.view(np.uint8).reshape(len(side), self._leaves[i].nbytes) for side in pairs[i])
-            self._assembler.fill(places, field, obs, next_obs)
+            self._assembler.fill(part, field, obs, next_obs)
         for i, sides in found.small.items():
-            for side, part in zip(pairs[i], sides, strict=True):
-                side[slice(None) if places.rows is None else places.rows] = part[some]
-
-
-def _part(places: storage.Places, some: slice, rows: NDArray[np.int64] | None) -> storage.Places:
-    """Return the places of some rows, and where in a batch each of them goes; None: they are all of it."""
-    cursors = [each[some] for each in places.cursors]
-    return replace(places, segment=places.segment[some], cursors=cursors, lane=places.lane[some], rows=rows)
+            for side, values in zip(pairs[i], sides, strict=True):
+                side[slice(None) if rows is None else rows] = values[some]
 
 
 class OpenedBlocks:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,20 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 from ray.util import metrics
 
+from holdall.cluster import protocol
 from holdall.cluster.answer import BlockPlace, SeenCount
-from holdall.cluster.protocol import (
-    CallOrder,
-    CallOrderError,
-    ShardCounters,
-    ShardList,
-    client_name,
-    is_newer,
-    received,
-)
+from holdall.cluster.protocol import Caller, RestartedError, ShardCounters, ShardList, is_newer, received
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 
 if TYPE_CHECKING:
-    from holdall.cluster.roster import Address
+    from holdall.cluster.roster import MemoryTerms
 
 _SHARE_OF_A_CORE = 0.02
 
@@ -201,7 +194,7 @@ def actor_state(handle: Any) -> ActorState:
 _LOOK_AGAIN_S = 2.0
 _PROBE_AGAIN_S = 0.25
 
-LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, CallOrderError)
+LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, RestartedError)
 """What a call fails with when its shard does not answer, or not in time."""
 
 
@@ -211,20 +204,11 @@ class _Member:
 
     handle: Any
     counters: ShardCounters | None = None
-    client: bytes = field(default_factory=client_name)
-    calls: int = 0
     lost: bool = False
     probe: Any = None  # a question to a shard that was lost, or not heard of for a while
     probed_at: float = 0.0
     probed_away: bool = False  # Ray was restarting it then, and fails the question seconds later, though it be back
     count: SeenCount | None = None  # of its changes, if it runs on this machine
-
-    def keep(self, counters: ShardCounters) -> None:
-        """Keep what the shard said of itself; one that was restarted knows nothing of the calls before."""
-        if self.counters is not None and counters.epoch != self.counters.epoch:
-            self.begin_again()
-            self.count = None
-        self.counters = counters
 
     @property
     def is_away(self) -> bool:
@@ -245,38 +229,25 @@ class _Member:
         self.probed_away, self.probed_at = self.is_away, time.monotonic()
         self.probe = self.handle.counters.remote()
 
-    def begin_again(self) -> None:
-        """Number calls from 0 on, under another name."""
-        self.client, self.calls = client_name(), 0
-
 
 class Cluster:
     """All shards of a memory."""
 
-    def __init__(self, address: Address, learner: int = 0) -> None:
-        self.patience_s, roster = address.patience_s, address.roster()
-        self.ask_roster, self._list = partial(address.ask, roster), ShardList(roster, address.patience_s)
-        self._learner, self._handle = learner, secrets.randbits(63)
+    def __init__(self, terms: MemoryTerms, learner: int = 0) -> None:
+        self.patience_s, roster = terms.patience_s, terms.roster()
+        self.ask_roster, self._list = partial(terms.ask, roster), ShardList(roster, terms.patience_s)
+        self._caller = Caller(protocol.this_machine(), learner, secrets.randbits(63))
         self._members: dict[int, _Member] = {}  # in its place another is put when shards come or go
         self._lock, self._looking = threading.RLock(), threading.Lock()
         self.losses = 0
 
     def call(self, shard: int, method: str, *arguments: Any) -> Any:
-        """Call a shard in this client's order; return what to wait for.
+        """Call a shard; return what to wait for. Calls of one handle are taken in the order in which they are made.
 
         The arguments go as one, already pickled: Ray takes far longer for each than this takes for all.
         """
         with self._lock:
-            member = self._members[shard]
-            epoch = -1 if member.counters is None else member.counters.epoch
-            calls = CallOrder(member.client, epoch, member.calls, self._learner, self._handle)
-            member.calls += 1
-            return member.handle.ordered.remote(pickle.dumps((method, calls, *arguments)))
-
-    @property
-    def handles(self) -> dict[int, Any]:
-        """The actors of all shards, by number."""
-        return {number: member.handle for number, member in sorted(self._members.items())}
+            return self.handle(shard).ordered.remote(pickle.dumps((method, self._caller, *arguments)))
 
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""
@@ -318,11 +289,14 @@ class Cluster:
             member = self._members.get(shard)
             if member is None:
                 return
-            member.lost &= not answers
-            if is_newer(counters, member.counters):
-                member.keep(counters)
-                if count is not None and member.count is None:
-                    member.count = SeenCount(count)
+            known, member.lost = member.counters, member.lost and not answers
+            if not is_newer(counters, known):
+                return
+            member.counters = counters
+            if known is not None and known.epoch != counters.epoch:  # it counts its changes elsewhere now
+                member.count = None
+            if count is not None and member.count is None:
+                member.count = SeenCount(count)
 
     def changes(self) -> dict[int, tuple[int, int]] | None:
         """Say of every shard how often it has changed, if all are as they are known here; None if that is not seen."""
@@ -350,8 +324,8 @@ class Cluster:
 
     def ask_all(self, shards: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
         """Call some shards at the same time, and wait; return what those say that answer."""
-        handles = self.handles
-        calls = {n: getattr(handles[n], method).remote(*arguments) for n in shards if n in handles}
+        members = self._members
+        calls = {n: getattr(members[n].handle, method).remote(*arguments) for n in shards if n in members}
         found = {}
         for number, call in calls.items():
             try:
@@ -368,7 +342,6 @@ class Cluster:
                 return
             self.losses += not member.lost
             member.lost = True
-            member.begin_again()
             member.probe, member.probed_at = None, time.monotonic() if member.is_away else 0.0
 
     def is_away(self, shard: int) -> bool:

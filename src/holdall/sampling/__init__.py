@@ -15,6 +15,6 @@ from holdall.sampling.draw import (
     sampler_words,
     set_priorities,
 )
-from holdall.sampling.episodic import ComposedSampler, Hindsight, NStep, RolloutSequences, Sequence
+from holdall.sampling.episodic import ComposedSampler, Hindsight, NStep, RolloutSequences, Sequence, followed
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.row_order import LANE, RowOrder, WriterRun

@@ -67,6 +67,11 @@ class ComposedSampler(ABC):
             self.by.resize(capacity, first_id)
 
 
+def followed(sampler: Any) -> Any:
+    """Return what decides how likely a row is drawn: the sampler itself, or that by which it draws its first steps."""
+    return sampler.by if isinstance(sampler, ComposedSampler) else sampler
+
+
 _AT_ONCE = 1 << 20
 
 
