@@ -206,7 +206,7 @@ def test_a_memory_that_ended_in_the_middle_of_a_drain_has_every_row_once(arrived
         ray.get(actor.close_to_writers.remote())
         writer.leave(0)
         payload, rows, first_row, end = ray.get(actor.oldest.remote())
-        to, name, sequence = writer.next_of_others()
+        to, name, sequence = writer.next_of_others({})
         ray.get(actor.give_up.remote(first_row, end, to, name, sequence))
         if arrived:
             writer.pass_on(to, payload, rows)

@@ -15,13 +15,13 @@ from holdall import ArgumentError, Hindsight, NStep, Prioritized, Sequence
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer, read_answer
 from holdall.cluster.fleet import for_shards
-from holdall.cluster.learner import assigned, checked, weights_of
+from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters, shards_of
 from holdall.cluster.shard_data import ShardData
 from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory
-from holdall.sampling.draw import Sampler
+from holdall.sampling.draw import Sampler, checked_priorities
 from holdall.schema import Schema
 from holdall.storage import Encoder, Tick, pack_segment, sliced_leaves
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
@@ -95,8 +95,9 @@ class Desk:
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         self.send()
-        wanted, numbers = checked(self.sampler, ids, priorities)
-        self.shard.sampler.update_priorities(self.shard.held(), wanted, numbers)  # type: ignore[attr-defined]
+        sampler: Any = self.shard.sampler
+        drawn, numbers = checked_priorities(sampler, ids, priorities)
+        sampler.update_priorities(self.shard.held(), sampler.require(drawn, numbers), numbers)
 
 
 def against_a_local_memory(name: str, sharded: Any, settings: dict[str, Any], ticks: int) -> None:

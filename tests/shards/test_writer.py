@@ -17,7 +17,7 @@ import pytest
 import ray
 from gymnasium import spaces
 
-from holdall import ArgumentError, FencedError, ShardError
+from holdall import ArgumentError, CheckpointError, FencedError, ShardError
 from holdall.cluster import fleet, journal, roster
 from holdall.cluster.fleet import health_patience_s
 from holdall.cluster.journal import Committer, journal_of
@@ -219,18 +219,18 @@ def test_a_shard_that_is_given_nothing_notices_that_it_was_replaced(
     monkeypatch.setattr(journal, "_OWNED_S", 0.01)
     first = journal_of(str(tmp_path), 0)
     list(first.open())
-    committer = Committer(first, 0, lambda _: 0)
+    Committer(first, 0, lambda _: 0)
     for _ in range(20):  # what it writes itself is not taken for another's
-        committer.record(lambda journal: journal.say(hidden_before=0))
-    assert committer.fenced is None
+        first.say(hidden_before=0)
+    assert first.fenced is None
     list(journal_of(str(tmp_path), 0).open())
-    wait_until(lambda: committer.fenced is not None)
+    wait_until(lambda: first.fenced is not None)
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = journal_of(str(tmp_path), 0)
     list(opened.open())
-    committer, is_full = Committer(opened, 0, lambda _: 0), threading.Event()
+    is_full = threading.Event()
     is_full.set()
 
     def write(disk: Any, file: int, content: bytes) -> None:
@@ -241,12 +241,15 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     disk = type(opened._slots._objects._disk)  # type: ignore[union-attr]  # it is a local one
     written = disk.write
     monkeypatch.setattr(disk, "write", write)
-    telling = threading.Thread(target=committer.record, args=(lambda journal: journal.say(hidden_before=0),))
+    with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
+        opened.say(hidden_before=0)
+    Committer(opened, 0, lambda _: 0)
+    telling = threading.Thread(target=lambda: opened.say(hidden_before=0))
     telling.start()
-    wait_until(lambda: "No space left" in committer.trouble)
+    wait_until(lambda: "No space left" in opened.trouble)
     is_full.clear()
     telling.join()
-    assert committer.trouble == ""
+    assert opened.trouble == ""
 
 
 def test_a_shard_without_room_is_refused_at_once_and_disturbs_nobody(cluster: None) -> None:

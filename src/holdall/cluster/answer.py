@@ -10,13 +10,10 @@ it has not answered.
 
 from __future__ import annotations
 
-import mmap
-import os
 import pickle
-import secrets
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -26,13 +23,14 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw, of_ids
+from holdall.batch import Batch, Draw, of_ids, put_together
 from holdall.cluster.protocol import ShardCounters, ids_of
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
 from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.storage import ALIGNMENT_BYTES, Kernels, Rows
+from holdall.shared import CAN_SHARE, BlockPlace, SharedBlock, laid_out, laid_out_bytes
+from holdall.storage import Kernels, Rows
 
 Ids = NDArray[np.int64]
 Payload = tuple[Any, ...] | bytes
@@ -58,14 +56,9 @@ class Answer(NamedTuple):
         """Return some of the rows that were drawn; nothing is copied."""
         if (first, end) == (0, len(self.scaled)):
             return self
-        rows, some = self.found.rows, slice(first, end)
-        cut = Rows(
-            {i: (obs[some], next_obs[some]) for i, (obs, next_obs) in rows.small.items()}, (), None,
-            [each[some] for each in rows.action], rows.reward[some], rows.terminated[some], rows.truncated[some],
-            [each[some] for each in rows.extras], rows.ended[some],
-        )  # fmt: skip
+        some = slice(first, end)
         order = None if self.order is None else self.order[some] - first
-        found = DrawnRows(cut, None, None)
+        found = DrawnRows(self.found.rows.cut(some), None, None)
         return Answer(self.counters, of_ids(self.draw.ids[some]), self.scaled[some], found, order)
 
 
@@ -163,14 +156,11 @@ class Deliverer:
             sampler: That of the memory, which knows what other goals are worth.
             block: Where shards have written rows that their answers do not have.
         """
-        draws = [answer.draw for answer in answers]
-        named = [ids_of(shard, draw.ids) for shard, draw in zip(shards, draws, strict=True)]
-        own: dict[str, Any] = {
-            name: _merged([getattr(draw, name) for draw in draws], where)
-            for name in ("reward", "discount", "mask")
-            if getattr(draws[0], name) is not None
-        }
-        draw, every_step = Draw(_merged(named, where), weights, **own), where
+        draws = [
+            replace(answer.draw, ids=ids_of(shard, answer.draw.ids))
+            for shard, answer in zip(shards, answers, strict=True)
+        ]
+        draw, every_step = Draw.merged(draws, where, weights), where
         if draw.ids.ndim == 2:
             every_step = [
                 (rows[:, None] * draw.ids.shape[1] + np.arange(draw.ids.shape[1])).reshape(-1) for rows in where
@@ -184,7 +174,7 @@ class Deliverer:
         if isinstance(sampler, Hindsight):
             goals = [each.goals.ids for each in draws if each.goals is not None]
             first = [rows[: len(ids)] for rows, ids in zip(where, goals, strict=True)]
-            draw = replace(draw, goals=sampler.goals(_merged(goals, first)))
+            draw = replace(draw, goals=sampler.goals(put_together(goals, first)))
             found = found._replace(outcomes=self._rows([answer.found.outcomes for answer in answers], first))
         return self._batches.make(draw, found)
 
@@ -205,142 +195,41 @@ class Deliverer:
                     raise DamageError("an answer lacks a field of its rows; nothing of it is used")
                 for side, part in zip(small[i], rows.small.get(i, ()), strict=False):
                     side[positions] = part
-        columns = [
-            [rows.reward, rows.terminated, rows.truncated, rows.ended, *rows.action, *rows.extras] for rows in parts
-        ]
-        reward, terminated, truncated, ended, *rest = [_merged(each, where) for each in zip(*columns, strict=True)]
-        actions = len(parts[0].action)
-        return Rows(small, (), None, rest[:actions], reward, terminated, truncated, rest[actions:], ended)
+        return parts[0].merged(parts[1:], where, small)
 
     def _empty(self, count: int, leaf: Leaf) -> Array:
         room: Array = self._room.take(count * leaf.nbytes)
         return room.view(leaf.dtype).reshape(count, *leaf.shape)
 
 
-def _merged(parts: Sequence[Array], where: Sequence[Ids]) -> Array:
-    """Bring rows together, those of each part at their positions."""
-    merged = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
-    for part, positions in zip(parts, where, strict=True):
-        merged[positions] = part
-    return merged
-
-
 _SHARED_FROM = 2**16
 """Bytes from which on a batch lies in a block: Ray sends less within the answer itself."""
 Pair = tuple[Array, Array]
-_COUNT_BYTES = 8
-_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-"""Pages that are mapped one by one, as each is first written, cost far more."""
 
 
-class BlockPlace(NamedTuple):
-    """Where a block of another process of this machine is found, and which rows of a batch in it are meant."""
+class RowsPlace(NamedTuple):
+    """Where a shard on the learner's machine writes rows of a batch."""
 
-    process: int
-    descriptor: int
-    name: str
-    rows: int = 0  # of the whole batch
+    block: BlockPlace
+    rows: int  # of the whole batch
     positions: bytes = b""  # int64, of some of them; nothing: all
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the block is still behind its descriptor."""
-        return _is_behind(f"/proc/{self.process}/fd/{self.descriptor}", self.name)
-
-    def opened(self, nbytes: int) -> Bytes | None:
-        """Open the block; None if it is not within reach, or something else is behind its descriptor by now."""
-        try:
-            descriptor = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR)
-        except OSError:
-            return None
-        try:
-            if not _is_behind(f"/proc/self/fd/{descriptor}", self.name) or os.fstat(descriptor).st_size != nbytes:
-                return None
-            return np.frombuffer(mmap.mmap(descriptor, nbytes, _AT_ONCE), np.uint8)
-        finally:
-            os.close(descriptor)
-
-
-def _is_behind(path: str, name: str) -> bool:
-    try:
-        return os.readlink(path).startswith(f"/memfd:{name} ")  # noqa: PTH115  a path of its own takes longer
-    except OSError:
-        return False
-
-
-class _SharedBlock(mmap.mmap):
-    """Memory behind a descriptor of this process."""
-
-    descriptor: int
-    name: str
-
-    @property
-    def place(self) -> BlockPlace:
-        """Where other processes find it."""
-        return BlockPlace(os.getpid(), self.descriptor, self.name)
-
-
-def _new_block(nbytes: int) -> _SharedBlock:
-    name = f"holdall-{secrets.token_hex(8)}"
-    descriptor = os.memfd_create(name)
-    os.ftruncate(descriptor, nbytes)
-    block = _SharedBlock(descriptor, nbytes)
-    block.descriptor, block.name = descriptor, name
-    weakref.finalize(block, os.close, descriptor).atexit = False
-    return block
-
-
-class ChangeCount:
-    """How often a shard has changed, where processes on its machine see it without asking."""
-
-    def __init__(self) -> None:
-        self._block = _new_block(_COUNT_BYTES) if hasattr(os, "memfd_create") else None
-        self._count = np.frombuffer(self._block or bytearray(_COUNT_BYTES), np.int64)
-
-    @property
-    def place(self) -> BlockPlace | None:
-        """Where it is found; None where processes cannot share memory so."""
-        return None if self._block is None else self._block.place
-
-    @property
-    def value(self) -> int:
-        """Changes so far."""
-        return int(self._count[0])
-
-    def raise_by_one(self) -> None:
-        """Count one more."""
-        self._count[0] += 1
-
-
-class SeenCount:
-    """The count of a shard on this machine, if it is within reach."""
-
-    def __init__(self, place: BlockPlace) -> None:
-        self._place, self._memory = place, place.opened(_COUNT_BYTES)
-
-    @property
-    def now(self) -> int:
-        """Changes so far; -1 if the shard's process has ended, or is not within reach."""
-        memory = self._memory
-        return -1 if memory is None or not self._place.is_there else int(memory.view(np.int64)[0])
 
 
 class BatchBlock:
     """A batch of so many rows in a block."""
 
-    def __init__(self, block: _SharedBlock, leaves: dict[int, Leaf], rows: int) -> None:
+    def __init__(self, block: SharedBlock, leaves: dict[int, Leaf], rows: int) -> None:
         self.block, self.memory = block, np.frombuffer(block, np.uint8)  # which every view of it refers to
         self._leaves, self._rows = leaves, rows
         self.is_given_up = False  # whether a shard may still write to it that nobody waits for
 
-    def place(self, positions: Array) -> BlockPlace:
+    def place(self, positions: Array) -> RowsPlace:
         """Say where a shard writes some rows."""
-        some = b"" if len(positions) == self._rows else positions.tobytes()
-        return self.block.place._replace(rows=self._rows, positions=some)
+        return RowsPlace(self.block.place, self._rows, b"" if len(positions) == self._rows else positions.tobytes())
 
     def pairs(self) -> dict[int, Pair]:
         """Return observations and next observations, by leaf."""
-        return dict(pairs_in(self.memory.copy() if self.is_given_up else self.memory, self._leaves, self._rows))
+        return pairs_in(self.memory.copy() if self.is_given_up else self.memory, self._leaves, self._rows)
 
 
 class BatchBlocks:
@@ -348,14 +237,14 @@ class BatchBlocks:
 
     def __init__(self, leaves: dict[int, Leaf]) -> None:
         self._leaves = leaves
-        self._spare: list[tuple[_SharedBlock, weakref.ref[Bytes]]] = []
+        self._spare: list[tuple[SharedBlock, weakref.ref[Bytes]]] = []
         self._lock = threading.Lock()
         self.most = 4  # that are kept
 
     def take(self, rows: int) -> BatchBlock | None:
         """Return a block for a batch; None for a small one, and where processes cannot share memory so."""
-        nbytes = block_bytes(self._leaves.values(), rows)
-        if nbytes < _SHARED_FROM or not hasattr(os, "memfd_create"):
+        nbytes = block_bytes(self._leaves, rows)
+        if nbytes < _SHARED_FROM or not CAN_SHARE:
             return None
         with self._lock:
             for i in reversed(range(len(self._spare))):  # what was used last is still in caches
@@ -363,7 +252,7 @@ class BatchBlocks:
                 if len(block) == nbytes and user() is None:
                     del self._spare[i]
                     return BatchBlock(block, self._leaves, rows)
-        return BatchBlock(_new_block(nbytes), self._leaves, rows)
+        return BatchBlock(SharedBlock.new(nbytes), self._leaves, rows)
 
     def settle(self, batch: BatchBlock) -> None:
         """Hear that nobody writes to a block any more: it is used again when its batch is gone."""
@@ -382,22 +271,12 @@ def block_leaves(schema: Schema, large: Sequence[int]) -> dict[int, Leaf]:
     return dict(enumerate(schema.observation.leaves)) if large else {}
 
 
-def block_bytes(leaves: Iterable[Leaf], rows: int) -> int:
+def block_bytes(leaves: dict[int, Leaf], rows: int) -> int:
     """Return what a batch of so many rows takes in a block."""
-    return sum(2 * _aligned(rows * leaf.nbytes) for leaf in leaves)
+    return 2 * laid_out_bytes(leaves.values(), rows)
 
 
-def pairs_in(memory: Bytes, leaves: dict[int, Leaf], rows: int) -> Iterator[tuple[int, Pair]]:
-    """Return where the leaves of a batch lie in a block."""
-    start = 0
-    for i, leaf in leaves.items():
-        nbytes, second = rows * leaf.nbytes, start + _aligned(rows * leaf.nbytes)
-        obs, next_obs = (
-            memory[begin : begin + nbytes].view(leaf.dtype).reshape(rows, *leaf.shape) for begin in (start, second)
-        )
-        yield i, (obs, next_obs)
-        start = second + _aligned(nbytes)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def pairs_in(memory: Bytes, leaves: dict[int, Leaf], rows: int) -> dict[int, Pair]:
+    """Return where observations and next observations of a batch lie in a block, by leaf."""
+    obs, next_obs = (laid_out(half, leaves.values(), rows) for half in (memory, memory[len(memory) // 2 :]))
+    return dict(zip(leaves, zip(obs, next_obs, strict=True), strict=True))

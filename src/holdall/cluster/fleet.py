@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from holdall.cluster.journal import journals_in_use
 from holdall.cluster.protocol import MOST_SHARDS, asked
 from holdall.cluster.roster import NAMESPACE, MemoryTerms, Roster
 from holdall.cluster.shard import GROUPS, Shard
@@ -209,10 +210,9 @@ class Fleet:
             mover.leave(number)
             while (oldest := self._ask(actor, "oldest"))[0]:
                 payload, rows, first_row, end = oldest
-                to, name, sequence = mover.next_of_others()
+                to, name, sequence = mover.next_of_others(cluster.refresh())
                 self._ask(actor, "give_up", first_row, end, to, name, sequence)
                 mover.pass_on(to, payload, rows)
-            self._ask(actor, "end_drain")
             self._ask(self.roster, "dismiss", number)
             del self.actors[number]
             cluster.refresh()
@@ -232,7 +232,7 @@ class Fleet:
             self._ask(actor, "end_move", arrived)
         if self._terms.url is None:
             return
-        left_out = sorted(set(self._ask(next(iter(self.actors.values())), "journals")) - set(self.actors))
+        left_out = sorted(set(journals_in_use(self._terms.url)) - set(self.actors))
         if left_out:
             self.end()
             raise ArgumentError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import ray
 
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
-from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, checked, together
+from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, together
 from holdall.cluster.protocol import ShardCounters, asked
 from holdall.cluster.roster import NAMESPACE, MemoryTerms, roster_of, wait_for_grant
 from holdall.cluster.security import join_cluster, require_safe_cluster
@@ -26,8 +25,8 @@ from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, schema_of
 from holdall.native import chosen_kernels, fallback
-from holdall.report import FieldReport, MemoryReport
-from holdall.sampling import ComposedSampler, Hindsight, Sampler
+from holdall.report import MemoryReport
+from holdall.sampling import ComposedSampler, Hindsight, Sampler, checked_priorities
 from holdall.schema import as_ids
 from holdall.storage import sliced_leaves
 from holdall.units import require_count
@@ -46,12 +45,12 @@ class MemoryHandle(Writer):
 
     Args:
         generator: Draws which shard a row comes from.
-        learner: Names the generators with which shards draw rows for this handle; 0: their own.
+        seeds: Whether it seeds the draws of shards, too; else each draws with a generator of its own.
     """
 
     def __init__(
         self, terms: MemoryTerms, sampler: Sampler, generator: np.random.Generator, device: str | None,
-        learner: int = 0,
+        *, seeds: bool,
     ) -> None:  # fmt: skip
         self.num_envs, self.name, self.sampler = schema_of(terms.words).num_envs, terms.name, sampler
         super().__init__(terms, self.num_envs)
@@ -59,8 +58,10 @@ class MemoryHandle(Writer):
         self._device = device
         self._asked: tuple[int, BatchesAhead] | None = None  # by `sample`: rows of a batch, and what draws them
         self._metrics = Gauges("learner", memory=self.name)
-        self._cluster = Cluster(self._terms, learner)
-        self._drawing = Drawing(self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss)
+        self._cluster = Cluster(self._terms)
+        self._drawing = Drawing(
+            self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss, seeds=seeds
+        )
         self._priorities = Priorities(self._cluster, self.sampler)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -152,10 +153,12 @@ class MemoryHandle(Writer):
         call.
         """
         self._require_open()
-        update = checked(self.sampler, ids, priorities)
+        drawn, found = checked_priorities(self.sampler, ids, priorities)
+        sampler: Any = self.sampler  # one with priorities
+        wanted = sampler.require(drawn, found)
         self.flush()
         self._drawing.updates += 1
-        self._priorities.send(*update)
+        self._priorities.send(wanted, found)
 
     def update(self, ids: Any, /, **columns: Any) -> None:
         """Refuse: shards hold what writers sent, and a restarted one reads that from its journal again."""
@@ -200,12 +203,8 @@ class MemoryHandle(Writer):
     def report(self) -> MemoryReport:
         """Account for the bytes that all shards hold, field by field."""
         self.flush()
-        known = self._cluster.refresh()
-        found = list(self._cluster.ask_all(known, "report").values())
-        fields = _added_up([field for each in found for field in each[0]])
-        transitions = sum(counters.transitions for counters in known.values())
-        slower = next((words for words in (*(each[1] for each in found), fallback()) if words), "")
-        return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known), fallback=slower)
+        found = self._cluster.ask_all(self._cluster.refresh(), "report")
+        return MemoryReport.added_up(found.values(), self._deliverer.nbytes, fallback())
 
     def _require_open(self) -> None:
         if self._closed:
@@ -270,8 +269,7 @@ def attach(
             rank = asked(find_roster, "enroll", patience_s=_ROSTER_S, timeout_s=None)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
-    learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
-    handle = MemoryHandle(terms, known, generator_of([entropy, rank]), device, learner)
+    handle = MemoryHandle(terms, known, generator_of([entropy, rank]), device, seeds=True)
     handle._cluster.refresh()  # so that the first batch is drawn from all shards
     return handle
 
@@ -284,13 +282,3 @@ def _same(known: Sampler, passed: Sampler | None) -> Sampler:
             f"{type(known).__name__}(...) with the same settings"
         )
     return passed
-
-
-def _added_up(fields: Sequence[Mapping[str, Any]]) -> tuple[FieldReport, ...]:
-    """Add up all numbers of the fields of one name; words are those of the first."""
-    found: dict[str, dict[str, Any]] = {}
-    for field in fields:
-        known = found.setdefault(field["name"], {})
-        for name, value in field.items():
-            known[name] = known.get(name, value) if isinstance(value, str) else known.get(name, 0) + value
-    return tuple(FieldReport(**known) for known in found.values())

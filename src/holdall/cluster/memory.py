@@ -104,7 +104,7 @@ class ReplayMemory(MemoryHandle):
             limit, len(shards.places),
         )  # fmt: skip
         self._fleet = Fleet(terms, seed, placement, resources)
-        super().__init__(terms, sampler, shards.generator, device)
+        super().__init__(terms, sampler, shards.generator, device, seeds=False)
         self._savers = checkpoint.Savers(chosen_kernels().coder)
         self._has_saved = False
         for number, saved in shards.places.items():

@@ -75,18 +75,16 @@ class RestartedError(ShardError):
     """A shard that does not know what it was asked before, as it was restarted since."""
 
 
-class Caller(NamedTuple):
-    """Who asks a shard for rows."""
-
-    machine: bytes  # that it runs on
-    learner: int = 0  # seeds the generator that draws; 0: the shard's own draws
-    handle: int = 0  # whose generator it is
-
-
 def this_machine() -> bytes:
     """Name the machine that this process runs on, as Ray counts machines."""
     node: str = ray.get_runtime_context().get_node_id()
     return node.encode()
+
+
+def this_node() -> str:
+    """Return the address of the machine that this process runs on, as Ray has it."""
+    address: Any = ray.util.get_node_ip_address  # it has no types
+    return str(address())
 
 
 class Ack(NamedTuple):

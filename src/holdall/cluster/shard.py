@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import pickle
 import secrets
 import threading
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -22,19 +22,21 @@ from numpy.typing import NDArray
 from holdall.batch import of_ids
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster import protocol
-from holdall.cluster.answer import BlockPlace, ChangeCount, Payload
-from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
+from holdall.cluster.answer import Payload, RowsPlace
+from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of
 from holdall.cluster.roster import NAMESPACE, MemoryTerms, is_restarted
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.status import Process, ShardMetrics
+from holdall.cluster.status import ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import generator_of
+from holdall.machine import HeldReader, anonymous_bytes, memory_limits
 from holdall.native import fallback
+from holdall.report import MemoryReport
 from holdall.schema import Array
+from holdall.shared import SharedCount
 
 GROUPS = {"insert": 32, "sample": 1, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind; one keeps calls in their order, as Ray does."""
-_MOST_LEARNERS = 1024
 Ids = NDArray[np.int64]
 
 
@@ -56,13 +58,12 @@ class Shard:
         self._number, self._memory, self._url = number, memory, url
         self._machine = protocol.this_machine()
         self._lock = threading.Lock()
-        self._process = Process()
+        self._held = HeldReader()
         self._metrics = ShardMetrics(memory, number)
         self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
         self._staged: dict[bytes, int] = {}  # of every writer: its last segment on the way to the journal
         self._is_closed = threading.Event()
-        self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
-        self._changes, self._written_changes = ChangeCount(), 0  # the latter when priorities were last written
+        self._changes, self._written_changes = SharedCount(), 0  # the latter when priorities were last written
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._committer: Committer | None = None
         self._data = ShardData(terms.words, terms.shard_rows, sampler, generator_of(seed), self._lock, neighbours)
@@ -91,7 +92,7 @@ class Shard:
         self._data.raise_highest(highest)
         if url is not None:
             self._committer = Committer(journal, self._data.store.next_tick, self._apply, self._changed_priorities)
-        self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": self._process.anonymous_bytes()})
+        self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": anonymous_bytes()})
 
     def _changed_priorities(self) -> dict[str, Any] | None:
         """Return the sampler's state for the journal, if it has changed since the last time."""
@@ -150,12 +151,12 @@ class Shard:
     @ray.method(concurrency_group="control")
     def trouble(self) -> str:
         """Say why segments are not acknowledged, if there is a reason."""
-        return "" if self._committer is None else self._committer.trouble
+        return "" if self._committer is None else self._committer.journal.trouble
 
     def _require_journal(self) -> None:
         """Refuse what a shard must not do any more whose journal another one has."""
-        if self._committer is not None and self._committer.fenced is not None:
-            raise self._committer.fenced
+        if self._committer is not None and self._committer.journal.fenced is not None:
+            raise self._committer.journal.fenced
 
     @ray.method(concurrency_group="sample")
     def ordered(self, packed: bytes) -> Any:
@@ -164,45 +165,37 @@ class Shard:
         return getattr(self, method)(*arguments)
 
     def sample(
-        self, caller: protocol.Caller, counts: list[tuple[int, int]], blocks: list[BlockPlace]
+        self, machine: bytes, seed: int, counts: list[tuple[int, int]], blocks: list[RowsPlace]
     ) -> Payload | protocol.ShardCounters:
         """Draw rows of some batches; of an empty shard, return the counters alone.
 
         Args:
+            machine: That who asks runs on.
+            seed: What rows are drawn with; 0: the shard's own generator, for the one whose memory this is.
             counts: See `ShardData.draw`.
             blocks: Of every batch, where its rows are written if that can be; nothing: they are in the answer.
         """
         with self._metrics.timed("sample"):
             self._require_journal()
-            is_near = caller.machine == self._machine
+            is_near = machine == self._machine
             with self._lock:
                 counters = self._counters()
                 if counters.mass == 0:
                     return counters
-                drawn = self._data.draw(counts, self._generator_of(caller))
+                drawn = self._data.draw(counts, generator_of(seed) if seed else None)
                 found = self._data.found(counters, drawn, counts, is_near=is_near)
             counted_at = self._changes.place if is_near else None
             return self._data.answer(found, counts, blocks, is_near=is_near, counted_at=counted_at)
 
-    def _generator_of(self, caller: protocol.Caller) -> np.random.Generator:
-        """Return what rows are drawn with for a handle; the one whose memory this is draws with the shard's own."""
-        if caller.learner == 0:
-            return self._data.generator
-        known = self._generators.pop(caller.handle, None)
-        found = self._generators[caller.handle] = known or generator_of([caller.learner, self._number, self._epoch])
-        if len(self._generators) > _MOST_LEARNERS:
-            del self._generators[next(iter(self._generators))]
-        return found
-
-    def gather(self, caller: protocol.Caller, rows: Ids) -> Payload:
+    def gather(self, machine: bytes, rows: Ids) -> Payload:
         """Return rows by their numbers."""
-        is_near = caller.machine == self._machine
+        is_near = machine == self._machine
         with self._lock:
             self._data.held().require(rows)
             found = self._data.found(self._counters(), of_ids(rows), [(len(rows), 0)], is_near=is_near)
         return self._data.answer(found, is_near=is_near)
 
-    def update_priorities(self, _: protocol.Caller, rows: Ids, priorities: Array) -> protocol.ShardCounters:
+    def update_priorities(self, rows: Ids, priorities: Array) -> protocol.ShardCounters:
         """Set the priorities of rows; those that left are passed over."""
         sampler: Any = self._data.sampler
         with self._lock:
@@ -230,12 +223,16 @@ class Shard:
 
     @ray.method(concurrency_group="control")
     def oldest(self) -> tuple[bytes, int, int, int]:
-        """Return the oldest segment, its rows, the first of them, and the row behind it; none: no bytes."""
+        """Return the oldest segment, its rows, the first of them, and the row behind it.
+
+        No bytes: all have arrived elsewhere, since each is asked for when the one before has.
+        """
         with self._lock:
             store = self._data.store
-            if store.transitions == 0:
-                return b"", 0, store.next_tick, store.next_tick
-            first, segment = self._data.segment_at(store.first_tick)
+            first, segment = self._data.segment_at(store.first_tick) if store.transitions else (0, None)
+        if segment is None:
+            self._say(move=None, drained=True)
+            return b"", 0, 0, 0
         return self._data.packed(segment), segment.rows.ticks, first, first + segment.rows.ticks
 
     @ray.method(concurrency_group="control")
@@ -254,7 +251,7 @@ class Shard:
     def _say(self, **changes: Any) -> None:
         """Have the journal, if there is one, say more of this shard, see `JournalState`."""
         if self._committer is not None:
-            self._committer.record(lambda journal: journal.say(**changes))
+            self._committer.journal.say(**changes)
 
     @ray.method(concurrency_group="control")
     def move(self) -> tuple[int, bytes, int] | None:
@@ -276,17 +273,7 @@ class Shard:
             self._changes.raise_by_one()
         self._say(hidden_before=first_row, move=None)
 
-    @ray.method(concurrency_group="control")
-    def end_drain(self) -> None:
-        """Hear that all segments have arrived elsewhere."""
-        self._say(move=None, drained=True)
-
-    @ray.method(concurrency_group="control")
-    def journals(self) -> list[int]:
-        """Return the shards whose journals lie beside this one's, and hold something as far as is known."""
-        return [] if self._url is None else journals_in_use(self._url)
-
-    def begin_save(self, _: protocol.Caller, url: str) -> int:
+    def begin_save(self, url: str) -> int:
         """Begin a checkpoint of this moment at a place of this shard's own; return what `end_save` is called with."""
         with self._lock:
             number = secrets.randbits(62)  # unlike those of an earlier life
@@ -304,7 +291,7 @@ class Shard:
     def end_saves(self) -> None:
         """Wait for checkpoints that are under way, and let others write there; make priorities durable."""
         self._data.end_saves()
-        if self._committer is not None and self._committer.fenced is None:
+        if self._committer is not None and self._committer.journal.fenced is None:
             self._committer.write_priorities()
 
     @ray.method(concurrency_group="control")
@@ -316,7 +303,11 @@ class Shard:
     @ray.method(concurrency_group="control")
     def process(self) -> dict[str, Any]:
         """Say where this shard runs, what its process takes, and how it stands, as plain numbers and text."""
-        return self._figures() | self._process.words()
+        held, limit = self._held.read(), memory_limits()[0]
+        return self._figures() | {
+            "node": protocol.this_node(), "pid": os.getpid(), "uss_bytes": held.unique, "pss_bytes": held.proportional,
+            "limit": limit.name, "limit_bytes": limit.total_bytes, "limit_free_bytes": limit.free_bytes,
+        }  # fmt: skip
 
     def _figures(self) -> dict[str, Any]:
         with self._lock:
@@ -331,10 +322,11 @@ class Shard:
             }
 
     @ray.method(concurrency_group="control")
-    def report(self) -> tuple[list[dict[str, Any]], str]:
-        """Account for every field, as plain numbers and text; say what is done without compiled code."""
+    def report(self) -> MemoryReport:
+        """Account for every field; say what is done without compiled code."""
         with self._lock:
-            return [asdict(field) for field in self._data.store.report()], fallback()
+            store = self._data.store
+            return MemoryReport(store.transitions, tuple(store.report()), 0, store.segments, fallback=fallback())
 
     def _apply(self, staged: list[Staged]) -> int:
         """Show what is durable now; return the first row that is still needed."""
@@ -351,7 +343,8 @@ class Shard:
         data, store = self._data, self._data.store
         backlog = 0 if self._committer is None else self._committer.backlog
         rows = (store.first_tick, store.next_tick, store.transitions)
-        mass, highest = data.mass(), data.highest  # in this order: what is new gets its priority with the first
+        mass = data.mass()  # first: what is new gets its priority with it
+        highest = data.likelihood.highest
         changes = self._changes.value
         return protocol.ShardCounters(self._epoch, *rows, data.inserted, changes, backlog, mass, highest)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from holdall import storage
 from holdall.batch import Draw, of_ids
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, runs_of, runs_state
-from holdall.cluster.answer import Answer, AnswerPacker, BlockPlace, Pair, Payload, block_bytes, block_leaves, pairs_in
+from holdall.cluster.answer import Answer, AnswerPacker, Pair, Payload, RowsPlace, block_bytes, block_leaves, pairs_in
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
 from holdall.delivery import DrawnRows, ObservationAssembler, Prefetched
@@ -27,18 +27,9 @@ from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.machine import memory_limits
 from holdall.native import chosen_kernels
-from holdall.sampling import (
-    ComposedSampler,
-    Held,
-    Hindsight,
-    Prioritized,
-    RowOrder,
-    Sampler,
-    WriterRun,
-    followed,
-    resume,
-)
+from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun, resume
 from holdall.schema import Leaf, Schema
+from holdall.shared import BlockPlace
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
@@ -75,8 +66,7 @@ class ShardData:
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[storage.Codec, storage.Codec] = {}
         self._runs: deque[WriterRun] = deque()
-        self._by = followed(sampler)
-        self._starts = Prioritized(alpha=0.0)  # counts what a sequence may begin with
+        self.likelihood = Likelihood(sampler)
         self._order: RowOrder | None = None
         self.store = self.begin_at(0)
 
@@ -145,16 +135,16 @@ class ShardData:
 
     def _resume_priorities(self, journal: Journal) -> None:
         """Go on with the priorities that the journal has, if they were made with the same settings."""
-        saved, by = journal.priorities, self._by
-        if saved is not None and isinstance(by, Prioritized) and [by.alpha, by.floor] == saved["settings"]:
-            resume(by, {"kind": Prioritized.__name__, "state": saved}, self.capacity, self.store.first_tick)
+        saved, by = journal.priorities, self.likelihood.prioritized
+        if saved is not None and by is not None and [by.alpha, by.floor] == saved["settings"]:
+            resume(by, {"kind": type(by).__name__, "state": saved}, self.capacity, self.store.first_tick)
 
     def priorities(self) -> dict[str, Any] | None:
         """Return all that `replay` needs of a sampler with priorities; None of one without."""
-        by = self._by
-        if not isinstance(by, Prioritized) or self.store.next_tick == self.store.first_tick:
+        by = self.likelihood.prioritized
+        if by is None or self.store.next_tick == self.store.first_tick:
             return None
-        by.mass(self._startable())  # so that what is new has a priority
+        self.mass()  # so that what is new has a priority
         state = by.state()
         used = state["scaled"][: self.store.next_tick]  # a shard that was never full has nothing behind
         return state | {"scaled": used, "settings": [by.alpha, by.floor]}
@@ -232,14 +222,11 @@ class ShardData:
             batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
             order = np.lexsort((draw.ids, batch))
             draw = of_ids(draw.ids[order])
-        first, by = draw.ids, self._by
-        if isinstance(self.sampler, ComposedSampler):
-            first = self.sampler.first_ids(first)
-        scaled = by.scaled(self._startable(), first) if isinstance(by, Prioritized) else np.ones(len(first))
+        scaled = self.likelihood.of(self.held(), draw.ids)
         return Answer(counters, draw, scaled, DrawnRows.of(draw, self.store, storage.fresh_bytes), order)
 
     def answer(
-        self, found: Answer, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = (),
+        self, found: Answer, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[RowsPlace] = (),
         *, is_near: bool = False, counted_at: BlockPlace | None = None,
     ) -> Payload:  # fmt: skip
         """Decode what was looked up, and pack it; that takes no lock.
@@ -256,33 +243,18 @@ class ShardData:
         return self._packer.pack(found._replace(found=decoded, counted_at=counted_at), is_near=is_near)
 
     def mass(self) -> float:
-        """Return what draws are in proportion to: transitions, starts of sequences, or the sum of scaled priorities."""
-        if self.store.next_tick == self.store.first_tick:
-            return 0.0
-        startable = self._startable()
-        if isinstance(self._by, Prioritized):
-            return self._by.mass(startable)
-        return float(self.store.transitions) if startable.only is None else self._starts.mass(startable)
-
-    @property
-    def highest(self) -> float:
-        """The scaled priority of a new row; 0 where there are none."""
-        return self._by.highest if isinstance(self._by, Prioritized) else 0.0
+        """Return what draws are in proportion to, see `Likelihood.total`."""
+        return self.likelihood.total(self.held())
 
     def raise_highest(self, scaled: float) -> None:
         """Give the rows that come from now on no lower priority than this one."""
-        if isinstance(self._by, Prioritized):
-            self._by.raise_highest(self._startable(), scaled)
+        self.likelihood.raise_highest(self.held(), scaled)
 
     def held(self) -> Held:
         """Describe the rows that can be drawn."""
         if self._order is not None:
             self._order.forget_before(self.store.first_tick)
         return Held(self.store.first_tick, self.store.next_tick, 1, self.capacity, self.store, order=self._order)
-
-    def _startable(self) -> Held:
-        """Describe the rows that can be drawn as the first of what a batch holds."""
-        return self.sampler.starts(self.held()) if isinstance(self.sampler, ComposedSampler) else self.held()
 
 
 class ShardReader:
@@ -302,7 +274,7 @@ class ShardReader:
         self._blocks = OpenedBlocks(block_leaves(schema, large))
 
     def read(
-        self, found: storage.Rows | None, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = ()
+        self, found: storage.Rows | None, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[RowsPlace] = ()
     ) -> Any:
         """Return rows with all of their observations; those that could be written to blocks are not among them.
 
@@ -325,7 +297,7 @@ class ShardReader:
         return found._replace(small={}, large=(), places=None)
 
     def _write(
-        self, found: storage.Rows, places: storage.Places, some: slice, block: BlockPlace, pairs: Mapping[int, Pair]
+        self, found: storage.Rows, places: storage.Places, some: slice, block: RowsPlace, pairs: Mapping[int, Pair]
     ) -> None:
         """Write the rows of one batch to where they belong in its block."""
         rows = np.frombuffer(block.positions, np.int64).copy() if block.positions else None
@@ -340,22 +312,20 @@ class ShardReader:
 
 
 class OpenedBlocks:
-    """Blocks of learners on this machine, as a shard writes to them."""
+    """Blocks of learners on this machine, as a shard writes to them. Not locked: a shard makes one answer at a time."""
 
     def __init__(self, leaves: dict[int, Leaf]) -> None:
         self._leaves = leaves
-        self._lock = threading.Lock()  # a shard answers several calls at a time
-        self._opened: dict[tuple[str, int], tuple[BlockPlace, dict[int, Pair]]] = {}  # by name and rows
+        self._opened: dict[tuple[BlockPlace, int], dict[int, Pair]] = {}  # by place and rows
 
-    def pairs(self, place: BlockPlace) -> dict[int, Pair] | None:
+    def pairs(self, place: RowsPlace) -> dict[int, Pair] | None:
         """Return where the rows of a batch are written; None if the block is not within reach."""
-        with self._lock:
-            found = self._opened.get((place.name, place.rows))
-            if found is None:
-                # Those that their learners gave up take memory for as long as they are open here.
-                self._opened = {key: known for key, known in self._opened.items() if known[0].is_there}
-                memory = place.opened(block_bytes(self._leaves.values(), place.rows))
-                if memory is None:
-                    return None
-                found = self._opened[place.name, place.rows] = place, dict(pairs_in(memory, self._leaves, place.rows))
-        return found[1]
+        found = self._opened.get((place.block, place.rows))
+        if found is None:
+            # Those that their learners gave up take memory for as long as they are open here.
+            self._opened = {key: pairs for key, pairs in self._opened.items() if key[0].is_there}
+            memory = place.block.opened(block_bytes(self._leaves, place.rows))
+            if memory is None:
+                return None
+            found = self._opened[place.block, place.rows] = pairs_in(memory, self._leaves, place.rows)
+        return found

@@ -8,7 +8,6 @@ the shards do. A segment goes to the less filled of two shards; it needs none of
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import secrets
 import threading
@@ -25,13 +24,12 @@ import ray
 import xxhash
 
 from holdall import storage
-from holdall.background import end_before_python
-from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardList
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, ShardList
 from holdall.cluster.roster import MemoryTerms, wait_for_grant
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
-from holdall.schema import Bytes, Schema
+from holdall.schema import Schema
 
 _SEGMENT_ROWS = 128
 _WAIT_S = 0.05
@@ -54,7 +52,7 @@ class LaneGroup:
         self._roster, self._kernels = terms.roster(), chosen_kernels()
         count = schema.num_envs
         self.encoder = storage.Encoder(schema, count, max(1, _SEGMENT_ROWS // count), self._kernels)
-        self._codecs = SharedCodecs(self._roster, self._kernels.coder, self.encoder, count, terms.prefer)
+        self._codecs = storage.EncoderCodecs(self.encoder, self._kernels.coder, terms.prefer, self._agreed)
         self._generator = np.random.default_rng()
         self._home, self._stay_rows = -1, terms.stay_rows  # the shard on which it stays while episodes go on
         self.streams: dict[int, SegmentStream] = {}
@@ -168,9 +166,15 @@ class LaneGroup:
         self._left.add(shard)
         self._look_around(now=True)
 
-    def next_of_others(self) -> tuple[int, bytes, int]:
-        """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments."""
+    def next_of_others(self, known: Mapping[int, ShardCounters]) -> tuple[int, bytes, int]:
+        """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments.
+
+        Args:
+            known: How the shards stand: it goes to the less filled of two.
+        """
         self.flush()
+        for number in known.keys() & self.streams.keys():
+            self.streams[number].counters = known[number]
         stream = self._roomy()
         return stream.number, self._name, stream.sequence
 
@@ -195,83 +199,13 @@ class LaneGroup:
             taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
         self._open_to = taking
 
-
-_ENOUGH = 512
-"""Slices that a choice is made on."""
-_HARDLY_MORE = 1.03
-_QUICK_LEVEL = 7
-"""Zstandard's last level that is quick: those above take far longer for frames of a game, and hardly less room."""
-
-
-_Key = tuple[int, storage.Window]
-"""A field, and how it is cut."""
-
-
-class SharedCodecs:
-    """The codecs that one writer uses: those that the memory's first writer chose for the same fields.
-
-    Args:
-        prefer: How much slower sampling may get, see `holdall.ReplayMemory`.
-    """
-
-    def __init__(self, roster: Any, coder: storage.Coder, encoder: storage.Encoder, lanes: int, prefer: str) -> None:
-        self._roster, self._coder, self._encoder, self._lanes = roster, coder, encoder, lanes
-        self._cap = storage.COST_CAPS[prefer]
-        self._codecs: dict[_Key, storage.Codec | None] = {}  # None: it is being chosen
-        self._samples: dict[_Key, list[Bytes]] = {}
-
-    def of_fields(self) -> dict[int, storage.Codec]:
-        """Return the codecs of the fields of a segment that is about to be closed, as far as they were chosen."""
-        chosen = {}
-        for number, field in enumerate(self._encoder.fields):
-            self._look((number, field.window), field.raw)
-            if (codec := self._codecs.get((number, field.window))) is not None:
-                chosen[number] = codec
-        return chosen
-
-    def _look(self, key: _Key, slices: Bytes) -> None:
-        """Keep some slices of a field that has no codec yet, until there are enough to storage.choose one."""
-        if key in self._codecs:
-            return
-        kept = self._samples.setdefault(key, [])
-        held = sum(map(len, kept))
-        if held < _ENOUGH:
-            kept.append(slices[: _ENOUGH - held].copy())
-            return
-        self._codecs[key] = None
-        work = (key, np.concatenate(self._samples.pop(key)))
-        thread = threading.Thread(target=self._choose, args=work, name="holdall-codec", daemon=True)
-        end_before_python(thread)
-        thread.start()
-
-    def _choose(self, key: _Key, slices: Bytes) -> None:
-        """Ask for the codec of a field, and choose one if there is none; if that fails, it is tried again later."""
-        (field, window), asked = key, json.dumps([key[0], key[1].words()])
+    def _agreed(self, field: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the codec that the memory's first writer chose for a field; None: it is asked again later."""
         try:
-            words = ray.get(self._roster.codec.remote(asked))
-            if words is None:
-                # A segment stands for itself: a dictionary would have to follow it wherever it goes.
-                leaf = self._encoder.leaves[field]
-                chosen = storage.choose(
-                    self._coder, leaf, window, slices, self._cap, 1, self._lanes, has_dictionary=False
-                )
-                words = storage.codec_words(_quicker(self._coder, chosen, slices))
-                words = ray.get(self._roster.codec.remote(asked, words))
-            self._codecs[key] = storage.codec_of(words, {})
+            words: dict[str, Any] | None = ray.get(self._roster.codec.remote(field))
+            return ray.get(self._roster.codec.remote(field, choose())) if words is None else words
         except ray.exceptions.RayError:
-            del self._codecs[key]
-
-
-def _quicker(coder: storage.Coder, codec: storage.Codec, slices: Bytes) -> storage.Codec:
-    """Return the codec at a lower level if that takes hardly more bytes: steps of an environment wait for it."""
-    sealed = coder.seal(slices, codec)
-    if sealed is None:
-        return codec
-    for quick in (codec.hurried(), replace(codec, level=min(codec.level, _QUICK_LEVEL))):
-        found = coder.seal(slices, quick)
-        if found is not None and found.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes:
-            return quick
-    return codec
+            return None
 
 
 _OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall.cluster.journal import Slots
+from holdall.checkpoint import Slots
 from holdall.cluster.protocol import Ack
 from holdall.cluster.shard import Shard
 from holdall.json_state import schema_words
