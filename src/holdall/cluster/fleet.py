@@ -17,15 +17,14 @@ from typing import Any
 import ray
 
 from holdall.cluster.journal import journals_in_use
-from holdall.cluster.protocol import MOST_SHARDS, asked
+from holdall.cluster.protocol import MOST_SHARDS, GoneError, SegmentStream, asked
 from holdall.cluster.roster import NAMESPACE, MemoryTerms, Roster
 from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import Cluster
-from holdall.cluster.writer import LaneGroup
 from holdall.errors import ArgumentError, ShardError
 from holdall.sampling import Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.storage import COST_CAPS
-from holdall.units import require_number
+from holdall.units import require_choice, require_number
 
 _TALKS = 16
 """Questions that the roster hears at a time."""
@@ -65,9 +64,7 @@ _CHOICES: dict[str, Collection[str]] = {
 def require_settings(url: str | os.PathLike[str] | None, patience_s: float | None, **chosen: str) -> None:
     """Refuse settings of a memory that do not hold, see `holdall.ray.ReplayMemory`."""
     for argument, value in chosen.items():
-        if value not in _CHOICES[argument]:
-            known = ", ".join(_CHOICES[argument])
-            raise ArgumentError(f"{argument} ({value!r}) must be one of {known}; pass one of these")
+        require_choice(argument, value, _CHOICES[argument])
     if patience_s is not None:
         require_number("patience_s", patience_s, 0.1)
     if (url is None) == (chosen["durability"] == "segment"):
@@ -142,6 +139,8 @@ class Fleet:
         self._shard = shard(Shard)
         self.actors: dict[int, Any] = {}
         self._next = 0
+        self._mover = secrets.token_bytes(16)  # as whose segments those of shards that are drained are sent
+        self._moves: dict[int, SegmentStream] = {}
         nodes: Any = ray.nodes  # it has no types
         machines = sum(bool(node["Alive"]) for node in nodes()) if placement == "spread" else 1
         self._made_with = (terms, seed, -(-terms.shards // max(1, machines)))
@@ -200,23 +199,42 @@ class Fleet:
                 "again; the memory is as before"
             )
 
-    def drain(self, number: int, mover: LaneGroup, cluster: Cluster) -> None:
-        """Move what a shard holds to the others, and end it."""
+    def drain(self, number: int, cluster: Cluster) -> None:
+        """Move what a shard holds to the others, each segment to the least filled of them, and end it."""
         with self._lock:
             if number not in self.actors or len(self.actors) == 1:
                 raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self.actors)}")
             actor = self.actors[number]
             self._ask(actor, "close_to_writers")
-            mover.leave(number)
+            for stream in self._moves.values():  # what a drain that ended with an error has left under way
+                stream.flush()
             while (oldest := self._ask(actor, "oldest"))[0]:
-                payload, rows, first_row, end = oldest
-                to, name, sequence = mover.next_of_others(cluster.refresh())
-                self._ask(actor, "give_up", first_row, end, to, name, sequence)
-                mover.pass_on(to, payload, rows)
+                self._move(number, oldest, cluster)
             self._ask(self.roster, "dismiss", number)
             del self.actors[number]
+            self._moves.pop(number, None)
             cluster.refresh()
             self._end(number, actor)
+
+    def _move(self, number: int, oldest: tuple[bytes, int, int, int], cluster: Cluster) -> None:
+        """Move a segment; if the shard that it goes to turns out to be gone with all that it held, to another one."""
+        payload, rows, first_row, end = oldest
+        while True:
+            filled = {to: known.inserted for to, known in cluster.refresh().items() if to in self.actors}
+            filled.pop(number, None)
+            if not filled:
+                raise ShardError("no other shard answers; call drain_shard() again when one does")
+            to = min(filled, key=filled.__getitem__)
+            new = SegmentStream(self.actors[to], to, self._mover, self._terms.writer_patience_s)
+            stream = self._moves.setdefault(to, new)
+            self._ask(self.actors[number], "give_up", first_row, end, to, self._mover, stream.sequence)
+            try:
+                stream.send(payload, rows)
+                return stream.flush()
+            except GoneError:
+                if self._terms.url is not None:
+                    raise
+                del self._moves[to]
 
     def settle(self) -> None:
         """Wait until the shards are up; have segments that an earlier memory was moving be where they arrived.

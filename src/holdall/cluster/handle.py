@@ -22,7 +22,7 @@ from holdall.cluster.security import join_cluster, require_safe_cluster
 from holdall.cluster.status import Cluster, Gauges, ShardStatus
 from holdall.cluster.writer import Writer
 from holdall.delivery import Loader
-from holdall.errors import ArgumentError, ClosedError
+from holdall.errors import ArgumentError
 from holdall.json_state import generator_of, schema_of
 from holdall.native import chosen_kernels, fallback
 from holdall.report import MemoryReport
@@ -47,6 +47,8 @@ class MemoryHandle(Writer):
         generator: Draws which shard a row comes from.
         seeds: Whether it seeds the draws of shards, too; else each draws with a generator of its own.
     """
+
+    _what = "memory"
 
     def __init__(
         self, terms: MemoryTerms, sampler: Sampler, generator: np.random.Generator, device: str | None,
@@ -205,10 +207,6 @@ class MemoryHandle(Writer):
         self.flush()
         found = self._cluster.ask_all(self._cluster.refresh(), "report")
         return MemoryReport.added_up(found.values(), self._deliverer.nbytes, fallback())
-
-    def _require_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the memory was closed; make a new ReplayMemory")
 
     def _only_counters(self) -> ShardCounters:
         self.flush()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,11 +32,12 @@ _FULL_EVERY = 32
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A block that was accepted."""
+    """A segment that was accepted."""
 
     writer: bytes
     sequence: int
     payload: bytes
+    segment: SealedSegment | None = None  # what the bytes say, before they are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class SegmentMove:
-    """A block that is hidden here, and on its way to another shard."""
+    """A segment that is hidden here, and on its way to another shard."""
 
     memory: str  # by whose doing
     shard: int
@@ -286,13 +287,6 @@ _OWNED_S = 5.0
 _LOG = logging.getLogger("holdall")
 
 
-class Staged(NamedTuple):
-    """A segment on its way to the journal."""
-
-    entry: Entry
-    segment: SealedSegment
-
-
 class Committer:
     """Writes what is staged: whoever waits for it first writes all that waits, and the others find it done.
 
@@ -302,14 +296,14 @@ class Committer:
     """
 
     def __init__(
-        self, journal: Journal, next_row: int, apply: Callable[[list[Staged]], int],
+        self, journal: Journal, next_row: int, apply: Callable[[Sequence[Entry]], int],
         priorities: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.journal, self._apply, self._priorities = journal, apply, priorities
         journal.waits = True
         self._next_row, self._priorities_due, self._slots = next_row, 0.0, 0
-        self._waiting: deque[Staged] = deque()
-        self.staged = self._committed = 0  # segments
+        self._waiting: deque[Entry] = deque()
+        self._staged = self._committed = 0  # segments
         self._staged_bytes = self._committed_bytes = 0
         threading.Thread(target=self._watch, name="holdall-journal", daemon=True).start()
 
@@ -318,15 +312,15 @@ class Committer:
         """Bytes that wait to be made durable."""
         return self._staged_bytes - self._committed_bytes
 
-    def stage(self, staged: Staged) -> int:
-        """Have a segment written; return what `commit` waits for it with. The shard's lock keeps them in order."""
-        self._waiting.append(staged)
-        self._staged_bytes += len(staged.entry.payload)
-        self.staged += 1
-        return self.staged
+    def stage(self, entry: Entry) -> None:
+        """Have a segment written. The shard's lock keeps them in order."""
+        self._waiting.append(entry)
+        self._staged_bytes += len(entry.payload)
+        self._staged += 1
 
-    def commit(self, staged: int) -> None:
-        """Return when the segments up to this one can be drawn; FencedError if another shard has the journal."""
+    def commit(self) -> None:
+        """Return when all segments so far can be drawn; FencedError if another shard has the journal."""
+        staged = self._staged
         while self._committed < staged:
             with self.journal.writing:
                 if self._committed < staged:
@@ -350,7 +344,7 @@ class Committer:
                     self.write_priorities()
                 self.journal.require_owned()
 
-    def _next_slot(self) -> list[Staged]:
+    def _next_slot(self) -> list[Entry]:
         if not self._waiting:
             raise ShardError(
                 f"{self.journal.url} has segments that could not be shown; restart the shard, and report this"
@@ -358,15 +352,14 @@ class Committer:
         taken, nbytes = [], 0
         while self._waiting and nbytes < SLOT_BYTES:
             taken.append(self._waiting.popleft())
-            nbytes += len(taken[-1].entry.payload)
+            nbytes += len(taken[-1].payload)
         return taken
 
-    def _write(self, batch: list[Staged]) -> None:
-        entries = [each.entry for each in batch]
+    def _write(self, entries: list[Entry]) -> None:
         self.journal.append(entries, self._next_row)
-        self._next_row += sum(each.segment.rows.ticks * each.segment.lanes for each in batch)
-        needed = self._apply(batch)
-        self._committed += len(batch)
+        needed = self._apply(entries)
+        self._next_row += sum(each.segment.rows.ticks * each.segment.lanes for each in entries if each.segment)
+        self._committed += len(entries)
         self._committed_bytes += sum(len(entry.payload) for entry in entries)
         self._slots += 1
         if self._slots % _TRIM_EVERY == 0:

@@ -27,7 +27,7 @@ from holdall.cluster.handle import MemoryHandle
 from holdall.cluster.learner import saved_by
 from holdall.cluster.roster import MemoryTerms, RateLimit
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.writer import LaneGroup, Writer
+from holdall.cluster.writer import Writer
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
@@ -129,13 +129,7 @@ class ReplayMemory(MemoryHandle):
         again; with journals every transition is there once, whatever is killed meanwhile.
         """
         self.flush()
-        with self._lock:
-            terms = replace(self._terms, sampler=Uniform())  # so that each segment may go elsewhere
-            mover = LaneGroup(terms, replace(self.schema, num_envs=1), slice(None), spread=None)
-            try:
-                self._fleet.drain(number, mover, self._cluster)
-            finally:
-                mover.flush()
+        self._fleet.drain(number, self._cluster)
 
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> checkpoint.SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.

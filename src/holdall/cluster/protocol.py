@@ -96,11 +96,6 @@ class Ack(NamedTuple):
     refused: str = ""  # why the next segment will never be accepted
 
 
-def is_newer(counters: ShardCounters, known: ShardCounters | None) -> bool:
-    """Whether a shard said this after what is known; calls may overtake each other."""
-    return known is None or (counters.epoch, counters.changes) >= (known.epoch, known.changes)
-
-
 class GoneError(ShardError):
     """A shard that will not come back."""
 

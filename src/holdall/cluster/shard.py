@@ -13,6 +13,7 @@ import os
 import pickle
 import secrets
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from holdall.batch import of_ids
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster import protocol
 from holdall.cluster.answer import Payload, RowsPlace
-from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of
+from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, journal_of
 from holdall.cluster.roster import NAMESPACE, MemoryTerms, is_restarted
 from holdall.cluster.shard_data import ShardData
 from holdall.cluster.status import ShardMetrics
@@ -34,6 +35,7 @@ from holdall.native import fallback
 from holdall.report import MemoryReport
 from holdall.schema import Array
 from holdall.shared import SharedCount
+from holdall.storage import SealedSegment
 
 GROUPS = {"insert": 32, "sample": 1, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind; one keeps calls in their order, as Ray does."""
@@ -61,7 +63,6 @@ class Shard:
         self._held = HeldReader()
         self._metrics = ShardMetrics(memory, number)
         self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
-        self._staged: dict[bytes, int] = {}  # of every writer: its last segment on the way to the journal
         self._is_closed = threading.Event()
         self._changes, self._written_changes = SharedCount(), 0  # the latter when priorities were last written
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
@@ -128,24 +129,22 @@ class Shard:
                     break
             with self._lock:
                 expected, is_closed = self._expected.get(writer, 0), self._is_closed.is_set()
-                staged = self._staged.get(writer, 0)
             if self._committer is not None:  # the writer forgets what was accepted: nothing of it may still be lost
-                self._committer.commit(staged)
+                self._committer.commit()
             with self._lock:
                 return protocol.Ack(expected, self._counters(), is_closed, refused)
 
     def _stage(self, writer: bytes, number: int, payload: bytes) -> None:
         """Have a segment taken over, if it is the next one of its writer."""
         segment = self._data.unpacked(payload)
-        staged = Staged(Entry(writer, number, payload), segment)
         with self._lock:
             if number != self._expected.get(writer, 0) or self._is_closed.is_set():
                 return
             self._data.store.require(segment)
             if self._committer is None:
-                self._take(staged)
+                self._take(writer, segment)
             else:
-                self._staged[writer] = self._committer.stage(staged)
+                self._committer.stage(Entry(writer, number, payload, segment))
             self._expected[writer] = number + 1
 
     @ray.method(concurrency_group="control")
@@ -218,7 +217,7 @@ class Shard:
         with self._lock:
             self._is_closed.set()
         if self._committer is not None:
-            self._committer.commit(self._committer.staged)
+            self._committer.commit()
             self._say(closed_by=self._memory)
 
     @ray.method(concurrency_group="control")
@@ -328,16 +327,17 @@ class Shard:
             store = self._data.store
             return MemoryReport(store.transitions, tuple(store.report()), 0, store.segments, fallback=fallback())
 
-    def _apply(self, staged: list[Staged]) -> int:
+    def _apply(self, entries: Sequence[Entry]) -> int:
         """Show what is durable now; return the first row that is still needed."""
         with self._lock:
-            for each in staged:
-                self._take(each)
+            for entry in entries:
+                self._take(entry.writer, entry.segment)
             return self._data.store.first_tick
 
-    def _take(self, staged: Staged) -> None:
-        self._data.take(staged.entry.writer, staged.segment)
-        self._changes.raise_by_one()
+    def _take(self, writer: bytes, segment: SealedSegment | None) -> None:
+        if segment is not None:
+            self._data.take(writer, segment)
+            self._changes.raise_by_one()
 
     def _counters(self) -> protocol.ShardCounters:
         data, store = self._data, self._data.store

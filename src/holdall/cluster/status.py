@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 from ray.util import metrics
 
-from holdall.cluster.protocol import RestartedError, ShardCounters, ShardList, is_newer, received
+from holdall.cluster.protocol import RestartedError, ShardCounters, ShardList, received
 from holdall.shared import BlockPlace, SeenCount
 
 if TYPE_CHECKING:
@@ -240,8 +240,8 @@ class Cluster:
             if member is None:
                 return
             known, member.lost = member.counters, member.lost and not answers
-            if not is_newer(counters, known):
-                return
+            if known is not None and (counters.epoch, counters.changes) < (known.epoch, known.changes):
+                return  # calls may overtake each other
             member.counters = counters
             if known is not None and known.epoch != counters.epoch:  # it counts its changes elsewhere now
                 member.count = None

@@ -24,7 +24,7 @@ import ray
 import xxhash
 
 from holdall import storage
-from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, ShardList
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardList
 from holdall.cluster.roster import MemoryTerms, wait_for_grant
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
@@ -161,29 +161,6 @@ class LaneGroup:
                 with self._rerouting(least):
                     least.send(segment.payload, segment.rows)
 
-    def leave(self, shard: int) -> None:
-        """Send no more segments to a shard."""
-        self._left.add(shard)
-        self._look_around(now=True)
-
-    def next_of_others(self, known: Mapping[int, ShardCounters]) -> tuple[int, bytes, int]:
-        """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments.
-
-        Args:
-            known: How the shards stand: it goes to the less filled of two.
-        """
-        self.flush()
-        for number in known.keys() & self.streams.keys():
-            self.streams[number].counters = known[number]
-        stream = self._roomy()
-        return stream.number, self._name, stream.sequence
-
-    def pass_on(self, to: int, payload: bytes, rows: int) -> None:
-        """Send a segment that another shard held; it is acknowledged when this returns."""
-        with self._rerouting(self.streams[to]):
-            self.streams[to].send(payload, rows)
-        self.flush()
-
     def _look_around(self, now: bool = False) -> None:
         """Ask which shards there are, from time to time, or at once."""
         self._list.look(now=now)
@@ -228,6 +205,8 @@ class Writer:
         num_envs: Lanes of this writer. Where episodes have to stay together, they go to the shards in groups.
         spread: Shards that it sends to, chosen at random; None: all of them.
     """
+
+    _what = "writer"
 
     def __init__(self, terms: MemoryTerms, num_envs: int, spread: int | None = None) -> None:
         self._terms, self._lanes, self._spread, self._closed = terms, num_envs, spread, False
@@ -360,7 +339,7 @@ class Writer:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ClosedError("the writer was closed; make a new one with memory.writer()")
+            raise ClosedError(f"the {self._what} was closed; make a new one")
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> storage.Tick:
         return storage.Tick.fitted(self.schema, leading, self._groups[0].encoder.reward_dtype, *arguments)

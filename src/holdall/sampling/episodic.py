@@ -19,7 +19,7 @@ from holdall.errors import ArgumentError, TransitionIdError
 from holdall.sampling.draw import Held, State, Uniform, own_sampler
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.row_order import LANE, Flags, Ids
-from holdall.units import require_count, require_flag, require_number
+from holdall.units import require_choice, require_count, require_flag, require_number
 
 
 class ComposedSampler(ABC):
@@ -371,8 +371,7 @@ class Hindsight(ComposedSampler):
         desired_key: str = "desired_goal",
     ) -> None:
         super().__init__(by)
-        if strategy not in get_args(Strategy):
-            raise ArgumentError(f"strategy ({strategy!r}) must be one of {list(get_args(Strategy))}; pass one of these")
+        require_choice("strategy", strategy, get_args(Strategy))
         if not callable(reward_fn):
             raise ArgumentError(f"reward_fn ({reward_fn!r}) must be callable; pass the environment's compute_reward")
         self.strategy = strategy
