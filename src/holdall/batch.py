@@ -5,7 +5,6 @@ Invariant: holdall never writes to a batch again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -51,29 +50,6 @@ class Draw:
     discount: NDArray[np.float32] | None = None
     mask: NDArray[np.bool_] | None = None  # like ids; False for padding
     goals: Goals | None = None
-
-    @classmethod
-    def merged(
-        cls, parts: Sequence[Draw], where: Sequence[NDArray[np.int64]], weights: NDArray[np.float32]
-    ) -> Draw:  # fmt: skip
-        """Bring the recipes of parts of a batch together, the rows of each at their positions.
-
-        What else has to be read for them, last ids and goals, is left to the caller.
-        """
-        own: dict[str, Any] = {
-            name: put_together([getattr(part, name) for part in parts], where)
-            for name in ("reward", "discount", "mask")
-            if getattr(parts[0], name) is not None
-        }
-        return cls(put_together([part.ids for part in parts], where), weights, **own)
-
-
-def put_together(parts: Sequence[NDArray[Any]], where: Sequence[NDArray[np.int64]]) -> NDArray[Any]:
-    """Return the rows of some arrays as one, those of each at their positions."""
-    merged = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
-    for part, positions in zip(parts, where, strict=True):
-        merged[positions] = part
-    return merged
 
 
 def of_ids(ids: NDArray[np.int64]) -> Draw:

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import secrets
 import weakref
-from collections.abc import Iterable, Iterator
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
 
@@ -21,33 +20,14 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Bytes, Leaf, Tree
+from holdall.schema import Array, Bytes, Tree, laid_out, laid_out_bytes
 from holdall.units import require_count
 
-_ALIGNMENT_BYTES = 64
 _AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0) if hasattr(mmap, "MAP_SHARED") else 0
 """Pages that are mapped one by one, as each is first written, cost far more."""
 _COUNT_BYTES = 8
 CAN_SHARE = hasattr(os, "memfd_create")
 """Whether a process can open the blocks of another one, see `SharedBlock`."""
-
-
-def laid_out_bytes(leaves: Iterable[Leaf], rows: int) -> int:
-    """Return what so many rows of all leaves take in a block."""
-    return sum(_aligned(rows * leaf.nbytes) for leaf in leaves)
-
-
-def laid_out(block: Bytes, leaves: Iterable[Leaf], rows: int) -> Iterator[Array]:
-    """Return where so many rows of each leaf lie in a block."""
-    start = 0
-    for leaf in leaves:
-        nbytes = rows * leaf.nbytes
-        yield block[start : start + nbytes].view(leaf.dtype).reshape(rows, *leaf.shape)
-        start += _aligned(nbytes)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 class BlockPlace(NamedTuple):

@@ -14,9 +14,9 @@ import holdall
 from holdall import ArgumentError, Hindsight, NStep, Prioritized, Sequence
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer, read_answer
-from holdall.cluster.fleet import for_shards
 from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters, shards_of
+from holdall.cluster.roster import for_shards
 from holdall.cluster.shard_data import ShardData
 from holdall.json_state import schema_words
 from holdall.native import chosen_kernels

@@ -18,8 +18,7 @@ import ray
 from gymnasium import spaces
 
 from holdall import ArgumentError, CheckpointError, FencedError, ShardError
-from holdall.cluster import fleet, journal, roster
-from holdall.cluster.fleet import health_patience_s
+from holdall.cluster import journal, roster
 from holdall.cluster.journal import Committer, journal_of
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
@@ -287,15 +286,15 @@ def test_the_limiter_says_what_it_waits_for(
 
 @pytest.mark.parametrize("is_private_there", [True, False])
 def test_patience_follows_rays_settings(is_private_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = health_patience_s()
+    usual = roster.health_patience_s()
     assert usual > 60  # Ray gives a machine that hangs up after a minute
     if not is_private_there:
         monkeypatch.delattr(ray._raylet, "Config")
-        assert health_patience_s() == usual
+        assert roster.health_patience_s() == usual
         for name, value in (("initial_delay_ms", 1_000), ("period_ms", 1_000), ("timeout_ms", 1_000)):
             monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
         monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
-        assert health_patience_s() == fleet._ANSWERS_S + fleet._RESTARTED_S
+        assert roster.health_patience_s() == roster._ANSWERS_S + roster._RESTARTED_S
 
 
 @pytest.mark.nightly

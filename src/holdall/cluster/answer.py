@@ -23,16 +23,15 @@ import xxhash
 import zstandard
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw, of_ids, put_together
-from holdall.cluster.protocol import ShardCounters, ids_of
+from holdall.batch import Batch, Draw, of_ids
+from holdall.cluster.protocol import Ids, ShardCounters, ids_of
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
-from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.shared import CAN_SHARE, BlockPlace, SharedBlock, laid_out, laid_out_bytes
+from holdall.schema import Array, Bytes, Leaf, Schema, laid_out, laid_out_bytes, put_together
+from holdall.shared import CAN_SHARE, BlockPlace, SharedBlock
 from holdall.storage import Kernels, Rows
 
-Ids = NDArray[np.int64]
 Payload = tuple[Any, ...] | bytes
 """To this machine a record and the arrays beside it; to another one bytes."""
 _LARGE_BYTES = 2**15
@@ -156,11 +155,14 @@ class Deliverer:
             sampler: That of the memory, which knows what other goals are worth.
             block: Where shards have written rows that their answers do not have.
         """
-        draws = [
-            replace(answer.draw, ids=ids_of(shard, answer.draw.ids))
-            for shard, answer in zip(shards, answers, strict=True)
-        ]
-        draw, every_step = Draw.merged(draws, where, weights), where
+        draws = [answer.draw for answer in answers]
+        named = [ids_of(shard, draw.ids) for shard, draw in zip(shards, draws, strict=True)]
+        own: dict[str, Any] = {
+            name: put_together([getattr(draw, name) for draw in draws], where)
+            for name in ("reward", "discount", "mask")
+            if getattr(draws[0], name) is not None
+        }
+        draw, every_step = Draw(put_together(named, where), weights, **own), where
         if draw.ids.ndim == 2:
             every_step = [
                 (rows[:, None] * draw.ids.shape[1] + np.arange(draw.ids.shape[1])).reshape(-1) for rows in where
@@ -195,7 +197,12 @@ class Deliverer:
                     raise DamageError("an answer lacks a field of its rows; nothing of it is used")
                 for side, part in zip(small[i], rows.small.get(i, ()), strict=False):
                     side[positions] = part
-        return parts[0].merged(parts[1:], where, small)
+        columns = [
+            [*rows.action, rows.reward, rows.terminated, rows.truncated, *rows.extras, rows.ended] for rows in parts
+        ]
+        merged, actions = [put_together(each, where) for each in zip(*columns, strict=True)], len(parts[0].action)
+        reward, terminated, truncated, *extras, ended = merged[actions:]
+        return Rows(small, (), None, merged[:actions], reward, terminated, truncated, extras, ended)
 
     def _empty(self, count: int, leaf: Leaf) -> Array:
         room: Array = self._room.take(count * leaf.nbytes)

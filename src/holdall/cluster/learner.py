@@ -23,14 +23,12 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
 from holdall.cluster.answer import Answer, BatchBlock, Deliverer, read_answer
-from holdall.cluster.protocol import ShardCounters, received, rows_of, shards_of, this_machine
+from holdall.cluster.protocol import Ids, ShardCounters, received, rows_of, shards_of, this_machine
 from holdall.cluster.status import LOSSES, Cluster
 from holdall.delivery import HostBatchJob
 from holdall.errors import CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Likelihood, Sampler, require_enough
 from holdall.schema import Array
-
-Ids = NDArray[np.int64]
 
 
 def assigned(masses: Mapping[int, float], count: int, generator: np.random.Generator) -> dict[int, Ids]:
@@ -113,7 +111,7 @@ class Drawing:
         self._cluster, self._deliverer, self._sampler, self.generator = cluster, deliverer, sampler, generator
         self._policy, self._lock, self._patience_s = policy, threading.Lock(), cluster.patience_s
         self._seeds, self._machine = seeds, this_machine()
-        self._likelihood = Likelihood(sampler)
+        self._by = Likelihood(sampler).prioritized
         self.updates = 0  # how often this handle has sent something that draws depend on
 
     def state(self) -> tuple[Any, ...] | None:
@@ -141,7 +139,7 @@ class Drawing:
         """Wait for the rows, draw those again whose shard was lost, and make the batch."""
         block, heard = request.block, self._collected(request, draws_again=True)
         answers, where, masses, shards = zip(*heard, strict=True)
-        weights = weights_of(answers, where, masses, self._likelihood.beta)
+        weights = weights_of(answers, where, masses, 1.0 if self._by is None else self._by.beta)
         return self._deliverer.batch(answers, where, shards, weights, self._sampler, block)
 
     def gather(self, wanted: Ids) -> Batch:

@@ -16,9 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 
 from holdall.batch import of_ids
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
@@ -39,7 +37,6 @@ from holdall.storage import SealedSegment
 
 GROUPS = {"insert": 32, "sample": 1, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind; one keeps calls in their order, as Ray does."""
-Ids = NDArray[np.int64]
 
 
 class Shard:
@@ -186,7 +183,7 @@ class Shard:
             counted_at = self._changes.place if is_near else None
             return self._data.answer(found, counts, blocks, is_near=is_near, counted_at=counted_at)
 
-    def gather(self, machine: bytes, rows: Ids) -> Payload:
+    def gather(self, machine: bytes, rows: protocol.Ids) -> Payload:
         """Return rows by their numbers."""
         is_near = machine == self._machine
         with self._lock:
@@ -194,7 +191,7 @@ class Shard:
             found = self._data.found(self._counters(), of_ids(rows), [(len(rows), 0)], is_near=is_near)
         return self._data.answer(found, is_near=is_near)
 
-    def update_priorities(self, rows: Ids, priorities: Array) -> protocol.ShardCounters:
+    def update_priorities(self, rows: protocol.Ids, priorities: Array) -> protocol.ShardCounters:
         """Set the priorities of rows; those that left are passed over."""
         sampler: Any = self._data.sampler
         with self._lock:

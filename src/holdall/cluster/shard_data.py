@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdall import storage
 from holdall.batch import Draw, of_ids
@@ -36,9 +35,6 @@ _LOADED = bytes(16)
 _NO_TICK = 2**40 - 1
 """First tick of a segment whose rows are not known to follow each other: it was held by another shard."""
 _SHARE_OF_AVAILABLE = 4
-
-Ids = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 class ShardData:
@@ -301,8 +297,7 @@ class ShardReader:
     ) -> None:
         """Write the rows of one batch to where they belong in its block."""
         rows = np.frombuffer(block.positions, np.int64).copy() if block.positions else None
-        cursors = [each[some] for each in places.cursors]
-        part = replace(places, segment=places.segment[some], cursors=cursors, lane=places.lane[some], rows=rows)
+        part = places.cut(some, rows)
         for field, i in enumerate(found.large):
             obs, next_obs = (side.view(np.uint8).reshape(len(side), self._leaves[i].nbytes) for side in pairs[i])
             self._assembler.fill(part, field, obs, next_obs)

@@ -21,7 +21,6 @@ from typing import Any, Self
 
 import numpy as np
 import ray
-import xxhash
 
 from holdall import storage
 from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardList
@@ -309,7 +308,7 @@ class Writer:
     def _extend(self, steps: storage.Tick) -> None:
         """Add steps that were checked, one group of lanes after another; after an error go on where it came."""
         stopped, first, taken = self._stopped_at
-        if not stopped or _digest_of(steps) != stopped:
+        if not stopped or steps.digest() != stopped:
             first = taken = 0
         for number, group in enumerate(self._groups[first:], first):
             part = steps.cut((slice(None), group.lanes))
@@ -318,7 +317,7 @@ class Writer:
                     group.make_room()
                     taken += group.encoder.extend(part, taken)
             except BaseException:
-                self._stopped_at = _digest_of(steps), number, taken
+                self._stopped_at = steps.digest(), number, taken
                 raise
             taken = 0
         self._stopped_at = b"", 0, 0
@@ -343,13 +342,3 @@ class Writer:
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> storage.Tick:
         return storage.Tick.fitted(self.schema, leading, self._groups[0].encoder.reward_dtype, *arguments)
-
-
-def _digest_of(steps: storage.Tick) -> bytes:
-    """Return a digest of the steps of an `extend`: those of another have another one."""
-    flags = [steps.terminated, steps.truncated, *([] if steps.valid is None else [steps.valid])]
-    digest = xxhash.xxh3_128()
-    for array in (*steps.obs, *steps.action, steps.reward, *steps.next_obs, *flags, *steps.extras):
-        digest.update(str(array.shape).encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.digest()

@@ -87,11 +87,6 @@ class Likelihood:
         return self._by if isinstance(self._by, Prioritized) else None
 
     @property
-    def beta(self) -> float:
-        """How much of it weights correct."""
-        return self._by.beta if isinstance(self._by, Prioritized) else 1.0
-
-    @property
     def highest(self) -> float:
         """What a new transition is drawn in proportion to; 0 where all are as likely."""
         return self._by.highest if isinstance(self._by, Prioritized) else 0.0

@@ -7,7 +7,7 @@ capacity, so that the newest next observation has a place of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.batch import put_together
 from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Leaf, Schema, require_in_range
@@ -37,7 +36,6 @@ CURSOR_BYTES = 4
 """What a transition of a field in segments takes beside them: where it lies there."""
 _FEWEST_TICKS = 2
 """What the smallest segment has to hold."""
-Ids = NDArray[np.int64]
 FLAG = Leaf("", (), np.dtype(np.bool_))
 _REWARD_BYTES = 8
 
@@ -96,22 +94,11 @@ class Rows(NamedTuple):
 
     def cut(self, some: slice) -> Rows:
         """Return some of the rows, of which all fields were read; nothing is copied."""
-        small = {i: (obs[some], next_obs[some]) for i, (obs, next_obs) in self.small.items()}
-        return self._named(small, [column[some] for column in self._columns])
-
-    def merged(self, others: Sequence[Rows], where: Sequence[Ids], small: dict[int, tuple[Array, Array]]) -> Rows:
-        """Bring these rows and others together, those of each at their positions; `small` are so already."""
-        columns = zip(self._columns, *(rows._columns for rows in others), strict=True)
-        return self._named(small, [put_together(parts, where) for parts in columns])
-
-    @property
-    def _columns(self) -> list[Array]:
-        return [*self.action, self.reward, self.terminated, self.truncated, *self.extras, self.ended]
-
-    def _named(self, small: dict[int, tuple[Array, Array]], columns: list[Array]) -> Rows:
-        action = columns[: len(self.action)]
-        reward, terminated, truncated, *extras, ended = columns[len(action) :]
-        return Rows(small, (), None, action, reward, terminated, truncated, extras, ended)
+        return Rows(
+            {i: (obs[some], next_obs[some]) for i, (obs, next_obs) in self.small.items()}, (), None,
+            [each[some] for each in self.action], self.reward[some], self.terminated[some], self.truncated[some],
+            [each[some] for each in self.extras], self.ended[some],
+        )  # fmt: skip
 
 
 class Rings:
