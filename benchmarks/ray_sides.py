@@ -126,8 +126,7 @@ class HoldallSide:
         for shard in cluster.numbers:
             call = cluster.handle(shard).__ray_call__.remote(_answer_for_another_machine, share)
             answer, taken = ray.get(call)
-            record, *arrays = (answer,) if isinstance(answer, bytes) else answer
-            sent += len(record) + sum(array.nbytes for array in arrays)
+            sent += len(answer)
             start = time.process_time()
             found, weights = read_answer(answer), np.ones(share, np.float32)
             self.memory._deliverer.batch([found], [np.arange(share)], [shard], weights)
@@ -147,8 +146,7 @@ class HoldallSide:
 
 def _answer_for_another_machine(shard: Any, count: int) -> tuple[Any, float]:
     data, counts, start = shard._data, [(count, 0)], time.process_time()
-    drawn, order = data.in_order(data.draw(counts), counts)
-    answer = data.answer(shard._counters(), drawn, data.found(drawn), counts, order=order)
+    answer = data.answer(data.found(shard._counters(), data.draw(counts), counts, is_near=False))
     return answer, time.process_time() - start
 
 

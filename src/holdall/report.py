@@ -8,8 +8,8 @@ that was never touched is not counted. USS from the operating system is the judg
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from holdall.units import format_bytes
@@ -33,6 +33,13 @@ class FieldReport:
         """Bytes in memory, of all kinds."""
         return self.slice_bytes + self.log_bytes + self.row_bytes
 
+    def plus(self, before: FieldReport) -> FieldReport:
+        """Add the same field of another memory, whose words stay."""
+        added = {
+            name: value + getattr(self, name) for name, value in asdict(before).items() if not isinstance(value, str)
+        }
+        return replace(before, **added)
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
@@ -47,6 +54,23 @@ class MemoryReport:
     budget_bytes: int | None = None  # the limit over everything, if one was named
     capacity_that_fits: int | None = None  # transitions that the limit holds, if fewer than asked for
     fallback: str = ""  # what is done without compiled code, why, and how much slower it is
+
+    @classmethod
+    def added_up(cls, parts: Collection[MemoryReport], staging_bytes: int = 0, fallback: str = "") -> MemoryReport:
+        """Add up what some memories hold, such as the shards of one; words are those of the first that has any.
+
+        Args:
+            staging_bytes: Beside theirs, as for fallback.
+        """
+        fields: dict[str, FieldReport] = {}
+        for field in (field for part in parts for field in part.fields):
+            fields[field.name] = field.plus(fields[field.name]) if field.name in fields else field
+        return cls(
+            sum(part.transitions for part in parts), tuple(fields.values()),
+            staging_bytes + sum(part.staging_bytes for part in parts), sum(part.segments for part in parts),
+            sum(part.backlog for part in parts), next((part.failure for part in parts if part.failure), ""),
+            fallback=next((part.fallback for part in parts if part.fallback), fallback),
+        )  # fmt: skip
 
     @property
     def total_bytes(self) -> int:

@@ -9,7 +9,7 @@ the space's shape says of every field whether it is there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -441,3 +441,34 @@ def require_held(ids: NDArray[np.int64], first_id: int, next_id: int, validity: 
             f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
             "made no transition in that tick; leave it out"
         )
+
+
+# ---------------------------------------------------------------- rows in memory
+
+_ALIGNMENT_BYTES = 64
+
+
+def laid_out_bytes(leaves: Iterable[Leaf], rows: int) -> int:
+    """Return what so many rows of all leaves take in a block."""
+    return sum(_aligned(rows * leaf.nbytes) for leaf in leaves)
+
+
+def laid_out(block: Bytes, leaves: Iterable[Leaf], rows: int) -> Iterator[Array]:
+    """Return where so many rows of each leaf lie in a block."""
+    start = 0
+    for leaf in leaves:
+        nbytes = rows * leaf.nbytes
+        yield block[start : start + nbytes].view(leaf.dtype).reshape(rows, *leaf.shape)
+        start += _aligned(nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def put_together(parts: Sequence[Array], where: Sequence[NDArray[np.int64]]) -> Array:
+    """Return the rows of some arrays as one, those of each at their positions."""
+    merged = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+    for part, positions in zip(parts, where, strict=True):
+        merged[positions] = part
+    return merged

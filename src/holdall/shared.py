@@ -1,24 +1,118 @@
-"""Observations in memory that processes share: workers write them, a rollout memory reads them.
+"""Memory that processes share: blocks of it, and observations that workers write and a rollout memory reads.
 
-In:  observations, lane by lane, from any process.  Out: the same bytes, as arrays of all lanes.
-Invariant: there is one copy. Nothing is pickled, and nothing but the unique slices that a memory keeps is copied out.
+In:  observations, lane by lane or batch by batch, from any process.  Out: the same bytes, as arrays.
+Invariant: there is one copy, and nothing is pickled. A block has no name in any file system: the system frees it with
+the last process that has it, however that one ends.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import multiprocessing
+import os
+import secrets
+import weakref
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Tree
+from holdall.schema import Array, Bytes, Tree, laid_out, laid_out_bytes
 from holdall.units import require_count
 
-_ALIGNMENT_BYTES = 64
+_AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0) if hasattr(mmap, "MAP_SHARED") else 0
+"""Pages that are mapped one by one, as each is first written, cost far more."""
+_COUNT_BYTES = 8
+CAN_SHARE = hasattr(os, "memfd_create")
+"""Whether a process can open the blocks of another one, see `SharedBlock`."""
+
+
+class BlockPlace(NamedTuple):
+    """Where a block of another process of this machine is found."""
+
+    process: int
+    descriptor: int
+    name: str
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the block is still behind its descriptor."""
+        return _is_behind(f"/proc/{self.process}/fd/{self.descriptor}", self.name)
+
+    def opened(self, nbytes: int) -> Bytes | None:
+        """Open the block; None if it is not within reach, or something else is behind its descriptor by now."""
+        try:
+            descriptor = os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            if not _is_behind(f"/proc/self/fd/{descriptor}", self.name) or os.fstat(descriptor).st_size != nbytes:
+                return None
+            return np.frombuffer(mmap.mmap(descriptor, nbytes, _AT_ONCE), np.uint8)
+        finally:
+            os.close(descriptor)
+
+
+def _is_behind(path: str, name: str) -> bool:
+    try:
+        return os.readlink(path).startswith(f"/memfd:{name} ")  # noqa: PTH115  a path of its own takes longer
+    except OSError:
+        return False
+
+
+class SharedBlock(mmap.mmap):
+    """Memory behind a descriptor of this process, which other processes open by its place; see `CAN_SHARE`."""
+
+    place: BlockPlace
+
+    @classmethod
+    def new(cls, nbytes: int) -> SharedBlock:
+        """Make a block; it is freed with the last that refers to it, here and in processes that have opened it."""
+        name = f"holdall-{secrets.token_hex(8)}"
+        descriptor = os.memfd_create(name)
+        os.ftruncate(descriptor, nbytes)
+        block = cls(descriptor, nbytes)
+        block.place = BlockPlace(os.getpid(), descriptor, name)
+        weakref.finalize(block, os.close, descriptor).atexit = False
+        return block
+
+
+class SharedCount:
+    """A count that other processes of this machine see without asking, see `SeenCount`."""
+
+    def __init__(self) -> None:
+        self._block = SharedBlock.new(_COUNT_BYTES) if CAN_SHARE else None
+        self._count = np.frombuffer(self._block or bytearray(_COUNT_BYTES), np.int64)
+
+    @property
+    def place(self) -> BlockPlace | None:
+        """Where it is found; None where processes cannot share memory so."""
+        return None if self._block is None else self._block.place
+
+    @property
+    def value(self) -> int:
+        """The count now."""
+        return int(self._count[0])
+
+    def raise_by_one(self) -> None:
+        """Count one more."""
+        self._count[0] += 1
+
+
+class SeenCount:
+    """The count of another process, if it is within reach."""
+
+    def __init__(self, place: BlockPlace) -> None:
+        self._place, self._memory = place, place.opened(_COUNT_BYTES)
+
+    @property
+    def now(self) -> int:
+        """The count now; -1 if its process has ended, or is not within reach."""
+        memory = self._memory
+        return -1 if memory is None or not self._place.is_there else int(memory.view(np.int64)[0])
 
 
 class SharedObservations:
@@ -41,7 +135,7 @@ class SharedObservations:
         self._lanes = num_envs
         # Without a name: the system frees it with the last process that has it, however that one ends.
         maker: Any = multiprocessing if context is None else context
-        self._block = maker.RawArray(ctypes.c_uint8, max(1, self._starts()[-1]))
+        self._block = maker.RawArray(ctypes.c_uint8, max(1, laid_out_bytes(self._tree.leaves, self._lanes)))
         self._view()
 
     @property
@@ -77,16 +171,6 @@ class SharedObservations:
         self._tree, self._lanes, self._block = state["tree"], state["lanes"], state["block"]
         self._view()
 
-    def _starts(self) -> list[int]:
-        """Where each leaf begins, and where the last one ends."""
-        starts = [0]
-        for leaf in self._tree.leaves:
-            starts.append(starts[-1] + -(-self._lanes * leaf.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-        return starts
-
     def _view(self) -> None:
         block = np.frombuffer(self._block, np.uint8)
-        self._rows: list[Array] = [
-            block[start : start + self._lanes * leaf.nbytes].view(leaf.dtype).reshape(self._lanes, *leaf.shape)
-            for leaf, start in zip(self._tree.leaves, self._starts(), strict=False)
-        ]
+        self._rows: list[Array] = list(laid_out(block, self._tree.leaves, self._lanes))

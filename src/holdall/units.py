@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any
 
@@ -104,6 +105,12 @@ def require_share(argument: str, value: Any) -> None:
     """Refuse what is no number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise ArgumentError(f"{argument} ({value!r}) must be a number from 0 to 1; pass one")
+
+
+def require_choice(argument: str, value: Any, choices: Collection[str]) -> None:
+    """Refuse an argument that is none of the words that it may be."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(choices)}; pass one of these")
 
 
 def require_number(argument: str, value: Any, least: float, most: float = math.inf) -> float:

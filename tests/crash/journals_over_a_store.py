@@ -18,8 +18,8 @@ import psutil
 import ray
 from gymnasium import spaces
 
-from holdall.cluster.journal import Journal, slots_at
-from holdall.cluster.protocol import SegmentHeader
+from holdall.checkpoint import Slots
+from holdall.cluster.journal import Journal
 from holdall.ray import ReplayMemory
 
 PATIENCE_S = 60.0
@@ -71,12 +71,10 @@ def main(url: str) -> None:
         told["epochs"] = sorted({*epochs, memory._cluster.refresh()[0].epoch})
         # A shard that goes on while somebody else has opened its journal: its late write is refused.
         zombie = memory._cluster.handle(1)
-        pages = list(Journal(slots_at(url, "journal", "00001")).open())
+        pages = list(Journal(Slots.at(url, "journal", "00001")).open())
         payload = pages[0].entries[0].payload
-        counters = memory._cluster.refresh()[1]
-        header = SegmentHeader(b"z" * 16, counters.epoch, 0)
         try:
-            told["zombie"] = f"accepted: {ray.get(zombie.insert.remote(header, payload), timeout=PATIENCE_S)}"
+            told["zombie"] = f"accepted: {ray.get(zombie.insert.remote(b'z' * 16, 0, [payload]), timeout=PATIENCE_S)}"
         except ray.exceptions.RayTaskError as error:
             told["zombie"] = str(error.cause)
     with ReplayMemory(space, action, 40_000, **settings) as memory:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdall.cluster.journal import Entry, Journal, journal_of, journals_in_use, slots_at
+from holdall.checkpoint import Slots
+from holdall.cluster.journal import Entry, Journal, journal_of, journals_in_use
 from holdall.errors import CheckpointError, FencedError
 
 from .servers import Forgetful, Weed
@@ -24,7 +25,7 @@ def entry(writer: bytes, sequence: int) -> Entry:
 
 
 def opened(url: str) -> tuple[Journal, list[Entry]]:
-    journal = Journal(slots_at(url))
+    journal = Journal(Slots.at(url))
     return journal, [entry for page in journal.open() for entry in page.entries]
 
 
@@ -32,16 +33,16 @@ def test_of_many_that_create_a_slot_at_once_one_succeeds(url: str) -> None:
     won: list[int] = []
 
     def create(who: int) -> None:
-        if slots_at(url).create(7, bytes([who])):
+        if Slots.at(url).create(7, bytes([who])):
             won.append(who)
 
-    slots_at(url).create(6, b"")  # a store takes seconds over its very first objects if they come all at once
+    Slots.at(url).create(6, b"")  # a store takes seconds over its very first objects if they come all at once
     threads = [threading.Thread(target=create, args=(who,)) for who in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    slots = slots_at(url)
+    slots = Slots.at(url)
     assert len(won) == 1
     assert slots.read(7) == bytes(won)
     assert slots.create(7, bytes(won))  # its answer was lost, and it is made again
@@ -65,11 +66,11 @@ def test_a_zombie_is_refused_and_all_else_is_found_again(url: str) -> None:
     again, found = opened(url)
     assert again.expected == {ANN: 80, BEN: 1}
     assert found[-1] == entry(ANN, 79)
-    assert len(slots_at(url).numbers()) < 60
+    assert len(Slots.at(url).numbers()) < 60
 
 
 def test_a_slot_that_is_gone_is_none(url: str) -> None:
-    slots = slots_at(url)
+    slots = Slots.at(url)
     slots.create(3, b"three")
     slots.delete([3, 4])
     assert slots.read(3) is None

@@ -5,12 +5,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 
+from holdall.cluster.roster import MemoryTerms
+from holdall.sampling.draw import Uniform
+
 PATIENCE_S = 120.0
+
+
+def shard_terms(words: dict[str, Any], rows: int, url: Path) -> MemoryTerms:
+    """Return what a shard of a memory with journals is made with, for one in this process."""
+    return MemoryTerms(words, "nobody", Uniform(), rows, str(url), "balanced", "degrade", 10.0, 10.0)
 
 
 def process_of(shard: Any) -> int:

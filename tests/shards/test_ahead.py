@@ -116,11 +116,18 @@ def add(memory: Any, first: int, end: int) -> None:
 
 def calls_of(memory: ReplayMemory, batches: int) -> int:
     """Draw batches, and count the calls that they took."""
-    members = memory._cluster._members.values()
-    before = sum(member.calls for member in members)
-    for _ in range(batches):
-        memory.sample(64)
-    return sum(member.calls for member in members) - before
+    calls: list[Any] = []
+    call = memory._cluster.call
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return call(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory._cluster, "call", counted)
+        for _ in range(batches):
+            memory.sample(64)
+    return len(calls)
 
 
 def wait_for_spare(memory: ReplayMemory) -> None:
@@ -169,7 +176,7 @@ def test_batches_drawn_at_once_are_the_same_for_the_same_seed() -> None:
     found = []
     for _ in range(2):
         with ReplayMemory(SPACE, spaces.Discrete(2), 80_000, shards=4, seed=5, patience_s=60.0) as memory:
-            memory._writer._groups[0]._generator = np.random.default_rng(0)  # which shards segments go to
+            memory._groups[0]._generator = np.random.default_rng(0)  # which shards segments go to
             batches = []
             for part in range(3):
                 for first in range(1_000 * part, 1_000 * (part + 1), 100):  # so that every shard has room for each

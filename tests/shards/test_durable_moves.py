@@ -21,13 +21,13 @@ from gymnasium import spaces
 from holdall import ArgumentError, ShardError
 from holdall.checkpoint import open_reader, restored_state
 from holdall.cluster import shard_data as loading
+from holdall.cluster.protocol import SegmentStream
 from holdall.cluster.shard import Shard
 from holdall.errors import CheckpointError
 from holdall.ray import ReplayMemory
-from holdall.sampling.draw import Uniform
 
 from . import test_losses
-from .processes import kill, process_of, wait_until
+from .processes import kill, process_of, shard_terms, wait_until
 from .test_losses import ACTION, held
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -67,7 +67,7 @@ def loaded(place: Path, journal: Path) -> Shard:
     manifest = reader.manifest(reader.numbers()[0])
     (shard,) = manifest.shards
     saved, rows = (f"{reader.url}/{shard.folder}", shard.number), restored_state(manifest, reader)["shard_rows"]
-    return Shard(0, manifest.schema, rows, Uniform(), None, "none", str(journal), saved=saved)
+    return Shard(0, shard_terms(manifest.schema, rows, journal), None, saved=saved)
 
 
 def rewards(shard: Shard) -> list[int]:
@@ -203,14 +203,14 @@ def test_a_memory_that_ended_in_the_middle_of_a_drain_has_every_row_once(arrived
     with durable(tmp_path) as memory:
         numbered(memory, 0, 1_200)
         memory.flush()
-        actor, writer = memory._cluster.handle(0), memory._writer._groups[0]
+        actor = memory._cluster.handle(0)
         ray.get(actor.close_to_writers.remote())
-        writer.leave(0)
         payload, rows, first_row, end = ray.get(actor.oldest.remote())
-        to, name, sequence = writer.next_of_others()
-        ray.get(actor.give_up.remote(first_row, end, to, name, sequence))
+        stream = SegmentStream(memory._cluster.handle(1), 1, b"m" * 16, 60.0)
+        ray.get(actor.give_up.remote(first_row, end, 1, b"m" * 16, stream.sequence))
         if arrived:
-            writer.pass_on(to, payload, rows)
+            stream.send(payload, rows)
+            stream.flush()
     with durable(tmp_path) as again:
         assert held(again) == list(range(1_200))
         numbered(again, 1_200, 1_300)  # the shard takes blocks again

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 
-from holdall.cluster import writer
 from holdall.native import chosen_kernels
 from holdall.schema import Schema
 from holdall.storage import sealed_segment
@@ -93,7 +92,7 @@ def test_a_level_that_takes_hardly_more_room_is_preferred_if_it_is_quicker() -> 
         frame[row : row + 8, column : column + 8] = 255
     slices, coder = frames.reshape(512, -1), chosen_kernels().coder
     slow = Codec(Method.ZSTD, 12, Transform(84 * 84), None, 16)
-    quick = writer._quicker(coder, slow, slices)
+    quick = sealed_segment.quicker(coder, slow, slices)
     sealed, again = coder.seal(slices, slow), coder.seal(slices, quick)
     assert sealed is not None
     assert again is not None

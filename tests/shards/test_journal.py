@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdall.cluster.journal import Entry, Journal, JournalState, SegmentMove, slots_at
+from holdall.checkpoint import Slots
+from holdall.cluster.journal import Entry, Journal, JournalState, SegmentMove
 from holdall.errors import CheckpointError, DamageError, FencedError
 
 ANN, BEN = b"a" * 16, b"b" * 16
@@ -20,7 +21,7 @@ def entry(writer: bytes, sequence: int, nbytes: int = 100) -> Entry:
 
 
 def opened(folder: Path) -> tuple[Journal, list[Entry]]:
-    journal = Journal(slots_at(folder))
+    journal = Journal(Slots.at(folder))
     return journal, [entry for page in journal.open() for entry in page.entries]
 
 
@@ -50,9 +51,9 @@ def test_one_who_was_overtaken_writes_nothing_more(tmp_path: Path) -> None:
 
 def test_what_a_zombie_wrote_while_it_was_overtaken_is_not_missed(tmp_path: Path) -> None:
     zombie, _ = opened(tmp_path)
-    owner = Journal(slots_at(tmp_path))
+    owner = Journal(Slots.at(tmp_path))
     taking_over = owner.open()
-    slots = slots_at(tmp_path)
+    slots = Slots.at(tmp_path)
     known = slots.numbers()
     owner._slots.numbers = lambda: known  # type: ignore[method-assign]  # it looked before the zombie's last write
     zombie.append([entry(ANN, 0)], 0)
@@ -68,7 +69,7 @@ def test_a_zombie_stays_fenced_when_all_else_was_removed(tmp_path: Path) -> None
     for number in range(1, 200):
         owner.append([entry(ANN, number)], number)
         owner.trim(number)
-    assert len(slots_at(tmp_path).numbers()) < 100
+    assert len(Slots.at(tmp_path).numbers()) < 100
     with pytest.raises(FencedError):
         zombie.append([entry(BEN, 0)], 1)
 
@@ -79,7 +80,7 @@ def test_removing_what_left_forgets_no_writer(tmp_path: Path) -> None:
     for number in range(150):
         journal.append([entry(ANN, number)], 1 + number)
         journal.trim(1 + number - 10)
-    again = Journal(slots_at(tmp_path))
+    again = Journal(Slots.at(tmp_path))
     pages = list(again.open())
     found = [each for page in pages for each in page.entries]
     assert again.expected == {ANN: 150, BEN: 1}
@@ -92,7 +93,7 @@ def test_what_a_zombie_removes_while_it_is_overtaken_is_not_missed(tmp_path: Pat
     zombie, _ = opened(tmp_path)
     for number in range(100):
         zombie.append([entry(ANN, number)], number)
-    owner = Journal(slots_at(tmp_path))
+    owner = Journal(Slots.at(tmp_path))
     pages = owner.open()
     first = [next(pages) for _ in range(10)]
     assert [page.first_row for page in first] == list(range(10))
@@ -128,7 +129,7 @@ def test_of_many_that_create_a_slot_at_once_one_succeeds(tmp_path: Path) -> None
     won: list[int] = []
 
     def create(who: int) -> None:
-        if slots_at(tmp_path).create(7, bytes([who])):
+        if Slots.at(tmp_path).create(7, bytes([who])):
             won.append(who)
 
     threads = [threading.Thread(target=create, args=(who,)) for who in range(16)]
@@ -137,7 +138,7 @@ def test_of_many_that_create_a_slot_at_once_one_succeeds(tmp_path: Path) -> None
     for thread in threads:
         thread.join()
     assert len(won) == 1
-    assert slots_at(tmp_path).read(7) == bytes(won)
+    assert Slots.at(tmp_path).read(7) == bytes(won)
     assert os.listdir(tmp_path) == ["0000000000000007.slot"]  # noqa: PTH208  names alone
 
 

@@ -107,6 +107,7 @@ def test_arguments_that_do_not_fit_change_nothing() -> None:
 
 def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> None:
     source, before = stream(ends=0.2), len(four)
+    four._groups[0]._generator = np.random.default_rng(0)  # by chance, one in some hundred times a shard got too few
     added: dict[float, tuple[Any, ...]] = {}
     for _ in range(1_500):
         step = arguments(source)

@@ -121,7 +121,7 @@ def test_priorities_survive_with_the_journals(is_killed: bool, tmp_path: Path) -
     len(memory)  # by now the shards have them
     if is_killed:
         wait_until(lambda: sum(written_priorities(tmp_path, shard) for shard in (0, 1)) >= 600)
-        for actor in (*memory._cluster.handles.values(), memory._fleet.roster):
+        for actor in (*[memory._cluster.handle(number) for number in memory._cluster.numbers], memory._fleet.roster):
             ray.kill(actor)
     else:
         memory.close()

@@ -15,9 +15,9 @@ import pytest
 import ray
 
 from holdall import CheckpointError
-from holdall.checkpoint import FileObjects, FileSystem
-from holdall.cluster.journal import Entry, Journal, Slots, slots_at
-from holdall.cluster.protocol import CallOrderError, received
+from holdall.checkpoint import FileObjects, FileSystem, Slots
+from holdall.cluster.journal import Entry, Journal
+from holdall.cluster.protocol import RestartedError, received
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.shard import begun_life
 from holdall.ray import ReplayMemory, attach
@@ -111,7 +111,7 @@ class FullDisk(FileSystem):
 def test_a_shard_that_is_restarted_waits_for_a_disk_that_is_full(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal = Journal(slots_at(tmp_path))
+    journal = Journal(Slots.at(tmp_path))
     list(journal.open())
     journal.append([Entry(bytes(16), 0, b"segment")], 0)
     with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
@@ -150,7 +150,7 @@ def test_a_checkpoint_of_a_shard_that_was_restarted_meanwhile_is_refused(durable
     kill(process_of(shard))
     wait_until(lambda: len(durable._cluster.refresh()) == 2)
     received(durable._cluster.call(0, "begin_save", str(tmp_path / "shard")))
-    with pytest.raises(CallOrderError, match="restarted"):
+    with pytest.raises(RestartedError, match="restarted"):
         received(shard.end_save.remote(begun))
     durable.save(tmp_path / "saved").result()
     assert np.array_equal(held(durable), np.arange(300))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,15 +13,15 @@ from gymnasium import spaces
 import holdall
 from holdall import ArgumentError, Hindsight, NStep, Prioritized, Sequence
 from holdall.batch import Batch
-from holdall.cluster.answer import Answer, Deliverer, read_answer
-from holdall.cluster.fleet import for_shards
-from holdall.cluster.learner import assigned, checked, weights_of
+from holdall.cluster.answer import Deliverer, read_answer
+from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters, shards_of
+from holdall.cluster.roster import for_shards
 from holdall.cluster.shard_data import ShardData
 from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory
-from holdall.sampling.draw import Sampler
+from holdall.sampling.draw import Sampler, checked_priorities
 from holdall.schema import Schema
 from holdall.storage import Encoder, Tick, pack_segment, sliced_leaves
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
@@ -85,16 +85,19 @@ class Desk:
         self.send()
         relabelled = self.sampler.relabelled(count) if isinstance(self.sampler, Hindsight) else 0
         counters = ShardCounters(0, 0, 0, 0, 0, 0, 0, self.shard.mass())
-        drawn, order = self.shard.in_order(self.shard.draw([(count, relabelled)]), [(count, relabelled)])
-        answer = read_answer(self.shard.answer(counters, drawn, self.shard.found(drawn), order=order))
-        where, by = [np.arange(count) if order is None else order], getattr(self.sampler, "by", None)
+        counts = [(count, relabelled)]
+        answer = read_answer(
+            self.shard.answer(self.shard.found(counters, self.shard.draw(counts), counts, is_near=False))
+        )
+        where, by = [np.arange(count) if answer.order is None else answer.order], getattr(self.sampler, "by", None)
         weights = weights_of([answer], where, [1.0], by.beta if isinstance(by, Prioritized) else 1.0)
         return self.deliverer.batch([answer], where, [0], weights, self.sampler)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         self.send()
-        wanted, numbers = checked(self.sampler, ids, priorities)
-        self.shard.sampler.update_priorities(self.shard.held(), wanted, numbers)  # type: ignore[attr-defined]
+        sampler: Any = self.shard.sampler
+        drawn, numbers = checked_priorities(sampler, ids, priorities)
+        sampler.update_priorities(self.shard.held(), sampler.require(drawn, numbers), numbers)
 
 
 def against_a_local_memory(name: str, sharded: Any, settings: dict[str, Any], ticks: int) -> None:
@@ -221,13 +224,10 @@ def test_all_starts_are_drawn_alike_over_unequal_shards(kind: str, by: str) -> N
     answers = []
     for number, rows in where.items():
         shard, numbers = lanes[number].shard, lanes[number].numbers
-        drawn = shard.draw([(len(rows), 0)])
-        scaled, _ = shard.found(drawn)
-        steps = drawn.rows[: len(drawn.rows) - len(drawn.others)].reshape(len(rows), -1)
-        starts = numbers[steps[:, 2 if drawn.steps else 0]]
+        drawn, counters = shard.draw([(len(rows), 0)]), ShardCounters(0, 0, 0, 0, 0, 0, 0, masses[number])
+        starts = numbers[drawn.ids[:, 2] if drawn.ids.ndim == 2 else drawn.ids]
         counts += np.bincount(starts, minlength=first)
-        counters = ShardCounters(0, 0, 0, 0, 0, 0, 0, masses[number])
-        answers.append((starts, Answer(counters, drawn, scaled, cast("Any", None))))
+        answers.append((starts, shard.found(counters, drawn, [], is_near=True)))
     weights = weights_of([answer for _, answer in answers], list(where.values()), list(masses.values()), beta=1.0)
     for (starts, _), rows in zip(answers, where.values(), strict=True):
         sums += np.bincount(starts, weights[rows], minlength=first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from holdall.cluster.answer import BatchBlocks
 from holdall.cluster.shard_data import OpenedBlocks
 from holdall.ray import ReplayMemory, attach
 from holdall.schema import Leaf
+from holdall.shared import SharedBlock
 
 SPACE = spaces.Dict(image=spaces.Box(0, 255, (48, 48, 3), np.uint8), state=spaces.Box(-9, 9, (3,), np.float32))
 FRAMES = np.random.default_rng(0).integers(0, 256, (400, 1, 48, 48, 3), dtype=np.uint8)
@@ -35,7 +35,7 @@ def is_shared(batch: Batch, leaf: str = "image") -> bool:
     memory: Any = batch.obs[leaf]
     while isinstance(memory, np.ndarray):
         memory = memory.base
-    return isinstance(memory.obj if isinstance(memory, memoryview) else memory, answer._SharedBlock)
+    return isinstance(memory.obj if isinstance(memory, memoryview) else memory, SharedBlock)
 
 
 @pytest.mark.usefixtures("cluster")
@@ -64,7 +64,7 @@ def test_a_batch_in_shared_memory_belongs_to_the_caller(shards: int, monkeypatch
                 require_right(next(loader))
         require_right(second)
         with monkeypatch.context() as far:
-            far.setattr(protocol, "_machine", lambda: b"other!")
+            far.setattr(protocol, "this_machine", lambda: b"other")
             with attach(memory.name) as elsewhere:  # as from another machine
                 require_right(elsewhere.sample(64))
                 with elsewhere.loader(64, prefetch=3) as loader:
@@ -82,19 +82,19 @@ def test_a_block_is_used_again_when_its_batch_is_gone_and_nobody_writes_to_it() 
     blocks = BatchBlocks(LEAVES)
     taken: Any = blocks.take(64)
     pairs = taken.pairs()
-    name = taken.block.name
+    name = taken.block.place.name
     blocks.settle(taken)
     del taken
     other: Any = blocks.take(64)
-    assert other.block.name != name  # its arrays are in use
+    assert other.block.place.name != name  # its arrays are in use
     pairs = other.pairs()
     again: Any = blocks.take(64)
-    assert again.block.name == name
-    unanswered = other.block.name
+    assert again.block.place.name == name
+    unanswered = other.block.place.name
     del other, pairs
     gc.collect()
     newest: Any = blocks.take(64)
-    assert newest.block.name not in {name, unanswered}  # a shard may still write to it
+    assert newest.block.place.name not in {name, unanswered}  # a shard may still write to it
 
 
 @needs_sharing
@@ -115,25 +115,14 @@ def test_nothing_is_written_to_what_took_a_blocks_descriptor() -> None:
     taken: Any = blocks.take(64)
     place = taken.place(np.arange(64))
     shard = OpenedBlocks(LEAVES)
-    assert shard.pairs(place._replace(name="holdall-another")) is None
+    assert shard.pairs(place._replace(block=place.block._replace(name="holdall-another"))) is None
     assert shard.pairs(place._replace(rows=65)) is None  # of another size
-    assert shard.pairs(place._replace(descriptor=9_999)) is None
+    assert shard.pairs(place._replace(block=place.block._replace(descriptor=9_999))) is None
     assert shard.pairs(place) is not None
     del taken
     gc.collect()
     other: Any = blocks.take(80)
     assert shard.pairs(other.place(np.arange(80))) is not None
-    names = [name for name, _ in shard._opened]
-    assert names == [other.block.name]  # that of a learner that gave it up takes no more memory
+    names = [block.name for block, _ in shard._opened]
+    assert names == [other.block.place.name]  # that of a learner that gave it up takes no more memory
     assert shard.pairs(place) is None
-
-
-@needs_sharing
-def test_several_threads_open_blocks_at_a_time() -> None:
-    blocks, shard = BatchBlocks(LEAVES), OpenedBlocks(LEAVES)
-    taken: list[Any] = [blocks.take(64 + i) for i in range(64)]
-    places = [block.place(np.arange(len(block.pairs()[0][0]))) for block in taken]
-    with ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(shard.pairs, places * 4))
-    assert all(pairs is not None for pairs in found)
-    assert len(shard._opened) == 64

@@ -17,9 +17,8 @@ import pytest
 import ray
 from gymnasium import spaces
 
-from holdall import ArgumentError, FencedError, ShardError
-from holdall.cluster import fleet, journal, roster
-from holdall.cluster.fleet import health_patience_s
+from holdall import ArgumentError, CheckpointError, FencedError, ShardError
+from holdall.cluster import journal, roster
 from holdall.cluster.journal import Committer, journal_of
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
@@ -153,6 +152,19 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
     assert held(memory) == list(range(703))
 
 
+def test_writers_that_end_at_once_end_no_shard(memory: ReplayMemory) -> None:
+    # Ray gives calls that actors make at their end the same names, and a shard that runs two of one name is ended.
+    begin(memory)
+    feeder: Any = ray.remote(num_cpus=0)(Feeder)
+    feeders = [feeder.remote(memory.writer(), 200 * number) for number in range(4)]
+    ray.get([each.__ray_ready__.remote() for each in feeders])
+    epochs = [status.counters.epoch for status in memory.shards() if status.counters is not None]
+    del feeders
+    wait_until(lambda: len(memory) >= 800)
+    assert held(memory) == list(range(800))
+    assert epochs == [status.counters.epoch for status in memory.shards() if status.counters is not None]
+
+
 DRIVER = """
 import sys
 import numpy as np
@@ -206,18 +218,18 @@ def test_a_shard_that_is_given_nothing_notices_that_it_was_replaced(
     monkeypatch.setattr(journal, "_OWNED_S", 0.01)
     first = journal_of(str(tmp_path), 0)
     list(first.open())
-    committer = Committer(first, 0, lambda _: 0)
+    Committer(first, 0, lambda _: 0)
     for _ in range(20):  # what it writes itself is not taken for another's
-        committer.record(lambda journal: journal.say(hidden_before=0))
-    assert committer.fenced is None
+        first.say(hidden_before=0)
+    assert first.fenced is None
     list(journal_of(str(tmp_path), 0).open())
-    wait_until(lambda: committer.fenced is not None)
+    wait_until(lambda: first.fenced is not None)
 
 
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = journal_of(str(tmp_path), 0)
     list(opened.open())
-    committer, is_full = Committer(opened, 0, lambda _: 0), threading.Event()
+    is_full = threading.Event()
     is_full.set()
 
     def write(disk: Any, file: int, content: bytes) -> None:
@@ -228,12 +240,15 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     disk = type(opened._slots._objects._disk)  # type: ignore[union-attr]  # it is a local one
     written = disk.write
     monkeypatch.setattr(disk, "write", write)
-    telling = threading.Thread(target=committer.record, args=(lambda journal: journal.say(hidden_before=0),))
+    with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
+        opened.say(hidden_before=0)
+    Committer(opened, 0, lambda _: 0)
+    telling = threading.Thread(target=lambda: opened.say(hidden_before=0))
     telling.start()
-    wait_until(lambda: "No space left" in committer.trouble)
+    wait_until(lambda: "No space left" in opened.trouble)
     is_full.clear()
     telling.join()
-    assert committer.trouble == ""
+    assert opened.trouble == ""
 
 
 def test_a_shard_without_room_is_refused_at_once_and_disturbs_nobody(cluster: None) -> None:
@@ -271,15 +286,15 @@ def test_the_limiter_says_what_it_waits_for(
 
 @pytest.mark.parametrize("is_private_there", [True, False])
 def test_patience_follows_rays_settings(is_private_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = health_patience_s()
+    usual = roster.health_patience_s()
     assert usual > 60  # Ray gives a machine that hangs up after a minute
     if not is_private_there:
         monkeypatch.delattr(ray._raylet, "Config")
-        assert health_patience_s() == usual
+        assert roster.health_patience_s() == usual
         for name, value in (("initial_delay_ms", 1_000), ("period_ms", 1_000), ("timeout_ms", 1_000)):
             monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
         monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
-        assert health_patience_s() == fleet._ANSWERS_S + fleet._RESTARTED_S
+        assert roster.health_patience_s() == roster._ANSWERS_S + roster._RESTARTED_S
 
 
 @pytest.mark.nightly

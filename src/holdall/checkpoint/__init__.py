@@ -7,7 +7,7 @@ A memory over shards saves the same way; it and other numbers of lanes are loade
 """
 
 from holdall.checkpoint.directory import open_reader
-from holdall.checkpoint.file_system import CheckpointReader, FileObjects, FileSystem
+from holdall.checkpoint.file_system import CheckpointReader, FileObjects, FileSystem, Slots, objects_at
 from holdall.checkpoint.load import Loading, Restored, attached_files, newest, restored, restored_state
 from holdall.checkpoint.manifest import Manifest, is_remote, normalized_url, require_whole
 from holdall.checkpoint.objects import Objects

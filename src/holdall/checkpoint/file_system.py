@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 import sys
 import time
@@ -20,7 +21,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from holdall.checkpoint.manifest import Buffer, Manifest, new_writer_id
+from holdall.checkpoint.manifest import Buffer, Manifest, is_remote, new_writer_id
+from holdall.checkpoint.objects import Objects
 from holdall.errors import CheckpointError, DamageError, HoldallError
 from holdall.storage import SegmentFile
 
@@ -29,6 +31,9 @@ if sys.platform == "win32":
 else:
     import fcntl
 
+_SLOT = re.compile(r"[0-9a-f]{16}\.slot")
+_MOST_SLOT_BYTES = 2**30
+_REQUEST_S = 0.2
 _WRITE_AT_ONCE = 4 * 2**20
 """A write to a slow disk can be watched, and given up, at this grain."""
 _READ_AT_ONCE = 2**20
@@ -232,6 +237,58 @@ class FileObjects:
     def honours_conditions(self) -> bool:
         """Whether making a file twice fails the second time: every file system makes a link once."""
         return True
+
+
+class Slots:
+    """Numbered files, on a disk or in an object store, that are each created once and never written again.
+
+    Of several that create one at a time, one succeeds.
+    """
+
+    def __init__(self, objects: Objects | FileObjects) -> None:
+        self._objects, self.url = objects, objects.url
+        # How long to wait for more to write before the next one is created: a request costs time and money.
+        self.batching_s = _REQUEST_S if isinstance(objects, Objects) else 0.0
+
+    @classmethod
+    def at(cls, url: str | os.PathLike[str], *folders: str) -> Slots:
+        """Return those in a folder below a url or path."""
+        return cls(objects_at(url, *folders))
+
+    def require_fencing(self) -> None:
+        """Refuse a place where a number could be created twice: some stores take conditions, and do not keep them."""
+        if not self._objects.honours_conditions():
+            raise CheckpointError(
+                f"{self.url} ignores conditions, so a shard that was taken for dead looks like its "
+                "successor; use a store that has conditional puts, or durability='memory' and checkpoints"
+            )
+
+    def numbers(self) -> list[int]:
+        """Return the numbers that are there, in order."""
+        return sorted(int(name[:16], 16) for name in self._objects.names() if _SLOT.fullmatch(name))
+
+    def create(self, number: int, content: bytes) -> bool:
+        """Create a slot; False if another stands there, and not one of an earlier try whose answer was lost."""
+        return self._objects.create(_name(number), content) or self.read(number) == content
+
+    def read(self, number: int) -> bytes | None:
+        """Return the bytes of a slot; None if it is not there: slots may be removed at any time."""
+        return self._objects.get(_name(number), _MOST_SLOT_BYTES)
+
+    def delete(self, numbers: list[int]) -> None:
+        """Remove slots."""
+        self._objects.delete([_name(number) for number in numbers])
+
+
+def _name(number: int) -> str:
+    return f"{number:016x}.slot"
+
+
+def objects_at(url: str | os.PathLike[str], *folders: str) -> Objects | FileObjects:
+    """Return what lies in a folder below a url or path."""
+    if is_remote(url):
+        return Objects("/".join((os.fspath(url).rstrip("/"), *folders)))
+    return FileObjects(Path(os.fspath(url)).joinpath(*folders))
 
 
 def _opened(path: Path, flags: int) -> int:

@@ -8,28 +8,25 @@ from __future__ import annotations
 
 import functools
 import secrets
-import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import ray
 
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
-from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, checked, together
+from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, together
 from holdall.cluster.protocol import ShardCounters, asked
-from holdall.cluster.roster import NAMESPACE, Address, roster_of, wait_for_grant
+from holdall.cluster.roster import NAMESPACE, MemoryTerms, roster_of, wait_for_grant
 from holdall.cluster.security import join_cluster, require_safe_cluster
 from holdall.cluster.status import Cluster, Gauges, ShardStatus
 from holdall.cluster.writer import Writer
 from holdall.delivery import Loader
-from holdall.errors import ArgumentError, ClosedError
+from holdall.errors import ArgumentError
 from holdall.json_state import generator_of, schema_of
 from holdall.native import chosen_kernels, fallback
-from holdall.report import FieldReport, MemoryReport
-from holdall.sampling import ComposedSampler, Hindsight, Sampler
+from holdall.report import MemoryReport
+from holdall.sampling import ComposedSampler, Hindsight, Sampler, checked_priorities
 from holdall.schema import as_ids
 from holdall.storage import sliced_leaves
 from holdall.units import require_count
@@ -40,40 +37,33 @@ _WAITING_BYTES = 64 * 2**20
 """What batches may take that `sample` has drawn with another, and that wait: fewer are then drawn at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryTerms:
-    """What every handle of a memory has to know."""
-
-    address: Address
-    sampler: Sampler
-    on_shard_loss: str
-    shard_rows: int  # most rows of a shard
-
-
-class MemoryHandle:
-    """A memory over shards that another process made, see `holdall.ray.attach`.
+class MemoryHandle(Writer):
+    """A memory over shards that another process made, see `holdall.ray.attach`: a writer that draws, too.
 
     It has the calls of `holdall.ray.ReplayMemory`, but for those that begin, save or end shards. All methods may be
     called from any thread.
 
     Args:
         generator: Draws which shard a row comes from.
-        learner: Names the generators with which shards draw rows for this handle; 0: their own.
+        seeds: Whether it seeds the draws of shards, too; else each draws with a generator of its own.
     """
 
+    _what = "memory"
+
     def __init__(
-        self, terms: MemoryTerms, generator: np.random.Generator, device: str | None, learner: int = 0
+        self, terms: MemoryTerms, sampler: Sampler, generator: np.random.Generator, device: str | None,
+        *, seeds: bool,
     ) -> None:  # fmt: skip
-        self._terms, self._address, self.sampler = terms, terms.address, terms.sampler
-        self.schema = schema_of(self._address.words)
-        self.num_envs, self.name = self.schema.num_envs, self._address.name
+        self.num_envs, self.name, self.sampler = schema_of(terms.words).num_envs, terms.name, sampler
+        super().__init__(terms, self.num_envs)
         self._deliverer = Deliverer(self.schema, chosen_kernels(), device, sliced_leaves(self.schema))
-        self._device, self._lock, self._closed = device, threading.RLock(), False
+        self._device = device
         self._asked: tuple[int, BatchesAhead] | None = None  # by `sample`: rows of a batch, and what draws them
         self._metrics = Gauges("learner", memory=self.name)
-        self._cluster = Cluster(self._address, learner)
-        self._writer = Writer(self._address, self.num_envs)
-        self._drawing = Drawing(self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss)
+        self._cluster = Cluster(self._terms)
+        self._drawing = Drawing(
+            self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss, seeds=seeds
+        )
         self._priorities = Priorities(self._cluster, self.sampler)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -87,21 +77,12 @@ class MemoryHandle:
             num_envs: Its lanes, if not as many as the memory's.
             spread: Shards that it sends to; None: all. With many actors, 2 keep connections few.
         """
-        self._open()
+        self._require_open()
         lanes = self.num_envs if num_envs is None else num_envs
         require_count("num_envs", lanes, 1)
         if spread is not None:
             require_count("spread", spread, 1)
-        return Writer(self._address, lanes, spread)
-
-    def add(
-        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
-        extras: Mapping[str, Any] | None = None, valid: Any = None,
-    ) -> None:  # fmt: skip
-        """Add one transition per lane, see `holdall.ReplayMemory.add`."""
-        with self._lock:
-            self._open()
-            self._writer.add(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+        return Writer(self._terms, lanes, spread)
 
     def add_as_is(self, *_: Any) -> bool:
         """Say that there is no short way to add; for adapters."""
@@ -109,22 +90,14 @@ class MemoryHandle:
 
     add_at_once = add_as_is
 
-    def extend(
-        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
-        extras: Mapping[str, Any] | None = None, valid: Any = None,
-    ) -> None:  # fmt: skip
-        """Add whole trajectories, see `holdall.ReplayMemory.extend`."""
-        with self._lock:
-            self._open()
-            self._writer.extend(obs, action, reward, next_obs, terminated, truncated, extras, valid)
-
     def flush(self) -> None:
         """Return when the shards have acknowledged all that `add` was given."""
         with self._lock:
-            self._open()
-            self._writer.flush()
-            for shard, counters in self._writer.counters_by_shard.items():
-                self._cluster.note(shard, counters)
+            self._require_open()
+            super().flush()
+            for stream in self._streams:
+                if stream.counters is not None:
+                    self._cluster.note(stream.number, stream.counters)
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions; what this process added before is among those that can be drawn.
@@ -134,7 +107,7 @@ class MemoryHandle:
         """
         if type(batch_size) is not int or batch_size < 1:
             batch_size = require_count("batch_size", batch_size, 1)
-        self._open()
+        self._require_open()
         with self._lock:
             if self._asked is None or self._asked[0] != batch_size:
                 self._asked = batch_size, self._ahead(batch_size, 1, 0)
@@ -150,7 +123,7 @@ class MemoryHandle:
         """
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
-        self._open()
+        self._require_open()
         self._deliverer.keep(prefetch + 2)
         batches = together(prefetch, self.num_shards) if self._may_draw_several else 1
         return Loader(self._ahead(batch_size, batches, prefetch), max(0, prefetch - batches + 1))
@@ -158,7 +131,7 @@ class MemoryHandle:
     @property
     def _may_draw_several(self) -> bool:
         """Whether several batches are drawn at once; those of samplers that follow episodes may be large."""
-        return self._address.limit is None and not isinstance(self.sampler, ComposedSampler)
+        return self._terms.limit is None and not isinstance(self.sampler, ComposedSampler)
 
     def _ahead(self, count: int, batches: int, prefetch: int) -> BatchesAhead:
         """Return what draws batches, so many at once whatever changes meanwhile."""
@@ -181,11 +154,13 @@ class MemoryHandle:
         It does not wait for the shards, which have it before they draw again. What a shard refuses is raised by a later
         call.
         """
-        self._open()
-        update = checked(self.sampler, ids, priorities)
+        self._require_open()
+        drawn, found = checked_priorities(self.sampler, ids, priorities)
+        sampler: Any = self.sampler  # one with priorities
+        wanted = sampler.require(drawn, found)
         self.flush()
         self._drawing.updates += 1
-        self._priorities.send(*update)
+        self._priorities.send(wanted, found)
 
     def update(self, ids: Any, /, **columns: Any) -> None:
         """Refuse: shards hold what writers sent, and a restarted one reads that from its journal again."""
@@ -222,7 +197,7 @@ class MemoryHandle:
 
     def shards(self) -> list[ShardStatus]:
         """Say of every shard where it runs and what it holds; `holdall watch PID` there shows more of one."""
-        self._open()
+        self._require_open()
         numbers = self._cluster.numbers
         found = self._cluster.ask_all(numbers, "process")
         return [ShardStatus(number, number in found, **found.get(number, {})) for number in numbers]
@@ -230,30 +205,8 @@ class MemoryHandle:
     def report(self) -> MemoryReport:
         """Account for the bytes that all shards hold, field by field."""
         self.flush()
-        known = self._cluster.refresh()
-        found = list(self._cluster.ask_all(known, "report").values())
-        fields = _added_up([field for each in found for field in each[0]])
-        transitions = sum(counters.transitions for counters in known.values())
-        slower = next((words for words in (*(each[1] for each in found), fallback()) if words), "")
-        return MemoryReport(transitions, fields, self._deliverer.nbytes, len(known), fallback=slower)
-
-    def close(self) -> None:
-        """Send what waits, and let go of the memory; it stays where it is."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _open(self) -> None:
-        if self._closed:
-            raise ClosedError("the memory was closed; make a new ReplayMemory")
+        found = self._cluster.ask_all(self._cluster.refresh(), "report")
+        return MemoryReport.added_up(found.values(), self._deliverer.nbytes, fallback())
 
     def _only_counters(self) -> ShardCounters:
         self.flush()
@@ -270,7 +223,7 @@ class MemoryHandle:
         self.flush()
         self._priorities.hear()
         self._priorities.level()
-        if (limit := self._address.limit) is not None:
+        if (limit := self._terms.limit) is not None:
             limit.require("batch", count)
             wait_for_grant("sample", self._cluster.ask_roster, "take_samples", count)
         self._metrics.report(self._figures)
@@ -279,8 +232,8 @@ class MemoryHandle:
         return {
             "coverage": 1 - len(self._cluster.lost) / max(1, self.num_shards),
             "losses": self._cluster.losses,
-            "unacknowledged_bytes": self._writer.unacknowledged_bytes,
-            "credit_wait_seconds": self._writer.waited_s,
+            "unacknowledged_bytes": self.unacknowledged_bytes,
+            "credit_wait_seconds": self.waited_s,
         }
 
 
@@ -305,16 +258,16 @@ def attach(
         join_cluster(address, NAMESPACE)
     find_roster = functools.partial(roster_of, name)  # which refuses a memory that was closed
     terms: MemoryTerms = asked(find_roster, "terms", patience_s=_ROSTER_S, timeout_s=None)
-    if sampler is not None or isinstance(terms.sampler, Hindsight):
-        terms = replace(terms, sampler=_same(terms.sampler, sampler))
+    known = terms.sampler
+    if sampler is not None or isinstance(known, Hindsight):
+        known = _same(known, sampler)
     if rank is None:
         rank = secrets.randbits(32)
         if seed is not None:
             rank = asked(find_roster, "enroll", patience_s=_ROSTER_S, timeout_s=None)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
-    learner = int(np.random.SeedSequence([entropy, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)) | 1
-    handle = MemoryHandle(terms, generator_of([entropy, rank]), device, learner)
+    handle = MemoryHandle(terms, known, generator_of([entropy, rank]), device, seeds=True)
     handle._cluster.refresh()  # so that the first batch is drawn from all shards
     return handle
 
@@ -327,13 +280,3 @@ def _same(known: Sampler, passed: Sampler | None) -> Sampler:
             f"{type(known).__name__}(...) with the same settings"
         )
     return passed
-
-
-def _added_up(fields: Sequence[Mapping[str, Any]]) -> tuple[FieldReport, ...]:
-    """Add up all numbers of the fields of one name; words are those of the first."""
-    found: dict[str, dict[str, Any]] = {}
-    for field in fields:
-        known = found.setdefault(field["name"], {})
-        for name, value in field.items():
-            known[name] = known.get(name, value) if isinstance(value, str) else known.get(name, 0) + value
-    return tuple(FieldReport(**known) for known in found.values())

@@ -9,39 +9,35 @@ writers wait meanwhile, and nothing is lost.
 from __future__ import annotations
 
 import logging
-import os
-import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from holdall.checkpoint import FileObjects, Objects, is_remote
-from holdall.errors import CheckpointError, DamageError, FencedError
+from holdall.checkpoint import Slots, objects_at
+from holdall.errors import CheckpointError, DamageError, FencedError, ShardError
 from holdall.json_state import counted, malformed_refused
 from holdall.storage import SealedSegment, pack, records_in
 
 SLOT, ENTRY, PRIORITIES, FOLDER = "slot", "entry", "priorities", "journal"
-_NAME = re.compile(r"[0-9a-f]{16}\.slot")
-_MOST_SLOT_BYTES = 2**30
-_REQUEST_S = 0.2
 _FULL_EVERY = 32
 """Slots between two that say what is expected of every writer; what is older than the last of them may be removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A block that was accepted."""
+    """A segment that was accepted."""
 
     writer: bytes
     sequence: int
     payload: bytes
+    segment: SealedSegment | None = None  # what the bytes say, before they are written
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class SegmentMove:
-    """A block that is hidden here, and on its way to another shard."""
+    """A segment that is hidden here, and on its way to another shard."""
 
     memory: str  # by whose doing
     shard: int
@@ -89,62 +85,12 @@ class _RemovedError(Exception):
     """A slot that was listed, and removed before it was read."""
 
 
-class Slots:
-    """Numbered files, on a disk or in an object store, that are each created once and never written again.
-
-    Of several that create one at a time, one succeeds.
-    """
-
-    def __init__(self, objects: Objects | FileObjects) -> None:
-        self._objects, self.url = objects, objects.url
-        # How long to wait for more segments before the next one is created: a request costs time and money.
-        self.batching_s = _REQUEST_S if isinstance(objects, Objects) else 0.0
-
-    def require_fencing(self) -> None:
-        """Refuse a place where a number could be created twice: some stores take conditions, and do not keep them."""
-        if not self._objects.honours_conditions():
-            raise CheckpointError(
-                f"{self.url} ignores conditions, so a shard that was taken for dead looks like its "
-                "successor; use a store that has conditional puts, or durability='memory' and checkpoints"
-            )
-
-    def numbers(self) -> list[int]:
-        """Return the numbers that are there, in order."""
-        return sorted(int(name[:16], 16) for name in self._objects.names() if _NAME.fullmatch(name))
-
-    def create(self, number: int, content: bytes) -> bool:
-        """Create a slot; False if another stands there, and not one of an earlier try whose answer was lost."""
-        return self._objects.create(_name(number), content) or self.read(number) == content
-
-    def read(self, number: int) -> bytes | None:
-        """Return the bytes of a slot; None if it is not there: slots may be removed at any time."""
-        return self._objects.get(_name(number), _MOST_SLOT_BYTES)
-
-    def delete(self, numbers: list[int]) -> None:
-        """Remove slots."""
-        self._objects.delete([_name(number) for number in numbers])
-
-
-def _name(number: int) -> str:
-    return f"{number:016x}.slot"
-
-
-def _objects_at(url: str | os.PathLike[str], *folders: str) -> Objects | FileObjects:
-    if is_remote(url):
-        return Objects("/".join((os.fspath(url).rstrip("/"), *folders)))
-    return FileObjects(Path(os.fspath(url)).joinpath(*folders))
-
-
-def slots_at(url: str | os.PathLike[str], *folders: str) -> Slots:
-    """Return the slots in a folder below a url or path."""
-    return Slots(_objects_at(url, *folders))
-
-
 class Journal:
     """The journal that one shard keeps, from its opening on."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots, self.url, self.batching_s = slots, slots.url, slots.batching_s
+        self.writing, self.waits = threading.RLock(), False  # whether a disk that fails is tried until it does not
         self._next = self._since_full = 0
         self._first_rows: dict[int, int] = {}  # of slots with entries: the number of their first row
         self._full_at = -1  # the last slot that says what is expected of every writer
@@ -153,7 +99,8 @@ class Journal:
         self.state = JournalState()
         self.priorities: dict[str, Any] | None = None  # the state of the shard's sampler when it was last written
         self._priorities_at = -1  # the slot that has it
-        self.fenced = False
+        self.trouble = ""  # why nothing is written, as long as that lasts
+        self.fenced: FencedError | None = None  # as soon as another shard has the journal
 
     def open(self, *, waits: bool = False) -> Iterator[Page]:
         """Return everything that was accepted, and take the journal over.
@@ -161,6 +108,7 @@ class Journal:
         Args:
             waits: Whether a disk that fails is tried again until it does not.
         """
+        self.waits = waits
         if not waits:
             self._slots.require_fencing()  # which an earlier life has done
         while True:
@@ -169,10 +117,7 @@ class Journal:
             except _RemovedError:  # by the last owner, who is still at it: its rows have left, and so have those before
                 self._first_rows.clear()
             except CheckpointError as error:
-                if not waits:
-                    raise
-                _LOG.warning("%s; trying again", error)
-                time.sleep(_TRY_AGAIN_S)
+                self._wait(error)
                 self._first_rows.clear()
             else:
                 return
@@ -189,46 +134,65 @@ class Journal:
         self.epoch = self._next - 1
 
     def append(self, entries: Sequence[Entry], first_row: int) -> None:
-        """Write entries; they are durable when this returns. FencedError if somebody else has the journal now.
-
-        After any other error the same call has to be made again: the slot may stand there already.
-        """
+        """Write entries; they are durable when this returns. FencedError if somebody else has the journal now."""
         parts: list[bytes] = []
         for entry in entries:
             head = {"writer": entry.writer.hex(), "sequence": entry.sequence}
             parts.append(b"".join(pack(ENTRY, head, {"segment": entry.payload}, frozenset())))
-        number = self._next
-        self._require(self._create(parts, self._since_full >= _FULL_EVERY, first_row))
-        self.expected |= {entry.writer: entry.sequence + 1 for entry in entries}
-        self._first_rows[number] = first_row
+        with self.writing:
+            self._first_rows[self._write(parts, self._since_full >= _FULL_EVERY, first_row)] = first_row
+            self.expected |= {entry.writer: entry.sequence + 1 for entry in entries}
 
     def put_priorities(self, state: Mapping[str, Any]) -> None:
         """Write the state of the shard's sampler, in place of what was written of it before."""
         words = {name: value for name, value in state.items() if name != "scaled"}
         scaled = np.asarray(state["scaled"], "<f8")
         part = b"".join(pack(PRIORITIES, words, {"scaled": scaled.data}, frozenset()))
-        number, before = self._next, self._priorities_at
-        self._require(self._create([part], is_full=False))
-        self._priorities_at = number
-        if before >= 0:
-            self._slots.delete([before])
+        with self.writing:
+            before, self._priorities_at = self._priorities_at, self._write([part], is_full=False)
+            if before >= 0:
+                self._slots.delete([before])
 
     def say(self, **changes: Any) -> None:
         """Write a state with some changes, see `JournalState`."""
-        self.state = replace(self.state, **changes)
-        self._require(self._create([], is_full=True))
+        with self.writing:
+            self.state = replace(self.state, **changes)
+            self._write([], is_full=True)
 
     def require_owned(self) -> None:
         """Find out whether another shard has opened this journal, without writing to it."""
-        self._require(self._slots.read(self._next) is None)
+        with self.writing:
+            self._require(lambda: self._slots.read(self._next) is None)
 
-    def _require(self, is_owned: bool) -> None:
-        self.fenced |= not is_owned
-        if self.fenced:
-            raise FencedError(
-                f"{self.url}: another shard has opened this journal, and goes on with all that was acknowledged here; "
-                "this memory takes and gives nothing more: close it, and use the new one"
-            )
+    def _write(self, parts: list[bytes], is_full: bool, first_row: int = 0) -> int:
+        """Create the next slot, and return its number."""
+        number = self._next
+        self._require(lambda: self._create(parts, is_full, first_row))
+        return number
+
+    def _require(self, is_owned: Callable[[], bool]) -> None:
+        """Try something until the disk takes it: the same again, as it may be done already."""
+        while self.fenced is None:
+            try:
+                if is_owned():
+                    self.trouble = ""
+                    return
+            except CheckpointError as error:
+                self._wait(error)
+            else:
+                self.fenced = FencedError(
+                    f"{self.url}: another shard has opened this journal, and goes on with all that was acknowledged "
+                    "here; this memory takes and gives nothing more: close it, and use the new one"
+                )
+                _LOG.warning("%s", self.fenced)
+        raise self.fenced
+
+    def _wait(self, error: CheckpointError) -> None:
+        if not self.waits:
+            raise error
+        self.trouble = str(error)
+        _LOG.warning("%s; trying again", error)
+        time.sleep(_TRY_AGAIN_S)
 
     def trim(self, first_row: int) -> None:
         """Remove slots all of whose rows lie before `first_row`."""
@@ -244,7 +208,7 @@ class Journal:
         if is_full:
             head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
         start = b"".join(pack(SLOT, head, {}, frozenset()))
-        if self.fenced or not self._slots.create(self._next, b"".join([start, *parts])):
+        if not self._slots.create(self._next, b"".join([start, *parts])):
             return False
         self._since_full = 0 if is_full else self._since_full + 1
         self._full_at = self._next if is_full else self._full_at
@@ -287,17 +251,17 @@ class Journal:
 
 def journal_of(url: str, shard: int) -> Journal:
     """Return the journal of a shard; it is nobody's until it is opened."""
-    return Journal(slots_at(url, FOLDER, f"{shard:05d}"))
+    return Journal(Slots.at(url, FOLDER, f"{shard:05d}"))
 
 
 def journals_in_use(url: str) -> list[int]:
     """Return the shards that have journals below a url, but for those that were drained."""
-    names = sorted(_objects_at(url, FOLDER).folders())
+    names = sorted(objects_at(url, FOLDER).folders())
     return [int(name) for name in names if name.isdecimal() and not _is_drained(url, name)]
 
 
 def _is_drained(url: str, name: str) -> bool:
-    slots = slots_at(url, FOLDER, name)
+    slots = Slots.at(url, FOLDER, name)
     numbers = slots.numbers()
     content = slots.read(numbers[-1]) if numbers else b""
     last = next(iter(records_in(content)), None) if content else None
@@ -314,26 +278,17 @@ def _writer_of(name: str) -> bytes:
 
 SLOT_BYTES = 16 * 2**20
 _TRY_AGAIN_S = 0.5
-_LOOK_AGAIN_S = 0.01
 _TRIM_EVERY = 64
 _PRIORITIES_S = 5.0
 """How often priorities are written: a crash undoes what was learned since."""
 _OWNED_S = 5.0
-"""How often a shard that is given nothing looks whether the journal is still its own."""
+"""How often a shard looks whether the journal is still its own."""
 
 _LOG = logging.getLogger("holdall")
 
 
-class Staged(NamedTuple):
-    """A segment on its way to the journal."""
-
-    entry: Entry
-    segment: SealedSegment
-    done: Future[None]  # when it can be drawn; or never will be
-
-
 class Committer:
-    """Writes what is staged, in a thread of its own.
+    """Writes what is staged: whoever waits for it first writes all that waits, and the others find it done.
 
     Args:
         apply: Shows segments that are durable, and returns the number of the first row that is still needed.
@@ -341,96 +296,71 @@ class Committer:
     """
 
     def __init__(
-        self, journal: Journal, next_row: int, apply: Callable[[list[Staged]], int],
+        self, journal: Journal, next_row: int, apply: Callable[[Sequence[Entry]], int],
         priorities: Callable[[], Mapping[str, Any] | None] = lambda: None,
     ) -> None:  # fmt: skip
         self.journal, self._apply, self._priorities = journal, apply, priorities
-        self._next_row, self._commits, self._priorities_due = next_row, 0, 0.0
-        self._staged: list[Staged] = []
-        self._changed, self._writing = threading.Condition(), threading.Lock()
-        self.backlog = 0  # bytes
-        self.trouble = ""  # why nothing is written, as long as that lasts
-        self.fenced: FencedError | None = None  # as soon as another shard has the journal
-        threading.Thread(target=self._run, name="holdall-journal", daemon=True).start()
+        journal.waits = True
+        self._next_row, self._priorities_due, self._slots = next_row, 0.0, 0
+        self._waiting: deque[Entry] = deque()
+        self._staged = self._committed = 0  # segments
+        self._staged_bytes = self._committed_bytes = 0
+        threading.Thread(target=self._watch, name="holdall-journal", daemon=True).start()
 
-    def stage(self, staged: Staged) -> None:
-        """Have a segment written; the shard's lock keeps them in order."""
-        with self._changed:
-            if self.fenced is not None:
-                raise self.fenced
-            self._staged.append(staged)
-            self.backlog += len(staged.entry.payload)
-            self._changed.notify_all()
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait to be made durable."""
+        return self._staged_bytes - self._committed_bytes
 
-    def drain(self) -> None:
-        """Wait until everything that is staged is durable."""
-        while self.backlog and self.fenced is None:
-            time.sleep(_LOOK_AGAIN_S)
+    def stage(self, entry: Entry) -> None:
+        """Have a segment written. The shard's lock keeps them in order."""
+        self._waiting.append(entry)
+        self._staged_bytes += len(entry.payload)
+        self._staged += 1
 
-    def record(self, write: Callable[[Journal], None]) -> None:
-        """Have something else written to the journal; nothing may be staged."""
-        self._write_until_taken(lambda: write(self.journal))
+    def commit(self) -> None:
+        """Return when all segments so far can be drawn; FencedError if another shard has the journal."""
+        staged = self._staged
+        while self._committed < staged:
+            with self.journal.writing:
+                if self._committed < staged:
+                    time.sleep(self.journal.batching_s)
+                    self._write(self._next_slot())
 
     def write_priorities(self) -> None:
         """Write the priorities if they have changed; not again before fifty times as long has passed."""
         began, state = time.monotonic(), self._priorities()
         if state is not None:
-            self.record(lambda journal: journal.put_priorities(state))
+            self.journal.put_priorities(state)
         now = time.monotonic()
         self._priorities_due = now + max(_PRIORITIES_S, 50 * (now - began))
 
-    def _run(self) -> None:
-        while self.fenced is None:
-            with self._changed:
-                has_work = self._changed.wait_for(lambda: self._staged, _OWNED_S)
-            try:
+    def _watch(self) -> None:
+        """Write priorities now and then, and look whether the journal is still this shard's own."""
+        with suppress(FencedError):
+            while True:
+                time.sleep(_OWNED_S)
                 if time.monotonic() > self._priorities_due:
                     self.write_priorities()
-                if not has_work:
-                    self._write_until_taken(self.journal.require_owned)
-                    continue
-                if self.journal.batching_s:
-                    time.sleep(self.journal.batching_s)
-                self._write(self._taken())
-            except FencedError as error:  # nothing of this shard is ever acknowledged again
-                _LOG.warning("%s", error)
-                self.fenced = error
-        with self._changed:
-            for each in self._staged:
-                each.done.set_exception(self.fenced)
+                self.journal.require_owned()
 
-    def _taken(self) -> list[Staged]:
-        with self._changed:
-            taken, nbytes = 0, 0
-            while taken < len(self._staged) and (taken == 0 or nbytes < SLOT_BYTES):
-                nbytes += len(self._staged[taken].entry.payload)
-                taken += 1
-            return self._staged[:taken]
+    def _next_slot(self) -> list[Entry]:
+        if not self._waiting:
+            raise ShardError(
+                f"{self.journal.url} has segments that could not be shown; restart the shard, and report this"
+            )
+        taken, nbytes = [], 0
+        while self._waiting and nbytes < SLOT_BYTES:
+            taken.append(self._waiting.popleft())
+            nbytes += len(taken[-1].payload)
+        return taken
 
-    def _write(self, batch: list[Staged]) -> None:
-        entries = [each.entry for each in batch]
-        self._write_until_taken(lambda: self.journal.append(entries, self._next_row))
-        self._next_row += sum(each.segment.rows.ticks * each.segment.lanes for each in batch)
-        needed = self._apply(batch)
-        with self._changed:
-            del self._staged[: len(batch)]
-            self.backlog -= sum(len(each.entry.payload) for each in batch)
-        self._commits += 1
-        if self._commits % _TRIM_EVERY == 0:
+    def _write(self, entries: list[Entry]) -> None:
+        self.journal.append(entries, self._next_row)
+        needed = self._apply(entries)
+        self._next_row += sum(each.segment.rows.ticks * each.segment.lanes for each in entries if each.segment)
+        self._committed += len(entries)
+        self._committed_bytes += sum(len(entry.payload) for entry in entries)
+        self._slots += 1
+        if self._slots % _TRIM_EVERY == 0:
             self.journal.trim(needed)
-
-    def _write_until_taken(self, write: Callable[[], None]) -> None:
-        """Write until the disk takes it; FencedError if somebody else has the journal."""
-        while True:
-            try:
-                with self._writing:
-                    write()
-            except FencedError:
-                raise
-            except CheckpointError as error:
-                _LOG.warning("%s; trying again", error)
-                self.trouble = str(error)
-                time.sleep(_TRY_AGAIN_S)
-            else:
-                self.trouble = ""
-                return

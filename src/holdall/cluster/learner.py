@@ -22,15 +22,13 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, BatchBlock, Deliverer, Payload, followed, read_answer
-from holdall.cluster.protocol import ShardCounters, client_name, received, rows_of, shards_of
+from holdall.cluster.answer import Answer, BatchBlock, Deliverer, read_answer
+from holdall.cluster.protocol import Ids, ShardCounters, received, rows_of, shards_of, this_machine
 from holdall.cluster.status import LOSSES, Cluster
 from holdall.delivery import HostBatchJob
-from holdall.errors import ArgumentError, CheckpointError, ShardError, TransitionIdError
-from holdall.sampling import ComposedSampler, Hindsight, Prioritized, Sampler, require_enough
-from holdall.schema import Array, as_array, ids_of_any_shape
-
-Ids = NDArray[np.int64]
+from holdall.errors import CheckpointError, ShardError, TransitionIdError
+from holdall.sampling import ComposedSampler, Hindsight, Likelihood, Sampler, require_enough
+from holdall.schema import Array
 
 
 def assigned(masses: Mapping[int, float], count: int, generator: np.random.Generator) -> dict[int, Ids]:
@@ -101,14 +99,19 @@ class Drawing:
     """Draws batches.
 
     Args:
+        generator: Draws which shard a row comes from.
         policy: What is done while a shard does not answer, see `ReplayMemory`.
+        seeds: Whether the generator seeds the draws of shards, too; else each draws with its own.
     """
 
     def __init__(
-        self, cluster: Cluster, deliverer: Deliverer, sampler: Sampler, generator: np.random.Generator, policy: str
+        self, cluster: Cluster, deliverer: Deliverer, sampler: Sampler, generator: np.random.Generator, policy: str,
+        *, seeds: bool,
     ) -> None:  # fmt: skip
         self._cluster, self._deliverer, self._sampler, self.generator = cluster, deliverer, sampler, generator
         self._policy, self._lock, self._patience_s = policy, threading.Lock(), cluster.patience_s
+        self._seeds, self._machine = seeds, this_machine()
+        self._by = Likelihood(sampler).prioritized
         self.updates = 0  # how often this handle has sent something that draws depend on
 
     def state(self) -> tuple[Any, ...] | None:
@@ -134,24 +137,9 @@ class Drawing:
 
     def finish(self, request: Request) -> Batch:
         """Wait for the rows, draw those again whose shard was lost, and make the batch."""
-        answers, where, masses, shards = list[Answer](), list[Ids](), list[float](), list[int]()
-        block = request.block
-        while request.asked:
-            oldest = request.asked.pop(0)
-            answer = self._heard(oldest)
-            if answer is not None:
-                answers.append(answer)
-                where.append(oldest.rows if answer.order is None else oldest.rows[answer.order])
-                masses.append(oldest.mass)
-                shards.append(oldest.shard)
-                continue
-            if block is not None:
-                block.is_given_up = True
-                request.block = None  # what is asked for again comes with its answer
-            with self._lock:
-                self._ask([(request, oldest.rows)], self._reachable(1))
-        by = followed(self._sampler)
-        weights = weights_of(answers, where, masses, by.beta if isinstance(by, Prioritized) else 1.0)
+        block, heard = request.block, self._collected(request, draws_again=True)
+        answers, where, masses, shards = zip(*heard, strict=True)
+        weights = weights_of(answers, where, masses, 1.0 if self._by is None else self._by.beta)
         return self._deliverer.batch(answers, where, shards, weights, self._sampler, block)
 
     def gather(self, wanted: Ids) -> Batch:
@@ -160,25 +148,33 @@ class Drawing:
         unknown = np.flatnonzero(~np.isin(shards, list(numbers)))
         if unknown.size:
             raise TransitionIdError(f"ids holds {int(wanted[unknown[0]])}, which is of no shard of this memory")
-        named = np.unique(shards).tolist() or [min(numbers)]
-        where = [np.flatnonzero(shards == shard) for shard in named]
-        calls = [
-            self._cluster.handle(shard).gather.remote(client_name(), rows_of(wanted[rows]).tobytes())
-            for shard, rows in zip(named, where, strict=True)
-        ]
-        answers = []
-        for shard, call in zip(named, calls, strict=True):
-            try:
-                answers.append(self.answer(shard, received(call, self._patience_s)))
-            except LOSSES as error:
-                raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
+        request = Request(len(wanted))
+        for shard in np.unique(shards).tolist() or [min(numbers)]:
+            rows = np.flatnonzero(shards == shard)
+            call = Call(self._cluster.call(shard, "gather", self._machine, rows_of(wanted[rows])))
+            request.asked.append(Asked(shard, rows, 1.0, call, 0))
+        answers, where, _, named = zip(*self._collected(request, draws_again=False), strict=True)
         return self._deliverer.batch(answers, where, named, np.ones(len(wanted), np.float32))
 
-    def answer(self, shard: int, payload: Payload | bytes) -> Answer:
-        """Read a shard's answer."""
-        answer = read_answer(payload)
-        self._cluster.note(shard, answer.counters, answer.count)
-        return answer
+    def _collected(self, request: Request, *, draws_again: bool) -> list[tuple[Answer, Ids, float, int]]:
+        """Wait for all answers; return each with its rows' positions in the batch, and its shard's mass and number."""
+        found = []
+        block = request.block
+        while request.asked:
+            oldest = request.asked.pop(0)
+            answer = self._heard(oldest)
+            if answer is not None:
+                rows = oldest.rows if answer.order is None else oldest.rows[answer.order]
+                found.append((answer, rows, oldest.mass, oldest.shard))
+                continue
+            if not draws_again:
+                raise ShardError(f"shards {self._cluster.lost} do not answer, and ids are wanted that they hold")
+            if block is not None:
+                block.is_given_up = True
+                request.block = None  # what is asked for again comes with its answer
+            with self._lock:
+                self._ask([(request, oldest.rows)], self._reachable(1))
+        return found
 
     def _heard(self, asked: Asked) -> Answer | None:
         """Wait for a shard's answer, and cut out the rows; None if it is lost, or holds nothing any more."""
@@ -196,7 +192,8 @@ class Drawing:
             if isinstance(payload, ShardCounters):
                 self._cluster.note(shard, payload)
             else:
-                call.answer = self.answer(shard, payload)
+                call.answer = read_answer(payload)
+                self._cluster.note(shard, call.answer.counters, call.answer.counted_at)
         return None if call.answer is None else call.answer.part(asked.first, asked.first + len(asked.rows))
 
     def _payload(self, shard: int, call: Call) -> Any:
@@ -220,7 +217,8 @@ class Drawing:
             parts = by_shard[shard]
             counts = [(len(rows), self._relabelled(request.count, rows)) for request, rows in parts]
             blocks = [request.block.place(rows) for request, rows in parts if request.block is not None]
-            call, first = Call(self._cluster.call(shard, "sample", counts, blocks)), 0
+            seed = int(self.generator.integers(1, 2**63)) if self._seeds else 0
+            call, first = Call(self._cluster.call(shard, "sample", self._machine, seed, counts, blocks)), 0
             for request, rows in parts:
                 request.asked.append(Asked(shard, rows, masses[shard], call, first))
                 first += len(rows)
@@ -357,7 +355,7 @@ class Priorities:
     """Sends shards the priorities of their rows, and has all of them know the highest."""
 
     def __init__(self, cluster: Cluster, sampler: Sampler) -> None:
-        self._cluster, self._by, self._patience_s = cluster, followed(sampler), cluster.patience_s
+        self._cluster, self._by, self._patience_s = cluster, Likelihood(sampler).prioritized, cluster.patience_s
         self._under_way: deque[tuple[int, Any]] = deque()
         self._lock = threading.Lock()
 
@@ -374,7 +372,7 @@ class Priorities:
                 sent = rows_of(wanted[rows]), priorities[rows]
                 with self._lock:
                     self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
-        if not isinstance(self._by, Prioritized) or not priorities.size:
+        if self._by is None or not priorities.size:
             return
         known = max((counters.highest for counters in self._cluster.known.values()), default=0.0)
         rises = self._by.scale(priorities).max() > known
@@ -408,19 +406,3 @@ class Priorities:
                 self._cluster.note(shard, received(call, self._patience_s))
             except LOSSES:
                 self._cluster.lose(shard)
-
-
-def checked(sampler: Sampler, ids: Any, priorities: Any) -> tuple[Ids, Array]:
-    """Return ids of what was drawn, and priorities, as arrays of one length, or say why they are none."""
-    by = followed(sampler)
-    if not isinstance(by, Prioritized):
-        raise ArgumentError(
-            f"update_priorities was called, but the memory's sampler ({type(sampler).__name__}) has no "
-            "priorities; construct the memory with sampler=Prioritized(...), or a sampler by=Prioritized(...)"
-        )
-    found = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
-    wanted = ids_of_any_shape(ids)
-    if isinstance(sampler, ComposedSampler):
-        wanted = sampler.first_ids(wanted)
-    by.require(wanted, found)
-    return wanted, found

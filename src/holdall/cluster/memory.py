@@ -11,35 +11,223 @@ batches of a local memory with the same seed.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import secrets
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import ray
 from gymnasium import spaces
 
 from holdall import checkpoint
-from holdall.cluster.fleet import ClusterSettings, Fleet, shared
-from holdall.cluster.handle import MemoryHandle, MemoryTerms
+from holdall.cluster import roster
+from holdall.cluster.handle import MemoryHandle
+from holdall.cluster.journal import journals_in_use
 from holdall.cluster.learner import saved_by
-from holdall.cluster.roster import Address, RateLimit
+from holdall.cluster.protocol import MOST_SHARDS, GoneError, SegmentStream, asked
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.writer import LaneGroup, Writer
+from holdall.cluster.shard import GROUPS, Shard
+from holdall.cluster.status import Cluster
+from holdall.cluster.writer import Writer
+from holdall.errors import ArgumentError, ShardError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
-from holdall.sampling import ComposedSampler, Sampler, Uniform, sampler_to_resume, sampler_words
+from holdall.sampling import Sampler, Uniform, sampler_to_resume, sampler_words
 from holdall.schema import Schema
 from holdall.units import require_count, whole
 
-_STAYS = 4
-"""An episode that is longer than this part of a shard is cut, and goes on on another."""
 _LOCAL_ON = 8
 _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
+
+
+_TALKS = 16
+"""Questions that the roster hears at a time."""
+_LOG = logging.getLogger("holdall")
+
+
+class Fleet:
+    """The actors of one memory.
+
+    Args:
+        placement: See `holdall.ray.ReplayMemory`, as for resources.
+    """
+
+    def __init__(
+        self, terms: roster.MemoryTerms, seed: int | None, placement: str, resources: Mapping[str, float] | None
+    ) -> None:  # fmt: skip
+        self._home = f"{roster.NAMESPACE}-{secrets.token_hex(8)}"  # where shards have their numbers as names
+        self._terms, self._patience_s = terms, terms.patience_s
+        remote: Any = ray.remote
+        found_by = {"name": terms.name, "namespace": roster.NAMESPACE, "max_concurrency": _TALKS}
+        # Ray's record of every call would cost as much as a small call itself; shards have metrics of their own.
+        agreed = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(roster.Roster).options(**found_by)
+        try:
+            self.roster = agreed.remote(terms, self._home)
+        except ValueError as error:
+            raise ArgumentError(
+                f"name ({terms.name!r}) is that of another memory of this cluster; choose another"
+            ) from error
+        # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
+        shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS, enable_task_events=False)
+        self._reserved = dict(resources or {})
+        own: dict[str, Any] = {name: self._reserved[name] for name in ("memory", "num_cpus") if name in self._reserved}
+        named = {name: amount for name, amount in self._reserved.items() if name not in own}
+        self._placed = {"scheduling_strategy": roster.PLACEMENTS[placement], "num_cpus": 0, "resources": named} | own
+        self._shard = shard(Shard)
+        self.actors: dict[int, Any] = {}
+        self._next = 0
+        self._mover = secrets.token_bytes(16)  # as whose segments those of shards that are drained are sent
+        self._moves: dict[int, SegmentStream] = {}
+        nodes: Any = ray.nodes  # it has no types
+        machines = sum(bool(node["Alive"]) for node in nodes()) if placement == "spread" else 1
+        self._made_with = (terms, seed, -(-terms.shards // max(1, machines)))
+        self._lock = threading.RLock()
+
+    def start(self, number: int, saved: tuple[str, Any] | None = None) -> None:
+        """Start a shard of this number.
+
+        Args:
+            saved: Where a checkpoint lies that it begins with, and what the manifest says of it.
+        """
+        with self._lock:
+            self.actors[number] = self._started(number, saved)
+            self._ask(self.roster, "admit", number, self.actors[number])
+
+    def _started(self, number: int, saved: tuple[str, Any] | None = None) -> Any:
+        if number >= MOST_SHARDS:
+            raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
+        self._next = max(self._next, number + 1)
+        named = self._shard.options(**self._placed, name=str(number), namespace=self._home)
+        return named.remote(number, *self._made_with, saved)
+
+    def grow(self) -> int:
+        """Start one more shard and return its number; nobody hears of it before it is up."""
+        with self._lock:
+            self._require_room()
+            number = self._next
+            actor = self._started(number)
+            try:
+                ray.get(actor.counters.remote(), timeout=self._patience_s)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                self._end(number, actor)
+                raise ShardError(
+                    f"shard {number} did not start within {self._patience_s:g} s ({type(error).__name__}); see "
+                    "`ray status` for room, and call add_shard() again; the memory is as before"
+                ) from error
+            self.actors[number] = actor
+            self._ask(self.roster, "admit", number, actor)
+            return number
+
+    def _end(self, number: int, actor: Any) -> None:
+        """End a shard that is listed nowhere, unless a roster was restarted meanwhile."""
+        ray.kill(actor)
+        self._ask(self.roster, "dismiss", number)
+
+    def _require_room(self) -> None:
+        """Refuse to start a shard for which no machine has what it reserves."""
+        resources: Any = ray.available_resources  # it has no types
+        available: dict[str, float] = resources()
+        free = {name: available.get("CPU" if name == "num_cpus" else name, 0.0) for name in self._reserved}
+        lacking = {name: amount for name, amount in self._reserved.items() if free[name] < amount}
+        if lacking:
+            raise ShardError(
+                f"there is no room for another shard: it reserves {lacking}, and the cluster has "
+                f"{ {name: free[name] for name in lacking} } free; start a machine that has it, and call add_shard() "
+                "again; the memory is as before"
+            )
+
+    def drain(self, number: int, cluster: Cluster) -> None:
+        """Move what a shard holds to the others, each segment to the least filled of them, and end it."""
+        with self._lock:
+            if number not in self.actors or len(self.actors) == 1:
+                raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self.actors)}")
+            actor = self.actors[number]
+            self._ask(actor, "close_to_writers")
+            for stream in self._moves.values():  # what a drain that ended with an error has left under way
+                stream.flush()
+            while (oldest := self._ask(actor, "oldest"))[0]:
+                self._move(number, oldest, cluster)
+            self._ask(self.roster, "dismiss", number)
+            del self.actors[number]
+            self._moves.pop(number, None)
+            cluster.refresh()
+            self._end(number, actor)
+
+    def _move(self, number: int, oldest: tuple[bytes, int, int, int], cluster: Cluster) -> None:
+        """Move a segment; if the shard that it goes to turns out to be gone with all that it held, to another one."""
+        payload, rows, first_row, end = oldest
+        others = [to for to in self.actors if to != number]
+        while True:
+            known = cluster.refresh()  # one that is being restarted is waited for if there is no other
+            to = min(others, key=lambda to: known[to].inserted if to in known else math.inf)
+            new = SegmentStream(self.actors[to], to, self._mover, self._terms.writer_patience_s)
+            stream = self._moves.setdefault(to, new)
+            self._ask(self.actors[number], "give_up", first_row, end, to, self._mover, stream.sequence)
+            try:
+                stream.send(payload, rows)
+                return stream.flush()
+            except GoneError:
+                others.remove(to)
+                if self._terms.url is not None or not others:
+                    raise
+                del self._moves[to]
+
+    def settle(self) -> None:
+        """Wait until the shards are up; have segments that an earlier memory was moving be where they arrived.
+
+        An earlier memory may have had more shards: what these hold must not be left out unnoticed.
+        """
+        for number, actor in self.actors.items():
+            move = self._begun(number, actor)
+            if move is None:
+                continue
+            to, writer, sequence = move
+            arrived = to in self.actors and self._ask(self.actors[to], "insert", writer, 0, []).expected > sequence
+            self._ask(actor, "end_move", arrived)
+        if self._terms.url is None:
+            return
+        left_out = sorted(set(journals_in_use(self._terms.url)) - set(self.actors))
+        if left_out:
+            self.end()
+            raise ArgumentError(
+                f"shards ({len(self.actors)}) leaves out {left_out}, whose journals are there, too, from an earlier "
+                f"memory; pass shards={left_out[-1] + 1}, drain what is too much then, or name another place"
+            )
+
+    def _begun(self, number: int, actor: Any) -> Any:
+        """Wait until a shard is up, if it has a journal to read; return what it says of a move."""
+        while True:
+            try:
+                return ray.get(actor.move.remote(), timeout=self._patience_s)
+            except ray.exceptions.ActorDiedError as error:
+                self.end()
+                reason = str(error).strip().splitlines()[-1]  # what its constructor raised
+                raise ShardError(f"shard {number} could not be started: {reason}") from error
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                if self._terms.url is None:
+                    return None
+                _LOG.warning("shard %d is not up yet: it reads its journal, or Ray has no room for it", number)
+
+    def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
+        """Call what may be called twice; a shard, or the roster, that is killed meanwhile is waited for."""
+        timeout_s = None if actor is self.roster else self._patience_s
+        return asked(lambda: actor, method, *arguments, patience_s=self._patience_s, timeout_s=timeout_s)
+
+    def end(self, *, has_saved: bool = False) -> None:
+        """End all actors, once they have let go of the places that they saved to."""
+        if has_saved or self._terms.url is not None:
+            ending = [actor.end_saves.remote() for actor in self.actors.values()]
+            ray.wait(ending, num_returns=len(ending), timeout=self._patience_s)
+        for actor in (*self.actors.values(), self.roster):
+            ray.kill(actor)
 
 
 class SavedShards(NamedTuple):
@@ -83,7 +271,7 @@ class ReplayMemory(MemoryHandle):
         shards: int | SavedShards = 8, durability: str = "memory", url: str | os.PathLike[str] | None = None,
         on_shard_loss: str = "degrade", prefer: str = "balanced", device: str | None = None, seed: int | None = None,
         extras: Mapping[str, spaces.Space[Any]] | None = None, sampler: Sampler | None = None,
-        limit: RateLimit | None = None, placement: str = "spread", resources: Mapping[str, float] | None = None,
+        limit: roster.RateLimit | None = None, placement: str = "spread", resources: Mapping[str, float] | None = None,
         patience_s: float | None = None, reward_shape: tuple[int, ...] = (), name: str | None = None,
     ) -> None:  # fmt: skip
         schema = observation_space
@@ -95,20 +283,18 @@ class ReplayMemory(MemoryHandle):
             capacity = require_count("capacity", whole(capacity), schema.num_envs * shards, " (num_envs times shards)")
             rows = capacity // schema.num_envs // shards * schema.num_envs
             shards = SavedShards(rows, generator_of(seed), dict.fromkeys(range(shards)))
-        settings = ClusterSettings(
-            durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources
+        roster.require_settings(
+            url, patience_s, durability=durability, on_shard_loss=on_shard_loss, prefer=prefer, placement=placement
         )
-        sampler = shared(sampler)
+        sampler = roster.shared(sampler)
         require_safe_cluster()
-        place = None if url is None else checkpoint.normalized_url(url)
-        address = Address(
-            schema_words(schema), name or f"holdall-{secrets.token_hex(8)}", place is not None, prefer,
-            settings.asking_s, settings.writing_s, limit,
-            *((max(1, shards.rows // _STAYS), len(shards.places)) if isinstance(sampler, ComposedSampler) else ()),
+        terms = roster.MemoryTerms(
+            schema_words(schema), name or f"holdall-{secrets.token_hex(8)}", roster.for_shards(sampler), shards.rows,
+            None if url is None else checkpoint.normalized_url(url), prefer, on_shard_loss,
+            *roster.patience_of(patience_s), limit, len(shards.places),
         )  # fmt: skip
-        terms = MemoryTerms(address, sampler, on_shard_loss, shards.rows)
-        self._fleet = Fleet(terms, seed, place, settings, len(shards.places))
-        super().__init__(terms, shards.generator, device)
+        self._fleet = Fleet(terms, seed, placement, resources)
+        super().__init__(terms, sampler, shards.generator, device, seeds=False)
         self._savers = checkpoint.Savers(chosen_kernels().coder)
         self._has_saved = False
         for number, saved in shards.places.items():
@@ -122,7 +308,7 @@ class ReplayMemory(MemoryHandle):
 
         Where there is no room for it, `ShardError` says so, and the memory is as before.
         """
-        self._open()
+        self._require_open()
         return self._fleet.grow()
 
     def drain_shard(self, number: int) -> None:
@@ -133,14 +319,7 @@ class ReplayMemory(MemoryHandle):
         again; with journals every transition is there once, whatever is killed meanwhile.
         """
         self.flush()
-        with self._lock:
-            mover = LaneGroup(
-                replace(self._address, stay_rows=0), replace(self.schema, num_envs=1), slice(None), spread=None
-            )
-            try:
-                self._fleet.drain(number, mover, self._cluster)
-            finally:
-                mover.flush()
+        self._fleet.drain(number, self._cluster)
 
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> checkpoint.SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
@@ -163,7 +342,7 @@ class ReplayMemory(MemoryHandle):
             for number in self._fleet.actors
         }
         ticks, saved = self.capacity // self.num_envs, partial(saved_by, self._cluster, place, calls)
-        snapshot = checkpoint.ShardsSnapshot(self._address.words, ticks, state, {}, saved)
+        snapshot = checkpoint.ShardsSnapshot(self._terms.words, ticks, state, {}, saved)
         return self._savers.to(place).save(snapshot, int(keep), None, None)
 
     @classmethod
@@ -171,7 +350,7 @@ class ReplayMemory(MemoryHandle):
         cls, url: str | os.PathLike[str], device: str | None = None, sampler: Sampler | None = None,
         *,
         durability: str = "memory", journal_url: str | os.PathLike[str] | None = None, on_shard_loss: str = "degrade",
-        prefer: str = "balanced", limit: RateLimit | None = None, patience_s: float | None = None,
+        prefer: str = "balanced", limit: roster.RateLimit | None = None, patience_s: float | None = None,
         shards: int | None = None,
     ) -> Self:  # fmt: skip
         """Load the newest checkpoint that is whole; draws go on where they were.
@@ -188,10 +367,11 @@ class ReplayMemory(MemoryHandle):
         if shards is not None:
             require_count("shards", shards, 1)
         settings: dict[str, Any] = {
-            "durability": durability, "url": journal_url, "on_shard_loss": on_shard_loss, "prefer": prefer,
-            "device": device, "patience_s": patience_s, "limit": limit,
+            "url": journal_url, "patience_s": patience_s, "durability": durability, "on_shard_loss": on_shard_loss,
+            "prefer": prefer,
         }  # fmt: skip
-        ClusterSettings(**settings)  # refuses before anything is read
+        roster.require_settings(**settings)  # before anything is read
+        settings |= {"device": device, "limit": limit}
         reader = checkpoint.open_reader(url)
         return checkpoint.newest(reader, lambda manifest: cls._loaded(manifest, reader, settings, sampler, shards))
 
@@ -215,21 +395,21 @@ class ReplayMemory(MemoryHandle):
         memory = cls(schema, None, shards=saved, sampler=sampler, **settings)
         if not goes_on:
             try:
-                _copy_transitions(reader.url, Writer(replace(memory._address, limit=None), schema.num_envs))
+                _copy_transitions(reader.url, Writer(replace(memory._terms, limit=None), schema.num_envs))
             except BaseException:
                 memory.close()
                 raise
         return memory
 
-    def close(self) -> None:
-        """End the shards; batches that were handed out stay as they are."""
+    def close(self, *, flush: bool = False) -> None:
+        """End the shards; batches that were handed out stay as they are. `flush`: also what is lost with the shards."""
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
             try:
-                self._writer.close(flush=self._address.survives)  # what is lost with the shards is not sent to them
+                super().close(flush=flush or self._terms.url is not None)
             finally:
+                self._closed = True
                 try:
                     self._savers.close()
                 finally:

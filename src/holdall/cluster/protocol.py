@@ -1,4 +1,4 @@
-"""What writers, shards and learners send each other: ids, counters, the order of calls, and streams of segments.
+"""What writers, shards and learners send each other: ids, counters, and streams of segments.
 
 A transition id over shards is the shard, and the number of the row there:
 
@@ -6,21 +6,15 @@ A transition id over shards is the shard, and the number of the row there:
 
 Invariant: an id is never used again, not even by a shard that lost what it held. Those of shard 0 in its first life are
 those of a local memory. A segment is kept until the shard acknowledged it. Calls that change a shard are never
-retried by Ray, which would reorder them: after a failure the shard is asked which segment it expects, and the rest is
-sent again.
+retried by Ray: a segment has a number, and a shard takes every number of a writer once and in order, however often it
+is sent.
 """
 
 from __future__ import annotations
 
-import hashlib
-import secrets
-import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import IntEnum
+from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,99 +71,29 @@ class ShardCounters(NamedTuple):
     highest: float = 0.0  # scaled priority that a new row gets
 
 
-_MOST_CLIENTS = 4096
+class RestartedError(ShardError):
+    """A shard that does not know what it was asked before, as it was restarted since."""
 
 
-class CallOrderError(ShardError):
-    """A call that came before this one by its number is missing."""
-
-
-class CallOrder(NamedTuple):
-    """One call's place in its client's order."""
-
-    client: bytes  # 16, see `client_name`
-    epoch: int  # of the shard, as the client knows it
-    number: int
-    learner: int = 0  # seeds the generator that draws; 0: the shard's own draws
-    handle: int = 0  # whose generator it is
-
-
-_MACHINE_BYTES = 6
-
-
-def client_name() -> bytes:
-    """Return a new name for a client of shards; it begins with the machine that the client runs on."""
-    return _machine() + secrets.token_bytes(16 - _MACHINE_BYTES)
-
-
-def _machine() -> bytes:
+def this_machine() -> bytes:
     """Name the machine that this process runs on, as Ray counts machines."""
     node: str = ray.get_runtime_context().get_node_id()
-    return hashlib.blake2b(node.encode(), digest_size=_MACHINE_BYTES).digest()
+    return node.encode()
 
 
-def machine_of(client: bytes) -> bytes:
-    """Return the part of a client's name that is the machine's."""
-    return client[:_MACHINE_BYTES]
-
-
-class CallQueue:
-    """Lets calls through by their numbers."""
-
-    def __init__(self, patience_s: float = 30.0) -> None:
-        self._next: OrderedDict[bytes, int] = OrderedDict()
-        self._changed = threading.Condition()
-        self._patience_s = patience_s
-
-    @contextmanager
-    def taken(self, order: CallOrder) -> Iterator[None]:
-        """Wait for the calls before this one, and let the next one through."""
-        client, number = order.client, order.number
-        with self._changed:
-            self._next.setdefault(client, 0)
-            self._next.move_to_end(client)
-            while len(self._next) > _MOST_CLIENTS:
-                self._next.popitem(last=False)
-            if not self._changed.wait_for(lambda: self._next.get(client, number) >= number, self._patience_s):
-                raise CallOrderError(f"call {number} came, but {self._next.get(client)} of the same client did not")
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._next[client] = max(self._next.get(client, 0), number + 1)
-                self._changed.notify_all()
-
-
-class AckKind(IntEnum):
-    """What a shard did with a segment."""
-
-    ACCEPTED = 0
-    EXPECTED_ANOTHER = 1  # out of order, or there already
-    REFUSED = 2  # it will never be accepted; the reason follows
-    CLOSED = 3  # the shard takes nothing more; send it to another
-
-
-class SegmentHeader(NamedTuple):
-    """Who sends which segment to whom."""
-
-    writer: bytes  # 16
-    epoch: int
-    sequence: int
+def this_node() -> str:
+    """Return the address of the machine that this process runs on, as Ray has it."""
+    address: Any = ray.util.get_node_ip_address  # it has no types
+    return str(address())
 
 
 class Ack(NamedTuple):
-    """A shard's answer to a segment."""
+    """A shard's answer to some segments of a writer."""
 
-    kind: AckKind
-    expected: int  # the number of the writer's next segment
-    credits: int  # segments that the writer may have under way
+    expected: int  # the number of the writer's next segment; all before it are there, and durable if any are
     counters: ShardCounters
-    reason: str = ""
-
-
-def is_newer(counters: ShardCounters, known: ShardCounters | None) -> bool:
-    """Whether a shard said this after what is known; calls may overtake each other."""
-    return known is None or (counters.epoch, counters.changes) >= (known.epoch, known.changes)
+    is_closed: bool = False  # the shard takes nothing more
+    refused: str = ""  # why the next segment will never be accepted
 
 
 class GoneError(ShardError):
@@ -195,6 +119,8 @@ _PAUSE_S = 0.05
 _REASON_S = 1.0
 _LOOK_AGAIN_S = 2.0
 """How often the roster is asked for new shards."""
+_MOST_UNDER_WAY = 4
+_CROWDED_BYTES = 32 * 2**20
 
 
 def asked(find: Callable[[], Any], method: str, *arguments: Any, patience_s: float, timeout_s: float | None) -> Any:
@@ -251,40 +177,33 @@ class ShardList:
             time.sleep(_PAUSE_S)
 
 
-@dataclass(slots=True)
-class SentSegment:
+class SentSegment(NamedTuple):
     """A segment on its way to a shard."""
 
-    sequence: int
     payload: bytes
     rows: int
     lease: int  # of a limiter, which hears when the segment has arrived; -1: none
-    call: Any = None
 
 
 class SegmentStream:
     """Segments of one writer to one shard. Nothing waits here but `flush`; `poll` has to be called now and then.
 
+    One call at a time brings all that wait. One that failed is made again, as a shard takes every segment once.
+
     Args:
-        survives: Whether the shard holds after a restart what it acknowledged.
         patience_s: How long a shard may be away before the caller gets an error.
     """
 
-    def __init__(
-        self, shard: Any, number: int, writer: bytes, survives: bool, patience_s: float, roster: Any = None
-    ) -> None:  # fmt: skip
+    def __init__(self, shard: Any, number: int, writer: bytes, patience_s: float, roster: Any = None) -> None:
         self._shard, self._roster, self.number, self._writer = shard, roster, number, writer
-        self._survives, self._patience_s = survives, patience_s
+        self._patience_s = patience_s
         self.under_way: deque[SentSegment] = deque()
-        self.sequence = 0  # of the next segment
-        self._epoch = -1
-        self._credits = 1
+        self.sequence = 0  # number of the oldest of them, or of the next one
         self.counters: ShardCounters | None = None  # when the shard last said so
-        self._is_unsure = True  # which segment the shard expects
-        self._question: Any = None
-        self._ask_at = 0.0
-        self._settled_by = 0.0  # until then calls that were made may still be accepted
+        self._call: Any = None
+        self._again_at = 0.0
         self._trouble = ""
+        self._was_dead = False
 
     @property
     def inserted(self) -> int:
@@ -299,18 +218,14 @@ class SegmentStream:
 
     @property
     def has_room(self) -> bool:
-        """Whether the shard allows another segment under way."""
-        return len(self.under_way) < self._credits
+        """Whether another segment may be under way: fewer may when much waits to be made durable."""
+        is_crowded = self.counters is not None and self.counters.backlog >= _CROWDED_BYTES
+        return len(self.under_way) < (1 if is_crowded else _MOST_UNDER_WAY)
 
     def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
         """Send a segment; it is kept until the shard has acknowledged it."""
-        segment = SentSegment(self.sequence, payload, rows, lease)
-        self.sequence += 1
-        self.under_way.append(segment)
-        if self._is_unsure:
-            self.poll()
-        else:
-            self._call(segment)
+        self.under_way.append(SentSegment(payload, rows, lease))
+        self.poll()
 
     def flush(self) -> None:
         """Wait until every segment is acknowledged."""
@@ -341,89 +256,43 @@ class SegmentStream:
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Go on with what the shard said meanwhile; wait so long for its next word at most."""
-        if self._is_unsure:
-            self._ask(wait_s)
-        while self.under_way and not self._is_unsure:
-            oldest = self.under_way[0]
-            if not ray.wait([oldest.call], timeout=wait_s)[0]:
-                return
-            wait_s = 0.0
-            try:
-                ack: Ack = received(oldest.call)
-            except FencedError:
-                raise
-            except (ray.exceptions.RayError, ShardError) as error:
-                self._doubt(error)
-                return
-            self._hear(ack, oldest)
-
-    def _hear(self, ack: Ack, oldest: SentSegment) -> None:
-        """Take over what the shard said of the oldest segment."""
-        self._credits, self.counters = max(1, ack.credits), ack.counters
-        if ack.kind is AckKind.ACCEPTED:
-            self.under_way.popleft()
-            if oldest.lease >= 0:
-                self._roster.end_insert.remote(oldest.lease, self.number, ack.counters)
-        elif ack.kind is AckKind.REFUSED:
-            self.under_way.popleft()
-            self._number_from(oldest.sequence)
-            self._doubt(None)
-            raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.reason}")
-        else:
-            self._doubt(None)
-
-    def _doubt(self, error: Exception | None) -> None:
-        """Ask the shard what it expects before anything else is sent."""
-        self._is_unsure, self._question = True, None
-        self._settled_by = time.monotonic() + self._patience_s
-        if error is not None:
-            self._trouble, self._ask_at = type(error).__name__, time.monotonic() + _PAUSE_S
-
-    def _ask(self, wait_s: float) -> None:
-        """Ask which segment the shard expects, once no call runs that could still be accepted; go on from there."""
-        if self._question is None:
-            calls = [segment.call for segment in self.under_way if segment.call is not None]
-            if calls and time.monotonic() < self._settled_by:
-                ready, _ = ray.wait(calls, num_returns=len(calls), timeout=wait_s)
-                if len(ready) < len(calls):
-                    return
-            pause = self._ask_at - time.monotonic()
-            if pause > 0:
-                time.sleep(min(pause, wait_s))
-                if wait_s < pause:
-                    return
-            self._question = self._shard.expect.remote(self._writer)
-        if not ray.wait([self._question], timeout=wait_s)[0]:
+        if self._call is None:
+            self._send(wait_s)
+        if self._call is None or not ray.wait([self._call], timeout=wait_s)[0]:
             return
-        question, self._question = self._question, None
+        call, self._call = self._call, None
         try:
-            ack: Ack = received(question)
-        except ray.exceptions.ActorDiedError as error:
-            raise GoneError(f"shard {self.number} is gone for good ({error})") from error
-        except (ray.exceptions.RayError, ShardError) as error:  # it is being restarted, or waits for its disk
-            self._doubt(error)
+            ack: Ack = received(call)
+        except FencedError:
+            raise
+        except (ray.exceptions.RayError, ShardError) as error:  # it is being restarted
+            was_dead, self._was_dead = self._was_dead, isinstance(error, ray.exceptions.ActorDiedError)
+            if was_dead and self._was_dead:
+                raise GoneError(f"shard {self.number} is gone for good ({error})") from error
+            self._trouble, self._again_at = type(error).__name__, time.monotonic() + _PAUSE_S
         else:
-            self._resume(ack)
+            self._trouble, self._was_dead = "", False
+            self._hear(ack)
+            self._send()
 
-    def _resume(self, ack: Ack) -> None:
-        """Forget what was accepted although its acknowledgement was lost, and send the rest again."""
-        lost_all = self._epoch >= 0 and ack.counters.epoch != self._epoch and not self._survives
-        self._epoch, self._credits, self.counters = ack.counters.epoch, max(1, ack.credits), ack.counters
-        if lost_all:
-            self._number_from(ack.expected)
-        while self.under_way and self.under_way[0].sequence < ack.expected:
+    def _send(self, wait_s: float = 0.0) -> None:
+        """Make a call for all that wait; after one that failed not at once."""
+        pause = self._again_at - time.monotonic()
+        if self.under_way and pause > 0:
+            time.sleep(min(pause, wait_s))
+        if self.under_way and pause <= wait_s:
+            payloads = [segment.payload for segment in self.under_way]
+            self._call = self._shard.insert.remote(self._writer, self.sequence, payloads)
+
+    def _hear(self, ack: Ack) -> None:
+        """Forget what was accepted. A shard that expects an earlier segment began again, without what it held."""
+        self.counters, self.sequence = ack.counters, min(self.sequence, ack.expected)
+        while self.under_way and self.sequence < ack.expected:
+            segment, self.sequence = self.under_way.popleft(), self.sequence + 1
+            if segment.lease >= 0:
+                self._roster.end_insert.remote(segment.lease, self.number, ack.counters)
+        if ack.refused:
             self.under_way.popleft()
-        if ack.kind is AckKind.CLOSED:
+            raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.refused}")
+        if ack.is_closed:
             raise ShardClosedError(f"shard {self.number} takes nothing more")
-        self._is_unsure, self._trouble = False, ""
-        for segment in self.under_way:
-            self._call(segment)
-
-    def _number_from(self, sequence: int) -> None:
-        self.sequence = sequence
-        for segment in self.under_way:
-            segment.sequence, self.sequence = self.sequence, self.sequence + 1
-
-    def _call(self, segment: SentSegment) -> None:
-        header = SegmentHeader(self._writer, self._epoch, segment.sequence)
-        segment.call = self._shard.insert.remote(header, segment.payload)

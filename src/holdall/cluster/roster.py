@@ -10,12 +10,14 @@ against the lower as if it never would be. Grants end by themselves, so nobody w
 
 from __future__ import annotations
 
+import copy
 import logging
+import os
 import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +27,9 @@ import ray
 from holdall.cluster.protocol import MOST_LIVES, ShardCounters, received
 from holdall.cluster.status import Gauges
 from holdall.errors import ArgumentError, ShardError
-from holdall.units import require_count, require_number
+from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
+from holdall.storage import COST_CAPS
+from holdall.units import require_choice, require_count, require_number
 
 NAMESPACE = "holdall"
 """Where rosters have their names."""
@@ -72,19 +76,30 @@ class RateLimit:
             )
 
 
+_STAYS = 4
+"""An episode that is longer than this part of a shard is cut, and goes on on another."""
+
+
 @dataclass(frozen=True, slots=True)
-class Address:
-    """Where a memory is, for writers and learners in other processes."""
+class MemoryTerms:
+    """What every process that has to do with a memory knows of it; see `holdall.ray.ReplayMemory`."""
 
     words: dict[str, Any]  # of the schema
     name: str  # of the roster; a handle in its place could not be had again by an actor that is restarted
-    survives: bool  # whether shards hold after a restart what they acknowledged
+    sampler: Sampler
+    shard_rows: int  # most rows of a shard
+    url: str | None  # where journals are kept; None: nowhere, and what a shard held is lost with it
     prefer: str
+    on_shard_loss: str
     patience_s: float  # of a process that asks something
     writer_patience_s: float  # of writers, whose error comes when Ray has given a machine up
     limit: RateLimit | None = None
-    stay_rows: int = 0  # rows after which a writer may leave a shard within an episode; 0: after every segment
-    lane_groups: int = 1  # in which a writer's lanes go to the shards, as episodes of a group stay on one
+    shards: int = 1  # that it began with
+
+    @property
+    def stay_rows(self) -> int:
+        """Rows after which a writer may leave a shard within an episode; 0: after every segment."""
+        return max(1, self.shard_rows // _STAYS) if isinstance(self.sampler, ComposedSampler) else 0
 
     def roster(self) -> Any:
         """Find the roster."""
@@ -95,7 +110,7 @@ class Address:
         try:
             return received(getattr(roster, method).remote(*arguments), self.patience_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            self.roster()
+            roster_of(self.name)
             return None
 
 
@@ -105,6 +120,83 @@ def roster_of(name: str) -> Any:
         return ray.get_actor(name, NAMESPACE)
     except ValueError as error:
         raise ShardError(f"the memory {name} is not there; was it closed?") from error
+
+
+POLICIES = ("degrade", "block", "raise")
+DURABILITIES = ("memory", "segment")
+_ANSWERS_S = 10.0
+_RESTARTED_S = 15.0
+"""What a shard may take to be started again once its machine was given up."""
+_HEALTH_MS = {
+    "health_check_initial_delay_ms": 5_000, "health_check_period_ms": 3_000, "health_check_timeout_ms": 10_000,
+}  # fmt: skip
+"""Ray's defaults; its settings are read from the environment, as Ray reads them on the machine of its head."""
+
+
+def health_patience_s() -> float:
+    """Return how long it may take until shards of a machine that hangs are up on another one, by Ray's settings."""
+    delay, period, timeout = (_setting(name, usual) / 1000 for name, usual in _HEALTH_MS.items())
+    checks = _setting("health_check_failure_threshold", 5)
+    return max(_ANSWERS_S, delay + checks * (period + timeout)) + _RESTARTED_S
+
+
+def _setting(name: str, usual: int) -> int:
+    """Read one of Ray's settings: as the cluster has it, where Ray says so, or as this process's environment has it."""
+    known = getattr(getattr(getattr(ray, "_raylet", None), "Config", None), name, None)
+    try:
+        return int(os.environ.get(f"RAY_{name}", usual) if known is None else known())
+    except (TypeError, ValueError):
+        return usual
+
+
+PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
+_CHOICES: dict[str, Collection[str]] = {
+    "durability": DURABILITIES, "on_shard_loss": POLICIES, "prefer": COST_CAPS, "placement": PLACEMENTS,
+}  # fmt: skip
+
+
+def require_settings(url: str | os.PathLike[str] | None, patience_s: float | None, **chosen: str) -> None:
+    """Refuse settings of a memory that do not hold, see `holdall.ray.ReplayMemory`."""
+    for argument, value in chosen.items():
+        require_choice(argument, value, _CHOICES[argument])
+    if patience_s is not None:
+        require_number("patience_s", patience_s, 0.1)
+    if (url is None) == (chosen["durability"] == "segment"):
+        raise ArgumentError(
+            f"url ({url!r}) does not go with durability={chosen['durability']!r}; name where journals are kept for "
+            "durability='segment', and nothing for 'memory'"
+        )
+
+
+def patience_of(patience_s: float | None) -> tuple[float, float]:
+    """Return how long an answer is waited for, and how long a writer waits for a shard.
+
+    The latter as long as Ray may need to give up a machine, and to start another shard.
+    """
+    return (_ANSWERS_S, health_patience_s()) if patience_s is None else (patience_s, patience_s)
+
+
+def shared(sampler: Sampler | None) -> Sampler:
+    """Return the sampler of a memory over shards: one of holdall's, since weights over all shards depend on it."""
+    chosen: Sampler = Uniform() if sampler is None else sampler
+    if type(chosen) not in (Uniform, Prioritized, NStep, Sequence, Hindsight):
+        raise ArgumentError(
+            f"sampler ({type(chosen).__name__}) is none of holdall's, and weights over shards follow its rules; use "
+            "Uniform(), Prioritized(), NStep(), Sequence() or Hindsight()"
+        )
+    return chosen
+
+
+def for_shards(sampler: Sampler) -> Sampler:
+    """Return the same without what only a learner needs: the function of rewards, which may hold an environment."""
+    if isinstance(sampler, Hindsight):
+        sampler = copy.copy(sampler)
+        sampler.reward_fn = _rewarded_elsewhere
+    return sampler
+
+
+def _rewarded_elsewhere(*_: Any) -> Any:
+    raise ShardError("rewards towards other goals are computed by learners; report this")
 
 
 _NOTICE_S = 5.0
@@ -120,7 +212,7 @@ def wait_for_grant(
 
     Args:
         call: "add" or "sample".
-        ask: Asks the roster, see `Address.ask`.
+        ask: Asks the roster, see `MemoryTerms.ask`.
     """
     began = time.monotonic()
     notice_at = began + _NOTICE_S
@@ -211,14 +303,13 @@ class Roster:
         home: The namespace in which the memory's shards have their numbers as names: one that is restarted finds them.
     """
 
-    def __init__(self, memory: str, limit: RateLimit | None, survives: bool, terms: Any, home: str) -> None:
+    def __init__(self, terms: MemoryTerms, home: str) -> None:
         self._lock = threading.Lock()
         self._terms = terms
         self._learners = _FIRST_RANK
         self._highest = 0.0  # priority of the whole memory, as far as was said here
-        self._limiter = None if limit is None else Limiter(limit)
-        self._metrics = None if limit is None else Gauges("limiter", memory=memory)
-        self._survives = survives
+        self._limiter = None if terms.limit is None else Limiter(terms.limit)
+        self._metrics = None if terms.limit is None else Gauges("limiter", memory=terms.name)
         self._inserted: dict[tuple[int, int], int] = {}
         self._looked_at = 0.0
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
@@ -229,8 +320,8 @@ class Roster:
         self._codecs: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, float] = {}  # when a grant to add or to draw was last asked for
 
-    def terms(self) -> Any:
-        """Say what handles have to know, see `MemoryTerms`."""
+    def terms(self) -> MemoryTerms:
+        """Say what handles have to know."""
         return self._terms
 
     def enroll(self) -> int:
@@ -326,7 +417,7 @@ class Roster:
 
     def _note(self, shard: int, counters: ShardCounters) -> None:
         """Add up what was ever taken; a shard that began again counts from 0 again."""
-        life = 0 if self._survives else counters.epoch
+        life = 0 if self._terms.url is not None else counters.epoch
         self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), counters.inserted)
         if self._limiter is None:
             return

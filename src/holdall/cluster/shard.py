@@ -9,44 +9,34 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import pickle
 import secrets
 import threading
-from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 
+from holdall.batch import of_ids
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster import protocol
-from holdall.cluster.answer import BlockPlace, ChangeCount, Payload, RowDraw
-from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
-from holdall.cluster.roster import NAMESPACE, is_restarted
+from holdall.cluster.answer import Payload, RowsPlace
+from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, journal_of
+from holdall.cluster.roster import NAMESPACE, MemoryTerms, is_restarted
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.status import Process, ShardMetrics
-from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
+from holdall.cluster.status import ShardMetrics
+from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import generator_of
+from holdall.machine import HeldReader, anonymous_bytes, memory_limits
 from holdall.native import fallback
-from holdall.sampling import Sampler
+from holdall.report import MemoryReport
 from holdall.schema import Array
+from holdall.shared import SharedCount
+from holdall.storage import SealedSegment
 
-GROUPS = {"insert": 32, "sample": 4, "control": 4, "save": 4}
-"""Threads by kind of call, so that none waits behind another kind."""
-_ORDERED = frozenset({"sample", "update_priorities", "begin_save"})
-"""What a client may call by name, see `Shard.ordered`."""
-_MOST_LEARNERS = 1024
-_MOST_CREDITS = 4
-_CROWDED_BYTES = 32 * 2**20
-_SETTLED_S = 5.0
-_OVERTAKEN_S = 2.0
-"""How long a segment waits for those before it, which Ray may deliver later, before the writer is asked for them."""
-Ids = NDArray[np.int64]
+GROUPS = {"insert": 32, "sample": 1, "control": 4, "save": 4}
+"""Threads by kind of call, so that none waits behind another kind; one keeps calls in their order, as Ray does."""
 
 
 class Shard:
@@ -54,33 +44,27 @@ class Shard:
 
     Args:
         number: Which one.
-        words: The memory's schema, see `holdall.json_state.schema_words`.
-        capacity: Most rows held.
-        memory: The name of the memory's roster. A handle in its place could not be found again after a restart.
-        url: Where the journal is kept; None: nowhere, and what the shard held is lost with it.
         neighbours: Shards on a machine, this one counted.
         saved: The place and number of a checkpoint of this shard that it begins with.
     """
 
     def __init__(
-        self, number: int, words: dict[str, Any], capacity: int, sampler: Sampler, seed: int | None, memory: str,
-        url: str | None = None, neighbours: int = 1, saved: tuple[str, int] | None = None,
+        self, number: int, terms: MemoryTerms, seed: int | None, neighbours: int = 1,
+        saved: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
+        # The name of the memory's roster: a handle in its place could not be found again after a restart.
+        memory, url, sampler = terms.name, terms.url, terms.sampler
         self._number, self._memory, self._url = number, memory, url
-        self._machine = protocol.machine_of(protocol.client_name())
+        self._machine = protocol.this_machine()
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._call_queue = protocol.CallQueue()
-        self._process = Process()
+        self._held = HeldReader()
         self._metrics = ShardMetrics(memory, number)
         self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
-        self._staged: Counter[bytes] = Counter()  # segments of every writer that are not durable yet
         self._is_closed = threading.Event()
-        self._generators: dict[int, np.random.Generator] = {}  # of handles elsewhere
-        self._changes, self._written_changes = ChangeCount(), 0  # the latter when priorities were last written
+        self._changes, self._written_changes = SharedCount(), 0  # the latter when priorities were last written
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._committer: Committer | None = None
-        self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock, neighbours)
+        self._data = ShardData(terms.words, terms.shard_rows, sampler, generator_of(seed), self._lock, neighbours)
         self._epoch, highest = begun_life(memory, number, 0, has_journal=url is not None)
         # A checkpoint is what a shard begins with, and not what one that was restarted goes back to.
         is_new, checkpoint = self._epoch == 0 or not is_restarted(), None
@@ -106,7 +90,7 @@ class Shard:
         self._data.raise_highest(highest)
         if url is not None:
             self._committer = Committer(journal, self._data.store.next_tick, self._apply, self._changed_priorities)
-        self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": self._process.anonymous_bytes()})
+        self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": anonymous_bytes()})
 
     def _changed_priorities(self) -> dict[str, Any] | None:
         """Return the sampler's state for the journal, if it has changed since the last time."""
@@ -125,120 +109,92 @@ class Shard:
         self._expected = dict(journal.expected)
 
     @ray.method(concurrency_group="insert")
-    def insert(self, sent: protocol.SegmentHeader, payload: bytes) -> protocol.Ack:
-        """Take a segment over, if it is the next one of its writer."""
+    def insert(self, writer: bytes, first: int, payloads: list[bytes]) -> protocol.Ack:
+        """Take over those segments of a writer that come next, and say which one does then.
+
+        Args:
+            first: The number of the first of them; those that are there already are passed over.
+        """
         with self._metrics.timed("insert"):
-            return self._insert(sent, payload)
-
-    def _insert(self, sent: protocol.SegmentHeader, payload: bytes) -> protocol.Ack:
-        try:
             self._require_journal()
+            refused = ""
+            for number, payload in enumerate(payloads, first):
+                try:
+                    self._stage(writer, number, payload)
+                except (ArgumentError, DamageError) as error:
+                    refused = str(error) if number == self._expected.get(writer, 0) else ""
+                    break
             with self._lock:
-                if sent.epoch != self._epoch or sent.sequence < self._expected.get(sent.writer, 0):
-                    return self._ack(sent.writer, protocol.AckKind.EXPECTED_ANOTHER)
-                if self._is_closed.is_set():
-                    return self._ack(sent.writer, protocol.AckKind.CLOSED)
-            segment = self._data.unpacked(payload)
-            staged = Staged(Entry(sent.writer, sent.sequence, payload), segment, Future())
-            with self._changed:
-                self._changed.wait_for(lambda: sent.sequence <= self._expected.get(sent.writer, 0), _OVERTAKEN_S)
-                if self._is_closed.is_set():
-                    return self._ack(sent.writer, protocol.AckKind.CLOSED)
-                if sent.sequence != self._expected.get(sent.writer, 0):
-                    return self._ack(sent.writer, protocol.AckKind.EXPECTED_ANOTHER)
-                self._data.store.require(segment)
-                self._expected[sent.writer] = sent.sequence + 1
-                if self._committer is None:
-                    self._take(staged)
-                else:
-                    self._staged[sent.writer] += 1
-                    self._committer.stage(staged)
-                self._changed.notify_all()
-            staged.done.result()
+                expected, is_closed = self._expected.get(writer, 0), self._is_closed.is_set()
+            if self._committer is not None:  # the writer forgets what was accepted: nothing of it may still be lost
+                self._committer.commit()
             with self._lock:
-                return self._ack(sent.writer, protocol.AckKind.ACCEPTED)
-        except (ArgumentError, DamageError) as error:
-            with self._lock:
-                return self._ack(sent.writer, protocol.AckKind.REFUSED, str(error))
+                return protocol.Ack(expected, self._counters(), is_closed, refused)
 
-    @ray.method(concurrency_group="insert")
-    def expect(self, writer: bytes) -> protocol.Ack:
-        """Say which segment of a writer is the next: all before it can be drawn, and are durable if any are."""
-        self._require_journal()
-        with self._changed:
-            # The writer forgets what was accepted, so nothing counts as accepted that could still be lost.
-            if not self._changed.wait_for(lambda: not self._staged[writer], _SETTLED_S):
-                raise ShardError(f"shard {self._number} waits for its disk; ask again")
-            is_closed = self._is_closed.is_set()
-            return self._ack(writer, protocol.AckKind.CLOSED if is_closed else protocol.AckKind.EXPECTED_ANOTHER)
+    def _stage(self, writer: bytes, number: int, payload: bytes) -> None:
+        """Have a segment taken over, if it is the next one of its writer."""
+        segment = self._data.unpacked(payload)
+        with self._lock:
+            if number != self._expected.get(writer, 0) or self._is_closed.is_set():
+                return
+            self._data.store.require(segment)
+            if self._committer is None:
+                self._take(writer, segment)
+            else:
+                self._committer.stage(Entry(writer, number, payload, segment))
+            self._expected[writer] = number + 1
 
     @ray.method(concurrency_group="control")
     def trouble(self) -> str:
         """Say why segments are not acknowledged, if there is a reason."""
-        return "" if self._committer is None else self._committer.trouble
+        return "" if self._committer is None else self._committer.journal.trouble
 
     def _require_journal(self) -> None:
         """Refuse what a shard must not do any more whose journal another one has."""
-        if self._committer is not None and self._committer.fenced is not None:
-            raise self._committer.fenced
+        if self._committer is not None and self._committer.journal.fenced is not None:
+            raise self._committer.journal.fenced
 
     @ray.method(concurrency_group="sample")
     def ordered(self, packed: bytes) -> Any:
-        """Run a call that keeps its client's order, see `Cluster.call`."""
-        method, order, *arguments = pickle.loads(packed)  # as Ray does with what processes of a cluster send
-        if method not in _ORDERED:
-            raise ArgumentError(f"method ({method!r}) must be one of {', '.join(sorted(_ORDERED))}; call it by itself")
-        return getattr(self, method)(order, *arguments)
+        """Run a call that is taken in the order in which its client makes them, see `Cluster.call`."""
+        method, *arguments = pickle.loads(packed)  # as Ray does with what processes of a cluster send
+        return getattr(self, method)(*arguments)
 
     def sample(
-        self, order: protocol.CallOrder, counts: list[tuple[int, int]], blocks: list[BlockPlace]
-    ) -> Payload | bytes | protocol.ShardCounters:
-        """Draw rows of some batches, see `ShardData.draw`; of an empty shard, return the counters alone.
+        self, machine: bytes, seed: int, counts: list[tuple[int, int]], blocks: list[RowsPlace]
+    ) -> Payload | protocol.ShardCounters:
+        """Draw rows of some batches; of an empty shard, return the counters alone.
 
         Args:
+            machine: That who asks runs on.
+            seed: What rows are drawn with; 0: the shard's own generator, for the one whose memory this is.
+            counts: See `ShardData.draw`.
             blocks: Of every batch, where its rows are written if that can be; nothing: they are in the answer.
         """
         with self._metrics.timed("sample"):
             self._require_journal()
-            is_near, turned = self._is_near(order.client), None
-            with self._in_turn(order):
+            is_near = machine == self._machine
+            with self._lock:
                 counters = self._counters()
                 if counters.mass == 0:
                     return counters
-                drawn = self._data.draw(counts, self._generator_of(order))
-                if not is_near:
-                    drawn, turned = self._data.in_order(drawn, counts)
-                found = self._data.found(drawn)
-            count = self._changes.place if is_near else None
-            return self._data.answer(counters, drawn, found, counts, blocks, turned, is_near=is_near, count=count)
+                drawn = self._data.draw(counts, generator_of(seed) if seed else None)
+                found = self._data.found(counters, drawn, counts, is_near=is_near)
+            counted_at = self._changes.place if is_near else None
+            return self._data.answer(found, counts, blocks, is_near=is_near, counted_at=counted_at)
 
-    def _is_near(self, client: bytes) -> bool:
-        """Whether a client runs on this machine: arrays then reach it without a network."""
-        return protocol.machine_of(client) == self._machine
-
-    def _generator_of(self, call: protocol.CallOrder) -> np.random.Generator:
-        """Return what rows are drawn with for a handle; the one whose memory this is draws with the shard's own."""
-        if call.learner == 0:
-            return self._data.generator
-        known = self._generators.pop(call.handle, None)
-        found = self._generators[call.handle] = known or generator_of([call.learner, self._number, self._epoch])
-        if len(self._generators) > _MOST_LEARNERS:
-            del self._generators[next(iter(self._generators))]
-        return found
-
-    @ray.method(concurrency_group="sample")
-    def gather(self, client: bytes, rows: bytes) -> Payload | bytes:
-        """Return rows by their numbers, to a client of this name."""
-        wanted = np.frombuffer(rows, np.int64)
+    def gather(self, machine: bytes, rows: protocol.Ids) -> Payload:
+        """Return rows by their numbers."""
+        is_near = machine == self._machine
         with self._lock:
-            self._data.held().require(wanted)
-            counters, found = self._counters(), self._data.found(RowDraw(wanted))
-        return self._data.answer(counters, RowDraw(wanted), found, is_near=self._is_near(client))
+            self._data.held().require(rows)
+            found = self._data.found(self._counters(), of_ids(rows), [(len(rows), 0)], is_near=is_near)
+        return self._data.answer(found, is_near=is_near)
 
-    def update_priorities(self, order: protocol.CallOrder, rows: Ids, priorities: Array) -> protocol.ShardCounters:
+    def update_priorities(self, rows: protocol.Ids, priorities: Array) -> protocol.ShardCounters:
         """Set the priorities of rows; those that left are passed over."""
         sampler: Any = self._data.sampler
-        with self._in_turn(order):
+        with self._lock:
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             sampler.update_priorities(self._data.held(), rows, priorities)
             self._changes.raise_by_one()
@@ -255,21 +211,24 @@ class Shard:
     @ray.method(concurrency_group="control")
     def close_to_writers(self) -> None:
         """Accept nothing more, so that what is held can be moved elsewhere."""
-        with self._changed:
+        with self._lock:
             self._is_closed.set()
-            self._changed.notify_all()
         if self._committer is not None:
-            self._committer.drain()
+            self._committer.commit()
             self._say(closed_by=self._memory)
 
     @ray.method(concurrency_group="control")
     def oldest(self) -> tuple[bytes, int, int, int]:
-        """Return the oldest segment, its rows, the first of them, and the row behind it; none: no bytes."""
+        """Return the oldest segment, its rows, the first of them, and the row behind it.
+
+        No bytes: all have arrived elsewhere, since each is asked for when the one before has.
+        """
         with self._lock:
             store = self._data.store
-            if store.transitions == 0:
-                return b"", 0, store.next_tick, store.next_tick
-            first, segment = self._data.segment_at(store.first_tick)
+            first, segment = self._data.segment_at(store.first_tick) if store.transitions else (0, None)
+        if segment is None:
+            self._say(move=None, drained=True)
+            return b"", 0, 0, 0
         return self._data.packed(segment), segment.rows.ticks, first, first + segment.rows.ticks
 
     @ray.method(concurrency_group="control")
@@ -288,7 +247,7 @@ class Shard:
     def _say(self, **changes: Any) -> None:
         """Have the journal, if there is one, say more of this shard, see `JournalState`."""
         if self._committer is not None:
-            self._committer.record(lambda journal: journal.say(**changes))
+            self._committer.journal.say(**changes)
 
     @ray.method(concurrency_group="control")
     def move(self) -> tuple[int, bytes, int] | None:
@@ -306,22 +265,13 @@ class Shard:
                 return
             if arrived:
                 self._data.store.forget_before(self._committer.journal.state.hidden_before)
-            self._say(hidden_before=self._data.store.first_tick, move=None)
+            first_row = self._data.store.first_tick
             self._changes.raise_by_one()
+        self._say(hidden_before=first_row, move=None)
 
-    @ray.method(concurrency_group="control")
-    def end_drain(self) -> None:
-        """Hear that all segments have arrived elsewhere."""
-        self._say(move=None, drained=True)
-
-    @ray.method(concurrency_group="control")
-    def journals(self) -> list[int]:
-        """Return the shards whose journals lie beside this one's, and hold something as far as is known."""
-        return [] if self._url is None else journals_in_use(self._url)
-
-    def begin_save(self, order: protocol.CallOrder, url: str) -> int:
+    def begin_save(self, url: str) -> int:
         """Begin a checkpoint of this moment at a place of this shard's own; return what `end_save` is called with."""
-        with self._in_turn(order):
+        with self._lock:
             number = secrets.randbits(62)  # unlike those of an earlier life
             self._handles[number] = self._data.save(url)
             return number
@@ -330,14 +280,14 @@ class Shard:
     def end_save(self, number: int) -> Checkpoint:
         """Wait for a checkpoint."""
         if number not in self._handles:
-            raise protocol.CallOrderError(f"shard {self._number} was restarted after the checkpoint was begun")
+            raise protocol.RestartedError(f"shard {self._number} was restarted after the checkpoint was begun")
         return self._handles.pop(number).result()
 
     @ray.method(concurrency_group="control")
     def end_saves(self) -> None:
         """Wait for checkpoints that are under way, and let others write there; make priorities durable."""
         self._data.end_saves()
-        if self._committer is not None and self._committer.fenced is None:
+        if self._committer is not None and self._committer.journal.fenced is None:
             self._committer.write_priorities()
 
     @ray.method(concurrency_group="control")
@@ -349,7 +299,11 @@ class Shard:
     @ray.method(concurrency_group="control")
     def process(self) -> dict[str, Any]:
         """Say where this shard runs, what its process takes, and how it stands, as plain numbers and text."""
-        return self._figures() | self._process.words()
+        held, limit = self._held.read(), memory_limits()[0]
+        return self._figures() | {
+            "node": protocol.this_node(), "pid": os.getpid(), "uss_bytes": held.unique, "pss_bytes": held.proportional,
+            "limit": limit.name, "limit_bytes": limit.total_bytes, "limit_free_bytes": limit.free_bytes,
+        }  # fmt: skip
 
     def _figures(self) -> dict[str, Any]:
         with self._lock:
@@ -364,47 +318,30 @@ class Shard:
             }
 
     @ray.method(concurrency_group="control")
-    def report(self) -> tuple[list[dict[str, Any]], str]:
-        """Account for every field, as plain numbers and text; say what is done without compiled code."""
+    def report(self) -> MemoryReport:
+        """Account for every field; say what is done without compiled code."""
         with self._lock:
-            return [asdict(field) for field in self._data.store.report()], fallback()
+            store = self._data.store
+            return MemoryReport(store.transitions, tuple(store.report()), 0, store.segments, fallback=fallback())
 
-    @contextmanager
-    def _in_turn(self, order: protocol.CallOrder) -> Iterator[None]:
-        """Hold the lock in a call's turn; refuse one that counts on what was said to this shard before a restart."""
-        if order.epoch != self._epoch:
-            raise protocol.CallOrderError(
-                f"shard {self._number} was restarted since; its epoch is {self._epoch}, not {order.epoch}"
-            )
-        with self._call_queue.taken(order), self._lock:
-            yield
-
-    def _apply(self, staged: list[Staged]) -> int:
+    def _apply(self, entries: Sequence[Entry]) -> int:
         """Show what is durable now; return the first row that is still needed."""
         with self._lock:
-            for each in staged:
-                self._take(each)
-                self._staged[each.entry.writer] -= 1
-            self._staged = +self._staged
-            self._changed.notify_all()
+            for entry in entries:
+                self._take(entry.writer, entry.segment)
             return self._data.store.first_tick
 
-    def _take(self, staged: Staged) -> None:
-        self._data.take(staged.entry.writer, staged.segment)
-        self._changes.raise_by_one()
-        staged.done.set_result(None)
-
-    def _ack(self, writer: bytes, kind: protocol.AckKind, reason: str = "") -> protocol.Ack:
-        counters = self._counters()
-        # Segments that a writer may have under way: fewer when much waits to be made durable.
-        under_way = _MOST_CREDITS if counters.backlog < _CROWDED_BYTES else 1
-        return protocol.Ack(kind, self._expected.get(writer, 0), under_way, counters, reason)
+    def _take(self, writer: bytes, segment: SealedSegment | None) -> None:
+        if segment is not None:
+            self._data.take(writer, segment)
+            self._changes.raise_by_one()
 
     def _counters(self) -> protocol.ShardCounters:
         data, store = self._data, self._data.store
         backlog = 0 if self._committer is None else self._committer.backlog
         rows = (store.first_tick, store.next_tick, store.transitions)
-        mass, highest = data.mass(), data.highest  # in this order: what is new gets its priority with the first
+        mass = data.mass()  # first: what is new gets its priority with it
+        highest = data.likelihood.highest
         changes = self._changes.value
         return protocol.ShardCounters(self._epoch, *rows, data.inserted, changes, backlog, mass, highest)
 

@@ -14,40 +14,27 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdall import storage
+from holdall.batch import Draw, of_ids
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, runs_of, runs_state
-from holdall.cluster.answer import (
-    Answer,
-    AnswerPacker,
-    BlockPlace,
-    Pair,
-    Payload,
-    RowDraw,
-    block_bytes,
-    block_leaves,
-    followed,
-    pairs_in,
-)
+from holdall.cluster.answer import Answer, AnswerPacker, Pair, Payload, RowsPlace, block_bytes, block_leaves, pairs_in
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
-from holdall.delivery import ObservationAssembler, Prefetched
+from holdall.delivery import DrawnRows, ObservationAssembler, Prefetched
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.machine import memory_limits
 from holdall.native import chosen_kernels
-from holdall.sampling import ComposedSampler, Held, Hindsight, Prioritized, RowOrder, Sampler, WriterRun, resume
+from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun, resume
 from holdall.schema import Leaf, Schema
+from holdall.shared import BlockPlace
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
 _NO_TICK = 2**40 - 1
 """First tick of a segment whose rows are not known to follow each other: it was held by another shard."""
 _SHARE_OF_AVAILABLE = 4
-
-Ids = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 
 
 class ShardData:
@@ -75,8 +62,7 @@ class ShardData:
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[storage.Codec, storage.Codec] = {}
         self._runs: deque[WriterRun] = deque()
-        self._by = followed(sampler)
-        self._starts = Prioritized(alpha=0.0)  # counts what a sequence may begin with
+        self.likelihood = Likelihood(sampler)
         self._order: RowOrder | None = None
         self.store = self.begin_at(0)
 
@@ -145,16 +131,16 @@ class ShardData:
 
     def _resume_priorities(self, journal: Journal) -> None:
         """Go on with the priorities that the journal has, if they were made with the same settings."""
-        saved, by = journal.priorities, self._by
-        if saved is not None and isinstance(by, Prioritized) and [by.alpha, by.floor] == saved["settings"]:
-            resume(by, {"kind": Prioritized.__name__, "state": saved}, self.capacity, self.store.first_tick)
+        saved, by = journal.priorities, self.likelihood.prioritized
+        if saved is not None and by is not None and [by.alpha, by.floor] == saved["settings"]:
+            resume(by, {"kind": type(by).__name__, "state": saved}, self.capacity, self.store.first_tick)
 
     def priorities(self) -> dict[str, Any] | None:
         """Return all that `replay` needs of a sampler with priorities; None of one without."""
-        by = self._by
-        if not isinstance(by, Prioritized) or self.store.next_tick == self.store.first_tick:
+        by = self.likelihood.prioritized
+        if by is None or self.store.next_tick == self.store.first_tick:
             return None
-        by.mass(self._startable())  # so that what is new has a priority
+        self.mass()  # so that what is new has a priority
         state = by.state()
         used = state["scaled"][: self.store.next_tick]  # a shard that was never full has nothing behind
         return state | {"scaled": used, "settings": [by.alpha, by.floor]}
@@ -214,79 +200,57 @@ class ShardData:
         """Wait for checkpoints that are under way, and let others write there."""
         self._savers.close()
 
-    @staticmethod
-    def in_order(draw: RowDraw, counts: Sequence[tuple[int, int]]) -> tuple[RowDraw, Ids | None]:
-        """Return rows for each batch from the oldest to the newest: neighbours compress well together."""
-        if not draw.is_plain:  # steps follow each other anyway
-            return draw, None
-        batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
-        order = np.lexsort((draw.rows, batch))
-        return RowDraw(draw.rows[order]), order
-
-    def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> RowDraw:
-        """Draw rows of some batches, those of each for itself.
+    def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> Draw:
+        """Draw rows of some batches, those of each for itself; of several batches they are single rows.
 
         Args:
             counts: Of every batch how many, and how many of these get another goal.
         """
         held, chosen, draw = self.held(), generator or self.generator, self.sampler.draw
         numbers: Any = counts if isinstance(self.sampler, Hindsight) else [(count,) for count, _ in counts]
-        return RowDraw.of([draw(held, count, chosen, *goals) for count, *goals in numbers])
+        draws = [draw(held, count, chosen, *goals) for count, *goals in numbers]
+        return draws[0] if len(draws) == 1 else of_ids(np.concatenate([each.ids for each in draws]))
 
-    def found(self, draw: RowDraw) -> tuple[NDArray[np.float64], storage.Rows]:
-        """Look rows up: what each was drawn in proportion to, and where it lies."""
-        drawn, by = draw.drawn, self._by
-        rows = (
-            self.sampler.first_ids(drawn) if isinstance(self.sampler, ComposedSampler) and draw.steps else drawn[:, 0]
-        )
-        scaled = by.scaled(self._startable(), rows) if isinstance(by, Prioritized) else np.ones(len(rows))
-        return scaled, self.store.read(draw.rows)
+    def found(self, counters: ShardCounters, draw: Draw, counts: Sequence[tuple[int, int]], *, is_near: bool) -> Answer:
+        """Look up what was drawn; for another machine each batch from its oldest row on: neighbours compress well."""
+        order = None
+        if not is_near and not isinstance(self.sampler, ComposedSampler):  # steps follow each other anyway
+            batch = np.repeat(np.arange(len(counts)), [count for count, _ in counts])
+            order = np.lexsort((draw.ids, batch))
+            draw = of_ids(draw.ids[order])
+        scaled = self.likelihood.of(self.held(), draw.ids)
+        return Answer(counters, draw, scaled, DrawnRows.of(draw, self.store, storage.fresh_bytes), order)
 
     def answer(
-        self, counters: ShardCounters, draw: RowDraw, found: tuple[NDArray[np.float64], storage.Rows],
-        counts: Sequence[tuple[int, int]] = (), blocks: Sequence[BlockPlace] = (), order: Ids | None = None,
-        *, is_near: bool = False, count: BlockPlace | None = None,
-    ) -> Payload | bytes:  # fmt: skip
-        """Make an answer of what was looked up; that takes no lock.
+        self, found: Answer, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[RowsPlace] = (),
+        *, is_near: bool = False, counted_at: BlockPlace | None = None,
+    ) -> Payload:  # fmt: skip
+        """Decode what was looked up, and pack it; that takes no lock.
 
         Args:
             counts: See `draw`.
             blocks: Where a learner on this machine has rows written, of every batch.
-            order: See `Answer`.
             is_near: Whether it goes to this machine.
-            count: See `Answer`.
+            counted_at: See `Answer`.
         """
-        rows = self._reader.read(found[1], [count for count, _ in counts], blocks if is_near else ())
-        return self._packer.pack(Answer(counters, draw, found[0], rows, order, count), is_near=is_near)
+        read = self._reader.read
+        rows, last, outcomes, *_ = found.found
+        decoded = DrawnRows(read(rows, counts, blocks if is_near else ()), read(last), read(outcomes))
+        return self._packer.pack(found._replace(found=decoded, counted_at=counted_at), is_near=is_near)
 
     def mass(self) -> float:
-        """Return what draws are in proportion to: transitions, starts of sequences, or the sum of scaled priorities."""
-        if self.store.next_tick == self.store.first_tick:
-            return 0.0
-        startable = self._startable()
-        if isinstance(self._by, Prioritized):
-            return self._by.mass(startable)
-        return float(self.store.transitions) if startable.only is None else self._starts.mass(startable)
-
-    @property
-    def highest(self) -> float:
-        """The scaled priority of a new row; 0 where there are none."""
-        return self._by.highest if isinstance(self._by, Prioritized) else 0.0
+        """Return what draws are in proportion to, see `Likelihood.total`."""
+        return self.likelihood.total(self.held())
 
     def raise_highest(self, scaled: float) -> None:
         """Give the rows that come from now on no lower priority than this one."""
-        if isinstance(self._by, Prioritized):
-            self._by.raise_highest(self._startable(), scaled)
+        self.likelihood.raise_highest(self.held(), scaled)
 
     def held(self) -> Held:
         """Describe the rows that can be drawn."""
         if self._order is not None:
             self._order.forget_before(self.store.first_tick)
         return Held(self.store.first_tick, self.store.next_tick, 1, self.capacity, self.store, order=self._order)
-
-    def _startable(self) -> Held:
-        """Describe the rows that can be drawn as the first of what a batch holds."""
-        return self.sampler.starts(self.held()) if isinstance(self.sampler, ComposedSampler) else self.held()
 
 
 class ShardReader:
@@ -305,61 +269,58 @@ class ShardReader:
         self._kept = storage.DecodedSegments(kernels.coder, decoded_bytes)
         self._blocks = OpenedBlocks(block_leaves(schema, large))
 
-    def read(self, found: storage.Rows, counts: Sequence[int], blocks: Sequence[BlockPlace]) -> storage.Rows:
+    def read(
+        self, found: storage.Rows | None, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[RowsPlace] = ()
+    ) -> Any:
         """Return rows with all of their observations; those that could be written to blocks are not among them.
 
         Args:
-            counts: Rows of every batch.
-            blocks: Where each of them is written; nothing: nowhere.
+            counts: See `ShardData.draw`.
+            blocks: Where the rows of every batch are written; nothing: nowhere.
         """
-        if found.places is None:
-            return found._replace(large=())
+        if found is None or found.places is None:
+            return found
         if found.places.awaits_files:
             storage.bring_places(found.places)
         places = self._kept.instead(found.places)
-        opened = [self._blocks.pairs(place) for place in blocks]
+        opened = [self._blocks.pairs(block) for block in blocks]
         if not blocks or None in opened:
             return self._assembler.complete(found._replace(places=places), self._leaves)
         end = 0
-        for pairs, place, count in zip(opened, blocks, counts, strict=True):
+        for pairs, block, (count, _) in zip(opened, blocks, counts, strict=True):
             some, end = slice(end, end + count), end + count
-            rows = np.frombuffer(place.positions, np.int64).copy() if place.positions else None
-            self._write(found, _part(places, some, rows), some, pairs or {})
+            self._write(found, places, some, block, pairs or {})
         return found._replace(small={}, large=(), places=None)
 
-    def _write(self, found: storage.Rows, places: storage.Places, some: slice, pairs: Mapping[int, Pair]) -> None:
+    def _write(
+        self, found: storage.Rows, places: storage.Places, some: slice, block: RowsPlace, pairs: Mapping[int, Pair]
+    ) -> None:
         """Write the rows of one batch to where they belong in its block."""
+        rows = np.frombuffer(block.positions, np.int64).copy() if block.positions else None
+        part = places.cut(some, rows)
         for field, i in enumerate(found.large):
             obs, next_obs = (side.view(np.uint8).reshape(len(side), self._leaves[i].nbytes) for side in pairs[i])
-            self._assembler.fill(places, field, obs, next_obs)
+            self._assembler.fill(part, field, obs, next_obs)
         for i, sides in found.small.items():
-            for side, part in zip(pairs[i], sides, strict=True):
-                side[slice(None) if places.rows is None else places.rows] = part[some]
-
-
-def _part(places: storage.Places, some: slice, rows: NDArray[np.int64] | None) -> storage.Places:
-    """Return the places of some rows, and where in a batch each of them goes; None: they are all of it."""
-    cursors = [each[some] for each in places.cursors]
-    return replace(places, segment=places.segment[some], cursors=cursors, lane=places.lane[some], rows=rows)
+            for side, values in zip(pairs[i], sides, strict=True):
+                side[slice(None) if rows is None else rows] = values[some]
 
 
 class OpenedBlocks:
-    """Blocks of learners on this machine, as a shard writes to them."""
+    """Blocks of learners on this machine, as a shard writes to them. Not locked: a shard makes one answer at a time."""
 
     def __init__(self, leaves: dict[int, Leaf]) -> None:
         self._leaves = leaves
-        self._lock = threading.Lock()  # a shard answers several calls at a time
-        self._opened: dict[tuple[str, int], tuple[BlockPlace, dict[int, Pair]]] = {}  # by name and rows
+        self._opened: dict[tuple[BlockPlace, int], dict[int, Pair]] = {}  # by place and rows
 
-    def pairs(self, place: BlockPlace) -> dict[int, Pair] | None:
+    def pairs(self, place: RowsPlace) -> dict[int, Pair] | None:
         """Return where the rows of a batch are written; None if the block is not within reach."""
-        with self._lock:
-            found = self._opened.get((place.name, place.rows))
-            if found is None:
-                # Those that their learners gave up take memory for as long as they are open here.
-                self._opened = {key: known for key, known in self._opened.items() if known[0].is_there}
-                memory = place.opened(block_bytes(self._leaves.values(), place.rows))
-                if memory is None:
-                    return None
-                found = self._opened[place.name, place.rows] = place, dict(pairs_in(memory, self._leaves, place.rows))
-        return found[1]
+        found = self._opened.get((place.block, place.rows))
+        if found is None:
+            # Those that their learners gave up take memory for as long as they are open here.
+            self._opened = {key: pairs for key, pairs in self._opened.items() if key[0].is_there}
+            memory = place.block.opened(block_bytes(self._leaves, place.rows))
+            if memory is None:
+                return None
+            found = self._opened[place.block, place.rows] = pairs_in(memory, self._leaves, place.rows)
+        return found

@@ -1,44 +1,29 @@
 """The shards as other processes see them: where they run, what they hold and take, and which of them answer.
 
 In:  an actor, or a process's own counters.  Out: a few numbers, also as metrics; losses as they are noticed.
-Invariant: reading what a process takes costs it a fiftieth of a core at most, however large it is and often asked.
-Calls of one client reach a shard in the order in which they were made. A shard that does not answer is asked again
-until it does; nothing else waits for it.
+Invariant: calls of one client reach a shard in the order in which they were made. A shard that does not answer is
+asked again until it does; nothing else waits for it.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from ray.util import metrics
 
-from holdall.cluster.answer import BlockPlace, SeenCount
-from holdall.cluster.protocol import (
-    CallOrder,
-    CallOrderError,
-    ShardCounters,
-    ShardList,
-    client_name,
-    is_newer,
-    received,
-)
-from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
+from holdall.cluster.protocol import RestartedError, ShardCounters, ShardList, received
+from holdall.shared import BlockPlace, SeenCount
 
 if TYPE_CHECKING:
-    from holdall.cluster.roster import Address
-
-_SHARE_OF_A_CORE = 0.02
+    from holdall.cluster.roster import MemoryTerms
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,45 +45,6 @@ class ShardStatus:
     limit: str = ""  # what its memory meets first: its control group, or the machine
     limit_bytes: int = 0
     limit_free_bytes: int = 0
-
-
-def this_node() -> str:
-    """Return the address of the machine that this process runs on, as Ray has it."""
-    address: Any = ray.util.get_node_ip_address  # it has no types
-    return str(address())
-
-
-class Process:
-    """The process that a shard runs in."""
-
-    @staticmethod
-    def anonymous_bytes() -> int:
-        """Return the memory that no file backs, from the kernel's counters: at no cost, whatever the size."""
-        if not LINUX:
-            return held_bytes().anonymous
-        _, resident, shared, *_ = Path("/proc/self/statm").read_text(encoding="ascii").split()
-        return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-
-    def __init__(self) -> None:
-        self._held: HeldMemory | None = None
-        self._read_again_at = 0.0
-
-    def words(self) -> dict[str, Any]:
-        """Say where it runs, what it takes, and how much there is."""
-        now = time.monotonic()
-        if self._held is None or now >= self._read_again_at:
-            self._held = held_bytes()  # the kernel walks all pages for it
-            self._read_again_at = now + (time.monotonic() - now) / _SHARE_OF_A_CORE
-        limit = memory_limits()[0]
-        return {
-            "node": this_node(),
-            "pid": os.getpid(),
-            "uss_bytes": self._held.unique,
-            "pss_bytes": self._held.proportional,
-            "limit": limit.name,
-            "limit_bytes": limit.total_bytes,
-            "limit_free_bytes": limit.free_bytes,
-        }
 
 
 _DESCRIBED = {
@@ -198,10 +144,9 @@ def actor_state(handle: Any) -> ActorState:
     return _STATES.get(getattr(handle, "_get_local_state", lambda: None)(), "up")
 
 
-_LOOK_AGAIN_S = 2.0
-_PROBE_AGAIN_S = 0.25
+_PROBE_AGAIN_S, _MOST_PROBES = 0.25, 16
 
-LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, CallOrderError)
+LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, RestartedError)
 """What a call fails with when its shard does not answer, or not in time."""
 
 
@@ -211,20 +156,10 @@ class _Member:
 
     handle: Any
     counters: ShardCounters | None = None
-    client: bytes = field(default_factory=client_name)
-    calls: int = 0
     lost: bool = False
-    probe: Any = None  # a question to a shard that was lost, or not heard of for a while
+    probes: list[Any] = field(default_factory=list)  # questions to a shard that was lost, or not heard of for a while
     probed_at: float = 0.0
-    probed_away: bool = False  # Ray was restarting it then, and fails the question seconds later, though it be back
     count: SeenCount | None = None  # of its changes, if it runs on this machine
-
-    def keep(self, counters: ShardCounters) -> None:
-        """Keep what the shard said of itself; one that was restarted knows nothing of the calls before."""
-        if self.counters is not None and counters.epoch != self.counters.epoch:
-            self.begin_again()
-            self.count = None
-        self.counters = counters
 
     @property
     def is_away(self) -> bool:
@@ -242,41 +177,27 @@ class _Member:
 
     def ask(self) -> None:
         """Have the shard say how it stands, without waiting for it."""
-        self.probed_away, self.probed_at = self.is_away, time.monotonic()
-        self.probe = self.handle.counters.remote()
-
-    def begin_again(self) -> None:
-        """Number calls from 0 on, under another name."""
-        self.client, self.calls = client_name(), 0
+        self.probed_at = time.monotonic()
+        self.probes = [*self.probes, self.handle.counters.remote()][-_MOST_PROBES:]
 
 
 class Cluster:
     """All shards of a memory."""
 
-    def __init__(self, address: Address, learner: int = 0) -> None:
-        self.patience_s, roster = address.patience_s, address.roster()
-        self.ask_roster, self._list = partial(address.ask, roster), ShardList(roster, address.patience_s)
-        self._learner, self._handle = learner, secrets.randbits(63)
+    def __init__(self, terms: MemoryTerms) -> None:
+        self.patience_s, roster = terms.patience_s, terms.roster()
+        self.ask_roster, self._list = partial(terms.ask, roster), ShardList(roster, terms.patience_s)
         self._members: dict[int, _Member] = {}  # in its place another is put when shards come or go
         self._lock, self._looking = threading.RLock(), threading.Lock()
         self.losses = 0
 
     def call(self, shard: int, method: str, *arguments: Any) -> Any:
-        """Call a shard in this client's order; return what to wait for.
+        """Call a shard; return what to wait for. Calls of one handle are taken in the order in which they are made.
 
         The arguments go as one, already pickled: Ray takes far longer for each than this takes for all.
         """
         with self._lock:
-            member = self._members[shard]
-            epoch = -1 if member.counters is None else member.counters.epoch
-            calls = CallOrder(member.client, epoch, member.calls, self._learner, self._handle)
-            member.calls += 1
-            return member.handle.ordered.remote(pickle.dumps((method, calls, *arguments)))
-
-    @property
-    def handles(self) -> dict[int, Any]:
-        """The actors of all shards, by number."""
-        return {number: member.handle for number, member in sorted(self._members.items())}
+            return self.handle(shard).ordered.remote(pickle.dumps((method, *arguments)))
 
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""
@@ -318,11 +239,14 @@ class Cluster:
             member = self._members.get(shard)
             if member is None:
                 return
-            member.lost &= not answers
-            if is_newer(counters, member.counters):
-                member.keep(counters)
-                if count is not None and member.count is None:
-                    member.count = SeenCount(count)
+            known, member.lost = member.counters, member.lost and not answers
+            if known is not None and (counters.epoch, counters.changes) < (known.epoch, known.changes):
+                return  # calls may overtake each other
+            member.counters = counters
+            if known is not None and known.epoch != counters.epoch:  # it counts its changes elsewhere now
+                member.count = None
+            if count is not None and member.count is None:
+                member.count = SeenCount(count)
 
     def changes(self) -> dict[int, tuple[int, int]] | None:
         """Say of every shard how often it has changed, if all are as they are known here; None if that is not seen."""
@@ -337,7 +261,7 @@ class Cluster:
         with self._lock:
             for number in shards:
                 member = self._members.get(number)
-                if member is not None and member.probe is None:
+                if member is not None and not member.probes:
                     member.ask()
 
     def refresh(self) -> dict[int, ShardCounters]:
@@ -350,8 +274,8 @@ class Cluster:
 
     def ask_all(self, shards: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
         """Call some shards at the same time, and wait; return what those say that answer."""
-        handles = self.handles
-        calls = {n: getattr(handles[n], method).remote(*arguments) for n in shards if n in handles}
+        members = self._members
+        calls = {n: getattr(members[n].handle, method).remote(*arguments) for n in shards if n in members}
         found = {}
         for number, call in calls.items():
             try:
@@ -368,8 +292,6 @@ class Cluster:
                 return
             self.losses += not member.lost
             member.lost = True
-            member.begin_again()
-            member.probe, member.probed_at = None, time.monotonic() if member.is_away else 0.0
 
     def is_away(self, shard: int) -> bool:
         """Whether Ray restarts a shard, or gave it up, as far as this process knows."""
@@ -377,21 +299,22 @@ class Cluster:
         return member is not None and member.is_away
 
     def _hear(self, number: int, member: _Member) -> None:
-        """Look whether a question was answered, and ask a lost shard again."""
-        if member.probed_away and not member.is_away:
-            member.probe, member.probed_away = None, False
-        if member.probe is not None:
-            ready, _ = ray.wait([member.probe], timeout=0)
-            if ready:
-                probe, member.probe = member.probe, None
-                try:
-                    self.note(number, ray.get(probe), answers=True)
-                except LOSSES:
-                    member.lost = True
-        if member.lost and member.probe is None:
-            pause = _LOOK_AGAIN_S if member.is_away else _PROBE_AGAIN_S
-            if time.monotonic() - member.probed_at > pause:
-                member.ask()
+        """Look whether a question was answered, and ask a lost shard again.
+
+        Without waiting for the questions before: Ray fails one that it is asked while it restarts an actor, or gives it
+        up, seconds later, though the actor be back by then.
+        """
+        for probe in ray.wait(member.probes, num_returns=len(member.probes), timeout=0)[0] if member.probes else ():
+            member.probes.remove(probe)
+            try:
+                self.note(number, ray.get(probe), answers=True)
+            except LOSSES:
+                member.lost = True
+            else:
+                member.probes.clear()  # those that fail now were asked before
+                break
+        if member.lost and time.monotonic() - member.probed_at > _PROBE_AGAIN_S:
+            member.ask()
 
     def _look_around(self, now: bool = False) -> None:
         """Ask the roster for shards that came or went, from time to time or at once."""

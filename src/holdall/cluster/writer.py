@@ -8,7 +8,6 @@ the shards do. A segment goes to the less filled of two shards; it needs none of
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import secrets
 import threading
@@ -22,16 +21,14 @@ from typing import Any, Self
 
 import numpy as np
 import ray
-import xxhash
 
 from holdall import storage
-from holdall.background import end_before_python
-from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, ShardList, is_newer
-from holdall.cluster.roster import Address, wait_for_grant
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardList
+from holdall.cluster.roster import MemoryTerms, wait_for_grant
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
-from holdall.schema import Bytes, Schema
+from holdall.schema import Schema
 
 _SEGMENT_ROWS = 128
 _WAIT_S = 0.05
@@ -48,17 +45,17 @@ class LaneGroup:
         first: Which of the shards gets the first segment, counted over and over; -1: any.
     """
 
-    def __init__(self, address: Address, schema: Schema, lanes: slice, spread: int | None, first: int = -1) -> None:
-        self._address, self.lanes, self._spread, self._first = address, lanes, spread, first
+    def __init__(self, terms: MemoryTerms, schema: Schema, lanes: slice, spread: int | None, first: int = -1) -> None:
+        self._terms, self.lanes, self._spread, self._first = terms, lanes, spread, first
         self._name = secrets.token_bytes(16)
-        self._roster, self._kernels = address.roster(), chosen_kernels()
+        self._roster, self._kernels = terms.roster(), chosen_kernels()
         count = schema.num_envs
         self.encoder = storage.Encoder(schema, count, max(1, _SEGMENT_ROWS // count), self._kernels)
-        self._codecs = SharedCodecs(self._roster, self._kernels.coder, self.encoder, count, address.prefer)
+        self._codecs = storage.EncoderCodecs(self.encoder, self._kernels.coder, terms.prefer, self._agreed)
         self._generator = np.random.default_rng()
-        self._home = -1  # the shard on which it stays while episodes go on
+        self._home, self._stay_rows = -1, terms.stay_rows  # the shard on which it stays while episodes go on
         self.streams: dict[int, SegmentStream] = {}
-        self._list = ShardList(self._roster, address.patience_s)
+        self._list = ShardList(self._roster, terms.patience_s)
         self._open_to: list[int] = []  # shards that it sends new segments to
         self._left: set[int] = set()  # those that take nothing more
         self.waited_s = 0.0
@@ -68,7 +65,7 @@ class LaneGroup:
 
         One that is long enough, and ends with an episode, counts as full: the next one may go elsewhere.
         """
-        may_end = self._address.stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
+        may_end = self._stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
         if self.encoder.is_full or (may_end and self.encoder.ends_episodes):
             self._send()
 
@@ -93,7 +90,7 @@ class LaneGroup:
             stream = self._roomy()
         self.waited_s += time.monotonic() - start
         codecs, rows = self._codecs.of_fields(), self.encoder.rows
-        stays = self._address.stay_rows and not self.encoder.ends_episodes
+        stays = self._stay_rows and not self.encoder.ends_episodes
         self._home, self._first = stream.number if stays else -1, -1
         payload = storage.pack_segment(self.encoder.close(codecs), self._kernels.coder)
         with self._rerouting(stream):
@@ -104,7 +101,7 @@ class LaneGroup:
 
         A shard that is away has none, and does not keep others waiting.
         """
-        until = time.monotonic() + self._address.writer_patience_s
+        until = time.monotonic() + self._terms.writer_patience_s
         while True:
             self._look_around()
             self._each(SegmentStream.poll, self._open_to)
@@ -126,15 +123,15 @@ class LaneGroup:
             return [streams[self._first % len(streams)]]
         home = [stream for stream in streams if stream.number == self._home]
         lead = home[0].inserted - min(stream.inserted for stream in streams) if home else 0
-        return home if home and lead < self._address.stay_rows else streams
+        return home if home and lead < self._stay_rows else streams
 
     def _leased(self, rows: int) -> int:
         """Wait for a grant of the memory's limiter; -1 if there is none."""
-        limit = self._address.limit
+        limit = self._terms.limit
         if limit is None:
             return -1
         limit.require("block", rows * limit.samples_per_insert)
-        ask, poll = partial(self._address.ask, self._roster), partial(self._each, SegmentStream.poll)
+        ask, poll = partial(self._terms.ask, self._roster), partial(self._each, SegmentStream.poll)
         # What has arrived meanwhile does not count as under way any more.
         return int(wait_for_grant("add", ask, "lease_insert", rows, poll))
 
@@ -146,7 +143,7 @@ class LaneGroup:
         except GoneError as error:
             is_closed = isinstance(error, ShardClosedError)
             self._list.look(now=True)
-            if self._address.survives and not is_closed and stream.number in self._list.handles:
+            if self._terms.url is not None and not is_closed and stream.number in self._list.handles:
                 raise
             if is_closed:
                 self._left.add(stream.number)
@@ -163,32 +160,14 @@ class LaneGroup:
                 with self._rerouting(least):
                     least.send(segment.payload, segment.rows)
 
-    def leave(self, shard: int) -> None:
-        """Send no more segments to a shard."""
-        self._left.add(shard)
-        self._look_around(now=True)
-
-    def next_of_others(self) -> tuple[int, bytes, int]:
-        """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments."""
-        self.flush()
-        stream = self._roomy()
-        return stream.number, self._name, stream.sequence
-
-    def pass_on(self, to: int, payload: bytes, rows: int) -> None:
-        """Send a segment that another shard held; it is acknowledged when this returns."""
-        with self._rerouting(self.streams[to]):
-            self.streams[to].send(payload, rows)
-        self.flush()
-
     def _look_around(self, now: bool = False) -> None:
         """Ask which shards there are, from time to time, or at once."""
         self._list.look(now=now)
-        patience_s, survives = self._address.writer_patience_s, self._address.survives
         taking = sorted(set(self._list.handles) - self._left)
         for number in taking:
             if number not in self.streams:
-                handle = self._list.handles[number]
-                self.streams[number] = SegmentStream(handle, number, self._name, survives, patience_s, self._roster)
+                handle, patience_s = self._list.handles[number], self._terms.writer_patience_s
+                self.streams[number] = SegmentStream(handle, number, self._name, patience_s, self._roster)
         if self._spread is not None and self._spread < len(taking):
             kept = [number for number in self._open_to if number in taking]
             others = [number for number in taking if number not in kept]
@@ -196,83 +175,13 @@ class LaneGroup:
             taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
         self._open_to = taking
 
-
-_ENOUGH = 512
-"""Slices that a choice is made on."""
-_HARDLY_MORE = 1.03
-_QUICK_LEVEL = 7
-"""Zstandard's last level that is quick: those above take far longer for frames of a game, and hardly less room."""
-
-
-_Key = tuple[int, storage.Window]
-"""A field, and how it is cut."""
-
-
-class SharedCodecs:
-    """The codecs that one writer uses: those that the memory's first writer chose for the same fields.
-
-    Args:
-        prefer: How much slower sampling may get, see `holdall.ReplayMemory`.
-    """
-
-    def __init__(self, roster: Any, coder: storage.Coder, encoder: storage.Encoder, lanes: int, prefer: str) -> None:
-        self._roster, self._coder, self._encoder, self._lanes = roster, coder, encoder, lanes
-        self._cap = storage.COST_CAPS[prefer]
-        self._codecs: dict[_Key, storage.Codec | None] = {}  # None: it is being chosen
-        self._samples: dict[_Key, list[Bytes]] = {}
-
-    def of_fields(self) -> dict[int, storage.Codec]:
-        """Return the codecs of the fields of a segment that is about to be closed, as far as they were chosen."""
-        chosen = {}
-        for number, field in enumerate(self._encoder.fields):
-            self._look((number, field.window), field.raw)
-            if (codec := self._codecs.get((number, field.window))) is not None:
-                chosen[number] = codec
-        return chosen
-
-    def _look(self, key: _Key, slices: Bytes) -> None:
-        """Keep some slices of a field that has no codec yet, until there are enough to storage.choose one."""
-        if key in self._codecs:
-            return
-        kept = self._samples.setdefault(key, [])
-        held = sum(map(len, kept))
-        if held < _ENOUGH:
-            kept.append(slices[: _ENOUGH - held].copy())
-            return
-        self._codecs[key] = None
-        work = (key, np.concatenate(self._samples.pop(key)))
-        thread = threading.Thread(target=self._choose, args=work, name="holdall-codec", daemon=True)
-        end_before_python(thread)
-        thread.start()
-
-    def _choose(self, key: _Key, slices: Bytes) -> None:
-        """Ask for the codec of a field, and choose one if there is none; if that fails, it is tried again later."""
-        (field, window), asked = key, json.dumps([key[0], key[1].words()])
+    def _agreed(self, field: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the codec that the memory's first writer chose for a field; None: it is asked again later."""
         try:
-            words = ray.get(self._roster.codec.remote(asked))
-            if words is None:
-                # A segment stands for itself: a dictionary would have to follow it wherever it goes.
-                leaf = self._encoder.leaves[field]
-                chosen = storage.choose(
-                    self._coder, leaf, window, slices, self._cap, 1, self._lanes, has_dictionary=False
-                )
-                words = storage.codec_words(_quicker(self._coder, chosen, slices))
-                words = ray.get(self._roster.codec.remote(asked, words))
-            self._codecs[key] = storage.codec_of(words, {})
+            words: dict[str, Any] | None = ray.get(self._roster.codec.remote(field))
+            return ray.get(self._roster.codec.remote(field, choose())) if words is None else words
         except ray.exceptions.RayError:
-            del self._codecs[key]
-
-
-def _quicker(coder: storage.Coder, codec: storage.Codec, slices: Bytes) -> storage.Codec:
-    """Return the codec at a lower level if that takes hardly more bytes: steps of an environment wait for it."""
-    sealed = coder.seal(slices, codec)
-    if sealed is None:
-        return codec
-    for quick in (codec.hurried(), replace(codec, level=min(codec.level, _QUICK_LEVEL))):
-        found = coder.seal(slices, quick)
-        if found is not None and found.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes:
-            return quick
-    return codec
+            return None
 
 
 _OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -280,7 +189,7 @@ _OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 def _flush_all() -> None:
     for writer in list(_OPEN):
-        writer.__del__()
+        writer._end()
 
 
 class Writer:
@@ -296,15 +205,17 @@ class Writer:
         spread: Shards that it sends to, chosen at random; None: all of them.
     """
 
-    def __init__(self, address: Address, num_envs: int, spread: int | None = None) -> None:
-        self._address, self._lanes, self._spread, self._closed = address, num_envs, spread, False
+    _what = "writer"
+
+    def __init__(self, terms: MemoryTerms, num_envs: int, spread: int | None = None) -> None:
+        self._terms, self._lanes, self._spread, self._closed = terms, num_envs, spread, False
         self._lock = threading.RLock()  # the end of a process flushes, whatever its threads do
-        self.schema = replace(schema_of(address.words), num_envs=num_envs)
-        split = np.array_split(np.arange(num_envs), min(num_envs, address.lane_groups))
+        self.schema = replace(schema_of(terms.words), num_envs=num_envs)
+        split = np.array_split(np.arange(num_envs), min(num_envs, terms.shards if terms.stay_rows else 1))
         begin = secrets.randbelow(2**16)
         self._groups = [
             LaneGroup(
-                address, replace(self.schema, num_envs=len(some)), slice(int(some[0]), int(some[-1]) + 1), spread,
+                terms, replace(self.schema, num_envs=len(some)), slice(int(some[0]), int(some[-1]) + 1), spread,
                 begin + number if len(split) > 1 else -1,
             )
             for number, some in enumerate(split)
@@ -319,7 +230,7 @@ class Writer:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.waiting_rows or self.unacknowledged_rows:
             raise ShardError("a writer was pickled while transitions waited in it; call flush() first")
-        return type(self), (self._address, self._lanes, self._spread)
+        return type(self), (self._terms, self._lanes, self._spread)
 
     def __enter__(self) -> Self:
         return self
@@ -330,14 +241,25 @@ class Writer:
     def __del__(self) -> None:
         if getattr(self, "_closed", True) or not ray.is_initialized():
             return
+        # Ray names calls of an actor that ends as those of all others that do: two at a time would end a shard. Those
+        # of a new thread have names of their own.
+        thread = threading.Thread(target=self._end, name="holdall-writer", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # Python ends, and starts no more threads
+            self._end()
+        else:
+            thread.join()
+
+    def _end(self) -> None:
         held = self.waiting_rows + self.unacknowledged_rows
         try:
-            self.close()
+            Writer.close(self)  # of a memory, too, only that
         except Exception as error:  # nobody could catch it here
             _LOG.warning("a writer ended with %d transitions that no shard has acknowledged: %s", held, error)
 
     @property
-    def _all_streams(self) -> list[SegmentStream]:
+    def _streams(self) -> list[SegmentStream]:
         return [stream for group in self._groups for stream in group.streams.values()]
 
     @property
@@ -348,26 +270,17 @@ class Writer:
     @property
     def unacknowledged_rows(self) -> int:
         """Rows that were sent and not acknowledged yet."""
-        return sum(stream.unacknowledged_rows for stream in self._all_streams)
+        return sum(stream.unacknowledged_rows for stream in self._streams)
 
     @property
     def unacknowledged_bytes(self) -> int:
         """Bytes that were sent and not acknowledged yet."""
-        return sum(len(segment.payload) for stream in self._all_streams for segment in stream.under_way)
+        return sum(len(segment.payload) for stream in self._streams for segment in stream.under_way)
 
     @property
     def waited_s(self) -> float:
         """Seconds that it waited for shards and the limiter, all in all."""
         return sum(group.waited_s for group in self._groups)
-
-    @property
-    def counters_by_shard(self) -> dict[int, ShardCounters]:
-        """What shards said of themselves last."""
-        found: dict[int, ShardCounters] = {}
-        for stream in self._all_streams:
-            if stream.counters is not None and is_newer(stream.counters, found.get(stream.number)):
-                found[stream.number] = stream.counters
-        return found
 
     def add(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -395,7 +308,7 @@ class Writer:
     def _extend(self, steps: storage.Tick) -> None:
         """Add steps that were checked, one group of lanes after another; after an error go on where it came."""
         stopped, first, taken = self._stopped_at
-        if not stopped or _digest_of(steps) != stopped:
+        if not stopped or steps.digest() != stopped:
             first = taken = 0
         for number, group in enumerate(self._groups[first:], first):
             part = steps.cut((slice(None), group.lanes))
@@ -404,7 +317,7 @@ class Writer:
                     group.make_room()
                     taken += group.encoder.extend(part, taken)
             except BaseException:
-                self._stopped_at = _digest_of(steps), number, taken
+                self._stopped_at = steps.digest(), number, taken
                 raise
             taken = 0
         self._stopped_at = b"", 0, 0
@@ -425,17 +338,7 @@ class Writer:
 
     def _require_open(self) -> None:
         if self._closed:
-            raise ClosedError("the writer was closed; make a new one with memory.writer()")
+            raise ClosedError(f"the {self._what} was closed; make a new one")
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> storage.Tick:
         return storage.Tick.fitted(self.schema, leading, self._groups[0].encoder.reward_dtype, *arguments)
-
-
-def _digest_of(steps: storage.Tick) -> bytes:
-    """Return a digest of the steps of an `extend`: those of another have another one."""
-    flags = [steps.terminated, steps.truncated, *([] if steps.valid is None else [steps.valid])]
-    digest = xxhash.xxh3_128()
-    for array in (*steps.obs, *steps.action, steps.reward, *steps.next_obs, *flags, *steps.extras):
-        digest.update(str(array.shape).encode())
-        digest.update(np.ascontiguousarray(array).data)
-    return digest.digest()

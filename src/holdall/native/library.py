@@ -441,11 +441,8 @@ class CompressionLibraries:
 
     def __init__(self, functions: dict[str, Any]) -> None:
         self.functions = functions
-
-    @functools.cached_property
-    def addresses(self) -> dict[str, int]:
-        """Where they lie, for C to call them."""
-        return {name: ctypes.cast(each, POINTER).value or 0 for name, each in self.functions.items()}
+        # Where they lie, for C to call them.
+        self.addresses = {name: ctypes.cast(each, POINTER).value or 0 for name, each in functions.items()}
 
 
 def linked_libraries(library: ctypes.CDLL) -> CompressionLibraries | None:

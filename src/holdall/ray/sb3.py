@@ -17,7 +17,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.cluster.memory import ReplayMemory
-from holdall.cluster.status import this_node
+from holdall.cluster.protocol import this_node
 from holdall.errors import ArgumentError
 from holdall.ray.players import MakeAct
 from holdall.sampling import Prioritized

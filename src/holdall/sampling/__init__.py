@@ -7,6 +7,7 @@ from holdall.sampling.draw import (
     SmallFields,
     Stateless,
     Uniform,
+    checked_priorities,
     drawn_from,
     require_enough,
     required_sampler,
@@ -15,6 +16,6 @@ from holdall.sampling.draw import (
     sampler_words,
     set_priorities,
 )
-from holdall.sampling.episodic import ComposedSampler, Hindsight, NStep, RolloutSequences, Sequence
+from holdall.sampling.episodic import ComposedSampler, Hindsight, Likelihood, NStep, RolloutSequences, Sequence
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.row_order import LANE, RowOrder, WriterRun

@@ -257,8 +257,14 @@ def drawn_from(sampler: Sampler, held: Held, count: int, generator: np.random.Ge
 
 def set_priorities(sampler: Sampler, held: Held, ids: Any, priorities: Any) -> None:
     """Check priorities that a caller learned, and give them to a sampler that has some."""
-    update: Callable[[Held, Ids, NDArray[Any]], None] | None = getattr(sampler, "update_priorities", None)
-    if update is None:
+    updated: Any = sampler
+    checked = checked_priorities(sampler, ids, priorities)
+    updated.update_priorities(held, *checked)
+
+
+def checked_priorities(sampler: Sampler, ids: Any, priorities: Any) -> tuple[Ids, NDArray[Any]]:
+    """Return ids and priorities that a caller passed as arrays; refuse them where the sampler has no priorities."""
+    if not hasattr(sampler, "update_priorities"):
         raise ArgumentError(
             f"update_priorities was called, but the memory's sampler ({type(sampler).__name__}) has no "
             "priorities; construct the memory with sampler=Prioritized(...)"
@@ -267,7 +273,7 @@ def set_priorities(sampler: Sampler, held: Held, ids: Any, priorities: Any) -> N
     wanted = ids_of_any_shape(ids)
     if wanted.size and wanted.min() < 0:
         raise TransitionIdError(f"ids holds {wanted.min()}, but the first id ever is 0; pass the ids of a batch")
-    update(held, wanted, as_array(values, "priorities"))
+    return wanted, as_array(values, "priorities")
 
 
 def sampler_words(sampler: Sampler) -> dict[str, Any]:

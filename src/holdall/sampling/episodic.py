@@ -19,7 +19,7 @@ from holdall.errors import ArgumentError, TransitionIdError
 from holdall.sampling.draw import Held, State, Uniform, own_sampler
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.row_order import LANE, Flags, Ids
-from holdall.units import require_count, require_flag, require_number
+from holdall.units import require_choice, require_count, require_flag, require_number
 
 
 class ComposedSampler(ABC):
@@ -46,12 +46,19 @@ class ComposedSampler(ABC):
 
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
         """Pass priorities to the sampler of the transitions."""
+        self._prioritized().update_priorities(held, ids, priorities)
+
+    def require(self, ids: Ids, priorities: NDArray[Any]) -> Ids:
+        """Return the transitions that priorities are for; refuse what are none, or not one for every row drawn."""
+        return self._prioritized().require(self.first_ids(ids), priorities)
+
+    def _prioritized(self) -> Prioritized:
         if not isinstance(self.by, Prioritized):
             raise ArgumentError(
                 f"update_priorities was called, but the memory's {type(self).__name__} draws by Uniform(), which has "
                 f"no priorities; construct it as {type(self).__name__}(..., by=Prioritized(...))"
             )
-        self.by.update_priorities(held, ids, priorities)
+        return self.by
 
     def state(self) -> State:
         """Return the state of the sampler of the transitions."""
@@ -65,6 +72,47 @@ class ComposedSampler(ABC):
         """See `Sampler`."""
         if isinstance(self.by, Prioritized):
             self.by.resize(capacity, first_id)
+
+
+class Likelihood:
+    """How likely a sampler of holdall's draws each transition: in proportion to what, and to how much in all."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler, self._by = sampler, sampler.by if isinstance(sampler, ComposedSampler) else sampler
+        self._counted = Prioritized(alpha=0.0)  # counts what may be drawn where all is as likely
+
+    @property
+    def prioritized(self) -> Prioritized | None:
+        """The priorities that it draws by, if there are any."""
+        return self._by if isinstance(self._by, Prioritized) else None
+
+    @property
+    def highest(self) -> float:
+        """What a new transition is drawn in proportion to; 0 where all are as likely."""
+        return self._by.highest if isinstance(self._by, Prioritized) else 0.0
+
+    def raise_highest(self, held: Held, scaled: float) -> None:
+        """Draw transitions that come from now on in proportion to no less than this."""
+        if isinstance(self._by, Prioritized):
+            self._by.raise_highest(self._starts(held), scaled)
+
+    def total(self, held: Held) -> float:
+        """Return what all draws are in proportion to: transitions, starts of sequences, or scaled priorities."""
+        if held.next_id == held.first_id:
+            return 0.0
+        starts = self._starts(held)
+        if not isinstance(self._by, Prioritized) and starts.allows_all:
+            return float(held.next_id - held.first_id)
+        return (self.prioritized or self._counted).mass(starts)
+
+    def of(self, held: Held, ids: Ids) -> NDArray[np.float64]:
+        """Return what each row of a batch was drawn in proportion to."""
+        first = self._sampler.first_ids(ids) if isinstance(self._sampler, ComposedSampler) else ids
+        by = self.prioritized
+        return np.ones(len(first)) if by is None else by.scaled(self._starts(held), first)
+
+    def _starts(self, held: Held) -> Held:
+        return self._sampler.starts(held) if isinstance(self._sampler, ComposedSampler) else held
 
 
 _AT_ONCE = 1 << 20
@@ -318,8 +366,7 @@ class Hindsight(ComposedSampler):
         desired_key: str = "desired_goal",
     ) -> None:
         super().__init__(by)
-        if strategy not in get_args(Strategy):
-            raise ArgumentError(f"strategy ({strategy!r}) must be one of {list(get_args(Strategy))}; pass one of these")
+        require_choice("strategy", strategy, get_args(Strategy))
         if not callable(reward_fn):
             raise ArgumentError(f"reward_fn ({reward_fn!r}) must be callable; pass the environment's compute_reward")
         self.strategy = strategy

@@ -224,8 +224,8 @@ class Prioritized:
             raise self._refusal(held, ids, priorities, scaled)
 
     @staticmethod
-    def require(ids: Ids, priorities: NDArray[Any]) -> None:
-        """Refuse priorities that are none, or not one for every id."""
+    def require(ids: Ids, priorities: NDArray[Any]) -> Ids:
+        """Return the ids; refuse priorities that are none, or not one for every id."""
         if ids.ndim != 1 or ids.shape != priorities.shape:
             raise ArgumentError(
                 f"priorities has shape {priorities.shape} for ids of shape {ids.shape}; pass one for every row drawn"
@@ -235,6 +235,7 @@ class Prioritized:
         if priorities.size and not (priorities.min() >= 0 and priorities.max() < np.inf):  # or NaN
             wrong = priorities[~((priorities >= 0) & (priorities < np.inf))][0]
             raise ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
+        return ids
 
     def _update(self, tree: SumTree) -> bool:
         """Set priorities, and the highest one, both or none; return whether they could be set."""

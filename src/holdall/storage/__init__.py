@@ -88,6 +88,7 @@ from holdall.storage.saved_store import (
 )
 from holdall.storage.sealed_segment import (
     Encoder,
+    EncoderCodecs,
     SealedSegment,
     pack_segment,
     records_in,

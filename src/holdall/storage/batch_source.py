@@ -86,6 +86,11 @@ class Places:
         reads, held = segments.blocks_on_disk > 0, tuple(index.held)
         return cls(list(index.records), segment, cursors, lane, lanes, held, reads_files=reads, awaits_files=awaits)
 
+    def cut(self, some: slice, rows: NDArray[np.int64] | None) -> Places:
+        """Return the places of some of a batch; `rows`: where in the arrays of a larger one each goes."""
+        cursors = [each[some] for each in self.cursors]
+        return replace(self, segment=self.segment[some], cursors=cursors, lane=self.lane[some], rows=rows)
+
     def window(self, field: int, segment: int) -> int:
         """Return how many slices make an observation of a field in a segment."""
         return int(self.records[field][segment, _WINDOW])

@@ -92,6 +92,14 @@ class Rows(NamedTuple):
     extras: list[Array]
     ended: Array  # float32: 1.0 where an episode ended and was not cut short
 
+    def cut(self, some: slice) -> Rows:
+        """Return some of the rows, of which all fields were read; nothing is copied."""
+        return Rows(
+            {i: (obs[some], next_obs[some]) for i, (obs, next_obs) in self.small.items()}, (), None,
+            [each[some] for each in self.action], self.reward[some], self.terminated[some], self.truncated[some],
+            [each[some] for each in self.extras], self.ended[some],
+        )  # fmt: skip
+
 
 class Rings:
     """The fields that share nothing, each in a flat ring: short observations, actions, rewards, flags, extras.

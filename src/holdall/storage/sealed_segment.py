@@ -9,19 +9,23 @@ against the others before it is used.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import json
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.background import end_before_python
 from holdall.errors import ArgumentError, DamageError
 from holdall.json_state import counted, dtype_of, malformed_refused
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock, reserve
 from holdall.storage.codec import Codec, Dictionary, Method, Transform, stored
-from holdall.storage.records import Record, pack_slices, unpack, unpack_slices_whole
+from holdall.storage.codec_choice import COST_CAPS, choose
+from holdall.storage.records import Record, codec_of, codec_words, pack_slices, unpack, unpack_slices_whole
 from holdall.storage.rings import FLAG, TINY_BYTES
 from holdall.storage.saved_store import ROWS, Like, pack_logs, pack_rows, require_kind, unpack_logs, unpack_rows
 from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window, WindowSearches
@@ -232,7 +236,7 @@ class Encoder:
     """
 
     def __init__(self, schema: Schema, lanes: int, ticks: int, kernels: Kernels) -> None:
-        self._lanes, self._ticks, self._kernels, self._coder = lanes, ticks, kernels, kernels.coder.keeping()
+        self.lanes, self._ticks, self._kernels, self._coder = lanes, ticks, kernels, kernels.coder.keeping()
         observed, self._sliced = schema.observation.leaves, sliced_leaves(schema)
         self._small = [i for i in range(len(observed)) if i not in self._sliced]
         self._reward_shape = schema.reward_shape
@@ -261,7 +265,7 @@ class Encoder:
     @property
     def rows(self) -> int:
         """Rows in the segment so far."""
-        return self._used * self._lanes
+        return self._used * self.lanes
 
     @property
     def is_full(self) -> bool:
@@ -326,7 +330,7 @@ class Encoder:
 
     def _put(self, tick: Tick, where: int | slice) -> None:
         """Write all other fields of one tick, or of several."""
-        columns, lanes = self._columns, (self._ticks, self._lanes)
+        columns, lanes = self._columns, (self._ticks, self.lanes)
         sides = (side[i] for side in (tick.obs, tick.next_obs) for i in self._small)
         rows = (*tick.action, *tick.extras, tick.terminated, tick.truncated, *sides)
         for column, row in zip(self._plain, rows, strict=True):
@@ -351,7 +355,7 @@ class Encoder:
         for i, field in enumerate(self.fields):
             if i in self._changed_windows:
                 window = self._changed_windows.pop(i)
-                self.fields[i] = _OpenField(self._kernels, window, self._lanes, self._ticks, field.leaf)
+                self.fields[i] = _OpenField(self._kernels, window, self.lanes, self._ticks, field.leaf)
                 continue
             if field.window.count == 1 or field.part.broken_steps * 2 >= field.part.steps:
                 self._searches.consider(i, field.leaf)
@@ -359,3 +363,81 @@ class Encoder:
         self._used = 0
         first, self._next_tick = self._next_tick, self._next_tick + used
         return SealedSegment(RowChunk(first, used, columns, {}), parts)
+
+
+_ENOUGH = 512
+"""Slices that a choice is made on."""
+_HARDLY_MORE = 1.03
+_QUICK_LEVEL = 7
+"""Zstandard's last level that is quick: those above take far longer for frames of a game, and hardly less room."""
+_Key = tuple[int, Window]
+"""A field, and how it is cut."""
+
+
+class EncoderCodecs:
+    """The codecs of an encoder's fields: each is chosen by the first slices of its field, in the background.
+
+    Args:
+        prefer: How much slower sampling may get, see `holdall.ReplayMemory`.
+        agree: Given the name of a field and what chooses a codec for it, returns the one to use, in words: that of
+            another encoder of the same fields, or the chosen one. None: it is asked again later.
+    """
+
+    def __init__(
+        self, encoder: Encoder, coder: Coder, prefer: str,
+        agree: Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any] | None],
+    ) -> None:  # fmt: skip
+        self._encoder, self._coder, self._cap, self._agree = encoder, coder, COST_CAPS[prefer], agree
+        self._codecs: dict[_Key, Codec | None] = {}  # None: it is being chosen
+        self._samples: dict[_Key, list[Bytes]] = {}
+
+    def of_fields(self) -> dict[int, Codec]:
+        """Return the codecs of the fields of a segment that is about to be closed, as far as they were chosen."""
+        chosen = {}
+        for number, field in enumerate(self._encoder.fields):
+            self._look((number, field.window), field.raw)
+            if (codec := self._codecs.get((number, field.window))) is not None:
+                chosen[number] = codec
+        return chosen
+
+    def _look(self, key: _Key, slices: Bytes) -> None:
+        """Keep some slices of a field that has no codec yet, until there are enough to choose one."""
+        if key in self._codecs:
+            return
+        kept = self._samples.setdefault(key, [])
+        held = sum(map(len, kept))
+        if held < _ENOUGH:
+            kept.append(slices[: _ENOUGH - held].copy())
+            return
+        self._codecs[key] = None
+        work = (key, np.concatenate(self._samples.pop(key)))
+        thread = threading.Thread(target=self._settle, args=work, name="holdall-codec", daemon=True)
+        end_before_python(thread)
+        thread.start()
+
+    def _settle(self, key: _Key, slices: Bytes) -> None:
+        """Agree on the codec of a field."""
+        words = self._agree(json.dumps([key[0], key[1].words()]), lambda: codec_words(self._chosen(key, slices)))
+        if words is None:
+            del self._codecs[key]
+        else:
+            self._codecs[key] = codec_of(words, {})
+
+    def _chosen(self, key: _Key, slices: Bytes) -> Codec:
+        # A segment stands for itself: a dictionary would have to follow it wherever it goes.
+        leaf, lanes = self._encoder.leaves[key[0]], self._encoder.lanes
+        return quicker(
+            self._coder, choose(self._coder, leaf, key[1], slices, self._cap, 1, lanes, has_dictionary=False), slices
+        )
+
+
+def quicker(coder: Coder, codec: Codec, slices: Bytes) -> Codec:
+    """Return the codec at a lower level if that takes hardly more bytes: steps of an environment wait for it."""
+    sealed = coder.seal(slices, codec)
+    if sealed is None:
+        return codec
+    for quick in (codec.hurried(), replace(codec, level=min(codec.level, _QUICK_LEVEL))):
+        found = coder.seal(slices, quick)
+        if found is not None and found.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes:
+            return quick
+    return codec

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
@@ -69,6 +70,15 @@ class Tick(NamedTuple):
             extras=[array[where] for array in self.extras],
             valid=None if self.valid is None else self.valid[where],
         )
+
+    def digest(self) -> bytes:
+        """Return a digest of all bytes and shapes: other ticks have another one."""
+        flags = [self.terminated, self.truncated, *([] if self.valid is None else [self.valid])]
+        digest = xxhash.xxh3_128()
+        for array in (*self.obs, *self.action, self.reward, *self.next_obs, *flags, *self.extras):
+            digest.update(str(array.shape).encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.digest()
 
 
 class StepRuns:

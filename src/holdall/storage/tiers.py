@@ -23,7 +23,7 @@ from holdall.storage.blocks import SealedSlices, SliceBlock
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.rings import FieldLayout
 from holdall.storage.slices import FrozenBlock
-from holdall.units import format_bytes, parse_bytes
+from holdall.units import format_bytes, parse_bytes, require_choice
 
 _SHARE_OF_AVAILABLE = 4
 _SHARE_BEFORE_DISK = 2
@@ -56,8 +56,7 @@ class Budget:
     @classmethod
     def of(cls, budget: Any, prefer: Any, threads: int, *, spills: bool = False) -> Budget:
         """Read the constructor's arguments."""
-        if not isinstance(prefer, str) or prefer not in COST_CAPS:
-            raise ArgumentError(f"prefer ({prefer!r}) must be one of {sorted(COST_CAPS)}")
+        require_choice("prefer", prefer, COST_CAPS)
         cap = COST_CAPS[prefer]
         if budget is None:
             return cls(None, 0, 0 if spills else NO_LIMIT, cap, threads)

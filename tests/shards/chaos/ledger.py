@@ -17,7 +17,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.cluster.journal import Journal, slots_at
+from holdall.checkpoint import Slots
+from holdall.cluster.journal import Journal
 from holdall.cluster.protocol import ids_of
 from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory, Writer
@@ -90,7 +91,7 @@ def held(memory: ReplayMemory) -> dict[int, Numbers]:
 
 def written(url: Path, shard: int) -> Numbers:
     """Return the numbers of everything in a shard's journal, in its order; whoever had the journal has it no more."""
-    journal = Journal(slots_at(url, "journal", f"{shard:05d}"))
+    journal = Journal(Slots.at(url, "journal", f"{shard:05d}"))
     schema, coder = Schema.of(OBSERVATION, ACTION, EXTRAS, 1), chosen_kernels().coder
     numbers = [np.empty(0, np.int64)]
     numbers += [

@@ -14,7 +14,8 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.cluster.answer import Answer, RowDraw
+from holdall.batch import of_ids
+from holdall.cluster.answer import Answer
 from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.shard_data import ShardData
@@ -72,7 +73,7 @@ class BareShard:
 
     def answer(self, count: int) -> Answer:
         rows = self.sampler.draw(self.held, count, self.generator).ids
-        return Answer(self.counters, RowDraw(rows), self.chances[rows - self.held.first_id], cast("Any", None))
+        return Answer(self.counters, of_ids(rows), self.chances[rows - self.held.first_id], cast("Any", None))
 
 
 def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, NDArray[np.float64]]:
@@ -83,7 +84,7 @@ def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, N
     counts, sums = [], []
     for number, shard in shards.items():
         held = shard.held.next_id - shard.held.first_id
-        place = answers[number].draw.rows - shard.held.first_id
+        place = answers[number].draw.ids - shard.held.first_id
         counts.append(np.bincount(place, minlength=held))
         sums.append(np.bincount(place, weights[where[number]], minlength=held))
     return np.concatenate(counts), np.concatenate(sums)

@@ -11,18 +11,16 @@ import pytest
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall.cluster import shard as shard_module
-from holdall.cluster.journal import Slots
-from holdall.cluster.protocol import Ack, AckKind, SegmentHeader
+from holdall.checkpoint import Slots
+from holdall.cluster.protocol import Ack
 from holdall.cluster.shard import Shard
-from holdall.errors import ShardError
 from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
-from holdall.sampling.draw import Uniform
 from holdall.schema import Schema
 from holdall.storage import Encoder, pack_segment
 from holdall.storage.ticks import Tick
 
+from ..processes import shard_terms
 from .ledger import ACTION, EXTRAS, OBSERVATION, step
 
 WRITER = b"w" * 16
@@ -47,18 +45,18 @@ def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
         disk.wait()
         return create(slots, number, content)
 
-    shard: Any = Shard(0, schema_words(SCHEMA), 1_000, Uniform(), 0, "nobody", str(tmp_path))
+    shard: Any = Shard(0, shard_terms(schema_words(SCHEMA), 1_000, tmp_path), 0)
     monkeypatch.setattr(Slots, "create", create_slowly)
-    monkeypatch.setattr(shard_module, "_SETTLED_S", 0.2)
     told: list[Ack] = []
-    sent = (SegmentHeader(WRITER, 0, 0), segment(range(50)))
-    inserting = threading.Thread(target=lambda: told.append(shard.insert(*sent)))
-    inserting.start()
-    while shard._expected.get(WRITER, 0) == 0:
-        time.sleep(0.01)
-    with pytest.raises(ShardError, match="disk"):
-        shard.expect(WRITER)
+    calls = [(WRITER, 0, [segment(range(50))]), (WRITER, 0, [segment(range(50))]), (WRITER, 1, [])]
+    asking = [threading.Thread(target=lambda call=call: told.append(shard.insert(*call))) for call in calls]
+    for thread in asking:
+        thread.start()
+        while shard._expected.get(WRITER, 0) == 0:
+            time.sleep(0.01)
+    time.sleep(0.2)
+    assert told == []
     disk.set()
-    inserting.join()
-    assert told[0].kind is AckKind.ACCEPTED
-    assert shard.expect(WRITER).expected == 1
+    for thread in asking:
+        thread.join()
+    assert [(ack.expected, ack.counters.transitions) for ack in told] == [(1, 50)] * 3
