@@ -98,7 +98,7 @@ def sealed_bytes(memory: ReplayMemory) -> float:
 
 def test_many_lanes_take_hardly_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lane's frames resemble each other and no other lane's; every transition is what it was."""
-    frames = walks(257, 8)
+    frames = walks(1025, 8)
     memory, oracle = filled(frames, monkeypatch)
     assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
     # One lane sees the same frames, one lane's after another's.
