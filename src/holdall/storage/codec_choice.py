@@ -34,8 +34,8 @@ _KNOWN_SLICES, _KNOWN_BYTES = 512, 4 * 2**20
 """Slices that dictionaries are trained on, and those that are measured among them."""
 _NEAR_SLICES, _NEAR_SAMPLE_BYTES, _STRETCH = 256, 3 * 2**20, 32
 """Neighbours that candidates compress together, in stretches; and half as many behind keys of each kind."""
-_CHANGED, _CHANGED_SAMPLE_BYTES = (32, 64), 8 * 2**20
-"""How many neighbours are tried as changes of each other. Stretches are as long as that where they take no more."""
+_CHANGED, _CHANGED_SLICES, _CHANGED_SAMPLE_BYTES = (32, 64), 512, 8 * 2**20
+"""How many neighbours are tried as changes of each other, and of how many in all: in stretches of the most."""
 _LEARNT_TOGETHER, _CHANGED_TRAINING, _CHANGED_SUFFICE = 8, (32 * 1024, {"k": 1024, "d": 8}), 2
 """What such units have in common is learnt from short stretches: they come from many places, and begin with a whole
 slice each. They repeat nothing, so half as many bytes suffice for it."""
@@ -100,7 +100,7 @@ class BlockSample:
 
     spread: Bytes  # over the whole block
     near: Bytes  # (stretches, length, bytes): neighbours in the order in which they are sealed
-    changing: Bytes  # the same, in longer stretches, unless slices are too long
+    changing: Bytes  # the same, in longer stretches
     learnt: Bytes  # the same, in short ones from more places ...
     apart: int  # ... of which so many, the first ones, have no slice of the longer ones
     keyed: dict[
@@ -120,14 +120,13 @@ class BlockSample:
         reach = (window.count + window.shift - 1) * stride + 1  # of a transition, in the block
         most = min(_NEAR_SLICES, _NEAR_SAMPLE_BYTES // window.slice_bytes)
         length = max(min(_STRETCH, most), reach, *_groups_of(window))
-        near = changing = _stretches(slices, order, length, 1, most)
-        longest, count = _CHANGED[-1], len(near)
-        if length < longest <= len(slices) and count * longest * window.slice_bytes <= _CHANGED_SAMPLE_BYTES:
-            changing = _stretches(slices, order, longest, 1, count * longest)
-            near = changing[:, :length]
+        near = _stretches(slices, order, length, 1, most)
+        # Half of the block at most, so that there is something to learn from beside it.
+        long = min(len(slices) // 2, _CHANGED_SAMPLE_BYTES // window.slice_bytes, _CHANGED_SLICES)
+        measured = _firsts(len(slices), _CHANGED[-1], 1, long) if long >= _CHANGED[-1] else np.zeros(0, np.int64)
+        changing = _runs(slices, order, measured, _CHANGED[-1])
         learnt = _firsts(len(slices), _LEARNT_TOGETHER, 1, min(_KNOWN_SLICES, _KNOWN_BYTES // window.slice_bytes))
-        measured = _firsts(len(slices), changing.shape[1], 1, changing.shape[0] * changing.shape[1])
-        behind, before = measured + changing.shape[1], measured - _LEARNT_TOGETHER
+        behind, before = measured + _CHANGED[-1], measured - _LEARNT_TOGETHER
         is_apart = ((learnt[:, None] >= behind) | (learnt[:, None] <= before)).all(axis=1)
         runs = _runs(slices, order, learnt[np.argsort(~is_apart, kind="stable")], _LEARNT_TOGETHER)
         kinds = _KEY_SLICES, _RAW_KEY_SLICES
@@ -295,7 +294,7 @@ def measure_changes(
     coder: Coder, leaf: Leaf, window: Window, sample: BlockSample, alone: MeasuredCodec, *, has_dictionary: bool = True
 ) -> list[MeasuredCodec]:
     """Seal neighbours as changes of each other, in groups of several sizes; `alone` is a codec of single slices."""
-    if sample.changing.shape[1] < _CHANGED[-1]:
+    if not len(sample.changing):
         return []
     named, dictionary = candidates_by_changes(leaf, window), None
     if has_dictionary:
