@@ -35,11 +35,13 @@ _KNOWN_SLICES, _KNOWN_BYTES = 512, 4 * 2**20
 """Slices that dictionaries are trained on, and those that are measured among them."""
 _NEAR_SLICES, _NEAR_SAMPLE_BYTES, _STRETCH = 256, 3 * 2**20, 32
 """Neighbours that candidates compress together, in stretches; and half as many behind keys of each kind."""
-_CHANGED, _CHANGED_SAMPLE_BYTES = (32, 64), 8 * 2**20
-"""How many neighbours are tried as changes of each other. Stretches are as long as that where they take no more."""
-_LEARNT_TOGETHER, _CHANGED_TRAINING = 8, (32 * 1024, {"k": 1024, "d": 8})
+_CHANGED, _CHANGED_SLICES, _CHANGED_SAMPLE_BYTES = (32, 64), 512, 8 * 2**20
+"""How many neighbours are tried as changes of each other, and of how many in all: in stretches of the most."""
+_LEARNT_TOGETHER, _CHANGED_TRAINING, _CHANGED_SUFFICE = 8, (32 * 1024, {"k": 1024, "d": 8}), 2
 """What such units have in common is learnt from short stretches: they come from many places, and begin with a whole
-slice each."""
+slice each. They repeat nothing, so half as many bytes suffice for it."""
+_SUFFICE = 4
+"""Bytes that a dictionary is trained on, over its own."""
 _FEWEST_SAMPLES = 8
 """Of large slices no more are sampled than take so many bytes, but at least so many."""
 _FEWEST_TRAINED = 32
@@ -101,8 +103,9 @@ class BlockSample:
 
     spread: Bytes  # over the whole block
     near: Bytes  # (stretches, length, bytes): neighbours in the order in which they are sealed
-    changing: Bytes  # the same, in longer stretches, unless slices are too long
-    learnt: Bytes  # the same, in short ones from more places
+    changing: Bytes  # the same, in longer stretches
+    learnt: Bytes  # the same, in short ones from more places ...
+    apart: int  # ... of which so many, the first ones, have no slice of the longer ones
     keyed: dict[
         int, Bytes
     ]  # the same by how many share a key: each so far from the next that they are its first to last
@@ -120,19 +123,23 @@ class BlockSample:
         reach = (window.count + window.shift - 1) * stride + 1  # of a transition, in the block
         most = min(_NEAR_SLICES, _NEAR_SAMPLE_BYTES // window.slice_bytes)
         length = max(min(_STRETCH, most), reach, *_groups_of(window))
-        near = changing = _stretches(slices, order, length, 1, most)
-        longest, count = _CHANGED[-1], len(near)
-        if length < longest <= len(slices) and count * longest * window.slice_bytes <= _CHANGED_SAMPLE_BYTES:
-            changing = _stretches(slices, order, longest, 1, count * longest)
-            near = changing[:, :length]
-        learnt = _stretches(slices, order, _LEARNT_TOGETHER, 1, changing.shape[0] * changing.shape[1])
+        near = _stretches(slices, order, length, 1, most)
+        # Half of the block at most, so that there is something to learn from beside it.
+        long = min(len(slices) // 2, _CHANGED_SAMPLE_BYTES // window.slice_bytes, _CHANGED_SLICES)
+        measured = _firsts(len(slices), _CHANGED[-1], 1, long) if long >= _CHANGED[-1] else np.zeros(0, np.int64)
+        changing = _runs(slices, order, measured, _CHANGED[-1])
+        learnt = _firsts(len(slices), _LEARNT_TOGETHER, 1, min(_KNOWN_SLICES, _KNOWN_BYTES // window.slice_bytes))
+        behind, before = measured + _CHANGED[-1], measured - _LEARNT_TOGETHER
+        is_apart = ((learnt[:, None] >= behind) | (learnt[:, None] <= before)).all(axis=1)
+        runs = _runs(slices, order, learnt[np.argsort(~is_apart, kind="stable")], _LEARNT_TOGETHER)
         kinds = _KEY_SLICES, _RAW_KEY_SLICES
         keyed = {kind: _stretches(slices, order, length, max(1, kind // length), most // 2) for kind in kinds}
         return cls(
             spread,
             near,
             changing,
-            learnt,
+            runs,
+            int(is_apart.sum()),
             {kind: found for kind, found in keyed.items() if len(slices) >= kind},
             stride,
         )
@@ -150,10 +157,19 @@ def _spread(slices: Bytes, most: int, most_bytes: int) -> Bytes:
 
 def _stretches(slices: Bytes, order: NDArray[np.uint32] | None, length: int, step: int, most: int) -> Bytes:
     """Copy stretches of `length` slices, each `step` from the next; none if the block is too short."""
-    count = max(1, min(most // length, len(slices) // (length * step)))
-    if len(slices) < length * step:
-        count, length = 0, 1
-    first = np.linspace(0, len(slices) - length * step, count).astype(np.int64)
+    first = _firsts(len(slices), length, step, most)
+    return _runs(slices, order, first, length if len(first) else 1, step)
+
+
+def _firsts(slices: int, length: int, step: int, most: int) -> NDArray[np.int64]:
+    """Return where stretches begin."""
+    count = max(1, min(most // length, slices // (length * step))) if slices >= length * step else 0
+    return np.linspace(0, slices - length * step, count).astype(np.int64)
+
+
+def _runs(
+    slices: Bytes, order: NDArray[np.uint32] | None, first: NDArray[np.int64], length: int, step: int = 1
+) -> Bytes:
     picked = first[:, None] + step * np.arange(length)
     return _copied(slices, picked if order is None else order[picked].astype(np.int64))
 
@@ -197,7 +213,9 @@ def choose(
     allowed = cap if best.codec.group > 1 else worth.allowed_us / copy_us
     why = f"{best.ratio:.1f} times smaller, decoded in {best.decode_us / copy_us:.1f} of {allowed:.1f} raw copies"
     known = best.codec.dictionary
-    if known is not None and best.codec.method is not Method.PAIRS and not best.codec.is_of_changes:
+    if best.codec.is_of_changes and has_dictionary:
+        known = _trained_on_changes(coder, best.codec, sample.learnt) or known
+    elif known is not None and best.codec.method is not Method.PAIRS:
         size = min(size for size, _ in _TRAININGS if size >= len(best.codec.common))
         likewise = [training for training in _TRAININGS if training[0] == size]
         known = train(coder, replace(best.codec, group=1), sample.spread, likewise) or known
@@ -281,16 +299,23 @@ def measure_changes(
     coder: Coder, leaf: Leaf, window: Window, sample: BlockSample, alone: MeasuredCodec, *, has_dictionary: bool = True
 ) -> list[MeasuredCodec]:
     """Seal neighbours as changes of each other, in groups of several sizes; `alone` is a codec of single slices."""
-    if sample.changing.shape[1] < _CHANGED[-1]:
+    if not len(sample.changing):
         return []
     named, dictionary = candidates_by_changes(leaf, window), None
-    if has_dictionary and named[0].wants_dictionary:
-        by_zstd = replace(named[0], method=Method.ZSTD, level=3, group=_LEARNT_TOGETHER)
-        dictionary = _trained(*_learnt(coder, by_zstd, _flat(sample.learnt)), by_zstd.level, _CHANGED_TRAINING)
+    if has_dictionary:
+        dictionary = _trained_on_changes(coder, named[0], sample.learnt[: sample.apart])
     codecs = [replace(codec, dictionary=dictionary, group=group) for codec in named for group in _CHANGED]
     scale = _scale(coder, alone, window, sample.changing)
     found = [_measure_neighbours(coder, codec, window, sample.changing, sample.stride, scale) for codec in codecs]
     return [one for one in found if one is not None]
+
+
+def _trained_on_changes(coder: Coder, codec: Codec, stretches: Bytes) -> Dictionary | None:
+    by_zstd = replace(codec, method=Method.ZSTD, level=3, dictionary=None, group=1)
+    if not (by_zstd.wants_dictionary and len(stretches)):
+        return None
+    learnt = _learnt(coder, by_zstd.grouped(_LEARNT_TOGETHER), _flat(stretches))
+    return _trained(*learnt, by_zstd.level, _CHANGED_TRAINING, _CHANGED_SUFFICE)
 
 
 def _scale(coder: Coder, alone: MeasuredCodec, window: Window, stretches: Bytes) -> float:
@@ -459,10 +484,12 @@ def _learnt(coder: Coder, codec: Codec, slices: Bytes) -> tuple[bytes, list[Any]
     return b"", units
 
 
-def _trained(palette: bytes, units: list[Any], level: int, training: Training) -> Dictionary | None:
+def _trained(
+    palette: bytes, units: list[Any], level: int, training: Training, suffice: int = _SUFFICE
+) -> Dictionary | None:
     """Train a dictionary in one way; None if there is nothing in common, or too little to learn it from."""
     size, arguments = training
-    if size * 4 > sum(map(len, units)):
+    if size * suffice > sum(map(len, units)):
         return None
     try:
         return Dictionary(palette + zstandard.train_dictionary(size, units, level=level, **arguments).as_bytes())
