@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,16 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
     del gone  # at once: nothing else refers to it
     wait_until(lambda: len(memory) >= 703)
     assert held(memory) == list(range(703))
+
+
+def test_a_writer_that_is_dropped_takes_no_memory_any_more(memory: ReplayMemory) -> None:
+    begin(memory)
+    writer = memory.writer()
+    add(writer, 0)
+    group = weakref.ref(writer._groups[0])
+    del writer
+    assert group() is None  # at once, without the collector
+    assert held(memory) == [0]
 
 
 def test_writers_that_end_at_once_end_no_shard(memory: ReplayMemory) -> None:

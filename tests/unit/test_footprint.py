@@ -4,11 +4,13 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from holdall.machine import LINUX, begin_peak, held_bytes, mappings, peak_bytes
+from holdall import machine
+from holdall.machine import LINUX, HeldReader, anonymous_bytes, begin_peak, held_bytes, mappings, peak_bytes
 from holdall.storage.blocks import address, reserve
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
@@ -64,3 +66,28 @@ def test_mapped_files_are_named_whatever_their_name_is(tmp_path: Path) -> None:
     with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         assert mapped[0] == 0
         assert str(file) in {one.name for one in mappings(os.getpid())}
+
+
+def test_the_kernels_counters_say_what_no_file_backs() -> None:
+    before, block = anonymous_bytes(), reserve(64 * MIB)
+    block[:: mmap.PAGESIZE] = 1
+    assert abs(anonymous_bytes() - before - 64 * MIB) < 2 * MIB
+
+
+def test_who_asks_often_is_told_what_was_read_a_while_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, reads = [0.0], [0]
+
+    def read() -> object:
+        reads[0] += 1
+        now[0] += 1.0  # it takes a second
+        return object()
+
+    monkeypatch.setattr(machine, "held_bytes", read)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    reader = HeldReader()
+    first = reader.read()
+    now[0] += 48
+    assert reader.read() is first
+    now[0] += 2
+    assert reader.read() is not first
+    assert reads == [2]

@@ -3,7 +3,7 @@
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.units import format_bytes, parse_bytes
+from holdall.units import format_bytes, parse_bytes, require_choice
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,10 @@ def test_what_is_no_size_is_refused_by_name(size: object) -> None:
     """The message names the argument and what would be right."""
     with pytest.raises(ArgumentError, match=r"budget \(.*8GiB"):
         parse_bytes(size, "budget")
+
+
+@pytest.mark.parametrize("wrong", ["third", None, ["first"]])
+def test_a_word_that_is_none_of_those_allowed_is_refused(wrong: object) -> None:
+    require_choice("turn", "first", ("first", "second"))
+    with pytest.raises(ArgumentError, match=r"^turn \(.*\) must be one of first, second; pass one of these$"):
+        require_choice("turn", wrong, ("first", "second"))

@@ -1,5 +1,8 @@
 """ReplayMemory over shards: the local memory's calls, for more actors or transitions than one machine takes.
 
+With it the fleet: how its actors are started, drained and ended. Ray's own types know little of actors, so this is
+where they end.
+
 The flow, one stage a file:
 
     add    -> writer -> encode (a sealed segment) -> protocol (a stream of segments) -> shard -> its store
@@ -46,8 +49,6 @@ from holdall.units import require_count, whole
 _LOCAL_ON = 8
 _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
-
-
 _TALKS = 16
 """Questions that the roster hears at a time."""
 _LOG = logging.getLogger("holdall")

@@ -1,6 +1,7 @@
 """The roster and the rate limiter: what the processes of a memory agree on.
 
-Which shards there are, which codec a field gets, and how many samples an insert may have.
+Which shards there are, which codec a field gets, how many samples an insert may have; and the terms of the memory,
+which are checked here.
 
 In:  what the shards took, and leases that writers and learners ask for.  Out: grants, or not yet.
 Invariant: error = inserts * samples_per_insert - samples never leaves its bounds, whatever is granted at the same time

@@ -51,7 +51,7 @@ class LaneGroup:
         self._roster, self._kernels = terms.roster(), chosen_kernels()
         count = schema.num_envs
         self.encoder = storage.Encoder(schema, count, max(1, _SEGMENT_ROWS // count), self._kernels)
-        self._codecs = storage.EncoderCodecs(self.encoder, self._kernels.coder, terms.prefer, self._agreed)
+        self._codecs = storage.EncoderCodecs(self.encoder, terms.prefer, partial(_agreed, self._roster))
         self._generator = np.random.default_rng()
         self._home, self._stay_rows = -1, terms.stay_rows  # the shard on which it stays while episodes go on
         self.streams: dict[int, SegmentStream] = {}
@@ -175,13 +175,14 @@ class LaneGroup:
             taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
         self._open_to = taking
 
-    def _agreed(self, field: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the codec that the memory's first writer chose for a field; None: it is asked again later."""
-        try:
-            words: dict[str, Any] | None = ray.get(self._roster.codec.remote(field))
-            return ray.get(self._roster.codec.remote(field, choose())) if words is None else words
-        except ray.exceptions.RayError:
-            return None
+
+def _agreed(roster: Any, field: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the codec that the memory's first writer chose for a field; None: it is asked again later."""
+    try:
+        words: dict[str, Any] | None = ray.get(roster.codec.remote(field))
+        return ray.get(roster.codec.remote(field, choose())) if words is None else words
+    except ray.exceptions.RayError:
+        return None
 
 
 _OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()

@@ -236,7 +236,7 @@ class Encoder:
     """
 
     def __init__(self, schema: Schema, lanes: int, ticks: int, kernels: Kernels) -> None:
-        self.lanes, self._ticks, self._kernels, self._coder = lanes, ticks, kernels, kernels.coder.keeping()
+        self.lanes, self._ticks, self.kernels, self._coder = lanes, ticks, kernels, kernels.coder.keeping()
         observed, self._sliced = schema.observation.leaves, sliced_leaves(schema)
         self._small = [i for i in range(len(observed)) if i not in self._sliced]
         self._reward_shape = schema.reward_shape
@@ -355,7 +355,7 @@ class Encoder:
         for i, field in enumerate(self.fields):
             if i in self._changed_windows:
                 window = self._changed_windows.pop(i)
-                self.fields[i] = _OpenField(self._kernels, window, self.lanes, self._ticks, field.leaf)
+                self.fields[i] = _OpenField(self.kernels, window, self.lanes, self._ticks, field.leaf)
                 continue
             if field.window.count == 1 or field.part.broken_steps * 2 >= field.part.steps:
                 self._searches.consider(i, field.leaf)
@@ -384,10 +384,11 @@ class EncoderCodecs:
     """
 
     def __init__(
-        self, encoder: Encoder, coder: Coder, prefer: str,
+        self, encoder: Encoder, prefer: str,
         agree: Callable[[str, Callable[[], dict[str, Any]]], dict[str, Any] | None],
     ) -> None:  # fmt: skip
-        self._encoder, self._coder, self._cap, self._agree = encoder, coder, COST_CAPS[prefer], agree
+        self._encoder, self._coder = encoder, encoder.kernels.coder
+        self._cap, self._agree = COST_CAPS[prefer], agree
         self._codecs: dict[_Key, Codec | None] = {}  # None: it is being chosen
         self._samples: dict[_Key, list[Bytes]] = {}
 
