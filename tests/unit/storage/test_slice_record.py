@@ -126,7 +126,7 @@ def test_a_reader_that_knows_no_keys_knows_no_such_method(codec: Codec) -> None:
     words = codec_words(codec)
     assert words["method"] not in set(Method)
     assert codec_of(words, {COMMON.name: COMMON}) == codec
-    for name, wrong in (("key", -1), ("key", 2**32), ("key", "1"), ("raw_keys", None), ("method", 19)):
+    for name, wrong in (("key", -1), ("key", 2**32), ("key", "1"), ("raw_keys", None), ("method", 20)):
         with pytest.raises((ValueError, TypeError, DamageError)):
             codec_of(words | {name: wrong}, {COMMON.name: COMMON})
     del words["key"]
