@@ -607,7 +607,7 @@ def test_a_library_that_lacks_a_function_counts_as_missing(monkeypatch: pytest.M
         def __missing__(self, name: str) -> Any:
             if name == lacking:
                 raise AttributeError(name)
-            return SimpleNamespace()
+            return ctypes.CFUNCTYPE(None)(lambda: None)
 
     monkeypatch.setattr(libraries, "_load", lambda name: None if name == lacking else Library())
     assert libraries.system_libraries.__wrapped__() is None

@@ -5,16 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdall import ReplayMemory
 from holdall.errors import DamageError
 from holdall.native import NativeCoder, PortableCoder, native_kernels
 from holdall.schema import Bytes
+from holdall.storage import choosing, segment
 from holdall.storage.blocks import Coded, Coder
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
 from holdall.storage.pairs import train_pairs
@@ -326,3 +330,38 @@ def test_other_units_come_back_beside_pairs() -> None:
     for number, sealed in itertools.product(range(COUNT), (group, pairs, group)):
         NATIVE.decode(sealed, np.array([number]), out)
         assert out.tobytes() == slices[number].tobytes()
+
+
+@pytest.mark.parametrize("coder", BOTH)
+def test_what_decoding_has_to_do_goes_by_the_bytes_of_a_unit(coder: Coder) -> None:
+    """Which both coders know: without compiled loops the same codec is chosen."""
+    form = form_of(3, 9, 20)
+    sealed = coder.seal(camera(form), Codec(Method.PAIRS, 0, form, trained(form)))
+    assert sealed is not None
+    work = coder.count_work(sealed, np.arange(COUNT))
+    assert work[:, 0].tolist() == np.diff(sealed.coded.offsets).tolist()
+    assert not work[:, 1:].any()
+
+
+def test_a_memory_keeps_pairs_on_disk_and_in_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files name the tables as they name any dictionary: every transition comes back, also where they are loaded."""
+    form, ticks = form_of(1, 24, 30), 700
+    codec = Codec(Method.PAIRS, 0, form, trained(form))
+    monkeypatch.setattr(choosing, "choose", lambda *_: codec)
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 2**16)
+    frames = camera(form, ticks + 1, seed=3).reshape(-1, 1, 24, 30)
+    space = spaces.Box(0, 255, (24, 30), np.uint8)
+    with ReplayMemory(
+        space, spaces.Discrete(2), ticks, budget=150_000, prefer="memory", spill_dir=tmp_path / "spilled"
+    ) as memory:
+        for tick in range(ticks):
+            memory.add(frames[tick], np.zeros(1, np.int64), np.zeros(1), frames[tick + 1], *np.zeros((2, 1), np.bool_))
+        memory.drain()
+        report = memory.report()
+        assert "left+pairs" in str(report.fields[0].finding)
+        assert report.disk_bytes > 0
+        memory.save(tmp_path / "saved").result()
+        ids = np.arange(ticks)
+        assert memory.gather(ids).obs.tobytes() == frames[:-1].tobytes()
+    with ReplayMemory.load(tmp_path / "saved") as loaded:
+        assert loaded.gather(ids).next_obs.tobytes() == frames[1:].tobytes()
