@@ -1,8 +1,11 @@
 """Two versions of holdall beside each other: `python benchmarks/before_after.py --before CHECKOUT [--rounds 3]`.
 
+    ... [--only replay] [--only rollout] [--matching "camera --compressed"] [--json FILE]
+
 In:  a checkout of another version with an environment of its own in .venv.  Out: a table of ratios, and JSON.
 Each version runs its own benchmark scripts, and versions take turns, so that other load on the machine falls on both.
 A time is the least of all rounds, a size the median. A ratio above 1.05 of a time, or 1.02 of a size, is marked.
+The file is written after every round, so that a long run may be stopped.
 """
 
 from __future__ import annotations
@@ -52,22 +55,30 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=sorted(RUNS), action="append")
+    parser.add_argument(
+        "--matching", default="", metavar="PATTERN", help="only commands in which this regular expression is found"
+    )
     parser.add_argument("--json", type=Path, help="write the figures there")
     asked = parser.parse_args()
+    commands = [
+        command for name in asked.only or RUNS for command in RUNS[name] if re.search(asked.matching, " ".join(command))
+    ]
+    if not commands:
+        parser.error(f"no command matches {asked.matching!r}")
     figures: dict[str, dict[str, list[float]]] = {"before": {}, "now": {}}
+    rows: list[tuple[str, float, float, float, bool]] = []
     for number in range(asked.rounds):
-        for name in asked.only or RUNS:
-            for command in RUNS[name]:
-                sides = [("before", asked.before), ("now", HERE)]
-                for side, root in sides if number % 2 == 0 else reversed(sides):
-                    print(f"round {number + 1}: {side}: {' '.join(command)}", file=sys.stderr, flush=True)
-                    for key, value in _measured(root, command):
-                        figures[side].setdefault(f"{' '.join(command)}: {key}", []).append(value)
-    rows = list(_rows(figures["before"], figures["now"]))
+        for command in commands:
+            sides = [("before", asked.before), ("now", HERE)]
+            for side, root in sides if number % 2 == 0 else reversed(sides):
+                print(f"round {number + 1}: {side}: {' '.join(command)}", file=sys.stderr, flush=True)
+                for key, value in _measured(root, command):
+                    figures[side].setdefault(f"{' '.join(command)}: {key}", []).append(value)
+        rows = list(_rows(figures["before"], figures["now"]))
+        if asked.json:
+            result = {"rounds": number + 1, "rows": rows, "commit": commit(), "machine": machine()}
+            asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print("\n".join(["| figure | before | now | ratio | |", "|---|---|---|---|---|", *map(_line, rows)]))
-    if asked.json:
-        result = {"rounds": asked.rounds, "rows": rows, "commit": commit(), "machine": machine()}
-        asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _measured(root: Path, command: list[str]) -> Iterator[tuple[str, float]]:

@@ -298,8 +298,8 @@ class Prioritized:
             self._update(self._tree)
         scaled = np.frombuffer(self._copied.data, np.float64)  # views refer to this array, not to the memory behind it
         self._last_state = weakref.ref(scaled)
-        if self._tree is not None:
-            self._tree.copy_to(scaled)
+        if self._tree is not None:  # slots that no transition had yet hold 0, there and here
+            self._tree.copy_to(scaled[: self._next_id])
         return {"scaled": scaled, "highest": self._highest, "next_id": self._next_id, "beta": self._beta}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -317,7 +317,7 @@ class Prioritized:
             raise DamageError("the saved priorities are no finite numbers of at least 0; load an older checkpoint")
         self.beta = beta
         self._highest, self._next_id, self._capacity = highest, next_id, len(leaves)
-        self._tree, self._flags_changed = None, None
+        self._tree, self._flags_changed, self._copied = None, None, np.zeros(0)
         if leaves.size:
             self._tree = SumTree(len(leaves))
             self._tree.put(np.arange(len(leaves)), leaves)

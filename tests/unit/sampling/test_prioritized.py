@@ -127,6 +127,18 @@ def test_a_restored_sampler_draws_as_the_saved_one() -> None:
     assert len(oracle)
 
 
+def test_a_sampler_that_goes_back_forgets_what_came_later() -> None:
+    """The state is written to the memory of the last one, where later transitions had priorities."""
+    early, later = (fed(Prioritized(1.0), ticks=ticks, capacity=1000)[0] for ticks in (20, 50))
+    for memory in (early, later):
+        memory.sample(1)
+    state = {name: np.copy(value) for name, value in early.sampler.state().items()}
+    later.sampler.state()
+    later.sampler.restore(state)
+    assert_same_bits(later.sampler.state()["scaled"], state["scaled"])
+    assert (state["scaled"] > 0).sum() == 60
+
+
 def test_a_sampler_that_never_drew_can_be_saved() -> None:
     """There is nothing in it yet."""
     fresh = Prioritized()
