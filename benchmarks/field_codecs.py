@@ -18,9 +18,10 @@ from rich.table import Table
 
 from holdall.native import chosen_kernels
 from holdall.schema import Bytes, Leaf
+from holdall.storage.block_sample import BlockSample
 from holdall.storage.blocks import Coder
 from holdall.storage.codec import Codec
-from holdall.storage.codec_choice import BlockSample, measure, measure_together
+from holdall.storage.codec_choice import measure, measure_together
 from holdall.storage.slices import Window
 
 

@@ -15,7 +15,19 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.schema import Bytes, Leaf
-from holdall.storage.blocks import reserve
+from holdall.storage.block_sample import (
+    CHANGED,
+    FEWEST_SAMPLES,
+    KEY_SLICES,
+    KNOWN_BYTES,
+    LEARNT_TOGETHER,
+    RAW_KEY_SLICES,
+    BlockSample,
+    flat,
+    groups_of,
+    spread_over,
+    transitions_in,
+)  # fmt: skip
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates, candidates_by_changes
 from holdall.storage.codec_cost import decode_us, raw_us
 from holdall.storage.pairs import train_pairs
@@ -31,19 +43,10 @@ COST_CAPS = {"speed": 1.2, "balanced": 2.0, "memory": 4.0}
 
 _MEASURED_SLICES, _MEASURED_BYTES = 128, 3 * 2**19
 """Slices that every candidate compresses alone."""
-_KNOWN_SLICES, _KNOWN_BYTES = 512, 4 * 2**20
-"""Slices that dictionaries are trained on, and those that are measured among them."""
-_NEAR_SLICES, _NEAR_SAMPLE_BYTES, _STRETCH = 256, 3 * 2**20, 32
-"""Neighbours that candidates compress together, in stretches; and half as many behind keys of each kind."""
-_CHANGED, _CHANGED_SLICES, _CHANGED_SAMPLE_BYTES = (32, 64), 512, 8 * 2**20
-"""How many neighbours are tried as changes of each other, and of how many in all: in stretches of the most."""
-_LEARNT_TOGETHER, _CHANGED_TRAINING, _CHANGED_SUFFICE = 8, (32 * 1024, {"k": 1024, "d": 8}), 2
-"""What such units have in common is learnt from short stretches: they come from many places, and begin with a whole
-slice each. They repeat nothing, so half as many bytes suffice for it."""
+_CHANGED_TRAINING, _CHANGED_SUFFICE = (32 * 1024, {"k": 1024, "d": 8}), 2
+"""How a dictionary of changes is trained. They repeat nothing, so half as many bytes suffice for it."""
 _SUFFICE = 4
 """Bytes that a dictionary is trained on, over its own."""
-_FEWEST_SAMPLES = 8
-"""Of large slices no more are sampled than take so many bytes, but at least so many."""
 _FEWEST_TRAINED = 32
 """Slices without which dictionaries and tables are not trained."""
 _TRAININGS: tuple[Training, ...] = (
@@ -53,14 +56,9 @@ _TRAININGS: tuple[Training, ...] = (
     (64 * 1024, {"k": 2048, "d": 8}),
 )
 """Sizes of dictionaries, and how the trainer cuts its samples."""
-_GROUPS = (4, 8, 16)
-"""How many neighbours are tried together: a transition of a stack of 4 needs 5 of them. They must keep the cap on one
-core: right after a trainer's own step its idle threads still spin on the others."""
 _LEADING = 2
 """Codecs for single slices that are also tried on groups; and the best by LZ4, and
 of colours, whose groups are quicker to decode."""
-_KEY_SLICES, _RAW_KEY_SLICES = 64, 256
-"""Slices that share a key; more if it stays raw, since it costs a whole slice then."""
 _TOGETHER = 1.2
 """How much smaller neighbours must be together than alone, unless memory is preferred: the slices of a transition need
 not be neighbours, where a scene comes back."""
@@ -76,7 +74,6 @@ _NEAR_THE_CAP, _WORTH_LESS = 0.8, 0.7
 it is for slices that nothing quicker makes small."""
 _FAR_SMALLER = 1.15
 """How much smaller single slices must be by columns: turning them takes time, and in groups rows gain more."""
-_MOST_UNIT_BYTES = 4 * 2**20
 _WORTHWHILE = 1.3
 """Less than this ratio is not worth coding and decoding: floats of a sensor or a market come to 1.0 to 1.3."""
 _WORTHWHILE_FOR_MEMORY = 1.1
@@ -95,90 +92,6 @@ class MeasuredCodec:
     codec: Codec
     ratio: float
     decode_us: float  # by compiled loops, whichever coder is used: the choice is the same
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSample:
-    """Copies of some slices of a block, so that the block may be given up while a codec is chosen."""
-
-    spread: Bytes  # over the whole block
-    near: Bytes  # (stretches, length, bytes): neighbours in the order in which they are sealed
-    changing: Bytes  # the same, in longer stretches
-    learnt: Bytes  # the same, in short ones from more places ...
-    apart: int  # ... of which so many, the first ones, have no slice of the longer ones
-    keyed: dict[
-        int, Bytes
-    ]  # the same by how many share a key: each so far from the next that they are its first to last
-    stride: int  # from a slice of a transition to its next one, in a stretch
-
-    @classmethod
-    def of(cls, slices: Bytes, window: Window, lanes: int = 1, order: NDArray[np.uint32] | None = None) -> BlockSample:
-        """Copy slices of a block, in the order in which lanes that advance together brought it.
-
-        Args:
-            order: The order in which it will be sealed; None: as it is.
-        """
-        spread = _spread(slices, _KNOWN_SLICES, _KNOWN_BYTES)
-        stride = 1 if order is not None else lanes
-        reach = (window.count + window.shift - 1) * stride + 1  # of a transition, in the block
-        most = min(_NEAR_SLICES, _NEAR_SAMPLE_BYTES // window.slice_bytes)
-        length = max(min(_STRETCH, most), reach, *_groups_of(window))
-        near = _stretches(slices, order, length, 1, most)
-        # Half of the block at most, so that there is something to learn from beside it.
-        long = min(len(slices) // 2, _CHANGED_SAMPLE_BYTES // window.slice_bytes, _CHANGED_SLICES)
-        measured = _firsts(len(slices), _CHANGED[-1], 1, long) if long >= _CHANGED[-1] else np.zeros(0, np.int64)
-        changing = _runs(slices, order, measured, _CHANGED[-1])
-        learnt = _firsts(len(slices), _LEARNT_TOGETHER, 1, min(_KNOWN_SLICES, _KNOWN_BYTES // window.slice_bytes))
-        behind, before = measured + _CHANGED[-1], measured - _LEARNT_TOGETHER
-        is_apart = ((learnt[:, None] >= behind) | (learnt[:, None] <= before)).all(axis=1)
-        runs = _runs(slices, order, learnt[np.argsort(~is_apart, kind="stable")], _LEARNT_TOGETHER)
-        kinds = _KEY_SLICES, _RAW_KEY_SLICES
-        keyed = {kind: _stretches(slices, order, length, max(1, kind // length), most // 2) for kind in kinds}
-        return cls(
-            spread,
-            near,
-            changing,
-            runs,
-            int(is_apart.sum()),
-            {kind: found for kind, found in keyed.items() if len(slices) >= kind},
-            stride,
-        )
-
-
-def _groups_of(window: Window) -> list[int]:
-    """Return how many neighbours are tried together: one, and more where they are not too long."""
-    return [1, *(group for group in _GROUPS if group * window.slice_bytes <= _MOST_UNIT_BYTES)]
-
-
-def _spread(slices: Bytes, most: int, most_bytes: int) -> Bytes:
-    count = min(len(slices), max(_FEWEST_SAMPLES, min(most, most_bytes // slices.shape[1])))
-    return _copied(slices, np.linspace(0, len(slices) - 1, count).astype(np.int64))
-
-
-def _stretches(slices: Bytes, order: NDArray[np.uint32] | None, length: int, step: int, most: int) -> Bytes:
-    """Copy stretches of `length` slices, each `step` from the next; none if the block is too short."""
-    first = _firsts(len(slices), length, step, most)
-    return _runs(slices, order, first, length if len(first) else 1, step)
-
-
-def _firsts(slices: int, length: int, step: int, most: int) -> NDArray[np.int64]:
-    """Return where stretches begin."""
-    count = max(1, min(most // length, slices // (length * step))) if slices >= length * step else 0
-    return np.linspace(0, slices - length * step, count).astype(np.int64)
-
-
-def _runs(
-    slices: Bytes, order: NDArray[np.uint32] | None, first: NDArray[np.int64], length: int, step: int = 1
-) -> Bytes:
-    picked = first[:, None] + step * np.arange(length)
-    return _copied(slices, picked if order is None else order[picked].astype(np.int64))
-
-
-def _copied(slices: Bytes, numbers: NDArray[np.int64]) -> Bytes:
-    """Copy slices to memory that goes back to the system with them: a heap would keep megabytes of it."""
-    shape = (*numbers.shape, slices.shape[1])
-    room = reserve(numbers.size * slices.shape[1]).reshape(shape)
-    return np.take(slices, numbers, axis=0, out=room, mode="clip")
 
 
 def choose(
@@ -224,7 +137,7 @@ def choose(
 
 def choose_quickly(coder: Coder, leaf: Leaf, window: Window, slices: Bytes) -> Codec:
     """Return what shrinks some slices most of all that is compressed as fast as frames may come."""
-    few = _spread(slices, _FEWEST_SAMPLES, _KNOWN_BYTES)
+    few = spread_over(slices, FEWEST_SAMPLES, KNOWN_BYTES)
     named = [codec for codec in candidates(leaf, window) if not codec.is_of_colours]  # which take longer to tell apart
     fast = [codec for codec in named if codec.method is Method.LZ4 and codec.level == 0]
     sealed = [(codec, coder.seal(few, codec)) for codec in fast]
@@ -283,7 +196,7 @@ def measure_together(
     results = []
     for before in leading:
         alone, scale = before.ratio, _scale(coder, before, window, sample.near)
-        for group in _groups_of(window)[1:]:
+        for group in groups_of(window)[1:]:
             codec = before.codec.grouped(group)
             found = _measure_neighbours(coder, codec, window, sample.near, sample.stride, scale)
             if found is None or (found.ratio < _TOGETHER * alone and not worth.prefers_memory):
@@ -304,7 +217,7 @@ def measure_changes(
     named, dictionary = candidates_by_changes(leaf, window), None
     if has_dictionary:
         dictionary = _trained_on_changes(coder, named[0], sample.learnt[: sample.apart])
-    codecs = [replace(codec, dictionary=dictionary, group=group) for codec in named for group in _CHANGED]
+    codecs = [replace(codec, dictionary=dictionary, group=group) for codec in named for group in CHANGED]
     scale = _scale(coder, alone, window, sample.changing)
     found = [_measure_neighbours(coder, codec, window, sample.changing, sample.stride, scale) for codec in codecs]
     return [one for one in found if one is not None]
@@ -314,7 +227,7 @@ def _trained_on_changes(coder: Coder, codec: Codec, stretches: Bytes) -> Diction
     by_zstd = replace(codec, method=Method.ZSTD, level=3, dictionary=None, group=1)
     if not (by_zstd.wants_dictionary and len(stretches)):
         return None
-    learnt = _learnt(coder, by_zstd.grouped(_LEARNT_TOGETHER), _flat(stretches))
+    learnt = _learnt(coder, by_zstd.grouped(LEARNT_TOGETHER), flat(stretches))
     return _trained(*learnt, by_zstd.level, _CHANGED_TRAINING, _CHANGED_SUFFICE)
 
 
@@ -324,23 +237,19 @@ def _scale(coder: Coder, alone: MeasuredCodec, window: Window, stretches: Bytes)
     return 1.0 if found is None else alone.ratio / found.ratio
 
 
-def _flat(stretches: Bytes) -> Bytes:
-    return np.ascontiguousarray(stretches).reshape(-1, stretches.shape[-1])
-
-
 def measure_behind_keys(
     coder: Coder, bases: list[MeasuredCodec], window: Window, sample: BlockSample
 ) -> list[MeasuredCodec]:
     """Seal slices against keys, and decode them as a batch does: raw keys and neighbours together where keys pay."""
     results = []
     for base in bases:
-        coded = _measure_key(coder, base, window, sample, _KEY_SLICES)
+        coded = _measure_key(coder, base, window, sample, KEY_SLICES)
         if coded is None:
             continue
         results.append(coded)
         if coded.ratio > _GAIN * base.ratio:
-            raw = _measure_key(coder, base, window, sample, _RAW_KEY_SLICES)
-            more = _measure_key(coder, base, window, sample, _KEY_SLICES, _groups_of(window)[:2][-1])
+            raw = _measure_key(coder, base, window, sample, RAW_KEY_SLICES)
+            more = _measure_key(coder, base, window, sample, KEY_SLICES, groups_of(window)[:2][-1])
             results += [found for found in (raw, more) if found is not None]
     return results
 
@@ -354,7 +263,7 @@ def _measure_key(
         return None
     stretches = stretches[:, : stretches.shape[1] // group * group]
     count, length, nbytes = stretches.shape
-    keyed = alone.codec.grouped(group, length // group, raw_keys=share == _RAW_KEY_SLICES)
+    keyed = alone.codec.grouped(group, length // group, raw_keys=share == RAW_KEY_SLICES)
     sealed = coder.seal(stretches.reshape(-1, nbytes), keyed)
     if sealed is None or not count:
         return None
@@ -362,7 +271,7 @@ def _measure_key(
     units = share // group
     mean = (float(sizes[:, 0].mean()) + (units - 1) * float(sizes[:, 1:].mean())) / units
     ratio = _scale(coder, alone, window, stretches) * group * nbytes / (mean + sealed.coded.offsets.itemsize)
-    wanted = _transitions(window, count, length, sample.stride)
+    wanted = transitions_in(window, count, length, sample.stride)
     return MeasuredCodec(replace(keyed, key=units), ratio, decode_us(coder, sealed, wanted))
 
 
@@ -373,18 +282,9 @@ def _measure_neighbours(
     count, length, _ = stretches.shape
     if not count:
         return None
-    wanted = _transitions(window, count, length, stride)
-    found = _measure_one(coder, codec, _flat(stretches), wanted)
+    wanted = transitions_in(window, count, length, stride)
+    found = _measure_one(coder, codec, flat(stretches), wanted)
     return None if found is None else replace(found, ratio=scale * found.ratio)
-
-
-def _transitions(window: Window, count: int, length: int, stride: int) -> NDArray[np.int64]:
-    """Draw transitions from stretches and return the slices of each."""
-    in_one = window.count + window.shift
-    draws = max(1, min(8, _NEAR_SLICES // (count * in_one)))
-    starts = np.random.default_rng(0).integers(0, length - (in_one - 1) * stride, (draws, count))
-    starts = (starts + length * np.arange(count)).reshape(-1, 1)
-    return (starts + stride * np.arange(in_one)).astype(np.int64)
 
 
 def measure(
@@ -392,7 +292,7 @@ def measure(
 ) -> list[MeasuredCodec]:
     """Seal and decode some of the samples with every candidate."""
     results = []
-    odd = _spread(samples[1::2] if len(samples) > 1 else samples, _MEASURED_SLICES, _MEASURED_BYTES)
+    odd = spread_over(samples[1::2] if len(samples) > 1 else samples, _MEASURED_SLICES, _MEASURED_BYTES)
     trained: dict[Transform, Dictionary | None] = {}
     for codec in _turned_once(coder, candidates(leaf, window), odd):
         results.append(_measure_one(coder, codec, odd))
@@ -400,14 +300,14 @@ def measure(
             # Trained on the even samples and measured on the odd: a dictionary must not know them.
             if codec.transform not in trained:
                 by_zstd = replace(codec, method=Method.ZSTD, level=3)
-                even = _spread(samples[::2], 2 * _MEASURED_SLICES, 2 * _MEASURED_BYTES)
+                even = spread_over(samples[::2], 2 * _MEASURED_SLICES, 2 * _MEASURED_BYTES)
                 trained[codec.transform] = train(coder, by_zstd, even)
             dictionary = trained[codec.transform]
             if dictionary is not None:
                 results.append(_measure_one(coder, replace(codec, dictionary=dictionary), odd))
     if has_dictionary and len(samples) >= _FEWEST_TRAINED:
         results.append(
-            _measure_predicted(coder, results, _spread(samples[::2], _MEASURED_SLICES, _MEASURED_BYTES), odd)
+            _measure_predicted(coder, results, spread_over(samples[::2], _MEASURED_SLICES, _MEASURED_BYTES), odd)
         )
     return [result for result in results if result is not None]
 
@@ -448,8 +348,8 @@ def _measure_pairs(coder: Coder, best: MeasuredCodec, sample: BlockSample, worth
     rows = np.asarray(plain.coded.data).reshape(plain.count, -1)
     codec = replace(codec, dictionary=Dictionary(train_pairs(rows, codec.transform)))
     # Slices differ more from each other than codecs do: compared on those that the best one so far was measured on.
-    unseen = _spread(sample.spread[1::2], _MEASURED_SLICES, _MEASURED_BYTES)
-    share = _RAW_KEY_SLICES if best.codec.raw_keys else _KEY_SLICES
+    unseen = spread_over(sample.spread[1::2], _MEASURED_SLICES, _MEASURED_BYTES)
+    share = RAW_KEY_SLICES if best.codec.raw_keys else KEY_SLICES
     alike = sample.near if best.codec.group > 1 else sample.keyed[share] if best.codec.key else unseen
     found = _measure_one(coder, codec, alike.reshape(-1, alike.shape[-1]))
     is_worth_more = found is not None and worth.allows(found) and worth.of(found) > worth.of(best)

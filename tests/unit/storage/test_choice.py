@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from holdall.native import PortableCoder, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage import codec_choice as choice
+from holdall.storage.block_sample import BlockSample
 from holdall.storage.blocks import Coder, SealedSlices
 from holdall.storage.codec import Codec, Method, Predictor, Transform
 from holdall.storage.codec_choice import (
     COST_CAPS,
-    BlockSample,
     MeasuredCodec,
     choose,
     choose_quickly,

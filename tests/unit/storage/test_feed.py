@@ -16,9 +16,9 @@ from holdall import ReplayMemory
 from holdall.native import PortableCoder, chosen_kernels, numpy_codec
 from holdall.schema import Bytes, Leaf
 from holdall.storage import choosing, sealer, segment
+from holdall.storage.block_sample import BlockSample
 from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, Watch, address
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.codec_choice import BlockSample
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Window
