@@ -161,19 +161,21 @@ class ShardList:
         """Ask the roster, from time to time or at once; who knows no shard yet waits for one that is restarted."""
         if not now and self.handles and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
             return
-        self._looked_at = time.monotonic()
+        self._looked_at, was_dead = time.monotonic(), False
         while True:
-            missing = "lists no shards"
+            missing, is_dead = "lists no shards", False
             try:
                 version, handles = ray.get(self.roster.shards.remote(self._version), timeout=self._patience_s)
                 if handles is not None:
                     self._version, self.handles = version, handles
             except ray.exceptions.RayError as error:
                 missing = f"does not answer ({type(error).__name__})"
+                is_dead = isinstance(error, ray.exceptions.ActorDiedError)
             if self.handles:
                 return
-            if time.monotonic() > self._looked_at + self._patience_s:
+            if (is_dead and was_dead) or time.monotonic() > self._looked_at + self._patience_s:
                 raise ShardError(f"the memory's roster {missing}; is the memory closed?")
+            was_dead = is_dead
             time.sleep(_PAUSE_S)
 
 
