@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import ray
 
-from holdall import CheckpointError
+from holdall import CheckpointError, ShardError
 from holdall.checkpoint import FileObjects, FileSystem, Slots
 from holdall.cluster.journal import Entry, Journal
-from holdall.cluster.protocol import RestartedError, received
+from holdall.cluster.protocol import RestartedError, ShardList, received
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.shard import begun_life
 from holdall.ray import ReplayMemory, attach
@@ -65,6 +65,16 @@ def test_a_roster_that_was_restarted_knows_the_shards_though_nobody_draws(durabl
 
 
 @pytest.mark.nightly
+def test_who_looks_for_the_shards_of_a_closed_memory_does_not_wait_for_its_roster(durable: ReplayMemory) -> None:
+    """It never comes back, whatever the patience: a writer that is dropped later must not hold up its process."""
+    roster = durable._fleet.roster
+    shards = ShardList(roster, patience_s=3_600.0)
+    durable.close()
+    wait_until(lambda: not answers(roster))
+    with pytest.raises(ShardError, match="is the memory closed"):
+        shards.look()
+
+
 def test_a_shard_that_was_drained_is_not_on_the_list_of_a_restarted_roster(durable: ReplayMemory) -> None:
     numbered(durable, 0, 300)
     durable.drain_shard(0)
