@@ -63,10 +63,12 @@ class BlockSample:
         reach = (window.count + window.shift - 1) * stride + 1  # of a transition, in the block
         most = min(_NEAR_SLICES, _NEAR_SAMPLE_BYTES // window.slice_bytes)
         length = max(min(_STRETCH, most), reach, *groups_of(window))
+        length += -length % _GROUPS[0]  # behind keys, so many are sealed together
         near = _stretches(slices, order, length, 1, most)
         # Half of the block at most, so that there is something to learn from beside it.
         long = min(len(slices) // 2, _CHANGED_SAMPLE_BYTES // window.slice_bytes, _CHANGED_SLICES)
-        measured = _firsts(len(slices), CHANGED[-1], 1, long) if long >= CHANGED[-1] else np.zeros(0, np.int64)
+        is_long = long >= CHANGED[-1] >= reach
+        measured = _firsts(len(slices), CHANGED[-1], 1, long) if is_long else np.zeros(0, np.int64)
         changing = _runs(slices, order, measured, CHANGED[-1])
         learnt = _firsts(len(slices), LEARNT_TOGETHER, 1, min(_KNOWN_SLICES, KNOWN_BYTES // window.slice_bytes))
         behind, before = measured + CHANGED[-1], measured - LEARNT_TOGETHER

@@ -203,6 +203,14 @@ def test_neighbours_that_change_altogether_are_not(coder: Coder) -> None:
     assert choice.measure_changes(coder, FRAME, WHOLE, few, alone) == []
 
 
+@pytest.mark.parametrize("lanes", [63, 64, 200])
+def test_changes_are_tried_only_where_a_transition_reaches_no_further(lanes: int) -> None:
+    """Where lanes are sealed in turn, its slices are apart by those of all other lanes."""
+    frames = slow_scenes(640, 4)
+    assert len(BlockSample.of(frames, WHOLE, lanes).changing) == (5 if lanes < 64 else 0)
+    assert choose(PortableCoder(), FRAME, WHOLE, frames, COST_CAPS["balanced"], 1, lanes, has_dictionary=False).is_sound
+
+
 def test_few_slices_stand_for_all_of_a_block() -> None:
     """Slices that happen to shrink better than others do not make groups of them look better than the same alone."""
     generator = np.random.default_rng(0)
