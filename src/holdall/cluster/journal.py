@@ -288,7 +288,7 @@ _LOG = logging.getLogger("holdall")
 
 
 class Committer:
-    """Writes what is staged: whoever waits for it first writes all that waits, and the others find it done.
+    """Writes what is staged: the first who waits writes all that waits, and the others find it done.
 
     Args:
         apply: Shows segments that are durable, and returns the number of the first row that is still needed.
