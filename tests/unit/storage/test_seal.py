@@ -694,7 +694,8 @@ def test_a_process_may_end_while_a_block_is_being_sealed() -> None:
 # ---------------------------------------------------------------- in a hurry, and again
 
 
-SLOW_CODEC = Codec(Method.LZ4, 9, Transform(96 * 96))
+# Smaller on these images than what is used in a hurry, also before a codec is chosen.
+SLOW_CODEC = Codec(Method.LZ4, 9, Transform(96 * 96, 0, Predictor.LEFT, planes=1, rows=96, columns=96))
 
 
 @pytest.fixture
@@ -724,12 +725,18 @@ def add_camera(memory: ReplayMemory, first: int, steps: int) -> None:
         memory.add(seen[i][None], np.zeros(1, np.int64), np.ones(1), seen[i + 1][None], [False], [False])
 
 
+def without_leisure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every block after the first few sealed in a hurry, and none again before it is asked for."""
+    monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
+    monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)
+    monkeypatch.setattr(seal, "_LOOK_AGAIN_S", 60.0)
+    monkeypatch.setattr(SealQueue, "quiet_s", 0.0)
+
+
 @pytest.mark.usefixtures("_small_segments")
 def test_what_was_sealed_in_a_hurry_is_sealed_again_at_leisure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The better codec in the end, every bit as it was, and the count of bytes right all the while."""
-    monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
-    monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)  # every block after the first few is late
-    monkeypatch.setattr(seal, "_LOOK_AGAIN_S", 60.0)  # there is no leisure before it is asked for
+    without_leisure(monkeypatch)
     monkeypatch.setattr(choosing, "choose", lambda *_: SLOW_CODEC)
     memory = camera_memory(None)
     add_camera(memory, 0, 700)
@@ -749,9 +756,7 @@ def test_what_was_sealed_in_a_hurry_is_sealed_again_at_leisure(monkeypatch: pyte
 @pytest.mark.usefixtures("_small_segments")
 def test_a_block_that_left_is_not_sealed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor kept: what waits for leisure is referred to weakly."""
-    monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
-    monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)
-    monkeypatch.setattr(seal, "_LOOK_AGAIN_S", 60.0)  # there is no leisure before it is asked for
+    without_leisure(monkeypatch)
     monkeypatch.setattr(choosing, "choose", lambda *_: SLOW_CODEC)
     memory = camera_memory(None, capacity=320)
     add_camera(memory, 0, 800)
