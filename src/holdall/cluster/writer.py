@@ -60,6 +60,10 @@ class LaneGroup:
         self._left: set[int] = set()  # those that take nothing more
         self.waited_s = 0.0
 
+    def short_way(self, lock: Any) -> Callable[..., int]:
+        """Return a function that adds a tick if there is nothing else to do, see `storage.Encoder.short_way`."""
+        return self.encoder.short_way(lock, _SEGMENT_ROWS // 2 if self._stay_rows else _SEGMENT_ROWS)
+
     def make_room(self) -> None:
         """Have room for one more tick; wait until shards take the segment that is full.
 
@@ -221,6 +225,7 @@ class Writer:
             )
             for number, some in enumerate(split)
         ]  # fmt: skip
+        self._add_at_once = self._groups[0].short_way(self._lock) if len(split) == 1 else storage.FastTick.add
         # An `extend` that raised: its steps, the group that raised, and how many of its steps are held.
         self._stopped_at = b"", 0, 0
         if not _OPEN:
@@ -288,6 +293,8 @@ class Writer:
         extras: Mapping[str, Any] | None = None, valid: Any = None,
     ) -> None:  # fmt: skip
         """Add one transition per lane, see `holdall.ReplayMemory.add`; after `flush` it can be sampled."""
+        if extras is None and valid is None and self._add_at_once(obs, action, reward, next_obs, terminated, truncated):
+            return
         with self._lock:
             self._require_open()
             tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
@@ -335,6 +342,8 @@ class Writer:
             if flush and not self._closed:
                 self.flush()
             self._closed = True
+            for group in self._groups:
+                group.encoder.end_short_way()
             _OPEN.discard(self)
 
     def _require_open(self) -> None:

@@ -255,23 +255,6 @@ class NativePart(OpenPart):
         field.obs, field.next_obs, field.order = address(obs), address(next_obs), layout
         return obs, next_obs
 
-    def append_run(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
-        """See `OpenPart.append_run`: nothing is done for every tick but the call itself."""
-        first, next_first, ticks = obs[0], next_obs[0], len(obs)
-        self._require_tick(first, next_first, len(cursors[0]))
-        is_plain = first.flags.c_contiguous and next_first.flags.c_contiguous and cursors.flags.c_contiguous
-        if not (is_plain and len(next_obs) == len(cursors) == ticks):
-            super().append_run(obs, next_obs, cursors)
-            return
-        self.lengthen_log(ticks)
-        self.aim(SlicedFieldStruct(), first, next_first, self.lanes)
-        now, after, places = address(first), address(next_first), address(cursors)
-        step, next_step, width = obs.strides[0], next_obs.strides[0], cursors.strides[0]
-        write, part = self._append_tick, self.address
-        for t in range(ticks):
-            if write(part, now + t * step, after + t * next_step, 0, places + t * width) != 0:
-                raise DamageError("a segment ran over; nothing of the tick was written. Report this")
-
     def clear(self) -> None:
         """See `OpenPart.clear`."""
         if isinstance(self.block, NativeBlock):
