@@ -119,7 +119,8 @@ _PAUSE_S = 0.05
 _REASON_S = 1.0
 _LOOK_AGAIN_S = 2.0
 """How often the roster is asked for new shards."""
-_MOST_UNDER_WAY = 4
+_MOST_UNDER_WAY, _MOST_BYTES_UNDER_WAY = 8, 16 * 2**20
+"""Segments on their way to one shard: enough that it has some to take while it acknowledges others."""
 _CROWDED_BYTES = 32 * 2**20
 
 
@@ -221,8 +222,10 @@ class SegmentStream:
     @property
     def has_room(self) -> bool:
         """Whether another segment may be under way: fewer may when much waits to be made durable."""
-        is_crowded = self.counters is not None and self.counters.backlog >= _CROWDED_BYTES
-        return len(self.under_way) < (1 if is_crowded else _MOST_UNDER_WAY)
+        if self.counters is not None and self.counters.backlog >= _CROWDED_BYTES:
+            return not self.under_way
+        nbytes = sum(len(segment.payload) for segment in self.under_way)
+        return len(self.under_way) < _MOST_UNDER_WAY and nbytes < _MOST_BYTES_UNDER_WAY
 
     def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
         """Send a segment; it is kept until the shard has acknowledged it."""

@@ -417,9 +417,9 @@ class Encoder:
 
 _ENOUGH = 512
 """Slices that a choice is made on."""
-_HARDLY_MORE = 1.03
-_QUICK_LEVEL = 7
-"""Zstandard's last level that is quick: those above take far longer for frames of a game, and hardly less room."""
+_HARDLY_MORE = 1.06
+_QUICK_LEVELS = (3, 7)
+"""Levels at which compressors are quick: those above take far longer for frames of a game, and hardly less room."""
 _Key = tuple[int, Window]
 """A field, and how it is cut."""
 
@@ -487,7 +487,7 @@ def quicker(coder: Coder, codec: Codec, slices: Bytes) -> Codec:
     sealed = coder.seal(slices, codec)
     if sealed is None:
         return codec
-    for quick in (codec.hurried(), replace(codec, level=min(codec.level, _QUICK_LEVEL))):
+    for quick in (codec.hurried(), *(replace(codec, level=min(codec.level, level)) for level in _QUICK_LEVELS)):
         found = coder.seal(slices, quick)
         if found is not None and found.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes:
             return quick
