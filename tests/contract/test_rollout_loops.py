@@ -31,7 +31,7 @@ def advantages(kernels: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, 
     return [out.tobytes(), returns.tobytes(), again.tobytes()]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (7, 1), (64, 3), (33, 16), (5, 65)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 1), (64, 3), (33, 16), (9, 7), (5, 65)])
 def test_advantages_are_the_same_bits(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     """Also in place, where rewards and advantages are one array."""
     for seed in range(5):

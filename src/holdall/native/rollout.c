@@ -7,31 +7,52 @@
 
 /* ---- advantages -------------------------------------------------------------------- */
 
-/* Generalised advantage estimation, backwards in time, all lanes side by side. Every product and sum is a statement of
- * its own, in single precision and in the order of the NumPy twin (rollout.py): so no compiler may join two of them
- * into one rounding.
- *
- * `rewards`, `values`, `ends`, `advantages` and `returns` are (steps, lanes); `ends` is 1 where the episode ended with
- * the step. `rewards` may be `advantages`: a row is read before it is written. */
+/* Generalised advantage estimation of one step in one lane. Every product and sum is a statement of its own, in single
+ * precision and in the order of the NumPy twin: so no compiler may join two of them into one rounding. */
+static inline float advantage_of(float reward, float value, float end, float next_value, float later, float gamma,
+                                 float decay) {
+    const float going = 1.0f - end;
+    float ahead = gamma * next_value;
+    ahead = ahead * going;
+    float delta = reward + ahead;
+    delta = delta - value;
+    float carried = decay * going;
+    carried = carried * later;
+    return delta + carried;
+}
+
+/* One step in lanes by fours. Nothing that is read may be written, or lanes would not be computed side by side: rewards
+ * that stand where advantages go are NULL. */
+static void estimate_fours(int64_t fours, const float *restrict rewards, const float *restrict values,
+                           const float *restrict ends, const float *restrict next_values, const float *restrict later,
+                           float gamma, float decay, float *restrict advantages, float *restrict returns) {
+    for (int64_t i = 0; i < 4 * fours; i++) {
+        const float reward = rewards ? rewards[i] : advantages[i];
+        const float advantage = advantage_of(reward, values[i], ends[i], next_values[i], later[i], gamma, decay);
+        advantages[i] = advantage;
+        returns[i] = advantage + values[i];
+    }
+}
+
+/* Advantages and returns, backwards in time. `rewards`, `values`, `ends`, `advantages` and `returns` are (steps, lanes);
+ * `ends` is 1 where the episode ended with the step. `rewards` may be `advantages`. */
 EXPORT void holdall_advantages(const float *rewards, const float *values, const float *ends, const float *last_values,
                                float gamma, float decay, int64_t steps, int64_t lanes, float *advantages,
                                float *returns) {
-    for (int64_t t = steps - 1; t >= 0; t--) {
-        const int64_t row = t * lanes;
-        const int is_last = t == steps - 1;
-        const float *const next_values = is_last ? last_values : values + row + lanes;
-        const float *const later = advantages + row + lanes; /* not read in the last row */
-        for (int64_t i = 0; i < lanes; i++) {
-            const float going = 1.0f - ends[row + i];
-            float ahead = gamma * next_values[i];
-            ahead = ahead * going;
-            float delta = rewards[row + i] + ahead;
-            delta = delta - values[row + i];
-            float carried = decay * going;
-            carried = carried * (is_last ? 0.0f : later[i]);
-            const float advantage = delta + carried;
-            advantages[row + i] = advantage;
-            returns[row + i] = advantage + values[row + i];
+    const int64_t last = (steps - 1) * lanes, fours = lanes / 4;
+    for (int64_t row = last; row >= 0; row -= lanes) {
+        const int is_last = row == last;
+        if (!is_last && fours)
+            estimate_fours(fours, rewards == advantages ? NULL : rewards + row, values + row, ends + row,
+                           values + row + lanes, advantages + row + lanes, gamma, decay, advantages + row,
+                           returns + row);
+        for (int64_t i = is_last ? 0 : 4 * fours; i < lanes; i++) {
+            const int64_t at = row + i;
+            const float next_value = is_last ? last_values[i] : values[at + lanes];
+            const float later = is_last ? 0.0f : advantages[at + lanes];
+            const float advantage = advantage_of(rewards[at], values[at], ends[at], next_value, later, gamma, decay);
+            advantages[at] = advantage;
+            returns[at] = advantage + values[at];
         }
     }
 }
