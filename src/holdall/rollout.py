@@ -24,7 +24,7 @@ from holdall.batch import RolloutBatch
 from holdall.delivery import DeviceRollout, Gather, MinibatchDelivery, is_on_device
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import childs_generator, generator_of
-from holdall.native import chosen_kernels, copy_in_order, estimate_advantages, fallback
+from holdall.native import chosen_kernels, estimate_advantages, fallback
 from holdall.report import LIVING, FieldReport, MemoryReport
 from holdall.sampling import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, on_host
@@ -82,9 +82,7 @@ class RolloutMemory:
         self._delivery = MinibatchDelivery(device, self.schema.leaves)
         self._generator = generator_of(seed)
         leaves = self.schema.observation.leaves
-        self._frames: RolloutFields | None = RolloutFields(
-            leaves, num_steps, num_envs, compress, chosen_kernels(), copy_in_order
-        )
+        self._frames: RolloutFields | None = RolloutFields(leaves, num_steps, num_envs, compress, chosen_kernels())
         self._final = FinalObservations(leaves)
         self._action = [new_ring(num_steps, num_envs, leaf) for leaf in self.schema.action.leaves]
         self._extras = [new_ring(num_steps, num_envs, leaf) for leaf in self.schema.extras.leaves]
@@ -155,7 +153,7 @@ class RolloutMemory:
         ended = fit_flags(terminated, lanes, "terminated")
         cut = fit_flags(truncated, lanes, "truncated")
         made = None if valid is None else fit_flags(valid, lanes, "valid")
-        bootstrapped = np.flatnonzero(cut & ~ended)
+        bootstrapped = (cut & ~ended).nonzero()[0]
         final = self._fit_final(final_obs, bootstrapped)
         if self._reward is None:
             self._delivery.require(Leaf("reward", (), rewards.dtype))

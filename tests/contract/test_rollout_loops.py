@@ -7,7 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.native import ThreadPool, chosen_kernels, chosen_library, copy_in_order, estimate_advantages
+from holdall.native import ThreadPool, chosen_kernels, chosen_library, estimate_advantages, native_kernels
+from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Leaf
 from holdall.storage.rollout import SlicedRows
 from holdall.storage.slices import Window
@@ -30,7 +31,7 @@ def advantages(kernels: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, 
     return [out.tobytes(), returns.tobytes(), again.tobytes()]
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (7, 1), (64, 3), (33, 16), (5, 65)])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 1), (64, 3), (33, 16), (9, 7), (5, 65)])
 def test_advantages_are_the_same_bits(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     """Also in place, where rewards and advantages are one array."""
     for seed in range(5):
@@ -39,7 +40,7 @@ def test_advantages_are_the_same_bits(monkeypatch: pytest.MonkeyPatch, shape: tu
 
 def filled(window: Window, leaf: Leaf) -> tuple[SlicedRows, NDArray[np.uint8]]:
     generator = np.random.default_rng(0)
-    rows = SlicedRows(leaf, window, ticks=20, lanes=2, kernels=chosen_kernels(), compressed=False, copy=copy_in_order)
+    rows = SlicedRows(leaf, window, ticks=20, lanes=2, kernels=chosen_kernels(), compressed=False)
     frames = generator.integers(0, 255, (2, 40, 3), np.uint8)
     ticks = np.stack([frames[:, 2 * t : 2 * t + 5] for t in range(17)])
     for t, obs in enumerate(ticks):
@@ -87,9 +88,7 @@ def test_stacks_that_lie_pixel_by_pixel_come_back_channels_first(
 ) -> None:
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     leaf = Leaf("", (channels, 9, 17), np.dtype(np.uint8))
-    rows = SlicedRows(
-        leaf, Window.along(leaf, axis=0, step=1), 20, 2, chosen_kernels(), compressed=False, copy=copy_in_order
-    )
+    rows = SlicedRows(leaf, Window.along(leaf, axis=0, step=1), 20, 2, chosen_kernels(), compressed=False)
     film = np.random.default_rng(0).integers(0, 256, (2, 9, 17, 20 + channels), np.uint8)
     told = [np.moveaxis(film[..., t : t + channels].copy(), -1, 1) for t in range(20)]
     for t, obs in enumerate(told):
@@ -97,3 +96,56 @@ def test_stacks_that_lie_pixel_by_pixel_come_back_channels_first(
     out = np.empty((40, *leaf.shape), np.uint8)
     rows.gather(np.arange(40), out, ThreadPool(1))
     assert out.tobytes() == np.stack(told).tobytes()
+
+
+def as_it_lies(obs: NDArray[np.uint8], layout: str) -> NDArray[np.uint8]:
+    """Return the same numbers in memory of another layout."""
+    if layout == "pixel by pixel":
+        return np.ascontiguousarray(obs.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+    if layout == "backwards":
+        return obs[::-1].copy()[::-1]
+    return obs if layout == "as stored" else np.repeat(obs, 2, axis=-1)[..., ::2]
+
+
+@pytest.mark.parametrize("window", ["channels", "whole", "columns"])
+@pytest.mark.parametrize("layout", ["as stored", "pixel by pixel", "backwards", "with gaps"])
+def test_both_kernels_cut_the_ticks_of_a_rollout_alike(layout: str, window: str) -> None:
+    """Also where a stream breaks, and where one tick is written twice because the first time was interrupted."""
+    leaf, lanes, ticks = Leaf("", (4, 6, 7), np.dtype(np.uint8)), 2, 30
+    cut = Window.whole(leaf) if window == "whole" else Window.along(leaf, 0 if window == "channels" else 2, 1)
+    generator = np.random.default_rng(0)
+    film = generator.integers(0, 256, (lanes, 4 + ticks, 6, 7 + ticks), np.uint8)
+    given = [film[:, t : t + 4, :, :7] if window == "channels" else film[:, :4, :, t : t + 7] for t in range(ticks)]
+    given[11] = generator.integers(0, 256, given[0].shape, np.uint8)
+    given[20:22] = given[19:20] * 2
+    written = [*given[:15], given[3], *given[15:]]
+    at = [*range(15), 15, *range(15, ticks)]
+    found = []
+    for kernels in (native_kernels(), PortableKernels()):
+        assert kernels is not None
+        block = kernels.new_block(cut.slice_bytes, np.zeros(lanes * cut.slice_bytes * 600, np.uint8))
+        part = kernels.new_part(cut, lanes, block, 0)
+        at_hand, cursors = np.zeros((2, lanes, *leaf.shape), np.uint8), np.zeros((ticks, lanes), np.uint32)
+        for tick, obs in zip(at, written, strict=True):
+            changing = as_it_lies(obs.copy(), layout)
+            kernels.append_next(part, at_hand, changing, cursors[tick])
+            changing[...] = 7  # the caller's array is its own again
+        closed = part.closed()
+        assert closed.log is not None
+        counts = (part.steps, part.broken_steps, part.pushed, closed.slice_count)
+        logged = block.arena.reshape(-1, cut.slice_bytes)[closed.log]  # kernels may number slices as they like
+        found.append((counts, cursors.tobytes(), logged.tobytes()))
+    assert found[0] == found[1]
+
+
+def test_a_tick_of_another_size_is_refused() -> None:
+    leaf, kernels = Leaf("", (4, 5), np.dtype(np.uint8)), native_kernels()
+    assert kernels is not None
+    part = kernels.new_part(Window.whole(leaf), 2, kernels.new_block(20, np.zeros(2000, np.uint8)), 0)
+    at_hand, cursors = np.zeros((2, 2, 4, 5), np.uint8), np.zeros(2, np.uint32)
+    for ticks, obs, places in (
+        (at_hand, at_hand[0, :, :3], cursors), (at_hand[:1], at_hand[0], cursors), (at_hand, at_hand[0], cursors[:1]),
+    ):  # fmt: skip
+        with pytest.raises(DamageError, match="a tick of"):
+            kernels.append_next(part, ticks, obs, places)
+    assert part.steps == 0

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.errors import DamageError
 from holdall.native.library import (
     MOST_DEVICE_FIELDS,
     BatchRequestStruct,
@@ -33,10 +34,8 @@ from holdall.native.reading import NativeDecoder, NativeReading, ThreadPool, dra
 from holdall.native.sending import CopyPlan, Cut, Names, Refusal, SliceNamer, SlotSender
 from holdall.native.writing import NativeCoder, NativeWriting
 from holdall.schema import Array, Bytes
-from holdall.storage import BatchReader, Coder, FastTick, Kernels, Repair, address
+from holdall.storage import BatchReader, Coder, Cursors, FastTick, Kernels, Repair, address
 
-_FEWEST_CHANNELS = 4
-"""From this many channels on, C separates them faster than NumPy copies them."""
 # Measured by benchmarks/fallback.py; docs/troubleshooting.md has its table.
 _WITHOUT_LOOPS = "add and sample take up to 2.9 times as long, and compressed data as much memory as with it"
 _WITHOUT_COMPRESSION = "sampling compressed data takes 2.9 times as long, and the data as much memory as with it"
@@ -49,7 +48,7 @@ class NativeKernels(NativeWriting, NativeReading):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         libraries = linked_libraries(library) or system_libraries()
-        self._library = library
+        self._library, self._append_next = library, library.holdall_append_next
         self.packs_columns = bool(library.holdall_release(0, 0))
         self.coder: Coder = PortableCoder() if libraries is None else NativeCoder(library, libraries)
 
@@ -68,6 +67,23 @@ class NativeKernels(NativeWriting, NativeReading):
             address(run), address(rings), ring_ticks, lanes, *room, address(numbers), address(row)
         )
         return int(used)
+
+    def append_next(self, part: Any, ticks: Array, obs: Array, cursors: Cursors) -> None:
+        """See `Kernels.append_next`."""
+        if not (ticks.nbytes == 2 * obs.nbytes == 2 * part.lanes * part.obs_bytes and len(cursors) == part.lanes):
+            raise DamageError(f"a tick of {obs.nbytes} bytes came to a part of {part.obs_bytes} a lane; report this")
+        part.lengthen_log()
+        part.link_log()
+        channels = 0
+        if not obs.flags.c_contiguous:
+            pixels = obs.transpose(0, 2, 3, 1) if obs.ndim == 4 and obs.itemsize == 1 else obs
+            if pixels.flags.c_contiguous:  # images that lie pixel by pixel
+                obs, channels = pixels, obs.shape[1]
+            else:
+                np.copyto(ticks[part.steps // part.lanes % 2], obs)
+                obs = ticks[part.steps // part.lanes % 2]
+        if self._append_next(part.address, address(ticks), address(obs), channels, address(cursors)) != 0:
+            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
 
     def release(self, first: int, nbytes: int) -> None:
         """See `Kernels.release`."""
@@ -134,22 +150,6 @@ def _warn_once() -> None:
 
 
 # ---------------------------------------------------------------- rollouts
-
-
-def copy_in_order(to: Array, source: Array) -> None:
-    """Copy to an array of (lanes, ...) in C order; images with channels first may lie pixel by pixel in `source`."""
-    if not source.flags.c_contiguous and _lies_pixel_by_pixel(source) and (library := chosen_library()) is not None:
-        lanes, channels, height, width = source.shape
-        library.holdall_part_channels(source.ctypes.data, address(to), lanes, height * width, channels)
-    else:
-        np.copyto(to, source)
-
-
-def _lies_pixel_by_pixel(images: Array) -> bool:
-    if images.ndim != 4 or images.itemsize != 1 or images.shape[1] < _FEWEST_CHANNELS:
-        return False
-    _, channels, height, width = images.shape
-    return images.strides == (channels * height * width, 1, width * channels, channels)
 
 
 Floats = NDArray[np.float32]

@@ -82,6 +82,8 @@ static void push(open_part *p, const uint8_t *obs, int64_t lane, int64_t count) 
     if (p->end[lane] > p->longest) p->longest = p->end[lane];
 }
 
+/* ---- images whose channels lie pixel by pixel --------------------------------------- */
+
 #ifdef HAVE_X86
 /* Separate three interleaved channels, 16 pixels at a time; returns how many pixels that were. */
 __attribute__((target("ssse3"))) static int64_t separate_three(uint8_t *to, const uint8_t *from, int64_t pixels) {
@@ -100,20 +102,53 @@ __attribute__((target("ssse3"))) static int64_t separate_three(uint8_t *to, cons
         }
     return i;
 }
+
+/* Separate four neighbouring channels, 16 pixels at a time, which takes a quarter of the time of single bytes; `from` is
+ * the first of them. Returns how many pixels that were. */
+__attribute__((target("ssse3"))) static int64_t separate_four(uint8_t *to, const uint8_t *from, int64_t pixels,
+                                                               int64_t channels) {
+    const __m128i by_channel = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    int64_t i = 0;
+    for (; i + 16 <= pixels; i += 16) {
+        __m128i rows[4]; /* of four pixels each: four words, one a channel */
+        for (int64_t k = 0; k < 4; k++) {
+            int32_t words[4];
+            for (int64_t j = 0; j < 4; j++) memcpy(&words[j], from + (i + 4 * k + j) * channels, sizeof words[j]);
+            rows[k] = _mm_shuffle_epi8(_mm_setr_epi32(words[0], words[1], words[2], words[3]), by_channel);
+        }
+        const __m128i low_a = _mm_unpacklo_epi32(rows[0], rows[1]), low_b = _mm_unpacklo_epi32(rows[2], rows[3]);
+        const __m128i high_a = _mm_unpackhi_epi32(rows[0], rows[1]), high_b = _mm_unpackhi_epi32(rows[2], rows[3]);
+        _mm_storeu_si128((__m128i *)(to + i), _mm_unpacklo_epi64(low_a, low_b));
+        _mm_storeu_si128((__m128i *)(to + pixels + i), _mm_unpackhi_epi64(low_a, low_b));
+        _mm_storeu_si128((__m128i *)(to + 2 * pixels + i), _mm_unpacklo_epi64(high_a, high_b));
+        _mm_storeu_si128((__m128i *)(to + 3 * pixels + i), _mm_unpackhi_epi64(high_a, high_b));
+    }
+    return i;
+}
 #endif
+
+/* Write an image channel by channel that lies pixel by pixel, of one byte a channel. */
+static void part_channels(uint8_t *to, const uint8_t *from, int64_t pixels, int64_t channels) {
+    for (int64_t c = 0; c < channels;) {
+        const int64_t left = channels - c, together = channels == 3 ? 3 : left < 4 ? left : 4;
+        int64_t done = 0;
+#ifdef HAVE_X86
+        if (has_ssse3() && channels == 3) done = separate_three(to, from, pixels);
+        if (has_ssse3() && together == 4) done = separate_four(to + c * pixels, from + c, pixels, channels);
+#endif
+        for (const int64_t end = c + together; c < end; c++)
+            for (int64_t i = done; i < pixels; i++) to[c * pixels + i] = from[i * channels + c];
+    }
+}
+
+/* ---- ticks -------------------------------------------------------------------------- */
 
 /* Copy what lies in the layout's order from `from` on to `to`, one run after another. */
 static uint8_t *pack(uint8_t *to, const uint8_t *from, const layout *l, int64_t d) {
     const int64_t length = l->lengths[d], stride = l->strides[d];
-    if (d + 2 == l->dimensions && length == 3 && stride == 1 && l->strides[d + 1] == 3 && l->run_bytes == 1) {
-        const int64_t pixels = l->lengths[d + 1]; /* an image whose channels lie pixel by pixel */
-        int64_t i = 0;
-#ifdef HAVE_X86
-        if (has_ssse3()) i = separate_three(to, from, pixels);
-#endif
-        for (; i < pixels; i++)
-            for (int64_t c = 0; c < 3; c++) to[c * pixels + i] = from[3 * i + c];
-        return to + 3 * pixels;
+    if (d + 2 == l->dimensions && length >= 3 && stride == 1 && l->strides[d + 1] == length && l->run_bytes == 1) {
+        part_channels(to, from, l->lengths[d + 1], length);
+        return to + length * l->lengths[d + 1];
     }
     if (d + 1 < l->dimensions) {
         for (int64_t i = 0; i < length; i++) to = pack(to, from + i * stride, l, d + 1);
@@ -192,6 +227,33 @@ EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *n
                               uint32_t *cursor) {
     if (!has_room(p, l)) return -1;
     append(p, obs, next_obs, l, cursor);
+    return 0;
+}
+
+/* `from` holds images that lie pixel by pixel; they are written to `to` channel by channel. */
+EXPORT void holdall_part_channels(const uint8_t *from, uint8_t *to, int64_t images, int64_t pixels, int64_t channels) {
+    for (int64_t i = 0; i < images; i++)
+        part_channels(to + i * pixels * channels, from + i * pixels * channels, pixels, channels);
+}
+
+/* Write one tick of a rollout, where every tick is the next one of the tick before. `ticks` has room for two: the one
+ * written last stands there, and this one is put beside it, so `obs` is read once. If it is there already, it stays; if
+ * `channels` is not 0, it holds images that lie pixel by pixel. Returns as holdall_append does, which may not be called
+ * for the same part. */
+EXPORT int64_t holdall_append_next(open_part *p, uint8_t *ticks, const uint8_t *obs, int64_t channels,
+                                   uint32_t *cursor) {
+    const int64_t obs_bytes = p->window * p->outer * p->run_bytes, tick_bytes = p->lanes * obs_bytes;
+    const int64_t is_odd = p->steps / p->lanes % 2, is_known = p->steps > 0;
+    uint8_t *const next = ticks + is_odd * tick_bytes;
+    const uint8_t *const now = is_known ? ticks + (1 - is_odd) * tick_bytes : next;
+    if (!has_room(p, NULL)) return -1;
+    if (channels)
+        holdall_part_channels(obs, next, p->lanes, obs_bytes / channels, channels);
+    else if (obs != next)
+        memcpy(next, obs, (size_t)tick_bytes);
+    for (int64_t lane = 0; lane < p->lanes; lane++)
+        cursor[lane] = append_lane(p, lane, (int)is_known, now + lane * obs_bytes, next + lane * obs_bytes);
+    p->steps += p->lanes;
     return 0;
 }
 

@@ -321,6 +321,7 @@ _SIGNATURES = _signatures("""
     holdall_structs t p
     holdall_compression p s
     holdall_append n ppppp
+    holdall_append_next n pppnp
     holdall_write_tick n ppnn
     holdall_fast_add p ppn
     holdall_fast_pack p ppn

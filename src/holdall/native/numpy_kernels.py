@@ -65,6 +65,12 @@ class PortableKernels:
         """Make an empty part that writes to `block`."""
         return PortablePart(window, lanes, block, arena_bytes)
 
+    def append_next(self, part: OpenPart, ticks: Array, obs: Array, cursors: Cursors) -> None:
+        """See `Kernels.append_next`."""
+        turn = part.steps // part.lanes % 2
+        np.copyto(ticks[turn], obs)
+        part.append(ticks[turn - 1 if part.steps else turn], ticks[turn], cursors)
+
     def new_writer(
         self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], repair: Repair
     ) -> TickWriter:

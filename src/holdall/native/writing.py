@@ -241,9 +241,7 @@ class NativePart(OpenPart):
     def aim(self, field: SlicedFieldStruct, obs: Array, next_obs: Array, places: int) -> tuple[Array, Array]:
         """Point C to the tick to come, of so many lanes; return the arrays, which must live until it is written."""
         self._require_tick(obs, next_obs, places)
-        if self._linked is not self.log and self.log is not None:
-            self._struct.log, self._struct.log_rows = address(self.log), len(self.log)
-            self._linked = self.log
+        self.link_log()
         layout = 0
         if not (obs.flags.c_contiguous and next_obs.flags.c_contiguous):
             obs, next_obs, dense = as_they_lie(obs, next_obs, self._layouts)
@@ -254,6 +252,12 @@ class NativePart(OpenPart):
                     self._make_layout_room()
         field.obs, field.next_obs, field.order = address(obs), address(next_obs), layout
         return obs, next_obs
+
+    def link_log(self) -> None:
+        """Point C to the log, which is another one after it was lengthened."""
+        if self._linked is not self.log and self.log is not None:
+            self._struct.log, self._struct.log_rows = address(self.log), len(self.log)
+            self._linked = self.log
 
     def clear(self) -> None:
         """See `OpenPart.clear`."""
@@ -283,6 +287,8 @@ class NativePart(OpenPart):
 class NativeSealed(SealedSlices):
     """Sealed slices that decode.c reads."""
 
+    address = property(lambda self: ctypes.addressof(self._struct), doc="Where the C structure lies.")
+
     def __init__(self, coded: Coded, ddict: int) -> None:
         super().__init__(coded)
         extent, codec, common = self.extent, coded.codec, (0, 0)
@@ -299,11 +305,6 @@ class NativeSealed(SealedSlices):
             file=-1 if extent is None else extent.file.descriptor, file_start=0 if extent is None else extent.start,
             form=_form(coded.codec.transform),
         )  # fmt: skip
-
-    @property
-    def address(self) -> int:
-        """Where the C structure lies."""
-        return ctypes.addressof(self._struct)
 
 
 class NativeCoder(NativeDecoder):

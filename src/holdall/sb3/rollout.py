@@ -23,7 +23,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError
-from holdall.native import chosen_kernels, copy_in_order, estimate_advantages, fallback
+from holdall.native import chosen_kernels, estimate_advantages, fallback
 from holdall.report import FieldReport, MemoryReport
 from holdall.sb3.buffer_parts import SlotArray, cast
 from holdall.schema import Leaf
@@ -207,9 +207,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         """Make everything that a rollout needs, once."""
         self._is_dict = isinstance(self.observation_space, spaces.Dict)
         self._leaves = tuple(self._leaves_of())
-        self._frames = RolloutFields(
-            self._leaves, self.buffer_size, self.n_envs, self._compress, chosen_kernels(), copy_in_order
-        )
+        self._frames = RolloutFields(self._leaves, self.buffer_size, self.n_envs, self._compress, chosen_kernels())
         device = "cpu" if self.device.type == "cpu" else str(self.device)
         self._delivery = MinibatchDelivery(device, list(self._leaves))
         lanes = (self.buffer_size, self.n_envs)

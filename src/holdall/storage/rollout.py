@@ -38,9 +38,6 @@ from holdall.storage.slices import (
 )
 from holdall.storage.ticks import Kernels
 
-Copy = Callable[[Array, Array], None]
-"""Copies to an array in C order from one of the same shape and any layout, as `np.copyto`."""
-
 _TINY_BYTES = 256
 """Fields up to this size lie in flat rows, whatever they hold."""
 _SMALL_BYTES = 4096
@@ -105,21 +102,17 @@ def gather_padded(rows: Array, places: NDArray[np.int64], out: Array) -> None:
 class SlicedRows:
     """A field cut into unique slices, in one segment or, where segments are compressed, in many small ones."""
 
-    def __init__(
-        self, leaf: Leaf, window: Window, ticks: int, lanes: int, kernels: Kernels, compressed: bool, copy: Copy
-    ) -> None:
+    def __init__(self, leaf: Leaf, window: Window, ticks: int, lanes: int, kernels: Kernels, compressed: bool) -> None:
         self._leaf = leaf
         self._window = window
         self._ticks = ticks
         self._lanes = lanes
         self._kernels = kernels
         self._compressed = compressed and not lies_direct(window)
-        self._copy = copy
         self._cursors: Cursors = reserve(ticks * lanes * 4).view(np.uint32).reshape(ticks, lanes)
         self._segment_by_tick = np.zeros(ticks, np.int32)
         self._written_ticks = 0
-        # The newest tick, and room for the one to come: they change places in one step.
-        self._ticks_at_hand = tuple(np.zeros((lanes, *leaf.shape), leaf.dtype) for _ in range(2))
+        self._ticks_at_hand = np.zeros((2, lanes, *leaf.shape), leaf.dtype)  # see `Kernels.append_next`
         self._parts: list[OpenPart | ClosedPart] = []  # one a segment; a closed one is compressed
         self._spare: list[OpenPart] = []  # empty ones, with their memory
         self._handed_out = 0  # segments that were submitted
@@ -128,15 +121,12 @@ class SlicedRows:
     def write(self, tick: int, obs: Array) -> None:
         """Write one tick; `obs` is read once and may change afterwards."""
         self._records = None
-        newest, coming = self._ticks_at_hand
-        self._copy(coming, obs)
-        before, part = newest, self._parts[-1] if self._parts else None
+        part = self._parts[-1] if self._parts else None
         if not isinstance(part, OpenPart) or not part.has_room():
-            before, part = coming, self._open_segment()
-        part.append(before, coming, self._cursors[tick])
+            part = self._open_segment()
+        self._kernels.append_next(part, self._ticks_at_hand, obs, self._cursors[tick])
         self._segment_by_tick[tick] = len(self._parts) - 1
         self._written_ticks = tick + 1
-        self._ticks_at_hand = (coming, newest)
 
     def read(self, tick: int) -> Array:
         """Return a copy of one tick."""
@@ -177,7 +167,7 @@ class SlicedRows:
 
     def arrays(self) -> list[Array]:
         """Return the arrays of the field."""
-        found: list[Array | None] = [self._cursors, self._segment_by_tick, *self._ticks_at_hand]
+        found: list[Array | None] = [self._cursors, self._segment_by_tick, self._ticks_at_hand]
         for part in (*self._parts, *self._spare):
             found += [part.log, *([part.slices] if isinstance(part, OpenPart) else part.block.arrays())]
         return [array for array in found if array is not None]
@@ -261,12 +251,12 @@ def _outside(row: int) -> DamageError:
 class RolloutField:
     """One field in the layout that suits it, which its first steps decide."""
 
-    def __init__(self, leaf: Leaf, ticks: int, lanes: int, kernels: Kernels, compressed: bool, copy: Copy) -> None:
+    def __init__(self, leaf: Leaf, ticks: int, lanes: int, kernels: Kernels, compressed: bool) -> None:
         self.leaf = leaf
         self.name = f"obs.{leaf.name}" if leaf.name else "obs"
         self._lanes = lanes
         self._cut: Callable[[Window], SlicedRows] = lambda window: SlicedRows(
-            leaf, window, ticks, lanes, kernels, compressed, copy
+            leaf, window, ticks, lanes, kernels, compressed
         )
         self.rows: FlatRows | SlicedRows = (
             FlatRows(leaf, ticks, lanes) if leaf.nbytes <= _SMALL_BYTES else self._cut(Window.whole(leaf))
@@ -314,7 +304,6 @@ class RolloutFields:
     Args:
         compress: How much slower reading may get, over a raw gather, to take less memory: a key of `COST_CAPS`; None
             leaves everything raw.
-        copy: Puts a tick of any layout in C order.
     """
 
     def __init__(
@@ -324,7 +313,6 @@ class RolloutFields:
         lanes: int,
         compress: str | None,
         kernels: Kernels,
-        copy: Copy = np.copyto,
     ) -> None:
         if compress is not None and compress not in tuple(COST_CAPS):
             raise ArgumentError(
@@ -335,7 +323,7 @@ class RolloutFields:
         self.sealer = None
         if compress is not None:
             self.sealer = Sealer(kernels.coder, COST_CAPS[compress], threads)
-        self._fields = [RolloutField(leaf, ticks, lanes, kernels, compress is not None, copy) for leaf in leaves]
+        self._fields = [RolloutField(leaf, ticks, lanes, kernels, compress is not None) for leaf in leaves]
 
     def write(self, tick: int, obs: Sequence[Array]) -> None:
         """Write the observations of one tick, leaf by leaf."""
@@ -429,7 +417,8 @@ class FinalObservations:
 
     def drop_from(self, first_id: int) -> None:
         """Forget the rows of ids from one on, and keep the memory."""
-        self._count = int(np.searchsorted(self.ids, first_id))
+        if self._count and self._ids[self._count - 1] >= first_id:
+            self._count = int(np.searchsorted(self.ids, first_id))
 
 
 def _longer(old: Array, room: int, used: int) -> Array:

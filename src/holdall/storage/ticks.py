@@ -315,6 +315,14 @@ class Kernels(Protocol):
     def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
 
+    def append_next(self, part: OpenPart, ticks: Array, obs: Array, cursors: Cursors, /) -> None:
+        """Write a tick to a part in which every tick is the next one of the tick before, and the cursors to it.
+
+        Args:
+            ticks: Room for two ticks, in C order: the last one stands there, and this one is copied beside it.
+            obs: Of any layout. It is read once, so it may change while this runs.
+        """
+
     def new_writer(
         self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], repair: Repair, /
     ) -> TickWriter:

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
-from holdall.native import ThreadPool, chosen_kernels, copy_in_order
+from holdall.native import ThreadPool, chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage.rollout import RolloutField, RolloutFields
 from holdall.storage.slices import OpenPart
@@ -27,9 +27,7 @@ def noise(ticks: int, seed: int = 0, size: int = 40) -> NDArray[np.uint8]:
 
 
 def track_of(shape: tuple[int, ...], ticks: int = 64) -> RolloutField:
-    return RolloutField(
-        Leaf("", shape, np.dtype(np.uint8)), ticks, LANES, chosen_kernels(), compressed=False, copy=copy_in_order
-    )
+    return RolloutField(Leaf("", shape, np.dtype(np.uint8)), ticks, LANES, chosen_kernels(), compressed=False)
 
 
 def fill(track: RolloutField, told: NDArray[np.uint8]) -> str:
