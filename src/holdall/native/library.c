@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 20; }
+EXPORT int64_t holdall_version(void) { return 21; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -177,6 +177,8 @@ static const struct_field FIELDS[] = {
     FIELD(tick_writer, sliced_count),
     FIELD(tick_writer, pause_tick),
     FIELD(tick_writer, blocks_pause_tick),
+    FIELD(tick_writer, sealed_bytes),
+    FIELD(tick_writer, most_ahead),
     STRUCT(python),
     FIELD(python, array_type),
     FIELD(python, dict_type),

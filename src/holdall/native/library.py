@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 20
+_VERSION = 21
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -131,6 +131,8 @@ class TickWriterStruct(ctypes.Structure):
         *_numbers("next_tick first_tick ring_ticks packed_bytes"),
         *_pointers("flat sliced"),
         *_numbers("flat_count sliced_count pause_tick blocks_pause_tick"),
+        *_pointers("sealed_bytes"),
+        *_numbers("most_ahead"),
     ]
 
 

@@ -194,6 +194,8 @@ typedef struct {
     int64_t sliced_count;
     int64_t pause_tick;        /* before this tick is written, there is more to do ... */
     int64_t blocks_pause_tick; /* ... and before this one, if fields are cut into slices */
+    const int64_t *sealed_bytes; /* that a worker has sealed so far: it counts on at any time. Slices of the open segment ... */
+    int64_t most_ahead;          /* ... may take so many bytes more when a tick comes */
 } tick_writer;
 
 /* ---- arguments as Python passes them ----------------------------------------------- */

@@ -115,15 +115,19 @@ class NativeTickWriter(TickWriter):
         self._sliced = (SlicedFieldStruct * 0)()
         self._parts: list[OpenPart] = []
         self._cursors: list[Cursors] = []
+        self._sealed: ctypes.c_int64 | None = None  # what the struct points to
         self._struct = TickWriterStruct(
-            next_tick=ticks[1],
-            first_tick=ticks[0],
-            ring_ticks=ring_ticks,
+            next_tick=ticks[1], first_tick=ticks[0], ring_ticks=ring_ticks, flat=ctypes.addressof(self._flat),
             packed_bytes=sum((1 + is_observation) * rows[0].nbytes for rows, _, is_observation in flat),
-            flat=ctypes.addressof(self._flat),
             flat_count=len(rings),
-        )
+        )  # fmt: skip
         self._address = ctypes.addressof(self._struct)
+
+    def limit(self, ahead: int, sealed: ctypes.c_int64 | None = None) -> None:
+        """See `TickWriter.limit`; blocks may hold slices of the segments before."""
+        struct, self._sealed = self._struct, sealed
+        struct.sealed_bytes = None if sealed is None else ctypes.addressof(sealed)
+        struct.most_ahead = ahead + sum(part.used_bytes - part.added_bytes for part in self._parts)
 
     @property
     def places(self) -> tuple[TickWriterStruct, Any]:
@@ -162,6 +166,8 @@ class NativeTickWriter(TickWriter):
             ]
             fields = (SlicedFieldStruct * len(rings))(*rings)
             self._struct.sliced_count = 0
+            if self._sealed is not None:
+                self._struct.most_ahead = -(1 << 62)  # nothing: what it said was of other parts
             self._sliced = fields
             self._struct.sliced, self._struct.sliced_count = ctypes.addressof(fields), len(rings)
             self._parts, self._cursors = parts, sliced.cursors
@@ -179,14 +185,9 @@ class NativeBlock(SliceBlock):
         slots = 1 << max(4, (2 * self.capacity).bit_length())
         self._index: tuple[NDArray[Any], ...] = (np.empty(self.capacity, np.uint64), np.zeros(slots, np.uint32))
         self._struct = SliceBlockStruct(
-            arena=address(self.arena),
-            hashes=address(self._index[0]),
-            slots=address(self._index[1]),
-            mask=slots - 1,
-            capacity=self.capacity,
-            used=0,
-            slice_bytes=slice_bytes,
-        )
+            arena=address(self.arena), hashes=address(self._index[0]), slots=address(self._index[1]), mask=slots - 1,
+            capacity=self.capacity, used=0, slice_bytes=slice_bytes,
+        )  # fmt: skip
         self.address = ctypes.addressof(self._struct)
 
     def clear(self) -> None:

@@ -19,6 +19,8 @@ from holdall.errors import ArgumentError
 from holdall.schema import Array, Bytes, Schema, as_array, fit_flags, fit_reward
 
 if TYPE_CHECKING:
+    import ctypes
+
     from holdall.native import SliceNamer
     from holdall.storage.batch_source import BatchReader, Places
     from holdall.storage.blocks import Coder, SliceBlock
@@ -190,6 +192,14 @@ class TickWriter(ABC):
     next_tick: int  # number of the one that is written next
     pause_tick: int  # before this tick is written, there is more to do than a short way does ...
     blocks_pause_tick = 0  # ... and before this one, if fields are cut into slices
+
+    def limit(self, ahead: int, sealed: ctypes.c_int64 | None = None) -> None:  # noqa: B027  there may be no short way
+        """Write no tick a short way once new slices of the open segment take more than a limit.
+
+        Args:
+            ahead: The limit, less what is ...
+            sealed: ... sealed so far, which another thread counts on; None: nothing is.
+        """
 
     @abstractmethod
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
