@@ -352,9 +352,9 @@ class Encoder:
         return self._fast.add
 
     def _offer_short_way(self, writer: TickWriter) -> None:
-        end = min(self._used + self._ticks_before_full(), self._fast_rows // self.lanes)
         if not (self._searches.scouts or self._changed_windows or self._has("invalid")):
-            writer.pause_tick = writer.blocks_pause_tick = end
+            writer.pause_tick = writer.blocks_pause_tick = min(self._ticks, self._fast_rows // self.lanes)
+            writer.limit(_SEGMENT_BYTES - 1)
             rest = [field.rows for field in writer.flat if not field.is_observation]
             self._fast.offer(writer, lambda: Arguments.of(self._schema, self._small, self._sliced, rest))
 
