@@ -104,10 +104,10 @@ def _measured(root: Path, command: list[str]) -> Iterator[tuple[str, float]]:
         except ValueError:
             found = [json.loads(line) for line in text.splitlines() if line.strip()]
     for result in found:
-        prefix = str(result.get("measurement", "")) if isinstance(result, dict) else ""
+        prefix = str(result.get("measurement") or result.get("what") or "") if isinstance(result, dict) else ""
         for key, value in _leaves(result):
             if not SKIPPED.search(key) and (SIZES.search(key) or TIMES.search(key)):
-                yield f"{prefix}{key}", value
+                yield f"{prefix}.{key}".lstrip("."), value
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, float]]:

@@ -13,6 +13,7 @@ names, through no link. Nobody but this user enters such a folder.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -171,10 +172,16 @@ def _parts_of(head: Any, start: int, body_bytes: int) -> dict[str, RecordPart]:
 
 def numbers(content: bytes, dtype: str) -> NDArray[Any]:
     """See a part's bytes as an array of its own, in this machine's byte order."""
-    wanted = np.dtype(dtype).newbyteorder("<")
+    wanted, own = _byte_orders(dtype)
     if len(content) % wanted.itemsize:
         raise DamageError(f"{len(content)} bytes are no array of {dtype}; nothing of it is used")
-    return np.frombuffer(content, wanted).astype(np.dtype(dtype))
+    return np.frombuffer(content, wanted).astype(own)
+
+
+@functools.cache
+def _byte_orders(dtype: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """Return a dtype in the byte order of records, and in this machine's."""
+    return np.dtype(dtype).newbyteorder("<"), np.dtype(dtype)
 
 
 SLICES, DICTIONARY = "slices", "dictionary"
@@ -274,11 +281,7 @@ def codec_words(codec: Codec, *, is_placed: bool = False) -> dict[str, Any]:
 
 def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
     """Make a codec of its description; KeyError, TypeError or ValueError if that makes no sense."""
-    claimed = {name: counted(head["transform"][name], _MOST_SETTING) for name in TRANSFORM_FIELDS}
-    predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
-    transform = Transform(
-        **claimed, predictor=Predictor(predictor), interleaved=bool(interleaved), green=bool(green)
-    )  # fmt: skip
+    transform = _transform_of(*(head["transform"][name] for name in TRANSFORM_FIELDS))
     name = head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
     method, level, group = (counted(head[key], _MOST_SETTING) for key in ("method", "level", "group"))
@@ -286,6 +289,14 @@ def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) ->
         return Codec(Method(method), level, transform, dictionary, group)
     key, raw_keys = (counted(head[name], _MOST_SETTING) for name in ("key", "raw_keys"))
     return Codec(Method(method - _LATER_METHODS), level, transform, dictionary, group, key, bool(raw_keys))
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _transform_of(*settings: Any) -> Transform:
+    """Make a transform of its settings; the blocks of a field have the same one, thousands of them."""
+    claimed = {name: counted(value, _MOST_SETTING) for name, value in zip(TRANSFORM_FIELDS, settings, strict=True)}
+    predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
+    return Transform(**claimed, predictor=Predictor(predictor), interleaved=bool(interleaved), green=bool(green))
 
 
 # ---------------------------------------------------------------- the disk tier

@@ -8,6 +8,7 @@ the bytes say so; else it is written whole: a wrong window costs memory, never t
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -74,6 +75,7 @@ class Window:
         return cls(axis=0, unit=1, count=1, outer=1, run_bytes=leaf.nbytes, shift=1)
 
     @classmethod
+    @functools.lru_cache(maxsize=64)  # a checkpoint asks for the same one with every segment
     def along(cls, leaf: Leaf, axis: int, step: int) -> Window:
         """Cut `leaf` along `axis`, where consecutive observations lie `step` elements apart."""
         length = leaf.shape[axis]

@@ -136,6 +136,15 @@ def test_a_reader_that_knows_no_keys_knows_no_such_method(codec: Codec) -> None:
         codec_of(words, {COMMON.name: COMMON})
 
 
+def test_a_transform_that_was_read_before_is_checked_again() -> None:
+    """Transforms are remembered, and Python calls 1 and True equal; JSON's true is no count."""
+    words = codec_words(Codec(Method.ZSTD, 3, Transform(16, shuffle=1)))
+    assert codec_of(words, {}).transform == Transform(16, shuffle=1)
+    for wrong in (True, 1.0, -1, "1", [1], None):
+        with pytest.raises((DamageError, TypeError)):
+            codec_of(words | {"transform": words["transform"] | {"shuffle": wrong}}, {})
+
+
 @pytest.mark.parametrize("codec", CODECS[:7], ids=Codec.describe)
 def test_other_blocks_are_written_as_they_always_were(codec: Codec) -> None:
     """Older readers read them, unless the slices are in another order."""
