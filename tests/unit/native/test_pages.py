@@ -122,6 +122,11 @@ def test_pages_that_are_not_needed_are_given_back_when_a_segment_closes() -> Non
             memory.add(*arguments(tick))
         assert arena_of(memory) is not arena
         wait_until(lambda: present_bytes(arena) <= 46 * FRAME_BYTES + mmap.PAGESIZE)
+        (part,) = store.large_segments.closed[-1].parts
+        arena[8 * MIB :] = 0  # as if it had been touched just then
+        assert present_bytes(arena) > 8 * MIB
+        native._let_go([(1, [(part.block, arena)])], set())
+        assert present_bytes(arena) <= 46 * FRAME_BYTES + mmap.PAGESIZE
 
 
 def test_what_is_added_while_pages_are_touched_comes_back_as_it_was() -> None:
