@@ -198,7 +198,7 @@ def test_a_block_that_goes_on_counts_what_is_new_in_it() -> None:
     sealed.value = 2 * FRAME
     assert memory.add_at_once(*(tick_of(131)[key] for key in ARGUMENTS))
     store._writer.limit(1 << 40, sealed)
-    store._writer._parts = []  # others
+    vars(store._writer)["_parts"] = []  # others
     with memory._locked():
         store.write(store_tick(memory, 132))
     store._writer.blocks_pause_tick = 1 << 40
