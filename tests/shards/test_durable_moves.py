@@ -21,8 +21,8 @@ from gymnasium import spaces
 from holdall import ArgumentError, ShardError
 from holdall.checkpoint import open_reader, restored_state
 from holdall.cluster import shard_data as loading
-from holdall.cluster.protocol import SegmentStream
 from holdall.cluster.shard import Shard
+from holdall.cluster.writer import SegmentStream
 from holdall.errors import CheckpointError
 from holdall.ray import ReplayMemory
 

@@ -15,7 +15,6 @@ batches of a local memory with the same seed.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 import threading
@@ -33,11 +32,11 @@ from holdall.cluster import roster
 from holdall.cluster.handle import MemoryHandle
 from holdall.cluster.journal import journals_in_use
 from holdall.cluster.learner import saved_by
-from holdall.cluster.protocol import MOST_SHARDS, GoneError, SegmentStream, asked
+from holdall.cluster.protocol import MOST_SHARDS, asked
 from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import Cluster
-from holdall.cluster.writer import Writer
+from holdall.cluster.writer import ShardStreams, Writer
 from holdall.errors import ArgumentError, ShardError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
@@ -85,8 +84,7 @@ class Fleet:
         self._shard = shard(Shard)
         self.actors: dict[int, Any] = {}
         self._next = 0
-        self._mover = secrets.token_bytes(16)  # as whose segments those of shards that are drained are sent
-        self._moves: dict[int, SegmentStream] = {}
+        self._moves = ShardStreams(terms)  # on which the segments of shards that are drained are sent
         nodes: Any = ray.nodes  # it has no types
         machines = sum(bool(node["Alive"]) for node in nodes()) if placement == "spread" else 1
         self._made_with = (terms, seed, -(-terms.shards // max(1, machines)))
@@ -146,40 +144,26 @@ class Fleet:
             )
 
     def drain(self, number: int, cluster: Cluster) -> None:
-        """Move what a shard holds to the others, each segment to the least filled of them, and end it."""
+        """Move what a shard holds to the others, segment by segment as writers send theirs, and end it."""
         with self._lock:
             if number not in self.actors or len(self.actors) == 1:
                 raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self.actors)}")
             actor = self.actors[number]
             self._ask(actor, "close_to_writers")
-            for stream in self._moves.values():  # what a drain that ended with an error has left under way
-                stream.flush()
+            moves = self._moves
+            moves.flush()  # what a drain that ended with an error has left under way
+            moves.left.add(number)
+            moves.look_around(now=True)
             while (oldest := self._ask(actor, "oldest"))[0]:
-                self._move(number, oldest, cluster)
+                payload, rows, first_row, end = oldest
+                stream = moves.roomy()
+                self._ask(actor, "give_up", first_row, end, stream.number, moves.writer, stream.sequence)
+                moves.send(stream, payload, rows)
+                moves.flush()
             self._ask(self.roster, "dismiss", number)
             del self.actors[number]
-            self._moves.pop(number, None)
             cluster.refresh()
             self._end(number, actor)
-
-    def _move(self, number: int, oldest: tuple[bytes, int, int, int], cluster: Cluster) -> None:
-        """Move a segment; if the shard that it goes to turns out to be gone with all that it held, to another one."""
-        payload, rows, first_row, end = oldest
-        others = [to for to in self.actors if to != number]
-        while True:
-            known = cluster.refresh()  # one that is being restarted is waited for if there is no other
-            to = min(others, key=lambda to: known[to].inserted if to in known else math.inf)
-            new = SegmentStream(self.actors[to], to, self._mover, self._terms.writer_patience_s)
-            stream = self._moves.setdefault(to, new)
-            self._ask(self.actors[number], "give_up", first_row, end, to, self._mover, stream.sequence)
-            try:
-                stream.send(payload, rows)
-                return stream.flush()
-            except GoneError:
-                others.remove(to)
-                if self._terms.url is not None or not others:
-                    raise
-                del self._moves[to]
 
     def settle(self) -> None:
         """Wait until the shards are up; have segments that an earlier memory was moving be where they arrived.

@@ -13,7 +13,6 @@ is sent.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from holdall.errors import FencedError, HoldallError, ShardError
+from holdall.errors import HoldallError, ShardError
 
 Ids = NDArray[np.int64]
 
@@ -115,12 +114,9 @@ def received(call: Any, patience_s: float | None = None) -> Any:
         raise
 
 
-_PAUSE_S = 0.05
-_REASON_S = 1.0
+PAUSE_S = 0.05
 _LOOK_AGAIN_S = 2.0
 """How often the roster is asked for new shards."""
-_MOST_UNDER_WAY = 4
-_CROWDED_BYTES = 32 * 2**20
 
 
 def asked(find: Callable[[], Any], method: str, *arguments: Any, patience_s: float, timeout_s: float | None) -> Any:
@@ -145,14 +141,14 @@ def asked(find: Callable[[], Any], method: str, *arguments: Any, patience_s: flo
                     f"{method} was not answered for {patience_s:g} s ({type(error).__name__}); nothing is lost: see "
                     "`ray status` for room, and try again"
                 ) from error
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
 
 
 class ShardList:
     """The shards of a memory, by number, as its roster lists them. Not locked."""
 
     def __init__(self, roster: Any, patience_s: float) -> None:
-        self.roster, self._patience_s = roster, patience_s
+        self._roster, self._patience_s = roster, patience_s
         self.handles: dict[int, Any] = {}
         self._version = -1
         self._looked_at = -_LOOK_AGAIN_S
@@ -161,140 +157,18 @@ class ShardList:
         """Ask the roster, from time to time or at once; who knows no shard yet waits for one that is restarted."""
         if not now and self.handles and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
             return
-        self._looked_at, was_dead = time.monotonic(), False
+        self._looked_at, roster = time.monotonic(), self._roster
+        until = self._looked_at if self.handles else self._looked_at + self._patience_s
         while True:
-            missing, is_dead = "lists no shards", False
+            missing, left_s = "lists no shards", until - time.monotonic()
             try:
-                version, handles = ray.get(self.roster.shards.remote(self._version), timeout=self._patience_s)
-                if handles is not None:
-                    self._version, self.handles = version, handles
-            except ray.exceptions.RayError as error:
-                missing = f"does not answer ({type(error).__name__})"
-                is_dead = isinstance(error, ray.exceptions.ActorDiedError)
+                known = asked(lambda: roster, "shards", self._version, patience_s=left_s, timeout_s=self._patience_s)
+                if known[1] is not None:
+                    self._version, self.handles = known
+            except ShardError as error:
+                missing = f"does not answer ({error})"
             if self.handles:
                 return
-            if (is_dead and was_dead) or time.monotonic() > self._looked_at + self._patience_s:
+            if left_s < 0:
                 raise ShardError(f"the memory's roster {missing}; is the memory closed?")
-            was_dead = is_dead
-            time.sleep(_PAUSE_S)
-
-
-class SentSegment(NamedTuple):
-    """A segment on its way to a shard."""
-
-    payload: bytes
-    rows: int
-    lease: int  # of a limiter, which hears when the segment has arrived; -1: none
-
-
-class SegmentStream:
-    """Segments of one writer to one shard. Nothing waits here but `flush`; `poll` has to be called now and then.
-
-    One call at a time brings all that wait. One that failed is made again, as a shard takes every segment once.
-
-    Args:
-        patience_s: How long a shard may be away before the caller gets an error.
-    """
-
-    def __init__(self, shard: Any, number: int, writer: bytes, patience_s: float, roster: Any = None) -> None:
-        self._shard, self._roster, self.number, self._writer = shard, roster, number, writer
-        self._patience_s = patience_s
-        self.under_way: deque[SentSegment] = deque()
-        self.sequence = 0  # number of the oldest of them, or of the next one
-        self.counters: ShardCounters | None = None  # when the shard last said so
-        self._call: Any = None
-        self._again_at = 0.0
-        self._trouble = ""
-        self._was_dead = False
-
-    @property
-    def inserted(self) -> int:
-        """Transitions that the shard ever took, as far as is known, with those under way."""
-        taken = 0 if self.counters is None else self.counters.inserted
-        return taken + self.unacknowledged_rows
-
-    @property
-    def unacknowledged_rows(self) -> int:
-        """Rows of the segments under way."""
-        return sum(segment.rows for segment in self.under_way)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another segment may be under way: fewer may when much waits to be made durable."""
-        is_crowded = self.counters is not None and self.counters.backlog >= _CROWDED_BYTES
-        return len(self.under_way) < (1 if is_crowded else _MOST_UNDER_WAY)
-
-    def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
-        """Send a segment; it is kept until the shard has acknowledged it."""
-        self.under_way.append(SentSegment(payload, rows, lease))
-        self.poll()
-
-    def flush(self) -> None:
-        """Wait until every segment is acknowledged."""
-        left, until = 0, 0.0
-        while self.under_way:
-            if len(self.under_way) != left:
-                left, until = len(self.under_way), time.monotonic() + self._patience_s
-            elif time.monotonic() > until:
-                raise self.silence()
-            self.poll(min(1.0, self._patience_s))
-
-    def silence(self) -> ShardError:
-        """Return the error that says that the shard takes nothing, and why, as far as it says so."""
-        try:
-            said = str(ray.get(self._shard.trouble.remote(), timeout=_REASON_S))
-        except ray.exceptions.RayError as error:
-            said = f"it does not answer: {type(error).__name__}"
-        return ShardError(
-            f"shard {self.number} has not acknowledged a segment for {self._patience_s:g} s "
-            f"({said or self._trouble or 'it answers, but is slow'}); the {self.unacknowledged_rows} transitions under "
-            "way are kept: call flush() to try again"
-        )
-
-    def take_back(self) -> deque[SentSegment]:
-        """Give up the segments that were not acknowledged, of a shard that is gone with all that it held."""
-        left, self.under_way = self.under_way, deque()
-        return left
-
-    def poll(self, wait_s: float = 0.0) -> None:
-        """Go on with what the shard said meanwhile; wait so long for its next word at most."""
-        if self._call is None:
-            self._send(wait_s)
-        if self._call is None or not ray.wait([self._call], timeout=wait_s)[0]:
-            return
-        call, self._call = self._call, None
-        try:
-            ack: Ack = received(call)
-        except FencedError:
-            raise
-        except (ray.exceptions.RayError, ShardError) as error:  # it is being restarted
-            was_dead, self._was_dead = self._was_dead, isinstance(error, ray.exceptions.ActorDiedError)
-            if was_dead and self._was_dead:
-                raise GoneError(f"shard {self.number} is gone for good ({error})") from error
-            self._trouble, self._again_at = type(error).__name__, time.monotonic() + _PAUSE_S
-        else:
-            self._trouble, self._was_dead = "", False
-            self._hear(ack)
-            self._send()
-
-    def _send(self, wait_s: float = 0.0) -> None:
-        """Make a call for all that wait; after one that failed not at once."""
-        pause = self._again_at - time.monotonic()
-        if self.under_way and pause > 0:
-            time.sleep(min(pause, wait_s))
-        if self.under_way and pause <= wait_s:
-            payloads = [segment.payload for segment in self.under_way]
-            self._call = self._shard.insert.remote(self._writer, self.sequence, payloads)
-
-    def _hear(self, ack: Ack) -> None:
-        """Forget what was accepted. A shard that expects an earlier segment began again, without what it held."""
-        self.counters, self.sequence = ack.counters, min(self.sequence, ack.expected)
-        while self.under_way and self.sequence < ack.expected:
-            segment, self.sequence = self.under_way.popleft(), self.sequence + 1
-            if segment.lease >= 0:
-                self._roster.end_insert.remote(segment.lease, self.number, ack.counters)
-        if ack.refused:
-            self.under_way.popleft()
-            raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.refused}")
-        if ack.is_closed:
-            raise ShardClosedError(f"shard {self.number} takes nothing more")
+            time.sleep(PAUSE_S)
