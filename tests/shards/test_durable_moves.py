@@ -90,8 +90,8 @@ def test_a_checkpoint_whose_loading_was_cut_short_is_loaded_to_its_end(
         for _ in range(2):  # also if it is restarted once more
             shard = loaded(checkpoint, journal)
             assert rewards(shard) == list(range(500, 1_500))
-            assert shard._committer is not None
-            assert shard._committer.journal.state.loading == ""
+            assert shard._is_durable
+            assert shard._journal.state.loading == ""
 
 
 def test_half_a_checkpoint_is_not_taken_for_a_journal_nor_for_another(

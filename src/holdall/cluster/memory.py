@@ -14,7 +14,7 @@ batches of a local memory with the same seed.
 
 from __future__ import annotations
 
-import logging
+import math
 import os
 import secrets
 import threading
@@ -32,10 +32,9 @@ from holdall.cluster import roster
 from holdall.cluster.handle import MemoryHandle
 from holdall.cluster.journal import journals_in_use
 from holdall.cluster.learner import saved_by
-from holdall.cluster.protocol import MOST_SHARDS, asked
+from holdall.cluster.protocol import MOST_SHARDS, Cluster, GoneError, asked
 from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.shard import GROUPS, Shard
-from holdall.cluster.status import Cluster
 from holdall.cluster.writer import ShardStreams, Writer
 from holdall.errors import ArgumentError, ShardError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
@@ -50,7 +49,6 @@ _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
 _TALKS = 16
 """Questions that the roster hears at a time."""
-_LOG = logging.getLogger("holdall")
 
 
 class Fleet:
@@ -152,8 +150,10 @@ class Fleet:
             self._ask(actor, "close_to_writers")
             moves = self._moves
             moves.flush()  # what a drain that ended with an error has left under way
-            moves.left.add(number)
             moves.look_around(now=True)
+            moves.left.add(number)
+            for other in cluster.refresh().keys() & moves.streams.keys():  # so that it knows which is filled least
+                moves.streams[other].counters = cluster.known.get(other)
             while (oldest := self._ask(actor, "oldest"))[0]:
                 payload, rows, first_row, end = oldest
                 stream = moves.roomy()
@@ -170,13 +170,20 @@ class Fleet:
 
         An earlier memory may have had more shards: what these hold must not be left out unnoticed.
         """
+        waits_s = 0.0 if self._terms.url is None else math.inf  # only one with a journal has something to read
         for number, actor in self.actors.items():
-            move = self._begun(number, actor)
-            if move is None:
+            try:
+                move = asked(actor, "move", patience_s=waits_s, timeout_s=self._patience_s)
+            except GoneError as error:
+                self.end()
+                reason = str(error.__cause__).strip().splitlines()[-1]  # what its constructor raised
+                raise ShardError(f"shard {number} could not be started: {reason}") from error
+            except ShardError:
                 continue
-            to, writer, sequence = move
-            arrived = to in self.actors and self._ask(self.actors[to], "insert", writer, 0, []).expected > sequence
-            self._ask(actor, "end_move", arrived)
+            if move is not None:
+                to, writer, sequence = move
+                arrived = to in self.actors and self._ask(self.actors[to], "insert", writer, 0, []).expected > sequence
+                self._ask(actor, "end_move", arrived)
         if self._terms.url is None:
             return
         left_out = sorted(set(journals_in_use(self._terms.url)) - set(self.actors))
@@ -187,24 +194,10 @@ class Fleet:
                 f"memory; pass shards={left_out[-1] + 1}, drain what is too much then, or name another place"
             )
 
-    def _begun(self, number: int, actor: Any) -> Any:
-        """Wait until a shard is up, if it has a journal to read; return what it says of a move."""
-        while True:
-            try:
-                return ray.get(actor.move.remote(), timeout=self._patience_s)
-            except ray.exceptions.ActorDiedError as error:
-                self.end()
-                reason = str(error).strip().splitlines()[-1]  # what its constructor raised
-                raise ShardError(f"shard {number} could not be started: {reason}") from error
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                if self._terms.url is None:
-                    return None
-                _LOG.warning("shard %d is not up yet: it reads its journal, or Ray has no room for it", number)
-
     def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
         """Call what may be called twice; a shard, or the roster, that is killed meanwhile is waited for."""
         timeout_s = None if actor is self.roster else self._patience_s
-        return asked(lambda: actor, method, *arguments, patience_s=self._patience_s, timeout_s=timeout_s)
+        return asked(actor, method, *arguments, patience_s=self._patience_s, timeout_s=timeout_s)
 
     def end(self, *, has_saved: bool = False) -> None:
         """End all actors, once they have let go of the places that they saved to."""
@@ -286,7 +279,7 @@ class ReplayMemory(MemoryHandle):
             self._fleet.start(number, saved)
         self._fleet.settle()
         self._cluster.refresh()
-        self._priorities.level()
+        self._drawing.level()
 
     def add_shard(self) -> int:
         """Start one more shard and return its number; new segments go there, too.

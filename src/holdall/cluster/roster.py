@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import secrets
 import threading
@@ -25,8 +26,7 @@ from typing import Any
 
 import ray
 
-from holdall.cluster.protocol import MOST_LIVES, ShardCounters, received
-from holdall.cluster.status import Gauges
+from holdall.cluster.protocol import MOST_LIVES, Gauges, ShardCounters, answers
 from holdall.errors import ArgumentError, ShardError
 from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.storage import COST_CAPS
@@ -101,18 +101,6 @@ class MemoryTerms:
     def stay_rows(self) -> int:
         """Rows after which a writer may leave a shard within an episode; 0: after every segment."""
         return max(1, self.shard_rows // _STAYS) if isinstance(self.sampler, ComposedSampler) else 0
-
-    def roster(self) -> Any:
-        """Find the roster."""
-        return roster_of(self.name)
-
-    def ask(self, roster: Any, method: str, *arguments: Any) -> Any:
-        """Ask the roster something; None while it is being restarted, ShardError if the memory was closed."""
-        try:
-            return received(getattr(roster, method).remote(*arguments), self.patience_s)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            roster_of(self.name)
-            return None
 
 
 def roster_of(name: str) -> Any:
@@ -207,31 +195,34 @@ _LOG = logging.getLogger("holdall")
 
 
 def wait_for_grant(
-    call: str, ask: Callable[..., Any], method: str, rows: int, meanwhile: Callable[[], None] = lambda: None
-) -> Any:
-    """Ask until the limiter grants something, and say now and then what is waited for.
+    limit: RateLimit | None, call: str, rows: int, ask: Callable[..., Any], meanwhile: Callable[[], None] = lambda: None
+) -> int:
+    """Ask until the limiter grants something, and say now and then what is waited for; -1 without a limiter.
 
     Args:
         call: "add" or "sample".
-        ask: Asks the roster, see `MemoryTerms.ask`.
+        ask: Asks the roster, see `ShardList.ask`.
     """
+    if limit is None:
+        return -1
+    limit.require(*(("block", rows * limit.samples_per_insert) if call == "add" else ("batch", rows)))
     began = time.monotonic()
     notice_at = began + _NOTICE_S
-    while (grant := ask(method, rows)) is None:
+    while (grant := ask("grant", call, rows, patience_s=math.inf)) is None:
         now = time.monotonic()
-        if now >= notice_at and (words := ask("limiter")):
+        if now >= notice_at:
             notice_at = now + _NOTICE_AGAIN_S
-            _LOG.warning("%s has waited %.0f s for the limiter: %s", call, now - began, _waited_for(words))
+            _LOG.warning("%s has waited %.0f s for the limiter: %s", call, now - began, _waited_for(ask("limiter")))
         time.sleep(_ASK_AGAIN_S)
         meanwhile()
-    return grant
+    return int(grant)
 
 
 def _waited_for(words: dict[str, float]) -> str:
     """Say what has to happen before a limiter grants more."""
     asked = [
         f"no {who} has asked for a grant yet" if words[key] < 0 else f"a {who} last asked {words[key]:.0f} s ago"
-        for who, key in (("writer", "insert_s"), ("learner", "sample_s"))
+        for who, key in (("writer", "add_s"), ("learner", "sample_s"))
     ]
     return (
         f"{words['inserted']:.0f} transitions were added and {words['sampled']:.0f} rows drawn; the error may be "
@@ -292,6 +283,7 @@ class Limiter:
         self.sampled = int(behind * self.limit.samples_per_insert)
 
 
+_NO_LIMIT = RateLimit(1.0, 1, 2.0**62)
 _LOOK_AGAIN_S = 0.05
 _FIRST_RANK = 2**20
 """Of learners that are given none: above those that are."""
@@ -309,8 +301,7 @@ class Roster:
         self._terms = terms
         self._learners = _FIRST_RANK
         self._highest = 0.0  # priority of the whole memory, as far as was said here
-        self._limiter = None if terms.limit is None else Limiter(terms.limit)
-        self._metrics = None if terms.limit is None else Gauges("limiter", memory=terms.name)
+        self._limiter = Limiter(terms.limit or _NO_LIMIT)
         self._inserted: dict[tuple[int, int], int] = {}
         self._looked_at = 0.0
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
@@ -320,6 +311,7 @@ class Roster:
         self._lives: dict[int, int] = {}
         self._codecs: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, float] = {}  # when a grant to add or to draw was last asked for
+        Gauges("limiter", memory=terms.name).follow(self.limiter)
 
     def terms(self) -> MemoryTerms:
         """Say what handles have to know."""
@@ -365,63 +357,44 @@ class Roster:
         with self._lock:
             return self._codecs.get(key) if chosen is None else self._codecs.setdefault(key, chosen)
 
-    def lease_insert(self, rows: int) -> int | None:
-        """Grant the insert of some rows; None: not yet."""
+    def grant(self, call: str, rows: int) -> int | None:
+        """Grant that some rows are inserted, for "add", or drawn, for "sample"; None: not yet."""
         self._look_at_shards()
         with self._lock:
-            now = self._asked["insert_s"] = time.monotonic()
-            return -1 if self._limiter is None else self._limiter.lease_insert(rows, now)
+            now = self._asked[f"{call}_s"] = time.monotonic()
+            return self._limiter.lease_insert(rows, now) if call == "add" else self._limiter.take_samples(rows) or None
 
     def end_insert(self, lease: int, shard: int, counters: ShardCounters) -> None:
         """Hear that rows that were granted have arrived."""
         with self._lock:
-            if self._limiter is not None:
-                self._note(shard, counters)
-                self._limiter.end_insert(lease)
-
-    def take_samples(self, rows: int) -> bool | None:
-        """Grant the draw of some rows; None: not yet."""
-        self._look_at_shards()
-        with self._lock:
-            self._asked["sample_s"] = time.monotonic()
-            return self._limiter is None or self._limiter.take_samples(rows) or None
+            self._note(shard, counters)
+            self._limiter.end_insert(lease)
 
     def limiter(self) -> dict[str, float]:
-        """Say how the limiter stands, and how long ago a grant was last asked for; -1: never."""
+        """Say how the limiter stands, and how long ago a grant was last asked for; -1: never. Nothing without one."""
+        if self._terms.limit is None:
+            return {}
         self._look_at_shards()
         with self._lock:
-            if self._limiter is None:
-                return {}
-            asked = {"insert_s": -1.0, "sample_s": -1.0}
+            asked = {"add_s": -1.0, "sample_s": -1.0}
             now = time.monotonic()
             return self._limiter.words() | asked | {call: now - then for call, then in self._asked.items()}
 
     def _look_at_shards(self) -> None:
-        """Ask the shards what they took, now and then."""
+        """Ask the shards what they took, now and then; one that does not answer counts with what it took before."""
         with self._lock:
             now = time.monotonic()
-            if self._limiter is None or now - self._looked_at < _LOOK_AGAIN_S:
+            if now - self._looked_at < _LOOK_AGAIN_S:
                 return
-            self._looked_at = now
-            asked = {shard: handle.counters.remote() for shard, handle in self._shards.items()}
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
-        for shard, call in asked.items():
-            if call in ready:
-                try:
-                    found: ShardCounters = ray.get(call)
-                except ray.exceptions.RayError:  # it counts with what it took before
-                    continue
-                with self._lock:
-                    self._note(shard, found)
-        if self._metrics is not None:
-            self._metrics.report(self._limiter.words)
+            self._looked_at, shards = now, self._shards
+        for shard, counters in answers(shards, "counters", patience_s=1.0).items():
+            with self._lock:
+                self._note(shard, counters)
 
     def _note(self, shard: int, counters: ShardCounters) -> None:
         """Add up what was ever taken; a shard that began again counts from 0 again."""
         life = 0 if self._terms.url is not None else counters.epoch
         self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), counters.inserted)
-        if self._limiter is None:
-            return
         total = sum(self._inserted.values())
         if self._recentres:
             self._limiter.recentre(total)

@@ -25,7 +25,7 @@ import ray
 
 from holdall import storage
 from holdall.cluster.protocol import PAUSE_S, Ack, GoneError, ShardClosedError, ShardCounters, ShardList, received
-from holdall.cluster.roster import MemoryTerms, wait_for_grant
+from holdall.cluster.roster import MemoryTerms, roster_of, wait_for_grant
 from holdall.errors import ClosedError, FencedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
@@ -33,7 +33,7 @@ from holdall.schema import Schema
 
 _SEGMENT_ROWS = 128
 _WAIT_S = 0.05
-_REASON_S = 1.0
+_REASON_S, _END_S = 1.0, 10.0
 _MOST_UNDER_WAY = 4
 _CROWDED_BYTES = 32 * 2**20
 _LOG = logging.getLogger("holdall")
@@ -165,7 +165,7 @@ class ShardStreams:
 
     def __init__(self, terms: MemoryTerms, spread: int | None = None, first: int = -1) -> None:
         self.terms, self._spread, self._first = terms, spread, first
-        self.writer, self.roster = secrets.token_bytes(16), terms.roster()
+        self.writer, self.roster = secrets.token_bytes(16), roster_of(terms.name)
         self._generator = np.random.default_rng()
         self._home = -1  # the shard on which it stays while episodes go on
         self.streams: dict[int, SegmentStream] = {}
@@ -293,24 +293,16 @@ class LaneGroup(ShardStreams):
     def _send(self) -> None:
         """Close the segment and send it on its way; what could fail comes before that, so that none is lost."""
         start = time.monotonic()
-        stream, lease = self.roomy(), self._leased(self.encoder.rows)
+        # What has arrived while a grant is waited for does not count as under way any more.
+        stream, rows, poll = self.roomy(), self.encoder.rows, partial(self.each, SegmentStream.poll)
+        lease = wait_for_grant(self.terms.limit, "add", rows, self._list.ask, poll)
         if self.streams.get(stream.number) is not stream:  # its shard was closed or lost while a grant was waited for
             stream = self.roomy()
         self.waited_s += time.monotonic() - start
-        codecs, rows = self._codecs.of_fields(), self.encoder.rows
+        codecs = self._codecs.of_fields()
         stays = bool(self.terms.stay_rows) and not self.encoder.ends_episodes
         payload = storage.pack_segment(self.encoder.close(codecs), self._kernels.coder)
         self.send(stream, payload, rows, lease, stays=stays)
-
-    def _leased(self, rows: int) -> int:
-        """Wait for a grant of the memory's limiter; -1 if there is none."""
-        limit = self.terms.limit
-        if limit is None:
-            return -1
-        limit.require("block", rows * limit.samples_per_insert)
-        ask, poll = partial(self.terms.ask, self.roster), partial(self.each, SegmentStream.poll)
-        # What has arrived meanwhile does not count as under way any more.
-        return int(wait_for_grant("add", ask, "lease_insert", rows, poll))
 
 
 def _agreed(roster: Any, field: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -387,7 +379,7 @@ class Writer:
         except RuntimeError:  # Python ends, and starts no more threads
             self._end()
         else:
-            thread.join()
+            thread.join(_END_S)  # not for ever: what is interrupted here may hold a lock of Ray's that it waits for
 
     def _end(self) -> None:
         held = self.waiting_rows + self.unacknowledged_rows
