@@ -26,7 +26,7 @@ from holdall.ray import RateLimit, ReplayMemory, Writer
 from .processes import process_of, wait_until
 
 # Workers have no tests to import.
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SPACE, ACTION = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2)
 
@@ -129,7 +129,7 @@ class Feeder:
             add(self.writer, number)
 
     def leave(self) -> None:
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]  # it has no types
+        ray.actor.exit_actor()
 
 
 def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(memory: ReplayMemory) -> None:
@@ -266,7 +266,7 @@ def test_a_shard_without_room_is_refused_at_once_and_disturbs_nobody(cluster: No
     settings: dict[str, Any] = {"shards": 1, "resources": {"num_cpus": 3.0}}  # of four
     with ReplayMemory(SPACE, ACTION, 1_000, **settings) as memory:
         add(memory, 0)
-        wait_until(lambda: ray.available_resources()["CPU"] < 3.0)  # type: ignore[no-untyped-call]  # it has no types
+        wait_until(lambda: ray.available_resources()["CPU"] < 3.0)
         with pytest.raises(ShardError, match="no room for another shard"):
             memory.add_shard()
         memory._fleet._reserved, memory._fleet._patience_s = {}, 0.5  # Ray may say too late what is free

@@ -108,7 +108,7 @@ class MemoryHandle(Writer):
         self._require_open()
         with self._lock:
             if self._asked is None or self._asked[0] != batch_size:
-                self._asked = batch_size, self._ahead(batch_size, 1, 0)
+                self._asked = batch_size, self._ahead(batch_size, 0)
             ahead = self._asked[1]
         return self._drawing.finish(ahead.next())
 
@@ -122,19 +122,16 @@ class MemoryHandle(Writer):
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._require_open()
-        batches = together(prefetch, self.num_shards) if self._may_draw_several else 1
-        return Loader(self._ahead(batch_size, batches, prefetch), max(0, prefetch - batches + 1))
+        ahead = self._ahead(batch_size, prefetch)
+        return Loader(ahead, max(0, prefetch - ahead.batches + 1))
 
-    @property
-    def _may_draw_several(self) -> bool:
-        """Whether several batches are drawn at once; those of samplers that follow episodes may be large."""
-        return self._terms.limit is None and not isinstance(self.sampler, ComposedSampler)
-
-    def _ahead(self, count: int, batches: int, prefetch: int) -> BatchesAhead:
-        """Return what draws batches, so many at once whatever changes meanwhile."""
-        waiting = _WAITING_BYTES // max(1, 2 * count * sum(leaf.nbytes for leaf in self.schema.observation.leaves))
-        most = min(_MOST_AT_ONCE, 1 + waiting) if together(_MOST_AT_ONCE, self.num_shards) > 1 else 1
-        most = most if self._may_draw_several else 1
+    def _ahead(self, count: int, prefetch: int) -> BatchesAhead:
+        """Return what draws batches, several at once where that may be; those that follow episodes may be large."""
+        batches = most = 1
+        if self._terms.limit is None and not isinstance(self.sampler, ComposedSampler):
+            waiting = _WAITING_BYTES // max(1, 2 * count * sum(leaf.nbytes for leaf in self.schema.observation.leaves))
+            batches = together(prefetch, self.num_shards)
+            most = min(_MOST_AT_ONCE, 1 + waiting) if together(_MOST_AT_ONCE, self.num_shards) > 1 else 1
         self._deliverer.keep(most + prefetch + 2)
         draw = functools.partial(self._drawing.start, count)
         return BatchesAhead(self._drawing, draw, batches, most, functools.partial(self._settle, count))

@@ -348,7 +348,7 @@ class BatchesAhead:
         settle: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._drawing, self._draw, self._settle = drawing, draw, settle
-        self._batches, self._most = batches, max(batches, most)
+        self.batches, self._most = batches, max(batches, most)
         self._at_once = batches
         self._drawn: deque[Request] = deque()
         self._state: tuple[Any, ...] | None = None  # when they were drawn
@@ -367,9 +367,9 @@ class BatchesAhead:
     def next(self) -> Request:
         """Return the next batch."""
         with self._lock:
-            if not self._drawn or self._handed_out >= self._batches:
+            if not self._drawn or self._handed_out >= self.batches:
                 self._settle()
-                self._draw_anew(self._drawing.state() if self._most > self._batches else None)
+                self._draw_anew(self._drawing.state() if self._most > self.batches else None)
             self._handed_out += 1
             return self._drawn.popleft()
 
@@ -380,6 +380,6 @@ class BatchesAhead:
             return
         self._drawing.give_up(self._drawn)
         self._drawn.clear()
-        self._at_once = min(2 * self._at_once, self._most) if is_same else self._batches
+        self._at_once = min(2 * self._at_once, self._most) if is_same else self.batches
         self._state, self._handed_out = state, 0
         self._drawn.extend(self._draw(self._at_once))

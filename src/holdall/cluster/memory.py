@@ -34,7 +34,7 @@ from holdall.cluster.journal import journals_in_use
 from holdall.cluster.learner import saved_by
 from holdall.cluster.protocol import MOST_SHARDS, Cluster, GoneError, asked
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.shard import GROUPS, Shard
+from holdall.cluster.shard import THREADS, Shard
 from holdall.cluster.writer import ShardStreams, Writer
 from holdall.errors import ArgumentError, ShardError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
@@ -47,8 +47,6 @@ from holdall.units import require_count, whole
 _LOCAL_ON = 8
 _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
-_TALKS = 16
-"""Questions that the roster hears at a time."""
 
 
 class Fleet:
@@ -64,17 +62,16 @@ class Fleet:
         self._home = f"{roster.NAMESPACE}-{secrets.token_hex(8)}"  # where shards have their numbers as names
         self._terms, self._patience_s = terms, terms.patience_s
         remote: Any = ray.remote
-        found_by = {"name": terms.name, "namespace": roster.NAMESPACE, "max_concurrency": _TALKS}
         # Ray's record of every call would cost as much as a small call itself; shards have metrics of their own.
-        agreed = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(roster.Roster).options(**found_by)
+        agreed = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(roster.Roster)
         try:
-            self.roster = agreed.remote(terms, self._home)
+            self.roster = agreed.options(name=terms.name, namespace=roster.NAMESPACE).remote(terms, self._home)
         except ValueError as error:
             raise ArgumentError(
                 f"name ({terms.name!r}) is that of another memory of this cluster; choose another"
             ) from error
         # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
-        shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS, enable_task_events=False)
+        shard = remote(max_restarts=-1, max_task_retries=0, enable_task_events=False, **THREADS)
         self._reserved = dict(resources or {})
         own: dict[str, Any] = {name: self._reserved[name] for name in ("memory", "num_cpus") if name in self._reserved}
         named = {name: amount for name, amount in self._reserved.items() if name not in own}
@@ -83,8 +80,7 @@ class Fleet:
         self.actors: dict[int, Any] = {}
         self._next = 0
         self._moves = ShardStreams(terms)  # on which the segments of shards that are drained are sent
-        nodes: Any = ray.nodes  # it has no types
-        machines = sum(bool(node["Alive"]) for node in nodes()) if placement == "spread" else 1
+        machines = sum(bool(node["Alive"]) for node in ray.nodes()) if placement == "spread" else 1
         self._made_with = (terms, seed, -(-terms.shards // max(1, machines)))
         self._lock = threading.RLock()
 
@@ -130,8 +126,7 @@ class Fleet:
 
     def _require_room(self) -> None:
         """Refuse to start a shard for which no machine has what it reserves."""
-        resources: Any = ray.available_resources  # it has no types
-        available: dict[str, float] = resources()
+        available: dict[str, float] = ray.available_resources()
         free = {name: available.get("CPU" if name == "num_cpus" else name, 0.0) for name in self._reserved}
         lacking = {name: amount for name, amount in self._reserved.items() if free[name] < amount}
         if lacking:
@@ -166,11 +161,8 @@ class Fleet:
             self._end(number, actor)
 
     def settle(self) -> None:
-        """Wait until the shards are up; have segments that an earlier memory was moving be where they arrived.
-
-        An earlier memory may have had more shards: what these hold must not be left out unnoticed.
-        """
-        waits_s = 0.0 if self._terms.url is None else math.inf  # only one with a journal has something to read
+        """Wait until the shards are up; have segments that an earlier memory was moving be where they arrived."""
+        waits_s = self._patience_s if self._terms.url is None else math.inf  # it may have a long journal to read
         for number, actor in self.actors.items():
             try:
                 move = asked(actor, "move", patience_s=waits_s, timeout_s=self._patience_s)
@@ -184,15 +176,6 @@ class Fleet:
                 to, writer, sequence = move
                 arrived = to in self.actors and self._ask(self.actors[to], "insert", writer, 0, []).expected > sequence
                 self._ask(actor, "end_move", arrived)
-        if self._terms.url is None:
-            return
-        left_out = sorted(set(journals_in_use(self._terms.url)) - set(self.actors))
-        if left_out:
-            self.end()
-            raise ArgumentError(
-                f"shards ({len(self.actors)}) leaves out {left_out}, whose journals are there, too, from an earlier "
-                f"memory; pass shards={left_out[-1] + 1}, drain what is too much then, or name another place"
-            )
 
     def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
         """Call what may be called twice; a shard, or the roster, that is killed meanwhile is waited for."""
@@ -271,6 +254,13 @@ class ReplayMemory(MemoryHandle):
             None if url is None else checkpoint.normalized_url(url), prefer, on_shard_loss,
             *roster.patience_of(patience_s), limit, len(shards.places),
         )  # fmt: skip
+        # An earlier memory may have had more shards: what these hold must not be left out unnoticed.
+        journals = [] if terms.url is None else journals_in_use(terms.url)
+        if left_out := sorted(set(journals) - set(shards.places)):
+            raise ArgumentError(
+                f"shards ({terms.shards}) leaves out {left_out}, whose journals are there, too, from an earlier "
+                f"memory; pass shards={left_out[-1] + 1}, drain what is too much then, or name another place"
+            )
         self._fleet = Fleet(terms, seed, placement, resources)
         super().__init__(terms, sampler, shards.generator, device, seeds=False)
         self._savers = checkpoint.Savers(chosen_kernels().coder)

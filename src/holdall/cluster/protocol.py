@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -89,8 +89,7 @@ def this_machine() -> bytes:
 
 def this_node() -> str:
     """Return the address of the machine that this process runs on, as Ray has it."""
-    address: Any = ray.util.get_node_ip_address  # it has no types
-    return str(address())
+    return str(ray.util.get_node_ip_address())
 
 
 class Ack(NamedTuple):
@@ -230,16 +229,6 @@ def received(call: Any, patience_s: float | None = None) -> Any:
         raise
 
 
-def answers(handles: Mapping[int, Any], method: str, *arguments: Any, patience_s: float) -> dict[int, Any]:
-    """Call some shards at the same time, and wait; return what those say that answer."""
-    calls = {number: getattr(handle, method).remote(*arguments) for number, handle in handles.items()}
-    until, found = time.monotonic() + patience_s, {}
-    for number, call in calls.items():
-        with suppress(*LOSSES):
-            found[number] = received(call, max(0.0, until - time.monotonic()))
-    return found
-
-
 _LOG = logging.getLogger("holdall")
 PAUSE_S = 0.05
 _LOOK_AGAIN_S = 2.0
@@ -350,6 +339,10 @@ class Cluster:
         with self._lock:
             return self.handle(shard).ordered.remote(pickle.dumps((method, *arguments)))
 
+    def _member(self, shard: int) -> _Member:
+        """Return what is known of a shard; of one that was dismissed, nothing that anybody hears of."""
+        return self._members.get(shard) or _Member(None)
+
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""
         return self._members[shard].handle
@@ -392,9 +385,7 @@ class Cluster:
     ) -> None:
         """Keep what a shard said of itself; `answers`: one that was lost, too, is there again."""
         with self._lock:
-            member = self._members.get(shard)
-            if member is None:
-                return
+            member = self._member(shard)
             known, member.lost = member.counters, member.lost and not answers
             if known is not None and (counters.epoch, counters.changes) < (known.epoch, known.changes):
                 return  # calls may overtake each other
@@ -430,18 +421,19 @@ class Cluster:
 
     def ask_all(self, shards: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
         """Call some shards at the same time, and wait; return what those say that answer."""
-        handles = {number: self.handle(number) for number in shards if number in self._members}
-        found = answers(handles, method, *arguments, patience_s=self.patience_s)
-        for number in handles.keys() - found.keys():
-            self.lose(number)
+        calls = {n: getattr(self.handle(n), method).remote(*arguments) for n in shards if n in self._members}
+        found = {}
+        for number, call in calls.items():
+            try:
+                found[number] = received(call, self.patience_s)
+            except LOSSES:
+                self.lose(number)
         return found
 
     def lose(self, shard: int) -> None:
         """Mark a shard that did not answer; it is asked again until it does."""
         with self._lock:
-            member = self._members.get(shard)
-            if member is None:
-                return
+            member = self._member(shard)
             self.losses += not member.lost
             member.lost = True
 
@@ -450,8 +442,7 @@ class Cluster:
 
         A call that is made meanwhile fails after two seconds, though the shard be back after one.
         """
-        member = self._members.get(shard)
-        return member is not None and actor_state(member.handle) in {"restarting", "gone"}
+        return actor_state(self._member(shard).handle) in {"restarting", "gone"}
 
     def _hear(self, number: int, member: _Member) -> None:
         """Look whether a question was answered, and ask a lost shard again.

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import secrets
-import threading
 import time
 import warnings
 from collections.abc import Callable, Collection
@@ -26,7 +25,7 @@ from typing import Any
 
 import ray
 
-from holdall.cluster.protocol import MOST_LIVES, Gauges, ShardCounters, answers
+from holdall.cluster.protocol import MOST_LIVES, Gauges, ShardCounters
 from holdall.errors import ArgumentError, ShardError
 from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.storage import COST_CAPS
@@ -68,11 +67,12 @@ class RateLimit:
         """Upper bound of the error."""
         return self.min_size * self.samples_per_insert + self.tolerance
 
-    def require(self, what: str, rows: float) -> None:
-        """Refuse what could never be granted."""
-        if rows > self.tolerance:
+    def require(self, call: str, rows: int) -> None:
+        """Refuse to "add", or to "sample", what could never be granted."""
+        what, moved = ("block", rows * self.samples_per_insert) if call == "add" else ("batch", rows)
+        if moved > self.tolerance:
             raise ArgumentError(
-                f"tolerance ({self.tolerance:g}) is less than what one {what} moves ({rows:g}), so that writers and "
+                f"tolerance ({self.tolerance:g}) is less than what one {what} moves ({moved:g}), so that writers and "
                 "learners could wait for each other; raise it"
             )
 
@@ -111,8 +111,6 @@ def roster_of(name: str) -> Any:
         raise ShardError(f"the memory {name} is not there; was it closed?") from error
 
 
-POLICIES = ("degrade", "block", "raise")
-DURABILITIES = ("memory", "segment")
 _ANSWERS_S = 10.0
 _RESTARTED_S = 15.0
 """What a shard may take to be started again once its machine was given up."""
@@ -140,7 +138,8 @@ def _setting(name: str, usual: int) -> int:
 
 PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
 _CHOICES: dict[str, Collection[str]] = {
-    "durability": DURABILITIES, "on_shard_loss": POLICIES, "prefer": COST_CAPS, "placement": PLACEMENTS,
+    "durability": ("memory", "segment"), "on_shard_loss": ("degrade", "block", "raise"), "prefer": COST_CAPS,
+    "placement": PLACEMENTS,
 }  # fmt: skip
 
 
@@ -205,7 +204,7 @@ def wait_for_grant(
     """
     if limit is None:
         return -1
-    limit.require(*(("block", rows * limit.samples_per_insert) if call == "add" else ("batch", rows)))
+    limit.require(call, rows)
     began = time.monotonic()
     notice_at = began + _NOTICE_S
     while (grant := ask("grant", call, rows, patience_s=math.inf)) is None:
@@ -230,9 +229,9 @@ def _waited_for(words: dict[str, float]) -> str:
     )
 
 
-@dataclass(slots=True)
+@dataclass
 class Limiter:
-    """Grants inserts and samples. Not locked: its owner is."""
+    """Grants inserts and samples. Not locked: its owner hears one call at a time."""
 
     limit: RateLimit
     inserted: int = 0  # what the shards took, as they last said
@@ -290,19 +289,19 @@ _FIRST_RANK = 2**20
 
 
 class Roster:
-    """What is agreed on.
+    """What is agreed on. It hears one call at a time, and waits for nobody.
 
     Args:
         home: The namespace in which the memory's shards have their numbers as names: one that is restarted finds them.
     """
 
     def __init__(self, terms: MemoryTerms, home: str) -> None:
-        self._lock = threading.Lock()
         self._terms = terms
         self._learners = _FIRST_RANK
         self._highest = 0.0  # priority of the whole memory, as far as was said here
         self._limiter = Limiter(terms.limit or _NO_LIMIT)
         self._inserted: dict[tuple[int, int], int] = {}
+        self._questions: dict[int, Any] = {}  # to shards, that they have not answered yet
         self._looked_at = 0.0
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
         self._first_life = 1 + secrets.randbelow(MOST_LIVES - 1) if is_restarted() else 0
@@ -311,7 +310,8 @@ class Roster:
         self._lives: dict[int, int] = {}
         self._codecs: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, float] = {}  # when a grant to add or to draw was last asked for
-        Gauges("limiter", memory=terms.name).follow(self.limiter)
+        if terms.limit is not None:
+            Gauges("limiter", memory=terms.name).follow(self._limiter.words)
 
     def terms(self) -> MemoryTerms:
         """Say what handles have to know."""
@@ -319,77 +319,68 @@ class Roster:
 
     def enroll(self) -> int:
         """Number the learners that have no rank of their own."""
-        with self._lock:
-            self._learners += 1
-            return self._learners
+        self._learners += 1
+        return self._learners
 
     def raise_highest(self, scaled: float) -> None:
         """Hear of a priority; a shard that is started hears of the highest."""
-        with self._lock:
-            self._highest = max(self._highest, scaled)
+        self._highest = max(self._highest, scaled)
 
     def begin_life(self, shard: int, first: int) -> tuple[int, float]:
         """Count a shard's lives, from `first` on; say what the highest priority is."""
-        with self._lock:
-            life = self._lives[shard] = max(first, self._first_life, self._lives.get(shard, -1) + 1)
-            return life, self._highest
+        life = self._lives[shard] = max(first, self._first_life, self._lives.get(shard, -1) + 1)
+        return life, self._highest
 
     def admit(self, shard: int, handle: Any) -> None:
         """Add a shard to the list."""
-        with self._lock:
-            self._list(self._shards | {shard: handle})
+        self._list(self._shards | {shard: handle})
 
     def dismiss(self, shard: int) -> None:
         """Take a shard off the list."""
-        with self._lock:
-            self._list({number: handle for number, handle in self._shards.items() if number != shard})
+        self._list({number: handle for number, handle in self._shards.items() if number != shard})
 
     def _list(self, shards: dict[int, Any]) -> None:
         self._shards, self._version = shards, secrets.randbits(62)
 
     def shards(self, known: int) -> tuple[int, dict[int, Any] | None]:
         """Return the list and its version; no list if the version is known."""
-        with self._lock:
-            return self._version, None if known == self._version else dict(self._shards)
+        return self._version, None if known == self._version else self._shards
 
     def codec(self, key: str, chosen: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Return the codec that a field's slices get, in words: the first that was chosen; None if none was."""
-        with self._lock:
-            return self._codecs.get(key) if chosen is None else self._codecs.setdefault(key, chosen)
+        return self._codecs.get(key) if chosen is None else self._codecs.setdefault(key, chosen)
 
     def grant(self, call: str, rows: int) -> int | None:
         """Grant that some rows are inserted, for "add", or drawn, for "sample"; None: not yet."""
         self._look_at_shards()
-        with self._lock:
-            now = self._asked[f"{call}_s"] = time.monotonic()
-            return self._limiter.lease_insert(rows, now) if call == "add" else self._limiter.take_samples(rows) or None
+        now = self._asked[f"{call}_s"] = time.monotonic()
+        return self._limiter.lease_insert(rows, now) if call == "add" else self._limiter.take_samples(rows) or None
 
     def end_insert(self, lease: int, shard: int, counters: ShardCounters) -> None:
         """Hear that rows that were granted have arrived."""
-        with self._lock:
-            self._note(shard, counters)
-            self._limiter.end_insert(lease)
+        self._note(shard, counters)
+        self._limiter.end_insert(lease)
 
     def limiter(self) -> dict[str, float]:
         """Say how the limiter stands, and how long ago a grant was last asked for; -1: never. Nothing without one."""
         if self._terms.limit is None:
             return {}
         self._look_at_shards()
-        with self._lock:
-            asked = {"add_s": -1.0, "sample_s": -1.0}
-            now = time.monotonic()
-            return self._limiter.words() | asked | {call: now - then for call, then in self._asked.items()}
+        now, asked = time.monotonic(), {"add_s": -1.0, "sample_s": -1.0}
+        return self._limiter.words() | asked | {call: now - then for call, then in self._asked.items()}
 
     def _look_at_shards(self) -> None:
-        """Ask the shards what they took, now and then; one that does not answer counts with what it took before."""
-        with self._lock:
-            now = time.monotonic()
-            if now - self._looked_at < _LOOK_AGAIN_S:
-                return
-            self._looked_at, shards = now, self._shards
-        for shard, counters in answers(shards, "counters", patience_s=1.0).items():
-            with self._lock:
-                self._note(shard, counters)
+        """Hear what the shards took, and ask them again now and then."""
+        for shard, question in list(self._questions.items()):
+            if ray.wait([question], timeout=0)[0]:
+                del self._questions[shard]
+                with suppress(ray.exceptions.RayError):  # it counts with what it took before
+                    self._note(shard, ray.get(question))
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_AGAIN_S:
+            asked = {shard: handle for shard, handle in self._shards.items() if shard not in self._questions}
+            self._questions |= {shard: handle.counters.remote() for shard, handle in asked.items()}
+            self._looked_at = now
 
     def _note(self, shard: int, counters: ShardCounters) -> None:
         """Add up what was ever taken; a shard that began again counts from 0 again."""
@@ -404,8 +395,8 @@ class Roster:
 
 def _named_in(home: str) -> dict[int, Any]:
     """Return the shards that there are: those of a roster that was restarted, or none yet."""
-    listed: Any = ray.util.list_named_actors  # it has no types
-    numbers = [int(each["name"]) for each in listed(all_namespaces=True) if each["namespace"] == home]
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    numbers = [int(each["name"]) for each in listed if each["namespace"] == home]
     found = {}
     for number in sorted(numbers):
         with suppress(ValueError):  # it has ended since

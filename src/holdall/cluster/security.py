@@ -16,7 +16,6 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
 
 from holdall.errors import ArgumentError, ShardError
 
@@ -133,8 +132,7 @@ def require_safe_cluster() -> None:
     if not ray.is_initialized():
         close_token_file(os.environ)
         ray.init(include_dashboard=False)
-    nodes: Any = ray.nodes
-    alive = [str(node["NodeManagerAddress"]) for node in nodes() if node["Alive"]]
+    alive = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
     require_closed(alive, str(ray.get_runtime_context().gcs_address), os.environ)
     close_token_file(os.environ)
 
@@ -150,9 +148,8 @@ def join_cluster(address: str | None, namespace: str) -> str:
     close_token_file(os.environ)
     if address is not None:
         require_head(address)
-    init: Any = ray.init
     try:
-        init(address=address or "auto", namespace=namespace, log_to_driver=False, configure_logging=False)
+        ray.init(address=address or "auto", namespace=namespace, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         cause = str(error.__cause__ or error).strip().splitlines()[-1].partition(". ")[0]
         raise ShardError(

@@ -33,8 +33,8 @@ from holdall.report import MemoryReport
 from holdall.schema import Array
 from holdall.shared import SharedCount
 
-GROUPS = {"insert": 32, "sample": 1, "control": 4, "save": 4}
-"""Threads by kind of call, so that none waits behind another kind; one keeps calls in their order, as Ray does."""
+THREADS = {"max_concurrency": 4, "concurrency_groups": {"insert": 32, "sample": 1, "save": 4}}
+"""For all calls but some kinds, and for these: none waits behind another kind, and one keeps calls in their order."""
 
 
 class Shard:
@@ -145,7 +145,6 @@ class Shard:
             self._journal.stage(Entry(writer, number, payload, segment))
             self._expected[writer] = number + 1
 
-    @ray.method(concurrency_group="control")
     def trouble(self) -> str:
         """Say why segments are not acknowledged, if there is a reason."""
         return self._journal.trouble
@@ -201,7 +200,6 @@ class Shard:
             self._changes.raise_by_one()
             return self._counters()
 
-    @ray.method(concurrency_group="control")
     def raise_highest(self, scaled: float) -> protocol.ShardCounters:
         """Hear of the highest priority of all shards: new rows get it."""
         with self._lock:
@@ -209,7 +207,6 @@ class Shard:
             self._changes.raise_by_one()
             return self._counters()
 
-    @ray.method(concurrency_group="control")
     def close_to_writers(self) -> None:
         """Accept nothing more, so that what is held can be moved elsewhere."""
         with self._lock:
@@ -217,7 +214,6 @@ class Shard:
         self._journal.commit()
         self._journal.say(closed_by=self._memory)
 
-    @ray.method(concurrency_group="control")
     def oldest(self) -> tuple[bytes, int, int, int]:
         """Return the oldest segment, its rows, the first of them, and the row behind it.
 
@@ -231,7 +227,6 @@ class Shard:
             return b"", 0, 0, 0
         return self._data.packed(segment), segment.rows.ticks, first, first + segment.rows.ticks
 
-    @ray.method(concurrency_group="control")
     def give_up(self, first_row: int, end: int, to: int, writer: bytes, sequence: int) -> None:
         """Draw rows no more that go to another shard; the journal keeps them, and says where they go.
 
@@ -244,7 +239,6 @@ class Shard:
             self._changes.raise_by_one()
         self._journal.say(hidden_before=end, move=SegmentMove(self._memory, to, writer.hex(), sequence, first_row))
 
-    @ray.method(concurrency_group="control")
     def move(self) -> tuple[int, bytes, int] | None:
         """Say which segment was on its way to a shard when the memory before this one ended: to, writer, number."""
         move = self._journal.state.move
@@ -252,7 +246,6 @@ class Shard:
             return None
         return move.shard, bytes.fromhex(move.writer), move.sequence
 
-    @ray.method(concurrency_group="control")
     def end_move(self, arrived: bool) -> None:
         """Hear whether that segment arrived; if not, it stays here."""
         with self._lock:
@@ -278,20 +271,17 @@ class Shard:
             raise protocol.RestartedError(f"shard {self._number} was restarted after the checkpoint was begun")
         return self._handles.pop(number).result()
 
-    @ray.method(concurrency_group="control")
     def end_saves(self) -> None:
         """Wait for checkpoints that are under way, and let others write there; make priorities durable."""
         self._data.end_saves()
         if self._is_durable and self._journal.fenced is None:
             self._journal.write_priorities()
 
-    @ray.method(concurrency_group="control")
     def counters(self) -> protocol.ShardCounters:
         """Say what is held."""
         with self._lock:
             return self._counters()
 
-    @ray.method(concurrency_group="control")
     def process(self) -> dict[str, Any]:
         """Say where this shard runs, what its process takes, and how it stands, as plain numbers and text."""
         held, limit = self._held.read(), memory_limits()[0]
@@ -316,7 +306,6 @@ class Shard:
                 "is_draining": self._is_closed.is_set(),
             }
 
-    @ray.method(concurrency_group="control")
     def report(self) -> MemoryReport:
         """Account for every field; say what is done without compiled code."""
         with self._lock:

@@ -251,11 +251,9 @@ class ShardStreams:
             if number not in self.streams:
                 handle, patience_s = self._list.handles[number], self.terms.writer_patience_s
                 self.streams[number] = SegmentStream(handle, number, self.writer, patience_s, self.roster)
-        if self._spread is not None and self._spread < len(taking):
-            kept = [number for number in self._open_to if number in taking]
-            others = [number for number in taking if number not in kept]
-            missing = max(0, self._spread - len(kept))
-            taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
+        if self._spread is not None:  # those that it sends to already stay, and any others fill up
+            mixed: list[int] = self._generator.permutation(taking).tolist()
+            taking = sorted(mixed, key=lambda number: number not in self._open_to)[: self._spread]
         self._open_to = taking
 
 
