@@ -287,7 +287,7 @@ class ShardList:
                 if handles is not None:
                     self._version, self.handles = version, handles
             except ShardError as error:
-                missing = f"does not answer ({error})"
+                missing, left_s = f"does not answer ({error})", -1.0 if isinstance(error, GoneError) else left_s
             if self.handles:
                 return
             if left_s < 0:

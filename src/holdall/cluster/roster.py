@@ -283,13 +283,13 @@ class Limiter:
 
 
 _NO_LIMIT = RateLimit(1.0, 1, 2.0**62)
-_LOOK_AGAIN_S = 0.05
+_LOOK_AGAIN_S, _ANSWER_S = 0.05, 0.1
 _FIRST_RANK = 2**20
 """Of learners that are given none: above those that are."""
 
 
 class Roster:
-    """What is agreed on. It hears one call at a time, and waits for nobody.
+    """What is agreed on. It hears one call at a time, and hardly waits for anybody.
 
     Args:
         home: The namespace in which the memory's shards have their numbers as names: one that is restarted finds them.
@@ -365,22 +365,22 @@ class Roster:
         """Say how the limiter stands, and how long ago a grant was last asked for; -1: never. Nothing without one."""
         if self._terms.limit is None:
             return {}
-        self._look_at_shards()
+        self._look_at_shards(_ANSWER_S)
         now, asked = time.monotonic(), {"add_s": -1.0, "sample_s": -1.0}
         return self._limiter.words() | asked | {call: now - then for call, then in self._asked.items()}
 
-    def _look_at_shards(self) -> None:
-        """Hear what the shards took, and ask them again now and then."""
-        for shard, question in list(self._questions.items()):
-            if ray.wait([question], timeout=0)[0]:
-                del self._questions[shard]
-                with suppress(ray.exceptions.RayError):  # it counts with what it took before
-                    self._note(shard, ray.get(question))
+    def _look_at_shards(self, waits_s: float = 0.0) -> None:
+        """Ask the shards now and then what they took, and hear what they said."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_AGAIN_S:
-            asked = {shard: handle for shard, handle in self._shards.items() if shard not in self._questions}
-            self._questions |= {shard: handle.counters.remote() for shard, handle in asked.items()}
             self._looked_at = now
+            new = {shard: handle for shard, handle in self._shards.items() if shard not in self._questions}
+            self._questions |= {shard: handle.counters.remote() for shard, handle in new.items()}
+        calls = list(self._questions.values())
+        answered = ray.wait(calls, num_returns=len(calls), timeout=waits_s)[0] if calls else []
+        for shard in [shard for shard, call in self._questions.items() if call in answered]:
+            with suppress(ray.exceptions.RayError):  # it counts with what it took before
+                self._note(shard, ray.get(self._questions.pop(shard)))
 
     def _note(self, shard: int, counters: ShardCounters) -> None:
         """Add up what was ever taken; a shard that began again counts from 0 again."""
