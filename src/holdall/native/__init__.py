@@ -46,7 +46,6 @@ from holdall.storage import (
     FlatField,
     Kernels,
     Repair,
-    SliceBlock,
     TickWriter,
     address,
     release_tail,
@@ -189,7 +188,7 @@ class PageFeeder:
     def __init__(self, library: ctypes.CDLL, writer: Any) -> None:
         self._library, self._writer = library, writer
         self._generation = 0
-        self._held: list[tuple[int, list[tuple[SliceBlock, Bytes]]]] = []  # blocks and their memory, by generation
+        self._held: dict[int, list[tuple[Any, Bytes]]] = {}  # blocks and their memory, by generation
         self._end: weakref.finalize[Any, Any] | None = None
         tell_of_forks(self)
 
@@ -205,11 +204,11 @@ class PageFeeder:
             if not self._start():
                 return True
         self._generation += 1
-        self._held.append((self._generation, [(block, block.arena) for block in large]))
+        self._held[self._generation] = [(block, block.arena) for block in large]
         rows = [(0, 0, 0) if b is None else (address(b.arena), b.arena.nbytes, b.used_bytes) for b in fed]
         memory = np.array(rows, np.int64).reshape(-1, 3)
         touched = self._library.holdall_pages_follow(self._writer.pages, self._generation, address(memory), len(memory))
-        _let_go(self._held, {self._generation, touched})
+        _let_go(self._held, {number for number in tuple(self._held) if number not in {self._generation, touched}})
         for block in large:
             block.ask_at = -address(block.arena) % _LARGE_PAGE
         return True
@@ -218,7 +217,7 @@ class PageFeeder:
         """Leave the parent's thread."""
         if self._end is not None:
             self._end.detach()
-        self._writer.pages, self._end, self._held = None, None, []
+        self._writer.pages, self._end, self._held = None, None, {}
 
     def _start(self) -> bool:
         """Start the thread; False if there is none to be had, and things go on without."""
@@ -237,10 +236,10 @@ class PageFeeder:
         return True
 
 
-def _feed(library: ctypes.CDLL, state: Bytes, held: list[Any]) -> None:
+def _feed(library: ctypes.CDLL, state: Bytes, held: dict[int, Any]) -> None:
     """What the thread does until it is dismissed."""
     while generation := library.holdall_pages_feed(address(state)):
-        _let_go(held, {number for number, _ in held if number >= generation})
+        _let_go(held, {number for number in tuple(held) if number < generation})
     held.clear()
 
 
@@ -248,14 +247,16 @@ def _dismiss(library: ctypes.CDLL, state: Bytes) -> None:
     library.holdall_pages_dismiss(address(state))
 
 
-def _let_go(held: list[Any], kept: set[int]) -> None:
-    """Let go of the memory of all other generations, and give back pages of it that are not written."""
-    left = [each for number, blocks in held if number not in kept for each in blocks]
-    held[:] = [each for each in held if each[0] in kept]
-    still = {id(arena) for _, blocks in held for _, arena in blocks}
-    for block, arena in left:
-        if block.arena is arena and id(arena) not in still:
-            release_tail(arena, block.used_bytes)
+def _let_go(held: dict[int, Any], gone: set[int]) -> None:
+    """Let go of the memory of generations, and give back pages of it that will not be written.
+
+    The thread and the writer may do so at the same moment: each step is one of the dict's own, and generations newer
+    than `gone` are not looked at. Nobody else writes to memory before nothing here refers to it.
+    """
+    for number in gone:
+        for block, arena in held.pop(number, ()):
+            if block.is_frozen and block.arena is arena:
+                release_tail(arena, block.used_bytes)
 
 
 # ---------------------------------------------------------------- rollouts

@@ -192,6 +192,11 @@ class NativeBlock(SliceBlock):
         self._struct.used = 0
         self._index[1].fill(0)
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing more will be added."""
+        return not self._index
+
     def freeze(self) -> None:
         """Drop the index: nothing more will be added."""
         self._struct.capacity = self._struct.used

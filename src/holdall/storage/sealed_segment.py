@@ -409,7 +409,8 @@ class Encoder:
             if field.window.count == 1 or field.part.broken_steps * 2 >= field.part.steps:
                 self._searches.consider(i, field.leaf)
             field.part.clear()
-        self._parts = [field.part for field in self.fields]  # a new list: the writer looks at them again
+        if any(part is not field.part for part, field in zip(self._parts, self.fields, strict=True)):
+            self._parts = [field.part for field in self.fields]  # a new list: the writer looks at them again
         writer.next_tick = 0
         first, self._next_tick = self._next_tick, self._next_tick + used
         return SealedSegment(RowChunk(first, used, columns, {}), parts)
