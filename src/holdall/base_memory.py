@@ -199,12 +199,11 @@ class BaseMemory(ABC):
         packed = None if fast is None else fast.pack(*arguments)
         if store is None or not packed:
             return 0
+        store.wait_for_room()
         with self._locked():
             if self._store is not store or not store.fast_tick.is_open:
                 return 0
-            ticks = store.write_fast(packed, arguments[0], arguments[3])
-        store.wait_for_room()
-        return max(ticks, 0)
+            return max(store.write_fast(packed, arguments[0], arguments[3]), 0)
 
     def draw_on(self, device: str, count: int, rows: SlotDraw, *, ahead: bool) -> BatchJob | None:
         """Draw rows and begin a batch of them on a device in one step, if there is such a way; for adapters."""

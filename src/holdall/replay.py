@@ -115,11 +115,10 @@ class ReplayMemory(BaseMemory):
             arguments = obs, action, reward, next_obs, terminated, truncated
             if self.add_at_once(*arguments) or self.add_as_is(*arguments):
                 return
+        self._open().wait_for_room()
         with self._locked():
             tick = self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
-            store = self._whole()
-            store.write(tick)
-        store.wait_for_room()
+            self._whole().write(tick)
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,

@@ -466,9 +466,18 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def put_together(parts: Sequence[Array], where: Sequence[NDArray[np.int64]]) -> Array:
-    """Return the rows of some arrays as one, those of each at their positions."""
-    merged = np.empty((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].dtype)
+def put_together(parts: Sequence[Any], where: Sequence[NDArray[np.int64]]) -> Any:
+    """Return the rows of some arrays as one, those of each at their positions; of tuples and lists of arrays the same.
+
+    What is no array is the same in all parts.
+    """
+    first = parts[0]
+    if isinstance(first, list | tuple):
+        merged = [put_together(each, where) for each in zip(*parts, strict=True)]
+        return getattr(type(first), "_make", type(first))(merged)
+    if not isinstance(first, np.ndarray):
+        return first
+    rows = np.empty((sum(map(len, parts)), *first.shape[1:]), first.dtype)
     for part, positions in zip(parts, where, strict=True):
-        merged[positions] = part
-    return merged
+        rows[positions] = part
+    return rows

@@ -80,6 +80,24 @@ class SharedBlock(mmap.mmap):
         return block
 
 
+class OpenedBlocks:
+    """Blocks of other processes of this machine, each opened once. Not locked."""
+
+    def __init__(self) -> None:
+        self._opened: dict[BlockPlace, Bytes] = {}
+
+    def memory(self, place: BlockPlace, nbytes: int) -> Bytes | None:
+        """Return a block of so many bytes; None if it is not within reach."""
+        found = self._opened.get(place)
+        if found is None:
+            # Those that were given up take memory for as long as they are open here.
+            self._opened = {other: memory for other, memory in self._opened.items() if other.is_there}
+            found = place.opened(nbytes)
+            if found is not None:
+                self._opened[place] = found
+        return found if found is not None and len(found) == nbytes else None
+
+
 class SharedCount:
     """A count that other processes of this machine see without asking, see `SeenCount`."""
 

@@ -362,32 +362,6 @@ def test_a_closed_log_is_as_wide_as_its_numbers(kernels: Kernels, count: int) ->
     assert_reads_back(written, ticks[-50:])
 
 
-@pytest.mark.parametrize("kernels", BOTH)
-@pytest.mark.parametrize("lie", ["one after another", "every second", "axes turned"])
-def test_a_run_of_ticks_is_written_as_the_ticks_are(kernels: Kernels, lie: str) -> None:
-    """Runs of any length and layout make the part that their ticks make one by one; the log grows on the way."""
-    layout = Layout((4, 9, 9), 0)
-    ticks = ticks_of(layout, 3, 60, 5, Mishaps(ends=0.1))
-    written = Written(kernels, layout.window, ticks)
-    obs, later = (np.stack([tick[i].reshape(3, 4, 9, 9) for tick in ticks]) for i in range(2))
-    if lie == "every second":
-        obs, later = (np.repeat(array, 2, axis=0)[::2] for array in (obs, later))
-    elif lie == "axes turned":
-        obs, later = (in_order(array, (0, 1, 3, 4, 2)) for array in (obs, later))
-    run = Written(kernels, layout.window, ticks[:1])
-    run.part.clear()
-    run.cursors = np.zeros((60, 3), np.uint32)
-    for first, end in ((0, 1), (1, 2), (2, 41), (41, 60)):
-        run.part.append_run(obs[first:end], later[first:end], run.cursors[first:end])
-    one, other = written.part.closed(), run.part.closed()
-    assert one.log is not None
-    assert other.log is not None
-    assert np.array_equal(run.cursors, written.cursors)
-    assert np.array_equal(other.log[: one.log_rows], one.log)
-    assert np.array_equal(other.block.raw, one.block.raw)
-    assert_reads_back(run, ticks)
-
-
 # ---------------------------------------------------------------- layouts
 
 

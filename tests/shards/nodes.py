@@ -207,7 +207,7 @@ def _require(done: subprocess.CompletedProcess[bytes]) -> None:
 
 
 def _own_address() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # it has no types
+    return str(ray.util.get_node_ip_address())
 
 
 def _free_port(host: str) -> int:

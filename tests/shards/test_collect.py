@@ -26,7 +26,7 @@ from .processes import kill, process_of, wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 # Workers have no tests to import.
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Counting(gym.Env[Any, Any]):

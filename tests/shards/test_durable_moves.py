@@ -21,8 +21,8 @@ from gymnasium import spaces
 from holdall import ArgumentError, ShardError
 from holdall.checkpoint import open_reader, restored_state
 from holdall.cluster import shard_data as loading
-from holdall.cluster.protocol import SegmentStream
 from holdall.cluster.shard import Shard
+from holdall.cluster.writer import SegmentStream
 from holdall.errors import CheckpointError
 from holdall.ray import ReplayMemory
 
@@ -90,8 +90,8 @@ def test_a_checkpoint_whose_loading_was_cut_short_is_loaded_to_its_end(
         for _ in range(2):  # also if it is restarted once more
             shard = loaded(checkpoint, journal)
             assert rewards(shard) == list(range(500, 1_500))
-            assert shard._committer is not None
-            assert shard._committer.journal.state.loading == ""
+            assert shard._is_durable
+            assert shard._journal.state.loading == ""
 
 
 def test_half_a_checkpoint_is_not_taken_for_a_journal_nor_for_another(

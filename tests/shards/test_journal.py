@@ -55,7 +55,7 @@ def test_what_a_zombie_wrote_while_it_was_overtaken_is_not_missed(tmp_path: Path
     taking_over = owner.open()
     slots = Slots.at(tmp_path)
     known = slots.numbers()
-    owner._slots.numbers = lambda: known  # type: ignore[method-assign]  # it looked before the zombie's last write
+    owner._slots.numbers = lambda: known  # it looked before the zombie's last write
     zombie.append([entry(ANN, 0)], 0)
     assert [each for page in taking_over for each in page.entries] == [entry(ANN, 0)]
     with pytest.raises(FencedError):

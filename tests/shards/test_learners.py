@@ -22,7 +22,7 @@ from .test_priorities import add, drawn
 
 pytestmark = pytest.mark.usefixtures("cluster")
 # Workers have no tests to import.
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # cloudpickle has no types
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SPACE, ACTION = spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2)
 

@@ -16,7 +16,7 @@ from holdall.cluster.roster import Limiter
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
 # Workers have no tests to import.
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 STEPS = st.lists(
     st.tuples(st.sampled_from(["ask", "insert", "die", "sample", "wait"]), st.integers(0, 3)), max_size=120
@@ -90,7 +90,7 @@ def test_limits_that_make_no_sense_are_refused(wrong: tuple[float, int, float]) 
 
 def test_what_could_never_be_granted_is_refused() -> None:
     with pytest.raises(ArgumentError, match="tolerance"):
-        RateLimit(8.0, 100, 100).require("block", 8.0 * 128)
+        RateLimit(8.0, 100, 100).require("add", 128)
 
 
 @ray.remote(num_cpus=0)

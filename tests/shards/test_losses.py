@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ArgumentError, Prioritized, ShardError
-from holdall.cluster import status
+from holdall.cluster import protocol
 from holdall.cluster.protocol import ShardCounters, shards_of
 from holdall.ray import ReplayMemory, attach
 
@@ -225,12 +224,11 @@ class Restarting:
 def test_a_shard_that_is_back_is_asked_again_whatever_became_of_questions_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(status, "_PROBE_AGAIN_S", -1.0)
-    monkeypatch.setattr(status, "_MOST_PROBES", 1)
+    monkeypatch.setattr(protocol, "_PROBE_AGAIN_S", -1.0)
+    monkeypatch.setattr(protocol, "_MOST_PROBES", 1)
     handle = Restarting()
-    member = status._Member(handle, lost=True)
-    nowhere: Any = SimpleNamespace(patience_s=1.0, roster=lambda: None, ask=lambda *_: None)
-    shards = status.Cluster(nowhere)
+    member = protocol._Member(handle, lost=True)
+    shards = protocol.Cluster(None, 1.0)
     shards._members = {0: member}
     shards._hear(0, member)
     assert handle.asked == [False]

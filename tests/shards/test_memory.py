@@ -25,7 +25,7 @@ from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same
 
 pytestmark = pytest.mark.usefixtures("cluster")
 # Workers have no tests to import.
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # cloudpickle has no types
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 OBSERVATION = spaces.Dict(
     image=spaces.Box(0, 255, (4, 16, 24), np.uint8),

@@ -26,7 +26,7 @@ from .processes import kill, process_of, wait_until
 from .test_losses import ACTION, SPACE, held, numbered
 
 pytestmark = pytest.mark.usefixtures("cluster")
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 @pytest.fixture

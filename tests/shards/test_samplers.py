@@ -14,6 +14,7 @@ import holdall
 from holdall import ArgumentError, Hindsight, NStep, Prioritized, Sequence
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer, read_answer
+from holdall.cluster.journal import Entry
 from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters, shards_of
 from holdall.cluster.roster import for_shards
@@ -79,7 +80,7 @@ class Desk:
     def send(self) -> None:
         if self.encoder.rows:
             payload = pack_segment(self.encoder.close({}), self.kernels.coder)
-            self.shard.take(b"w" * 16, self.shard.unpacked(payload))
+            self.shard.take(Entry(b"w" * 16, 0, payload))
 
     def sample(self, count: int) -> Batch:
         self.send()
@@ -191,7 +192,7 @@ class Lane:
             reward, action = np.array([first + tick], np.float64), np.zeros(1, np.int64)
             encoder.add(Tick([nothing], [action], reward, [nothing], np.array([is_end]), no, [], None))
             if encoder.is_full or tick == sum(lengths) - 1:
-                self.shard.take(b"w" * 16, encoder.close({}))
+                self.shard.take(Entry(b"w" * 16, 0, b"", encoder.close({})))
 
 
 @pytest.mark.parametrize("by", ["uniform", "priority"])

@@ -18,7 +18,7 @@ import ray
 from gymnasium import spaces
 
 from holdall import ShardError
-from holdall.cluster.security import answers_strangers, close_token_file, require_closed, require_token
+from holdall.cluster.security import answers_strangers, close_token_file, require_closed
 from holdall.ray import ReplayMemory
 
 
@@ -26,12 +26,12 @@ from holdall.ray import ReplayMemory
 def test_beyond_this_machine_a_token_is_needed(address: str) -> None:
     for environment in ({}, {"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN": "a" * 40}):
         with pytest.raises(ShardError, match="RAY_AUTH_MODE=token"):
-            require_token(["127.0.0.1", address], environment)
-    require_token([address], {"RAY_AUTH_MODE": "token"})
+            require_closed(["127.0.0.1", address], "127.0.0.1:1", environment)
+    require_closed([address], "127.0.0.1:1", {"RAY_AUTH_MODE": "token"})
 
 
 def test_on_this_machine_alone_none_is_needed() -> None:
-    require_token(["127.0.0.1", "::1", "localhost"], {})
+    require_closed(["127.0.0.1", "::1", "localhost"], "127.0.0.1:1", {})
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o660])
@@ -102,7 +102,7 @@ def test_a_head_is_asked_as_a_stranger_would(frames: tuple[bytes, ...], is_open:
 
 def test_an_open_head_is_refused_whatever_token_this_process_has() -> None:
     with head_that_says(SETTINGS, ANSWERS) as address, pytest.raises(ShardError, match="answers without a token"):
-        require_closed("10.0.0.3", address)
+        require_closed(["10.0.0.3"], address, {"RAY_AUTH_MODE": "token"})
 
 
 @pytest.mark.usefixtures("cluster")

@@ -12,11 +12,10 @@ from gymnasium import spaces
 
 from holdall.batch import Batch
 from holdall.cluster import answer, learner, protocol
-from holdall.cluster.answer import BatchBlocks
-from holdall.cluster.shard_data import OpenedBlocks
+from holdall.cluster.answer import BatchBlocks, RowsPlace, block_bytes, pairs_in
 from holdall.ray import ReplayMemory, attach
 from holdall.schema import Leaf
-from holdall.shared import SharedBlock
+from holdall.shared import OpenedBlocks, SharedBlock
 
 SPACE = spaces.Dict(image=spaces.Box(0, 255, (48, 48, 3), np.uint8), state=spaces.Box(-9, 9, (3,), np.float32))
 FRAMES = np.random.default_rng(0).integers(0, 256, (400, 1, 48, 48, 3), dtype=np.uint8)
@@ -97,11 +96,15 @@ def test_a_block_is_used_again_when_its_batch_is_gone_and_nobody_writes_to_it() 
     assert newest.block.place.name not in {name, unanswered}  # a shard may still write to it
 
 
+def opened(shard: OpenedBlocks, place: RowsPlace) -> Any:
+    return shard.memory(place.place, block_bytes(LEAVES, place.rows))
+
+
 @needs_sharing
 def test_what_a_shard_writes_late_does_not_reach_the_batch() -> None:
-    blocks, shard = BatchBlocks(LEAVES), OpenedBlocks(LEAVES)
+    blocks, shard = BatchBlocks(LEAVES), OpenedBlocks()
     taken: Any = blocks.take(64)
-    written: Any = shard.pairs(taken.place(np.arange(64)))
+    written = pairs_in(opened(shard, taken.place(np.arange(64))), LEAVES, 64)
     written[0][0][:] = 5
     taken.is_given_up = True
     obs = taken.pairs()[0][0]
@@ -114,15 +117,15 @@ def test_nothing_is_written_to_what_took_a_blocks_descriptor() -> None:
     blocks = BatchBlocks(LEAVES)
     taken: Any = blocks.take(64)
     place = taken.place(np.arange(64))
-    shard = OpenedBlocks(LEAVES)
-    assert shard.pairs(place._replace(block=place.block._replace(name="holdall-another"))) is None
-    assert shard.pairs(place._replace(rows=65)) is None  # of another size
-    assert shard.pairs(place._replace(block=place.block._replace(descriptor=9_999))) is None
-    assert shard.pairs(place) is not None
+    shard = OpenedBlocks()
+    assert opened(shard, place._replace(place=place.place._replace(name="holdall-another"))) is None
+    assert opened(shard, place._replace(rows=65)) is None  # of another size
+    assert opened(shard, place._replace(place=place.place._replace(descriptor=9_999))) is None
+    assert opened(shard, place) is not None
     del taken
     gc.collect()
     other: Any = blocks.take(80)
-    assert shard.pairs(other.place(np.arange(80))) is not None
-    names = [block.name for block, _ in shard._opened]
+    assert opened(shard, other.place(np.arange(80))) is not None
+    names = [block.name for block in shard._opened]
     assert names == [other.block.place.name]  # that of a learner that gave it up takes no more memory
-    assert shard.pairs(place) is None
+    assert opened(shard, place) is None

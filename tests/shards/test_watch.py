@@ -22,9 +22,8 @@ from rich.console import Console
 
 from holdall import ArgumentError, ShardError
 from holdall.cli.watch_ray import cluster_view
-from holdall.cluster.protocol import ShardCounters
+from holdall.cluster.protocol import ShardCounters, ShardStatus
 from holdall.cluster.security import require_head, use_token
-from holdall.cluster.status import ShardStatus
 from holdall.ray import RateLimit, ReplayMemory
 from holdall.ray.watch import ClusterPass, SeenMemory, SeenShard, ShardForecast, State
 from holdall.tools.report import read_report

@@ -20,13 +20,13 @@ from gymnasium import spaces
 
 from holdall import ArgumentError, CheckpointError, FencedError, ShardError
 from holdall.cluster import journal, roster
-from holdall.cluster.journal import Committer, journal_of
+from holdall.cluster.journal import journal_of
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
 from .processes import process_of, wait_until
 
 # Workers have no tests to import.
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SPACE, ACTION = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2)
 
@@ -129,7 +129,7 @@ class Feeder:
             add(self.writer, number)
 
     def leave(self) -> None:
-        ray.actor.exit_actor()  # type: ignore[no-untyped-call]  # it has no types
+        ray.actor.exit_actor()
 
 
 def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(memory: ReplayMemory) -> None:
@@ -229,7 +229,7 @@ def test_a_shard_that_is_given_nothing_notices_that_it_was_replaced(
     monkeypatch.setattr(journal, "_OWNED_S", 0.01)
     first = journal_of(str(tmp_path), 0)
     list(first.open())
-    Committer(first, 0, lambda _: 0)
+    first.follow(range(0), lambda _: range(0), lambda: None)
     for _ in range(20):  # what it writes itself is not taken for another's
         first.say(hidden_before=0)
     assert first.fenced is None
@@ -248,12 +248,12 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             raise OSError(28, "No space left on device")
         written(disk, file, content)
 
-    disk = type(opened._slots._objects._disk)  # type: ignore[union-attr]  # it is a local one
+    disk = type(opened._slots._objects._disk)  # it is a local one
     written = disk.write
     monkeypatch.setattr(disk, "write", write)
     with pytest.raises(CheckpointError, match="No space left"):  # one that is new says so at once
         opened.say(hidden_before=0)
-    Committer(opened, 0, lambda _: 0)
+    opened.follow(range(0), lambda _: range(0), lambda: None)
     telling = threading.Thread(target=lambda: opened.say(hidden_before=0))
     telling.start()
     wait_until(lambda: "No space left" in opened.trouble)
@@ -266,7 +266,7 @@ def test_a_shard_without_room_is_refused_at_once_and_disturbs_nobody(cluster: No
     settings: dict[str, Any] = {"shards": 1, "resources": {"num_cpus": 3.0}}  # of four
     with ReplayMemory(SPACE, ACTION, 1_000, **settings) as memory:
         add(memory, 0)
-        wait_until(lambda: ray.available_resources()["CPU"] < 3.0)  # type: ignore[no-untyped-call]  # it has no types
+        wait_until(lambda: ray.available_resources()["CPU"] < 3.0)
         with pytest.raises(ShardError, match="no room for another shard"):
             memory.add_shard()
         memory._fleet._reserved, memory._fleet._patience_s = {}, 0.5  # Ray may say too late what is free

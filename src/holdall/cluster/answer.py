@@ -157,16 +157,12 @@ class Deliverer:
         """
         draws = [answer.draw for answer in answers]
         named = [ids_of(shard, draw.ids) for shard, draw in zip(shards, draws, strict=True)]
-        own: dict[str, Any] = {
-            name: put_together([getattr(draw, name) for draw in draws], where)
-            for name in ("reward", "discount", "mask")
-            if getattr(draws[0], name) is not None
-        }
-        draw, every_step = Draw(put_together(named, where), weights, **own), where
-        if draw.ids.ndim == 2:
-            every_step = [
-                (rows[:, None] * draw.ids.shape[1] + np.arange(draw.ids.shape[1])).reshape(-1) for rows in where
-            ]
+        ids, reward, discount, mask = put_together(
+            [(ids, draw.reward, draw.discount, draw.mask) for ids, draw in zip(named, draws, strict=True)], where
+        )
+        draw, every_step = Draw(ids, weights, reward=reward, discount=discount, mask=mask), where
+        if ids.ndim == 2:
+            every_step = [(rows[:, None] * ids.shape[1] + np.arange(ids.shape[1])).reshape(-1) for rows in where]
         if block is not None and not block.is_given_up:
             self.blocks.settle(block)
         written = {} if block is None else block.pairs()
@@ -197,12 +193,8 @@ class Deliverer:
                     raise DamageError("an answer lacks a field of its rows; nothing of it is used")
                 for side, part in zip(small[i], rows.small.get(i, ()), strict=False):
                     side[positions] = part
-        columns = [
-            [*rows.action, rows.reward, rows.terminated, rows.truncated, *rows.extras, rows.ended] for rows in parts
-        ]
-        merged, actions = [put_together(each, where) for each in zip(*columns, strict=True)], len(parts[0].action)
-        reward, terminated, truncated, *extras, ended = merged[actions:]
-        return Rows(small, (), None, merged[:actions], reward, terminated, truncated, extras, ended)
+        merged: Rows = put_together(parts, where)
+        return merged._replace(small=small)
 
     def _empty(self, count: int, leaf: Leaf) -> Array:
         room: Array = self._room.take(count * leaf.nbytes)
@@ -217,7 +209,7 @@ Pair = tuple[Array, Array]
 class RowsPlace(NamedTuple):
     """Where a shard on the learner's machine writes rows of a batch."""
 
-    block: BlockPlace
+    place: BlockPlace
     rows: int  # of the whole batch
     positions: bytes = b""  # int64, of some of them; nothing: all
 

@@ -15,11 +15,10 @@ import ray
 
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
-from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, together
-from holdall.cluster.protocol import ShardCounters, asked
+from holdall.cluster.learner import BatchesAhead, Drawing, together
+from holdall.cluster.protocol import Cluster, Gauges, ShardCounters, ShardStatus, asked
 from holdall.cluster.roster import NAMESPACE, MemoryTerms, roster_of, wait_for_grant
 from holdall.cluster.security import join_cluster, require_safe_cluster
-from holdall.cluster.status import Cluster, Gauges, ShardStatus
 from holdall.cluster.writer import Writer
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError
@@ -59,12 +58,11 @@ class MemoryHandle(Writer):
         self._deliverer = Deliverer(self.schema, chosen_kernels(), device, sliced_leaves(self.schema))
         self._device = device
         self._asked: tuple[int, BatchesAhead] | None = None  # by `sample`: rows of a batch, and what draws them
-        self._metrics = Gauges("learner", memory=self.name)
-        self._cluster = Cluster(self._terms)
+        self._cluster = Cluster(roster_of(terms.name), terms.patience_s)
         self._drawing = Drawing(
             self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss, seeds=seeds
         )
-        self._priorities = Priorities(self._cluster, self.sampler)
+        Gauges("learner", memory=self.name).follow(self._figures)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the name: a copy is a handle of its own, in whatever process it is."""
@@ -110,7 +108,7 @@ class MemoryHandle(Writer):
         self._require_open()
         with self._lock:
             if self._asked is None or self._asked[0] != batch_size:
-                self._asked = batch_size, self._ahead(batch_size, 1, 0)
+                self._asked = batch_size, self._ahead(batch_size, 0)
             ahead = self._asked[1]
         return self._drawing.finish(ahead.next())
 
@@ -124,21 +122,17 @@ class MemoryHandle(Writer):
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._require_open()
-        self._deliverer.keep(prefetch + 2)
-        batches = together(prefetch, self.num_shards) if self._may_draw_several else 1
-        return Loader(self._ahead(batch_size, batches, prefetch), max(0, prefetch - batches + 1))
+        ahead = self._ahead(batch_size, prefetch)
+        return Loader(ahead, max(0, prefetch - ahead.batches + 1))
 
-    @property
-    def _may_draw_several(self) -> bool:
-        """Whether several batches are drawn at once; those of samplers that follow episodes may be large."""
-        return self._terms.limit is None and not isinstance(self.sampler, ComposedSampler)
-
-    def _ahead(self, count: int, batches: int, prefetch: int) -> BatchesAhead:
-        """Return what draws batches, so many at once whatever changes meanwhile."""
-        waiting = _WAITING_BYTES // max(1, 2 * count * sum(leaf.nbytes for leaf in self.schema.observation.leaves))
-        most = min(_MOST_AT_ONCE, 1 + waiting) if together(_MOST_AT_ONCE, self.num_shards) > 1 else 1
-        most = most if self._may_draw_several else 1
-        self._deliverer.blocks.most = max(self._deliverer.blocks.most, most + prefetch + 3)
+    def _ahead(self, count: int, prefetch: int) -> BatchesAhead:
+        """Return what draws batches, several at once where that may be; those that follow episodes may be large."""
+        batches = most = 1
+        if self._terms.limit is None and not isinstance(self.sampler, ComposedSampler):
+            waiting = _WAITING_BYTES // max(1, 2 * count * sum(leaf.nbytes for leaf in self.schema.observation.leaves))
+            batches = together(prefetch, self.num_shards)
+            most = min(_MOST_AT_ONCE, 1 + waiting) if together(_MOST_AT_ONCE, self.num_shards) > 1 else 1
+        self._deliverer.keep(most + prefetch + 2)
         draw = functools.partial(self._drawing.start, count)
         return BatchesAhead(self._drawing, draw, batches, most, functools.partial(self._settle, count))
 
@@ -159,8 +153,7 @@ class MemoryHandle(Writer):
         sampler: Any = self.sampler  # one with priorities
         wanted = sampler.require(drawn, found)
         self.flush()
-        self._drawing.updates += 1
-        self._priorities.send(wanted, found)
+        self._drawing.prioritize(wanted, found)
 
     def update(self, ids: Any, /, **columns: Any) -> None:
         """Refuse: shards hold what writers sent, and a restarted one reads that from its journal again."""
@@ -172,7 +165,7 @@ class MemoryHandle(Writer):
     def __len__(self) -> int:
         """Count the transitions that can be sampled, over the shards that answer."""
         self.flush()
-        self._priorities.hear(all_of_them=True)  # so that the shards say what they weigh with them
+        self._drawing.hear(all_of_them=True)  # so that the shards say what they weigh with them
         return sum(counters.transitions for counters in self._cluster.refresh().values())
 
     @property
@@ -221,12 +214,9 @@ class MemoryHandle(Writer):
     def _settle(self, count: int) -> None:
         """Return when what this process added and updated has reached the shards, and the limiter grants a draw."""
         self.flush()
-        self._priorities.hear()
-        self._priorities.level()
-        if (limit := self._terms.limit) is not None:
-            limit.require("batch", count)
-            wait_for_grant("sample", self._cluster.ask_roster, "take_samples", count)
-        self._metrics.report(self._figures)
+        self._drawing.hear()
+        self._drawing.level()
+        wait_for_grant(self._terms.limit, "sample", count, self._cluster.ask_roster)
 
     def _figures(self) -> dict[str, float]:
         return {
@@ -256,27 +246,21 @@ def attach(
         require_safe_cluster()
     else:
         join_cluster(address, NAMESPACE)
-    find_roster = functools.partial(roster_of, name)  # which refuses a memory that was closed
-    terms: MemoryTerms = asked(find_roster, "terms", patience_s=_ROSTER_S, timeout_s=None)
+    roster = roster_of(name)
+    terms: MemoryTerms = asked(roster, "terms", patience_s=_ROSTER_S, timeout_s=None)
     known = terms.sampler
-    if sampler is not None or isinstance(known, Hindsight):
-        known = _same(known, sampler)
+    chosen = known if sampler is None and not isinstance(known, Hindsight) else sampler
+    if chosen is None or type(chosen) is not type(known):
+        raise ArgumentError(
+            f"sampler ({type(chosen).__name__}) is not of the kind that the memory was made with; pass "
+            f"{type(known).__name__}(...) with the same settings"
+        )
     if rank is None:
         rank = secrets.randbits(32)
         if seed is not None:
-            rank = asked(find_roster, "enroll", patience_s=_ROSTER_S, timeout_s=None)
+            rank = asked(roster, "enroll", patience_s=_ROSTER_S, timeout_s=None)
     entropy = secrets.randbits(63) if seed is None else seed
     require_count("rank", rank, 0)
-    handle = MemoryHandle(terms, known, generator_of([entropy, rank]), device, seeds=True)
+    handle = MemoryHandle(terms, chosen, generator_of([entropy, rank]), device, seeds=True)
     handle._cluster.refresh()  # so that the first batch is drawn from all shards
     return handle
-
-
-def _same(known: Sampler, passed: Sampler | None) -> Sampler:
-    """Return the sampler that was passed, if it is of the memory's kind."""
-    if type(passed) is not type(known):
-        raise ArgumentError(
-            f"sampler ({type(passed).__name__}) is not of the kind that the memory was made with; pass "
-            f"{type(known).__name__}(...) with the same settings"
-        )
-    return passed

@@ -26,8 +26,15 @@ from holdall.json_state import counted, malformed_refused
 from holdall.storage import SealedSegment, pack, records_in
 
 SLOT, ENTRY, PRIORITIES, FOLDER = "slot", "entry", "priorities", "journal"
+SLOT_BYTES = 16 * 2**20
 _FULL_EVERY = 32
 """Slots between two that say what is expected of every writer; what is older than the last of them may be removed."""
+_TRY_AGAIN_S = 0.5
+_PRIORITIES_S = 5.0
+"""How often priorities are written: a crash undoes what was learned since."""
+_OWNED_S = 5.0
+"""How often a shard looks whether the journal is still its own."""
+_LOG = logging.getLogger("holdall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +88,24 @@ class JournalState:
         return cls(counted(head["hidden_before"]), *words, move)
 
 
+Priorities = Callable[[], Mapping[str, Any] | None]
+
+
 class _RemovedError(Exception):
     """A slot that was listed, and removed before it was read."""
 
 
 class Journal:
-    """The journal that one shard keeps, from its opening on."""
+    """The journal that one shard keeps, from its opening on.
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots, self.url, self.batching_s = slots, slots.url, slots.batching_s
-        self.writing, self.waits = threading.RLock(), False  # whether a disk that fails is tried until it does not
+    Args:
+        slots: None: nothing is written, and what a shard held is lost with it.
+    """
+
+    def __init__(self, slots: Slots | None) -> None:
+        self._slots: Any = slots
+        self.url = "" if slots is None else slots.url
+        self._writing, self._waits = threading.RLock(), False  # whether a disk that fails is tried until it does not
         self._next = self._since_full = 0
         self._first_rows: dict[int, int] = {}  # of slots with entries: the number of their first row
         self._full_at = -1  # the last slot that says what is expected of every writer
@@ -101,6 +116,8 @@ class Journal:
         self._priorities_at = -1  # the slot that has it
         self.trouble = ""  # why nothing is written, as long as that lasts
         self.fenced: FencedError | None = None  # as soon as another shard has the journal
+        self._waiting: deque[Entry] = deque()
+        self._staged_bytes = self._committed_bytes = 0
 
     def open(self, *, waits: bool = False) -> Iterator[Page]:
         """Return everything that was accepted, and take the journal over.
@@ -108,7 +125,9 @@ class Journal:
         Args:
             waits: Whether a disk that fails is tried again until it does not.
         """
-        self.waits = waits
+        self._waits = waits
+        if self._slots is None:
+            return
         if not waits:
             self._slots.require_fencing()  # which an earlier life has done
         while True:
@@ -139,7 +158,7 @@ class Journal:
         for entry in entries:
             head = {"writer": entry.writer.hex(), "sequence": entry.sequence}
             parts.append(b"".join(pack(ENTRY, head, {"segment": entry.payload}, frozenset())))
-        with self.writing:
+        with self._writing:
             self._first_rows[self._write(parts, self._since_full >= _FULL_EVERY, first_row)] = first_row
             self.expected |= {entry.writer: entry.sequence + 1 for entry in entries}
 
@@ -148,21 +167,85 @@ class Journal:
         words = {name: value for name, value in state.items() if name != "scaled"}
         scaled = np.asarray(state["scaled"], "<f8")
         part = b"".join(pack(PRIORITIES, words, {"scaled": scaled.data}, frozenset()))
-        with self.writing:
+        with self._writing:
             before, self._priorities_at = self._priorities_at, self._write([part], is_full=False)
             if before >= 0:
                 self._slots.delete([before])
 
     def say(self, **changes: Any) -> None:
         """Write a state with some changes, see `JournalState`."""
-        with self.writing:
+        with self._writing:
             self.state = replace(self.state, **changes)
-            self._write([], is_full=True)
+            if self._slots is not None:
+                self._write([], is_full=True)
 
     def require_owned(self) -> None:
         """Find out whether another shard has opened this journal, without writing to it."""
-        with self.writing:
+        with self._writing:
             self._require(lambda: self._slots.read(self._next) is None)
+
+    def follow(self, held: range, apply: Callable[[Sequence[Entry]], range], priorities: Priorities) -> None:
+        """Write what is staged from now on, the priorities now and then, and see whether the journal is still owned.
+
+        Args:
+            held: Rows that the shard holds.
+            apply: Shows segments that are durable, and returns which rows are held then.
+            priorities: Returns the state of the shard's sampler; None if it has not changed.
+        """
+        self._held, self._apply, self._priorities, self._waits = held, apply, priorities, True
+        if self._slots is not None:
+            threading.Thread(target=self._watch, name="holdall-journal", daemon=True).start()
+
+    @property
+    def backlog(self) -> int:
+        """Bytes that wait to be made durable."""
+        return self._staged_bytes - self._committed_bytes
+
+    def stage(self, entry: Entry) -> None:
+        """Have a segment written. The shard's lock keeps them in order."""
+        self._waiting.append(entry)
+        self._staged_bytes += len(entry.payload)
+
+    def commit(self) -> None:
+        """Return when all segments so far can be drawn: the first who waits writes all, and others find it done."""
+        staged = self._staged_bytes
+        while self._committed_bytes < staged:
+            with self._writing:
+                if self._committed_bytes < staged:
+                    self._commit_some()
+
+    def _commit_some(self) -> None:
+        if not self._waiting:
+            raise ShardError(f"{self.url} has segments that could not be shown; restart the shard, and report this")
+        if self._slots is not None:
+            time.sleep(self._slots.batching_s)
+        taken, nbytes = [], 0
+        while self._waiting and nbytes < SLOT_BYTES:
+            taken.append(self._waiting.popleft())
+            nbytes += len(taken[-1].payload)
+        if self._slots is not None:
+            self.append(taken, self._held.stop)
+        self._held = self._apply(taken)
+        self._committed_bytes += nbytes
+        if self._full_at == self._next - 1:
+            self.trim(self._held.start)
+
+    def write_priorities(self) -> float:
+        """Write the priorities if they have changed; return when they may be again: after fifty times as long."""
+        began, state = time.monotonic(), self._priorities()
+        if state is not None:
+            self.put_priorities(state)
+        now = time.monotonic()
+        return now + max(_PRIORITIES_S, 50 * (now - began))
+
+    def _watch(self) -> None:
+        due = 0.0
+        with suppress(FencedError):
+            while True:
+                time.sleep(_OWNED_S)
+                if time.monotonic() > due:
+                    due = self.write_priorities()
+                self.require_owned()
 
     def _write(self, parts: list[bytes], is_full: bool, first_row: int = 0) -> int:
         """Create the next slot, and return its number."""
@@ -188,7 +271,7 @@ class Journal:
         raise self.fenced
 
     def _wait(self, error: CheckpointError) -> None:
-        if not self.waits:
+        if not self._waits:
             raise error
         self.trouble = str(error)
         _LOG.warning("%s; trying again", error)
@@ -216,7 +299,7 @@ class Journal:
         return True
 
     def _replay(self, number: int) -> Iterator[Page]:
-        content = self._slots.read(number)
+        content: bytes | None = self._slots.read(number)
         if content is None:
             raise _RemovedError
 
@@ -249,9 +332,9 @@ class Journal:
         self.expected |= {writer: max(self.expected.get(writer, 0), number) for writer, number in numbers.items()}
 
 
-def journal_of(url: str, shard: int) -> Journal:
+def journal_of(url: str | None, shard: int) -> Journal:
     """Return the journal of a shard; it is nobody's until it is opened."""
-    return Journal(Slots.at(url, FOLDER, f"{shard:05d}"))
+    return Journal(None if url is None else Slots.at(url, FOLDER, f"{shard:05d}"))
 
 
 def journals_in_use(url: str) -> list[int]:
@@ -274,93 +357,3 @@ def _writer_of(name: str) -> bytes:
     if len(found) != 16:
         raise ValueError("a writer's name has 16 bytes")
     return found
-
-
-SLOT_BYTES = 16 * 2**20
-_TRY_AGAIN_S = 0.5
-_TRIM_EVERY = 64
-_PRIORITIES_S = 5.0
-"""How often priorities are written: a crash undoes what was learned since."""
-_OWNED_S = 5.0
-"""How often a shard looks whether the journal is still its own."""
-
-_LOG = logging.getLogger("holdall")
-
-
-class Committer:
-    """Writes what is staged: the first who waits writes all that waits, and the others find it done.
-
-    Args:
-        apply: Shows segments that are durable, and returns the number of the first row that is still needed.
-        priorities: Returns the state of the shard's sampler; None if it has not changed.
-    """
-
-    def __init__(
-        self, journal: Journal, next_row: int, apply: Callable[[Sequence[Entry]], int],
-        priorities: Callable[[], Mapping[str, Any] | None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.journal, self._apply, self._priorities = journal, apply, priorities
-        journal.waits = True
-        self._next_row, self._priorities_due, self._slots = next_row, 0.0, 0
-        self._waiting: deque[Entry] = deque()
-        self._staged = self._committed = 0  # segments
-        self._staged_bytes = self._committed_bytes = 0
-        threading.Thread(target=self._watch, name="holdall-journal", daemon=True).start()
-
-    @property
-    def backlog(self) -> int:
-        """Bytes that wait to be made durable."""
-        return self._staged_bytes - self._committed_bytes
-
-    def stage(self, entry: Entry) -> None:
-        """Have a segment written. The shard's lock keeps them in order."""
-        self._waiting.append(entry)
-        self._staged_bytes += len(entry.payload)
-        self._staged += 1
-
-    def commit(self) -> None:
-        """Return when all segments so far can be drawn; FencedError if another shard has the journal."""
-        staged = self._staged
-        while self._committed < staged:
-            with self.journal.writing:
-                if self._committed < staged:
-                    time.sleep(self.journal.batching_s)
-                    self._write(self._next_slot())
-
-    def write_priorities(self) -> None:
-        """Write the priorities if they have changed; not again before fifty times as long has passed."""
-        began, state = time.monotonic(), self._priorities()
-        if state is not None:
-            self.journal.put_priorities(state)
-        now = time.monotonic()
-        self._priorities_due = now + max(_PRIORITIES_S, 50 * (now - began))
-
-    def _watch(self) -> None:
-        """Write priorities now and then, and look whether the journal is still this shard's own."""
-        with suppress(FencedError):
-            while True:
-                time.sleep(_OWNED_S)
-                if time.monotonic() > self._priorities_due:
-                    self.write_priorities()
-                self.journal.require_owned()
-
-    def _next_slot(self) -> list[Entry]:
-        if not self._waiting:
-            raise ShardError(
-                f"{self.journal.url} has segments that could not be shown; restart the shard, and report this"
-            )
-        taken, nbytes = [], 0
-        while self._waiting and nbytes < SLOT_BYTES:
-            taken.append(self._waiting.popleft())
-            nbytes += len(taken[-1].payload)
-        return taken
-
-    def _write(self, entries: list[Entry]) -> None:
-        self.journal.append(entries, self._next_row)
-        needed = self._apply(entries)
-        self._next_row += sum(each.segment.rows.ticks * each.segment.lanes for each in entries if each.segment)
-        self._committed += len(entries)
-        self._committed_bytes += sum(len(entry.payload) for entry in entries)
-        self._slots += 1
-        if self._slots % _TRIM_EVERY == 0:
-            self.journal.trim(needed)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,12 +24,11 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
 from holdall.cluster.answer import Answer, BatchBlock, Deliverer, read_answer
-from holdall.cluster.protocol import Ids, ShardCounters, received, rows_of, shards_of, this_machine
-from holdall.cluster.status import LOSSES, Cluster
+from holdall.cluster.protocol import LOSSES, Cluster, Ids, ShardCounters, received, rows_of, shards_of, this_machine
 from holdall.delivery import HostBatchJob
 from holdall.errors import CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Likelihood, Sampler, require_enough
-from holdall.schema import Array
+from holdall.schema import Array, put_together
 
 
 def assigned(masses: Mapping[int, float], count: int, generator: np.random.Generator) -> dict[int, Ids]:
@@ -52,18 +52,17 @@ def weights_of(
     Args:
         masses: What each answer's shard was taken to hold when its rows were assigned.
     """
-    count = sum(map(len, where))
-    chance = np.empty(count, np.float64)
-    for answer, rows, mass in zip(answers, where, masses, strict=True):
-        # Of one shard alone its mass says nothing; of several, what was believed over what was true.
-        belief = 1.0 if len(answers) == 1 else mass / answer.counters.mass
-        chance[rows] = belief * answer.scaled
-    shares = (chance.min(initial=np.inf) / chance).astype(np.float32)
-    return np.asarray(shares ** np.float32(beta), np.float32)
+    # Of one shard alone its mass says nothing; of several, what was believed over what was true.
+    beliefs = [mass / answer.counters.mass for answer, mass in zip(answers, masses, strict=True)]
+    scaled = [answer.scaled for answer in answers]
+    chance = put_together(scaled if len(scaled) == 1 else list(map(np.multiply, scaled, beliefs)), where)
+    shares: NDArray[np.float32] = (chance.min(initial=np.inf) / chance).astype(np.float32)
+    return shares ** np.float32(beta)
 
 
 _LOOK_S = 0.05
 """How long an answer is waited for before it is asked whether the shard is there at all."""
+_MOST_UNDER_WAY = 16
 
 
 @dataclass(slots=True)
@@ -96,7 +95,7 @@ class Request:
 
 
 class Drawing:
-    """Draws batches.
+    """Draws batches, and tells shards what their rows are worth.
 
     Args:
         generator: Draws which shard a row comes from.
@@ -113,6 +112,8 @@ class Drawing:
         self._seeds, self._machine = seeds, this_machine()
         self._by = Likelihood(sampler).prioritized
         self.updates = 0  # how often this handle has sent something that draws depend on
+        self._sent: list[tuple[int, Any]] = []  # priorities that shards have not answered for yet
+        self._sending = threading.Lock()
 
     def state(self) -> tuple[Any, ...] | None:
         """Name what draws depend on now; None if that cannot be seen without a call to the shards."""
@@ -230,10 +231,6 @@ class Drawing:
             return 0
         return int(np.searchsorted(rows, self._sampler.relabelled(count)))
 
-    @property
-    def _transitions(self) -> int:
-        return sum(counters.transitions for counters in self._cluster.known.values())
-
     def _reachable(self, count: int) -> dict[int, float]:
         """Return the masses of the shards that answer; refuse a batch of more than they hold."""
         until = time.monotonic() + self._patience_s
@@ -245,15 +242,55 @@ class Drawing:
             if masses and not is_blocked:
                 break
             if time.monotonic() > until and not is_blocked:
-                raise ShardError(
-                    f"none of the memory's shards has answered for {self._patience_s:g} s; look at `ray list actors`, "
-                    "or make the memory again"
-                )
+                raise _away(lost, f"none has answered for {self._patience_s:g} s; see `ray list actors`")
             time.sleep(_LOOK_S)
-        if self._transitions < count:
+        if self._cluster.transitions < count:
             self._cluster.refresh()
-            require_enough(count, self._transitions, count)
+            require_enough(count, self._cluster.transitions, count)
         return self._cluster.masses()
+
+    def prioritize(self, wanted: Ids, priorities: Array) -> None:
+        """Send priorities of rows on their way; those of shards that do not answer are passed over.
+
+        If one of them is the highest so far, it waits until all shards know it: what is added from then on gets it.
+        """
+        self.updates += 1
+        shards = shards_of(wanted)
+        for shard in (set(self._cluster.numbers) - set(self._cluster.lost)).intersection(shards.tolist()):
+            rows = np.flatnonzero(shards == shard)
+            with self._sending:
+                call = self._cluster.call(shard, "update_priorities", rows_of(wanted[rows]), priorities[rows])
+                self._sent.append((shard, call))
+        if self._by is not None and priorities.size:
+            known = max((counters.highest for counters in self._cluster.known.values()), default=0.0)
+            self.hear(all_of_them=bool(self._by.scale(priorities).max() > known))
+            self.level()
+
+    def level(self) -> None:
+        """Have every shard know the highest priority that any of them knows."""
+        known = self._cluster.known
+        top = max((counters.highest for counters in known.values()), default=0.0)
+        behind = [shard for shard, counters in known.items() if counters.highest < top]
+        if not behind:
+            return
+        with suppress(ShardError):  # a roster that is away for long knows what it did
+            self._cluster.ask_roster("raise_highest", top)  # first, for shards that are being started
+        for shard, counters in self._cluster.ask_all(behind, "raise_highest", top).items():
+            self._cluster.note(shard, counters)
+
+    def hear(self, *, all_of_them: bool = False) -> None:
+        """Look at what became of priorities, and wait if too many are under way, or for all."""
+        with self._sending:
+            waits_s = self._patience_s if all_of_them or len(self._sent) > _MOST_UNDER_WAY else 0.0
+            calls = [call for _, call in self._sent]
+            ready = ray.wait(calls, num_returns=len(calls), timeout=waits_s)[0] if calls else []
+            heard = [(shard, call) for shard, call in self._sent if waits_s or call in ready]
+            self._sent = [sent for sent in self._sent if sent not in heard]
+        for shard, call in heard:
+            try:
+                self._cluster.note(shard, received(call, 0.0))
+            except LOSSES:
+                self._cluster.lose(shard)
 
 
 def _away(shards: list[int], why: str) -> ShardError:
@@ -311,7 +348,7 @@ class BatchesAhead:
         settle: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._drawing, self._draw, self._settle = drawing, draw, settle
-        self._batches, self._most = batches, max(batches, most)
+        self.batches, self._most = batches, max(batches, most)
         self._at_once = batches
         self._drawn: deque[Request] = deque()
         self._state: tuple[Any, ...] | None = None  # when they were drawn
@@ -330,9 +367,9 @@ class BatchesAhead:
     def next(self) -> Request:
         """Return the next batch."""
         with self._lock:
-            if not self._drawn or self._handed_out >= self._batches:
+            if not self._drawn or self._handed_out >= self.batches:
                 self._settle()
-                self._draw_anew(self._drawing.state() if self._most > self._batches else None)
+                self._draw_anew(self._drawing.state() if self._most > self.batches else None)
             self._handed_out += 1
             return self._drawn.popleft()
 
@@ -343,66 +380,6 @@ class BatchesAhead:
             return
         self._drawing.give_up(self._drawn)
         self._drawn.clear()
-        self._at_once = min(2 * self._at_once, self._most) if is_same else self._batches
+        self._at_once = min(2 * self._at_once, self._most) if is_same else self.batches
         self._state, self._handed_out = state, 0
         self._drawn.extend(self._draw(self._at_once))
-
-
-_MOST_UNDER_WAY = 16
-
-
-class Priorities:
-    """Sends shards the priorities of their rows, and has all of them know the highest."""
-
-    def __init__(self, cluster: Cluster, sampler: Sampler) -> None:
-        self._cluster, self._by, self._patience_s = cluster, Likelihood(sampler).prioritized, cluster.patience_s
-        self._under_way: deque[tuple[int, Any]] = deque()
-        self._lock = threading.Lock()
-
-    def send(self, wanted: Ids, priorities: Array) -> None:
-        """Send priorities on their way; rows of shards that do not answer are passed over.
-
-        If one of them is the highest so far, it waits until all shards know it: what is added from then on gets it.
-        """
-        shards = shards_of(wanted)
-        reachable = set(self._cluster.numbers) - set(self._cluster.lost)
-        for shard in np.unique(shards).tolist():
-            if shard in reachable:
-                rows = np.flatnonzero(shards == shard)
-                sent = rows_of(wanted[rows]), priorities[rows]
-                with self._lock:
-                    self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
-        if self._by is None or not priorities.size:
-            return
-        known = max((counters.highest for counters in self._cluster.known.values()), default=0.0)
-        rises = self._by.scale(priorities).max() > known
-        self.hear(all_of_them=bool(rises))
-        self.level()
-
-    def level(self) -> None:
-        """Have every shard know the highest priority that any of them knows."""
-        known = self._cluster.known
-        top = max((counters.highest for counters in known.values()), default=0.0)
-        behind = [shard for shard, counters in known.items() if counters.highest < top]
-        if not behind:
-            return
-        self._cluster.ask_roster("raise_highest", top)  # first, for shards that are being started
-        for shard, counters in self._cluster.ask_all(behind, "raise_highest", top).items():
-            self._cluster.note(shard, counters)
-
-    def hear(self, *, all_of_them: bool = False) -> None:
-        """Look at what became of updates, and wait if too many are under way, or for all."""
-        while True:
-            with self._lock:
-                if not self._under_way:
-                    return
-                crowded = all_of_them or len(self._under_way) > _MOST_UNDER_WAY
-                shard, call = self._under_way[0]
-                ready, _ = ray.wait([call], timeout=self._patience_s if crowded else 0)
-                if not ready and not crowded:
-                    return
-                self._under_way.popleft()
-            try:
-                self._cluster.note(shard, received(call, self._patience_s))
-            except LOSSES:
-                self._cluster.lose(shard)

@@ -14,7 +14,6 @@ batches of a local memory with the same seed.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import secrets
@@ -33,11 +32,10 @@ from holdall.cluster import roster
 from holdall.cluster.handle import MemoryHandle
 from holdall.cluster.journal import journals_in_use
 from holdall.cluster.learner import saved_by
-from holdall.cluster.protocol import MOST_SHARDS, GoneError, SegmentStream, asked
+from holdall.cluster.protocol import MOST_SHARDS, Cluster, GoneError, asked
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.shard import GROUPS, Shard
-from holdall.cluster.status import Cluster
-from holdall.cluster.writer import Writer
+from holdall.cluster.shard import THREADS, Shard
+from holdall.cluster.writer import ShardStreams, Writer
 from holdall.errors import ArgumentError, ShardError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
@@ -49,9 +47,6 @@ from holdall.units import require_count, whole
 _LOCAL_ON = 8
 _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
-_TALKS = 16
-"""Questions that the roster hears at a time."""
-_LOG = logging.getLogger("holdall")
 
 
 class Fleet:
@@ -67,17 +62,16 @@ class Fleet:
         self._home = f"{roster.NAMESPACE}-{secrets.token_hex(8)}"  # where shards have their numbers as names
         self._terms, self._patience_s = terms, terms.patience_s
         remote: Any = ray.remote
-        found_by = {"name": terms.name, "namespace": roster.NAMESPACE, "max_concurrency": _TALKS}
         # Ray's record of every call would cost as much as a small call itself; shards have metrics of their own.
-        agreed = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(roster.Roster).options(**found_by)
+        agreed = remote(num_cpus=0, max_restarts=-1, enable_task_events=False)(roster.Roster)
         try:
-            self.roster = agreed.remote(terms, self._home)
+            self.roster = agreed.options(name=terms.name, namespace=roster.NAMESPACE).remote(terms, self._home)
         except ValueError as error:
             raise ArgumentError(
                 f"name ({terms.name!r}) is that of another memory of this cluster; choose another"
             ) from error
         # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
-        shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS, enable_task_events=False)
+        shard = remote(max_restarts=-1, max_task_retries=0, enable_task_events=False, **THREADS)
         self._reserved = dict(resources or {})
         own: dict[str, Any] = {name: self._reserved[name] for name in ("memory", "num_cpus") if name in self._reserved}
         named = {name: amount for name, amount in self._reserved.items() if name not in own}
@@ -85,10 +79,8 @@ class Fleet:
         self._shard = shard(Shard)
         self.actors: dict[int, Any] = {}
         self._next = 0
-        self._mover = secrets.token_bytes(16)  # as whose segments those of shards that are drained are sent
-        self._moves: dict[int, SegmentStream] = {}
-        nodes: Any = ray.nodes  # it has no types
-        machines = sum(bool(node["Alive"]) for node in nodes()) if placement == "spread" else 1
+        self._moves = ShardStreams(terms)  # on which the segments of shards that are drained are sent
+        machines = sum(bool(node["Alive"]) for node in ray.nodes()) if placement == "spread" else 1
         self._made_with = (terms, seed, -(-terms.shards // max(1, machines)))
         self._lock = threading.RLock()
 
@@ -134,8 +126,7 @@ class Fleet:
 
     def _require_room(self) -> None:
         """Refuse to start a shard for which no machine has what it reserves."""
-        resources: Any = ray.available_resources  # it has no types
-        available: dict[str, float] = resources()
+        available: dict[str, float] = ray.available_resources()
         free = {name: available.get("CPU" if name == "num_cpus" else name, 0.0) for name in self._reserved}
         lacking = {name: amount for name, amount in self._reserved.items() if free[name] < amount}
         if lacking:
@@ -146,81 +137,50 @@ class Fleet:
             )
 
     def drain(self, number: int, cluster: Cluster) -> None:
-        """Move what a shard holds to the others, each segment to the least filled of them, and end it."""
+        """Move what a shard holds to the others, segment by segment as writers send theirs, and end it."""
         with self._lock:
             if number not in self.actors or len(self.actors) == 1:
                 raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self.actors)}")
             actor = self.actors[number]
             self._ask(actor, "close_to_writers")
-            for stream in self._moves.values():  # what a drain that ended with an error has left under way
-                stream.flush()
+            moves = self._moves
+            moves.flush()  # what a drain that ended with an error has left under way
+            moves.look_around(now=True)
+            moves.left.add(number)
+            for other in cluster.refresh().keys() & moves.streams.keys():  # so that it knows which is filled least
+                moves.streams[other].counters = cluster.known.get(other)
             while (oldest := self._ask(actor, "oldest"))[0]:
-                self._move(number, oldest, cluster)
+                payload, rows, first_row, end = oldest
+                stream = moves.roomy()
+                self._ask(actor, "give_up", first_row, end, stream.number, moves.writer, stream.sequence)
+                moves.send(stream, payload, rows)
+                moves.flush()
             self._ask(self.roster, "dismiss", number)
             del self.actors[number]
-            self._moves.pop(number, None)
             cluster.refresh()
             self._end(number, actor)
 
-    def _move(self, number: int, oldest: tuple[bytes, int, int, int], cluster: Cluster) -> None:
-        """Move a segment; if the shard that it goes to turns out to be gone with all that it held, to another one."""
-        payload, rows, first_row, end = oldest
-        others = [to for to in self.actors if to != number]
-        while True:
-            known = cluster.refresh()  # one that is being restarted is waited for if there is no other
-            to = min(others, key=lambda to: known[to].inserted if to in known else math.inf)
-            new = SegmentStream(self.actors[to], to, self._mover, self._terms.writer_patience_s)
-            stream = self._moves.setdefault(to, new)
-            self._ask(self.actors[number], "give_up", first_row, end, to, self._mover, stream.sequence)
-            try:
-                stream.send(payload, rows)
-                return stream.flush()
-            except GoneError:
-                others.remove(to)
-                if self._terms.url is not None or not others:
-                    raise
-                del self._moves[to]
-
     def settle(self) -> None:
-        """Wait until the shards are up; have segments that an earlier memory was moving be where they arrived.
-
-        An earlier memory may have had more shards: what these hold must not be left out unnoticed.
-        """
+        """Wait until the shards are up; have segments that an earlier memory was moving be where they arrived."""
+        waits_s = self._patience_s if self._terms.url is None else math.inf  # it may have a long journal to read
         for number, actor in self.actors.items():
-            move = self._begun(number, actor)
-            if move is None:
-                continue
-            to, writer, sequence = move
-            arrived = to in self.actors and self._ask(self.actors[to], "insert", writer, 0, []).expected > sequence
-            self._ask(actor, "end_move", arrived)
-        if self._terms.url is None:
-            return
-        left_out = sorted(set(journals_in_use(self._terms.url)) - set(self.actors))
-        if left_out:
-            self.end()
-            raise ArgumentError(
-                f"shards ({len(self.actors)}) leaves out {left_out}, whose journals are there, too, from an earlier "
-                f"memory; pass shards={left_out[-1] + 1}, drain what is too much then, or name another place"
-            )
-
-    def _begun(self, number: int, actor: Any) -> Any:
-        """Wait until a shard is up, if it has a journal to read; return what it says of a move."""
-        while True:
             try:
-                return ray.get(actor.move.remote(), timeout=self._patience_s)
-            except ray.exceptions.ActorDiedError as error:
+                move = asked(actor, "move", patience_s=waits_s, timeout_s=self._patience_s)
+            except GoneError as error:
                 self.end()
-                reason = str(error).strip().splitlines()[-1]  # what its constructor raised
+                reason = str(error.__cause__).strip().splitlines()[-1]  # what its constructor raised
                 raise ShardError(f"shard {number} could not be started: {reason}") from error
-            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-                if self._terms.url is None:
-                    return None
-                _LOG.warning("shard %d is not up yet: it reads its journal, or Ray has no room for it", number)
+            except ShardError:
+                continue
+            if move is not None:
+                to, writer, sequence = move
+                arrived = to in self.actors and self._ask(self.actors[to], "insert", writer, 0, []).expected > sequence
+                self._ask(actor, "end_move", arrived)
 
     def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
         """Call what may be called twice; a shard, or the roster, that is killed meanwhile is waited for."""
         timeout_s = None if actor is self.roster else self._patience_s
-        return asked(lambda: actor, method, *arguments, patience_s=self._patience_s, timeout_s=timeout_s)
+        return asked(actor, method, *arguments, patience_s=self._patience_s, timeout_s=timeout_s)
 
     def end(self, *, has_saved: bool = False) -> None:
         """End all actors, once they have let go of the places that they saved to."""
@@ -294,6 +254,13 @@ class ReplayMemory(MemoryHandle):
             None if url is None else checkpoint.normalized_url(url), prefer, on_shard_loss,
             *roster.patience_of(patience_s), limit, len(shards.places),
         )  # fmt: skip
+        # An earlier memory may have had more shards: what these hold must not be left out unnoticed.
+        journals = [] if terms.url is None else journals_in_use(terms.url)
+        if left_out := sorted(set(journals) - set(shards.places)):
+            raise ArgumentError(
+                f"shards ({terms.shards}) leaves out {left_out}, whose journals are there, too, from an earlier "
+                f"memory; pass shards={left_out[-1] + 1}, drain what is too much then, or name another place"
+            )
         self._fleet = Fleet(terms, seed, placement, resources)
         super().__init__(terms, sampler, shards.generator, device, seeds=False)
         self._savers = checkpoint.Savers(chosen_kernels().coder)
@@ -302,7 +269,7 @@ class ReplayMemory(MemoryHandle):
             self._fleet.start(number, saved)
         self._fleet.settle()
         self._cluster.refresh()
-        self._priorities.level()
+        self._drawing.level()
 
     def add_shard(self) -> int:
         """Start one more shard and return its number; new segments go there, too.

@@ -1,27 +1,33 @@
-"""What writers, shards and learners send each other: ids, counters, and streams of segments.
+"""What writers, shards and learners know and ask of each other: ids, counters, metrics, and which shards answer.
 
 A transition id over shards is the shard, and the number of the row there:
 
     bits 48 to 62: shard    bits 36 to 47: life, for shards that start empty after a loss    bits 0 to 35: row
 
 Invariant: an id is never used again, not even by a shard that lost what it held. Those of shard 0 in its first life are
-those of a local memory. A segment is kept until the shard acknowledged it. Calls that change a shard are never
-retried by Ray: a segment has a number, and a shard takes every number of a writer once and in order, however often it
-is sent.
+those of a local memory. Calls that change a shard are never retried by Ray; those of one client reach it in the order
+in which they were made. A shard that does not answer is asked again until it does; nothing else waits for it.
 """
 
 from __future__ import annotations
 
+import logging
+import pickle
+import threading
 import time
-from collections import deque
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.util import metrics
 
-from holdall.errors import FencedError, HoldallError, ShardError
+from holdall.errors import HoldallError, ShardError
+from holdall.shared import BlockPlace, SeenCount
 
 Ids = NDArray[np.int64]
 
@@ -83,8 +89,7 @@ def this_machine() -> bytes:
 
 def this_node() -> str:
     """Return the address of the machine that this process runs on, as Ray has it."""
-    address: Any = ray.util.get_node_ip_address  # it has no types
-    return str(address())
+    return str(ray.util.get_node_ip_address())
 
 
 class Ack(NamedTuple):
@@ -104,6 +109,115 @@ class ShardClosedError(GoneError):
     """A shard that takes nothing more; what it has not accepted is safe to send elsewhere."""
 
 
+@dataclass(frozen=True, slots=True)
+class ShardStatus:
+    """One shard at one moment; all but its number is unknown while it does not answer."""
+
+    number: int
+    answers: bool
+    node: str = ""
+    pid: int = 0
+    uss_bytes: int = 0  # memory that its process has to itself
+    counters: ShardCounters | None = None
+    pss_bytes: int = 0  # the same, and its share of what it has in common with others
+    held_bytes: int = 0  # of transitions, as they are held
+    plain_bytes: int = 0  # what the same transitions take as plain arrays of obs and next_obs
+    capacity: int = 0  # most transitions
+    is_durable: bool = False  # whether a journal is kept
+    is_draining: bool = False  # whether it takes nothing more
+    limit: str = ""  # what its memory meets first: its control group, or the machine
+    limit_bytes: int = 0
+    limit_free_bytes: int = 0
+
+
+_DESCRIBED = {
+    "shard": {
+        "transitions": "Transitions that can be drawn",
+        "inserted": "Transitions ever accepted",
+        "mass": "What draws are in proportion to",
+        "backlog": "Bytes that wait to be made durable",
+        "epoch": "Another one after every restart",
+        "held_bytes": "Bytes of transitions, as they are held",
+        "plain_bytes": "Bytes of the same transitions as plain arrays of obs and next_obs",
+        "anonymous_bytes": "Memory of the shard's process that no file backs",
+    },
+    "learner": {
+        "coverage": "Share of the shards that answer",
+        "losses": "How often a shard did not answer",
+        "unacknowledged_bytes": "Bytes that this process sent and that no shard has acknowledged",
+        "credit_wait_seconds": "Seconds that adding waited for shards, all in all",
+    },
+    "limiter": {
+        "error": "Rows that samples are behind inserts",
+        "lowest": "Lower bound of the error",
+        "highest": "Upper bound of the error",
+        "inserted": "Transitions that the shards took, as the limiter counts them",
+        "sampled": "Rows that were granted to be drawn",
+    },
+}
+_BOUNDARIES = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
+_REPORT_S = 1.0
+
+
+class Gauges:
+    """What a shard, a learner or the limiter reports."""
+
+    def __init__(self, kind: str, **tags: str) -> None:
+        self._gauges: dict[str, Any] = {}
+        for name, text in _DESCRIBED[kind].items():
+            gauge = self._gauges[name] = metrics.Gauge(f"holdall_{kind}_{name}", text, tuple(tags))
+            gauge.set_default_tags(tags)
+
+    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """Set gauges every second from now on by what a method returns, for as long as its object lives."""
+        method = weakref.WeakMethod(figures)
+        threading.Thread(target=self._follow, args=(method,), name="holdall-metrics", daemon=True).start()
+
+    def _follow(self, method: weakref.WeakMethod[Callable[[], Mapping[str, Any]]]) -> None:
+        while (figures := method()) is not None:
+            for name, value in figures().items():
+                if name in self._gauges:
+                    self._gauges[name].set(float(value))
+            del figures
+            time.sleep(_REPORT_S)
+
+
+class ShardMetrics(Gauges):
+    """What one shard reports, and how long its calls take."""
+
+    def __init__(self, memory: str, shard: int) -> None:
+        tags = {"memory": memory, "shard": str(shard)}
+        super().__init__("shard", **tags)
+        name, text = "holdall_shard_call_seconds", "How long calls took"
+        self._seconds: Any = metrics.Histogram(name, text, _BOUNDARIES, (*tags, "call"))
+        self._seconds.set_default_tags(tags)
+
+    @contextmanager
+    def timed(self, call: str) -> Iterator[None]:
+        """Time a call."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds.observe(time.perf_counter() - began, tags={"call": call})
+
+
+ActorState = Literal["up", "starting", "restarting", "gone"]
+
+
+_STATES: dict[Any, ActorState] = {0: "starting", 1: "starting", 3: "restarting", 4: "gone"}
+"""By the numbers of Ray's ActorTableData; 2 is an actor that runs."""
+
+
+def actor_state(handle: Any) -> ActorState:
+    """Return where the actor of a handle is."""
+    return _STATES.get(getattr(handle, "_get_local_state", lambda: None)(), "up")
+
+
+LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, RestartedError)
+"""What a call fails with when its shard does not answer, or not in time."""
+
+
 def received(call: Any, patience_s: float | None = None) -> Any:
     """Wait for a call's result; an error of holdall's own is raised as it was there."""
     try:
@@ -115,24 +229,20 @@ def received(call: Any, patience_s: float | None = None) -> Any:
         raise
 
 
-_PAUSE_S = 0.05
-_REASON_S = 1.0
+_LOG = logging.getLogger("holdall")
+PAUSE_S = 0.05
 _LOOK_AGAIN_S = 2.0
 """How often the roster is asked for new shards."""
-_MOST_UNDER_WAY = 4
-_CROWDED_BYTES = 32 * 2**20
 
 
-def asked(find: Callable[[], Any], method: str, *arguments: Any, patience_s: float, timeout_s: float | None) -> Any:
+def asked(actor: Any, method: str, *arguments: Any, patience_s: float, timeout_s: float | None) -> Any:
     """Call what may be called twice; an actor that Ray restarts, also on another machine, is waited for.
 
     Args:
-        find: Returns the actor, or refuses one that is gone for good.
         timeout_s: How long one call may take; None: as long as it takes, of an actor that answers as soon as it is up.
     """
     until, was_dead = time.monotonic() + patience_s, False
     while True:
-        actor = find()  # which older versions of Ray lose, if nothing refers to it during the call
         try:
             return received(getattr(actor, method).remote(*arguments), timeout_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
@@ -140,161 +250,229 @@ def asked(find: Callable[[], Any], method: str, *arguments: Any, patience_s: flo
             if is_dead and was_dead:
                 raise GoneError(f"{method} will never be answered: the actor is gone for good ({error})") from error
             was_dead = is_dead
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                _LOG.warning("%s is not answered yet: a shard reads its journal, or Ray has no room for it", method)
             if time.monotonic() > until:
                 raise ShardError(
                     f"{method} was not answered for {patience_s:g} s ({type(error).__name__}); nothing is lost: see "
                     "`ray status` for room, and try again"
                 ) from error
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
 
 
 class ShardList:
     """The shards of a memory, by number, as its roster lists them. Not locked."""
 
     def __init__(self, roster: Any, patience_s: float) -> None:
-        self.roster, self._patience_s = roster, patience_s
+        self._roster, self._patience_s = roster, patience_s
         self.handles: dict[int, Any] = {}
         self._version = -1
         self._looked_at = -_LOOK_AGAIN_S
 
+    def ask(self, method: str, *arguments: Any, patience_s: float | None = None) -> Any:
+        """Ask the roster something; while it is being restarted it is waited for."""
+        waits_s = self._patience_s if patience_s is None else patience_s
+        return asked(self._roster, method, *arguments, patience_s=waits_s, timeout_s=self._patience_s)
+
     def look(self, *, now: bool = False) -> None:
-        """Ask the roster, from time to time or at once; who knows no shard yet waits for one that is restarted."""
+        """See which shards there are, from time to time or at once; who knows none yet waits for one."""
         if not now and self.handles and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
             return
-        self._looked_at, was_dead = time.monotonic(), False
+        self._looked_at = time.monotonic()
+        until = self._looked_at + (0.0 if self.handles else self._patience_s)
         while True:
-            missing, is_dead = "lists no shards", False
+            missing, left_s = "lists no shards", until - time.monotonic()
             try:
-                version, handles = ray.get(self.roster.shards.remote(self._version), timeout=self._patience_s)
+                version, handles = self.ask("shards", self._version, patience_s=left_s)
                 if handles is not None:
                     self._version, self.handles = version, handles
-            except ray.exceptions.RayError as error:
-                missing = f"does not answer ({type(error).__name__})"
-                is_dead = isinstance(error, ray.exceptions.ActorDiedError)
+            except ShardError as error:
+                missing, left_s = f"does not answer ({error})", -1.0 if isinstance(error, GoneError) else left_s
             if self.handles:
                 return
-            if (is_dead and was_dead) or time.monotonic() > self._looked_at + self._patience_s:
+            if left_s < 0:
                 raise ShardError(f"the memory's roster {missing}; is the memory closed?")
-            was_dead = is_dead
-            time.sleep(_PAUSE_S)
+            time.sleep(PAUSE_S)
 
 
-class SentSegment(NamedTuple):
-    """A segment on its way to a shard."""
-
-    payload: bytes
-    rows: int
-    lease: int  # of a limiter, which hears when the segment has arrived; -1: none
+_PROBE_AGAIN_S, _MOST_PROBES = 0.25, 16
 
 
-class SegmentStream:
-    """Segments of one writer to one shard. Nothing waits here but `flush`; `poll` has to be called now and then.
+@dataclass(slots=True)
+class _Member:
+    """One shard, as far as is known."""
 
-    One call at a time brings all that wait. One that failed is made again, as a shard takes every segment once.
-
-    Args:
-        patience_s: How long a shard may be away before the caller gets an error.
-    """
-
-    def __init__(self, shard: Any, number: int, writer: bytes, patience_s: float, roster: Any = None) -> None:
-        self._shard, self._roster, self.number, self._writer = shard, roster, number, writer
-        self._patience_s = patience_s
-        self.under_way: deque[SentSegment] = deque()
-        self.sequence = 0  # number of the oldest of them, or of the next one
-        self.counters: ShardCounters | None = None  # when the shard last said so
-        self._call: Any = None
-        self._again_at = 0.0
-        self._trouble = ""
-        self._was_dead = False
+    handle: Any
+    counters: ShardCounters | None = None
+    lost: bool = False
+    probes: list[Any] = field(default_factory=list)  # questions to a shard that was lost, or not heard of for a while
+    probed_at: float = 0.0
+    count: SeenCount | None = None  # of its changes, if it runs on this machine
 
     @property
-    def inserted(self) -> int:
-        """Transitions that the shard ever took, as far as is known, with those under way."""
-        taken = 0 if self.counters is None else self.counters.inserted
-        return taken + self.unacknowledged_rows
+    def is_as_known(self) -> bool:
+        """Whether the shard has not changed since it last said how it stands, as far as can be seen from here."""
+        counters, count = self.counters, self.count
+        return not self.lost and counters is not None and count is not None and count.now == counters.changes
+
+    def ask(self) -> None:
+        """Have the shard say how it stands, without waiting for it."""
+        self.probed_at = time.monotonic()
+        self.probes = [*self.probes, self.handle.counters.remote()][-_MOST_PROBES:]
+
+
+class Cluster:
+    """All shards of a memory."""
+
+    def __init__(self, roster: Any, patience_s: float) -> None:
+        self.patience_s, self._list = patience_s, ShardList(roster, patience_s)
+        self.ask_roster = self._list.ask
+        self._members: dict[int, _Member] = {}  # in its place another is put when shards come or go
+        self._lock, self._looking = threading.RLock(), threading.Lock()
+        self.losses = 0
+
+    def call(self, shard: int, method: str, *arguments: Any) -> Any:
+        """Call a shard; return what to wait for. Calls of one handle are taken in the order in which they are made.
+
+        The arguments go as one, already pickled: Ray takes far longer for each than this takes for all.
+        """
+        with self._lock:
+            return self.handle(shard).ordered.remote(pickle.dumps((method, *arguments)))
+
+    def _member(self, shard: int) -> _Member:
+        """Return what is known of a shard; of one that was dismissed, nothing that anybody hears of."""
+        return self._members.get(shard) or _Member(None)
+
+    def handle(self, shard: int) -> Any:
+        """Return the actor of a shard."""
+        return self._members[shard].handle
 
     @property
-    def unacknowledged_rows(self) -> int:
-        """Rows of the segments under way."""
-        return sum(segment.rows for segment in self.under_way)
+    def numbers(self) -> list[int]:
+        """All shards."""
+        return sorted(self._members)
 
     @property
-    def has_room(self) -> bool:
-        """Whether another segment may be under way: fewer may when much waits to be made durable."""
-        is_crowded = self.counters is not None and self.counters.backlog >= _CROWDED_BYTES
-        return len(self.under_way) < (1 if is_crowded else _MOST_UNDER_WAY)
+    def lost(self) -> list[int]:
+        """Shards that do not answer now."""
+        return sorted(number for number, member in self._members.items() if member.lost)
 
-    def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
-        """Send a segment; it is kept until the shard has acknowledged it."""
-        self.under_way.append(SentSegment(payload, rows, lease))
-        self.poll()
+    @property
+    def known(self) -> dict[int, ShardCounters]:
+        """What the shards that answer said of themselves last."""
+        members = self._members.items()
+        return {number: m.counters for number, m in members if m.counters is not None and not m.lost}
 
-    def flush(self) -> None:
-        """Wait until every segment is acknowledged."""
-        left, until = 0, 0.0
-        while self.under_way:
-            if len(self.under_way) != left:
-                left, until = len(self.under_way), time.monotonic() + self._patience_s
-            elif time.monotonic() > until:
-                raise self.silence()
-            self.poll(min(1.0, self._patience_s))
+    @property
+    def transitions(self) -> int:
+        """Transitions that can be drawn, as far as is known."""
+        return sum(counters.transitions for counters in self.known.values())
 
-    def silence(self) -> ShardError:
-        """Return the error that says that the shard takes nothing, and why, as far as it says so."""
-        try:
-            said = str(ray.get(self._shard.trouble.remote(), timeout=_REASON_S))
-        except ray.exceptions.RayError as error:
-            said = f"it does not answer: {type(error).__name__}"
-        return ShardError(
-            f"shard {self.number} has not acknowledged a segment for {self._patience_s:g} s "
-            f"({said or self._trouble or 'it answers, but is slow'}); the {self.unacknowledged_rows} transitions under "
-            "way are kept: call flush() to try again"
-        )
+    def masses(self) -> dict[int, float]:
+        """What can be drawn from now, by shard."""
+        self._look_around()
+        with self._lock:
+            for number, member in self._members.items():
+                self._hear(number, member)
+            return {
+                number: 0.0 if member.counters is None else member.counters.mass
+                for number, member in self._members.items()
+                if not member.lost
+            }
 
-    def take_back(self) -> deque[SentSegment]:
-        """Give up the segments that were not acknowledged, of a shard that is gone with all that it held."""
-        left, self.under_way = self.under_way, deque()
-        return left
+    def note(
+        self, shard: int, counters: ShardCounters, count: BlockPlace | None = None, *, answers: bool = False
+    ) -> None:
+        """Keep what a shard said of itself; `answers`: one that was lost, too, is there again."""
+        with self._lock:
+            member = self._member(shard)
+            known, member.lost = member.counters, member.lost and not answers
+            if known is not None and (counters.epoch, counters.changes) < (known.epoch, known.changes):
+                return  # calls may overtake each other
+            member.counters = counters
+            if known is not None and known.epoch != counters.epoch:  # it counts its changes elsewhere now
+                member.count = None
+            if count is not None and member.count is None:
+                member.count = SeenCount(count)
 
-    def poll(self, wait_s: float = 0.0) -> None:
-        """Go on with what the shard said meanwhile; wait so long for its next word at most."""
-        if self._call is None:
-            self._send(wait_s)
-        if self._call is None or not ray.wait([self._call], timeout=wait_s)[0]:
-            return
-        call, self._call = self._call, None
-        try:
-            ack: Ack = received(call)
-        except FencedError:
-            raise
-        except (ray.exceptions.RayError, ShardError) as error:  # it is being restarted
-            was_dead, self._was_dead = self._was_dead, isinstance(error, ray.exceptions.ActorDiedError)
-            if was_dead and self._was_dead:
-                raise GoneError(f"shard {self.number} is gone for good ({error})") from error
-            self._trouble, self._again_at = type(error).__name__, time.monotonic() + _PAUSE_S
-        else:
-            self._trouble, self._was_dead = "", False
-            self._hear(ack)
-            self._send()
+    def changes(self) -> dict[int, tuple[int, int]] | None:
+        """Say of every shard how often it has changed, if all are as they are known here; None if that is not seen."""
+        with self._lock:
+            members = self._members.items()
+            if not all(member.is_as_known for _, member in members):
+                return None
+            return {n: (m.counters.epoch, m.counters.changes) for n, m in members if m.counters is not None}
 
-    def _send(self, wait_s: float = 0.0) -> None:
-        """Make a call for all that wait; after one that failed not at once."""
-        pause = self._again_at - time.monotonic()
-        if self.under_way and pause > 0:
-            time.sleep(min(pause, wait_s))
-        if self.under_way and pause <= wait_s:
-            payloads = [segment.payload for segment in self.under_way]
-            self._call = self._shard.insert.remote(self._writer, self.sequence, payloads)
+    def ask_again(self, shards: list[int]) -> None:
+        """Have shards say how they stand, without waiting for it; those that are not drawn from would not."""
+        with self._lock:
+            for number in shards:
+                member = self._members.get(number)
+                if member is not None and not member.probes:
+                    member.ask()
 
-    def _hear(self, ack: Ack) -> None:
-        """Forget what was accepted. A shard that expects an earlier segment began again, without what it held."""
-        self.counters, self.sequence = ack.counters, min(self.sequence, ack.expected)
-        while self.under_way and self.sequence < ack.expected:
-            segment, self.sequence = self.under_way.popleft(), self.sequence + 1
-            if segment.lease >= 0:
-                self._roster.end_insert.remote(segment.lease, self.number, ack.counters)
-        if ack.refused:
-            self.under_way.popleft()
-            raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.refused}")
-        if ack.is_closed:
-            raise ShardClosedError(f"shard {self.number} takes nothing more")
+    def refresh(self) -> dict[int, ShardCounters]:
+        """Ask every shard how it stands, and wait; return the counters of those that answered."""
+        self._look_around(now=True)
+        found: dict[int, ShardCounters] = self.ask_all(self.numbers, "counters")
+        for number, counters in found.items():
+            self.note(number, counters, answers=True)
+        return found
+
+    def ask_all(self, shards: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
+        """Call some shards at the same time, and wait; return what those say that answer."""
+        calls = {n: getattr(self.handle(n), method).remote(*arguments) for n in shards if n in self._members}
+        found = {}
+        for number, call in calls.items():
+            try:
+                found[number] = received(call, self.patience_s)
+            except LOSSES:
+                self.lose(number)
+        return found
+
+    def lose(self, shard: int) -> None:
+        """Mark a shard that did not answer; it is asked again until it does."""
+        with self._lock:
+            member = self._member(shard)
+            self.losses += not member.lost
+            member.lost = True
+
+    def is_away(self, shard: int) -> bool:
+        """Whether Ray restarts a shard, or gave it up, as far as this process knows.
+
+        A call that is made meanwhile fails after two seconds, though the shard be back after one.
+        """
+        return actor_state(self._member(shard).handle) in {"restarting", "gone"}
+
+    def _hear(self, number: int, member: _Member) -> None:
+        """Look whether a question was answered, and ask a lost shard again.
+
+        Without waiting for the questions before: Ray fails one that it is asked while it restarts an actor, or gives it
+        up, seconds later, though the actor be back by then.
+        """
+        for probe in ray.wait(member.probes, num_returns=len(member.probes), timeout=0)[0] if member.probes else ():
+            member.probes.remove(probe)
+            try:
+                self.note(number, ray.get(probe), answers=True)
+            except LOSSES:
+                member.lost = True
+            else:
+                member.probes.clear()  # those that fail now were asked before
+                break
+        if member.lost and time.monotonic() - member.probed_at > _PROBE_AGAIN_S:
+            member.ask()
+
+    def _look_around(self, now: bool = False) -> None:
+        """Ask the roster for shards that came or went, from time to time or at once."""
+        if self._looking.acquire(blocking=now or not self._members):
+            try:
+                self._list.look(now=now)
+            finally:
+                self._looking.release()
+        with self._lock:
+            handles = self._list.handles
+            if handles.keys() != self._members.keys():
+                new = {number: _Member(handles[number]) for number in handles.keys() - self._members.keys()}
+                for member in new.values():
+                    member.ask()
+                self._members = {number: m for number, m in self._members.items() if number in handles} | new

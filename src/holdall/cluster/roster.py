@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import secrets
-import threading
 import time
 import warnings
 from collections.abc import Callable, Collection
@@ -25,8 +25,7 @@ from typing import Any
 
 import ray
 
-from holdall.cluster.protocol import MOST_LIVES, ShardCounters, received
-from holdall.cluster.status import Gauges
+from holdall.cluster.protocol import MOST_LIVES, Gauges, ShardCounters
 from holdall.errors import ArgumentError, ShardError
 from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.storage import COST_CAPS
@@ -68,11 +67,12 @@ class RateLimit:
         """Upper bound of the error."""
         return self.min_size * self.samples_per_insert + self.tolerance
 
-    def require(self, what: str, rows: float) -> None:
-        """Refuse what could never be granted."""
-        if rows > self.tolerance:
+    def require(self, call: str, rows: int) -> None:
+        """Refuse to "add", or to "sample", what could never be granted."""
+        what, moved = ("block", rows * self.samples_per_insert) if call == "add" else ("batch", rows)
+        if moved > self.tolerance:
             raise ArgumentError(
-                f"tolerance ({self.tolerance:g}) is less than what one {what} moves ({rows:g}), so that writers and "
+                f"tolerance ({self.tolerance:g}) is less than what one {what} moves ({moved:g}), so that writers and "
                 "learners could wait for each other; raise it"
             )
 
@@ -102,18 +102,6 @@ class MemoryTerms:
         """Rows after which a writer may leave a shard within an episode; 0: after every segment."""
         return max(1, self.shard_rows // _STAYS) if isinstance(self.sampler, ComposedSampler) else 0
 
-    def roster(self) -> Any:
-        """Find the roster."""
-        return roster_of(self.name)
-
-    def ask(self, roster: Any, method: str, *arguments: Any) -> Any:
-        """Ask the roster something; None while it is being restarted, ShardError if the memory was closed."""
-        try:
-            return received(getattr(roster, method).remote(*arguments), self.patience_s)
-        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
-            roster_of(self.name)
-            return None
-
 
 def roster_of(name: str) -> Any:
     """Find the roster of a memory."""
@@ -123,8 +111,6 @@ def roster_of(name: str) -> Any:
         raise ShardError(f"the memory {name} is not there; was it closed?") from error
 
 
-POLICIES = ("degrade", "block", "raise")
-DURABILITIES = ("memory", "segment")
 _ANSWERS_S = 10.0
 _RESTARTED_S = 15.0
 """What a shard may take to be started again once its machine was given up."""
@@ -152,7 +138,8 @@ def _setting(name: str, usual: int) -> int:
 
 PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
 _CHOICES: dict[str, Collection[str]] = {
-    "durability": DURABILITIES, "on_shard_loss": POLICIES, "prefer": COST_CAPS, "placement": PLACEMENTS,
+    "durability": ("memory", "segment"), "on_shard_loss": ("degrade", "block", "raise"), "prefer": COST_CAPS,
+    "placement": PLACEMENTS,
 }  # fmt: skip
 
 
@@ -207,31 +194,34 @@ _LOG = logging.getLogger("holdall")
 
 
 def wait_for_grant(
-    call: str, ask: Callable[..., Any], method: str, rows: int, meanwhile: Callable[[], None] = lambda: None
-) -> Any:
-    """Ask until the limiter grants something, and say now and then what is waited for.
+    limit: RateLimit | None, call: str, rows: int, ask: Callable[..., Any], meanwhile: Callable[[], None] = lambda: None
+) -> int:
+    """Ask until the limiter grants something, and say now and then what is waited for; -1 without a limiter.
 
     Args:
         call: "add" or "sample".
-        ask: Asks the roster, see `MemoryTerms.ask`.
+        ask: Asks the roster, see `ShardList.ask`.
     """
+    if limit is None:
+        return -1
+    limit.require(call, rows)
     began = time.monotonic()
     notice_at = began + _NOTICE_S
-    while (grant := ask(method, rows)) is None:
+    while (grant := ask("grant", call, rows, patience_s=math.inf)) is None:
         now = time.monotonic()
-        if now >= notice_at and (words := ask("limiter")):
+        if now >= notice_at:
             notice_at = now + _NOTICE_AGAIN_S
-            _LOG.warning("%s has waited %.0f s for the limiter: %s", call, now - began, _waited_for(words))
+            _LOG.warning("%s has waited %.0f s for the limiter: %s", call, now - began, _waited_for(ask("limiter")))
         time.sleep(_ASK_AGAIN_S)
         meanwhile()
-    return grant
+    return int(grant)
 
 
 def _waited_for(words: dict[str, float]) -> str:
     """Say what has to happen before a limiter grants more."""
     asked = [
         f"no {who} has asked for a grant yet" if words[key] < 0 else f"a {who} last asked {words[key]:.0f} s ago"
-        for who, key in (("writer", "insert_s"), ("learner", "sample_s"))
+        for who, key in (("writer", "add_s"), ("learner", "sample_s"))
     ]
     return (
         f"{words['inserted']:.0f} transitions were added and {words['sampled']:.0f} rows drawn; the error may be "
@@ -239,9 +229,9 @@ def _waited_for(words: dict[str, float]) -> str:
     )
 
 
-@dataclass(slots=True)
+@dataclass
 class Limiter:
-    """Grants inserts and samples. Not locked: its owner is."""
+    """Grants inserts and samples. Not locked: its owner hears one call at a time."""
 
     limit: RateLimit
     inserted: int = 0  # what the shards took, as they last said
@@ -292,26 +282,26 @@ class Limiter:
         self.sampled = int(behind * self.limit.samples_per_insert)
 
 
-_LOOK_AGAIN_S = 0.05
+_NO_LIMIT = RateLimit(1.0, 1, 2.0**62)
+_LOOK_AGAIN_S, _ANSWER_S = 0.05, 0.1
 _FIRST_RANK = 2**20
 """Of learners that are given none: above those that are."""
 
 
 class Roster:
-    """What is agreed on.
+    """What is agreed on. It hears one call at a time, and hardly waits for anybody.
 
     Args:
         home: The namespace in which the memory's shards have their numbers as names: one that is restarted finds them.
     """
 
     def __init__(self, terms: MemoryTerms, home: str) -> None:
-        self._lock = threading.Lock()
         self._terms = terms
         self._learners = _FIRST_RANK
         self._highest = 0.0  # priority of the whole memory, as far as was said here
-        self._limiter = None if terms.limit is None else Limiter(terms.limit)
-        self._metrics = None if terms.limit is None else Gauges("limiter", memory=terms.name)
+        self._limiter = Limiter(terms.limit or _NO_LIMIT)
         self._inserted: dict[tuple[int, int], int] = {}
+        self._questions: dict[int, Any] = {}  # to shards, that they have not answered yet
         self._looked_at = 0.0
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
         self._first_life = 1 + secrets.randbelow(MOST_LIVES - 1) if is_restarted() else 0
@@ -320,6 +310,8 @@ class Roster:
         self._lives: dict[int, int] = {}
         self._codecs: dict[str, dict[str, Any]] = {}
         self._asked: dict[str, float] = {}  # when a grant to add or to draw was last asked for
+        if terms.limit is not None:
+            Gauges("limiter", memory=terms.name).follow(self._limiter.words)
 
     def terms(self) -> MemoryTerms:
         """Say what handles have to know."""
@@ -327,101 +319,73 @@ class Roster:
 
     def enroll(self) -> int:
         """Number the learners that have no rank of their own."""
-        with self._lock:
-            self._learners += 1
-            return self._learners
+        self._learners += 1
+        return self._learners
 
     def raise_highest(self, scaled: float) -> None:
         """Hear of a priority; a shard that is started hears of the highest."""
-        with self._lock:
-            self._highest = max(self._highest, scaled)
+        self._highest = max(self._highest, scaled)
 
     def begin_life(self, shard: int, first: int) -> tuple[int, float]:
         """Count a shard's lives, from `first` on; say what the highest priority is."""
-        with self._lock:
-            life = self._lives[shard] = max(first, self._first_life, self._lives.get(shard, -1) + 1)
-            return life, self._highest
+        life = self._lives[shard] = max(first, self._first_life, self._lives.get(shard, -1) + 1)
+        return life, self._highest
 
     def admit(self, shard: int, handle: Any) -> None:
         """Add a shard to the list."""
-        with self._lock:
-            self._list(self._shards | {shard: handle})
+        self._list(self._shards | {shard: handle})
 
     def dismiss(self, shard: int) -> None:
         """Take a shard off the list."""
-        with self._lock:
-            self._list({number: handle for number, handle in self._shards.items() if number != shard})
+        self._list({number: handle for number, handle in self._shards.items() if number != shard})
 
     def _list(self, shards: dict[int, Any]) -> None:
         self._shards, self._version = shards, secrets.randbits(62)
 
     def shards(self, known: int) -> tuple[int, dict[int, Any] | None]:
         """Return the list and its version; no list if the version is known."""
-        with self._lock:
-            return self._version, None if known == self._version else dict(self._shards)
+        return self._version, None if known == self._version else self._shards
 
     def codec(self, key: str, chosen: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Return the codec that a field's slices get, in words: the first that was chosen; None if none was."""
-        with self._lock:
-            return self._codecs.get(key) if chosen is None else self._codecs.setdefault(key, chosen)
+        return self._codecs.get(key) if chosen is None else self._codecs.setdefault(key, chosen)
 
-    def lease_insert(self, rows: int) -> int | None:
-        """Grant the insert of some rows; None: not yet."""
+    def grant(self, call: str, rows: int) -> int | None:
+        """Grant that some rows are inserted, for "add", or drawn, for "sample"; None: not yet."""
         self._look_at_shards()
-        with self._lock:
-            now = self._asked["insert_s"] = time.monotonic()
-            return -1 if self._limiter is None else self._limiter.lease_insert(rows, now)
+        now = self._asked[f"{call}_s"] = time.monotonic()
+        return self._limiter.lease_insert(rows, now) if call == "add" else self._limiter.take_samples(rows) or None
 
     def end_insert(self, lease: int, shard: int, counters: ShardCounters) -> None:
         """Hear that rows that were granted have arrived."""
-        with self._lock:
-            if self._limiter is not None:
-                self._note(shard, counters)
-                self._limiter.end_insert(lease)
-
-    def take_samples(self, rows: int) -> bool | None:
-        """Grant the draw of some rows; None: not yet."""
-        self._look_at_shards()
-        with self._lock:
-            self._asked["sample_s"] = time.monotonic()
-            return self._limiter is None or self._limiter.take_samples(rows) or None
+        self._note(shard, counters)
+        self._limiter.end_insert(lease)
 
     def limiter(self) -> dict[str, float]:
-        """Say how the limiter stands, and how long ago a grant was last asked for; -1: never."""
-        self._look_at_shards()
-        with self._lock:
-            if self._limiter is None:
-                return {}
-            asked = {"insert_s": -1.0, "sample_s": -1.0}
-            now = time.monotonic()
-            return self._limiter.words() | asked | {call: now - then for call, then in self._asked.items()}
+        """Say how the limiter stands, and how long ago a grant was last asked for; -1: never. Nothing without one."""
+        if self._terms.limit is None:
+            return {}
+        self._look_at_shards(_ANSWER_S)
+        now, asked = time.monotonic(), {"add_s": -1.0, "sample_s": -1.0}
+        return self._limiter.words() | asked | {call: now - then for call, then in self._asked.items()}
 
-    def _look_at_shards(self) -> None:
-        """Ask the shards what they took, now and then."""
-        with self._lock:
-            now = time.monotonic()
-            if self._limiter is None or now - self._looked_at < _LOOK_AGAIN_S:
-                return
+    def _look_at_shards(self, waits_s: float = 0.0) -> None:
+        """Ask the shards now and then what they took, and hear what they said."""
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_AGAIN_S:
             self._looked_at = now
-            asked = {shard: handle.counters.remote() for shard, handle in self._shards.items()}
-        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
-        for shard, call in asked.items():
-            if call in ready:
-                try:
-                    found: ShardCounters = ray.get(call)
-                except ray.exceptions.RayError:  # it counts with what it took before
-                    continue
-                with self._lock:
-                    self._note(shard, found)
-        if self._metrics is not None:
-            self._metrics.report(self._limiter.words)
+            new = {shard: handle for shard, handle in self._shards.items() if shard not in self._questions}
+            self._questions |= {shard: handle.counters.remote() for shard, handle in new.items()}
+        calls = list(self._questions.values())
+        answered = ray.wait(calls, num_returns=len(calls), timeout=waits_s)[0] if calls else []
+        for shard in [shard for shard, call in self._questions.items() if call in answered]:
+            with suppress(ray.exceptions.RayError):  # it counts with what it took before
+                self._note(shard, ray.get(self._questions.pop(shard)))
 
     def _note(self, shard: int, counters: ShardCounters) -> None:
         """Add up what was ever taken; a shard that began again counts from 0 again."""
         life = 0 if self._terms.url is not None else counters.epoch
         self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), counters.inserted)
-        if self._limiter is None:
-            return
         total = sum(self._inserted.values())
         if self._recentres:
             self._limiter.recentre(total)
@@ -431,8 +395,8 @@ class Roster:
 
 def _named_in(home: str) -> dict[int, Any]:
     """Return the shards that there are: those of a roster that was restarted, or none yet."""
-    listed: Any = ray.util.list_named_actors  # it has no types
-    numbers = [int(each["name"]) for each in listed(all_namespaces=True) if each["namespace"] == home]
+    listed = ray.util.list_named_actors(all_namespaces=True)
+    numbers = [int(each["name"]) for each in listed if each["namespace"] == home]
     found = {}
     for number in sorted(numbers):
         with suppress(ValueError):  # it has ended since

@@ -13,11 +13,9 @@ import ipaddress
 import logging
 import os
 import socket
-import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any
 
 from holdall.errors import ArgumentError, ShardError
 
@@ -34,23 +32,18 @@ def use_token(environment: MutableMapping[str, str]) -> None:
         environment[_MODE] = "token"
 
 
-def require_token(addresses: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Refuse addresses beyond this machine unless calls need a token."""
+def require_closed(addresses: Iterable[str], head: str, environment: Mapping[str, str]) -> None:
+    """Refuse addresses beyond this machine unless calls need a token: here, and whatever is set here, at the head."""
     beyond = [address for address in addresses if not _is_loopback(address)]
-    if beyond and environment.get(_MODE, "").lower() != "token":
-        raise _open_to_all(f"Ray listens at {beyond[0]} and asks for no token")
-
-
-def require_closed(beyond: str, head: str) -> None:
-    """Refuse a cluster beyond this machine whose head answers a caller without a token, whatever this process has."""
-    if answers_strangers(head):
-        raise _open_to_all(
-            f"Ray listens at {beyond}, and its head at {head} answers without a token, whatever {_MODE} is here"
-        )
-
-
-def _open_to_all(why: str) -> ShardError:
-    return ShardError(
+    if not beyond:
+        return
+    if environment.get(_MODE, "").lower() != "token":
+        why = f"Ray listens at {beyond[0]} and asks for no token"
+    elif answers_strangers(head):
+        why = f"Ray listens at {beyond[0]}, and its head at {head} answers without a token, whatever {_MODE} is here"
+    else:
+        return
+    raise ShardError(
         f"{why}, so all who reach it can run code there; start it with {_MODE}=token on every machine (ray "
         "get-auth-token --generate), and keep its ports off public networks: a token does not encrypt"
     )
@@ -107,19 +100,15 @@ def _frames(heard: bytes) -> Iterator[tuple[int, int, bytes]]:
 def close_token_file(environment: Mapping[str, str]) -> None:
     """Make the token's file readable by its owner alone: Ray writes it for all to read."""
     path = _token_path(environment)
-    try:
-        mode = path.stat().st_mode
-    except OSError:  # a token in the environment, or none
-        return
-    if os.name != "posix" or not stat.S_IMODE(mode) & 0o077:
+    if os.name != "posix" or not path.is_file() or not path.stat().st_mode & 0o077:
         return
     try:
         path.chmod(0o600)
-        _LOG.warning("%s could be read by others; its mode is 0600 now", path)
     except OSError as error:
         raise ShardError(
             f"{path} can be read by others, and cannot be closed to them ({error}); run chmod 600 on it"
         ) from error
+    _LOG.warning("%s could be read by others; its mode is 0600 now", path)
 
 
 def _token_path(environment: Mapping[str, str]) -> Path:
@@ -143,12 +132,8 @@ def require_safe_cluster() -> None:
     if not ray.is_initialized():
         close_token_file(os.environ)
         ray.init(include_dashboard=False)
-    nodes: Any = ray.nodes
-    alive = [str(node["NodeManagerAddress"]) for node in nodes() if node["Alive"]]
-    require_token(alive, os.environ)
-    beyond = [address for address in alive if not _is_loopback(address)]
-    if beyond:
-        require_closed(beyond[0], str(ray.get_runtime_context().gcs_address))
+    alive = [str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]]
+    require_closed(alive, str(ray.get_runtime_context().gcs_address), os.environ)
     close_token_file(os.environ)
 
 
@@ -163,9 +148,8 @@ def join_cluster(address: str | None, namespace: str) -> str:
     close_token_file(os.environ)
     if address is not None:
         require_head(address)
-    init: Any = ray.init
     try:
-        init(address=address or "auto", namespace=namespace, log_to_driver=False, configure_logging=False)
+        ray.init(address=address or "auto", namespace=namespace, log_to_driver=False, configure_logging=False)
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         cause = str(error.__cause__ or error).strip().splitlines()[-1].partition(". ")[0]
         raise ShardError(
@@ -185,10 +169,8 @@ def require_head(address: str) -> None:
             "the cluster: Ray's client protocol (ray://) is one more open port, and is not used"
         )
     host = host.strip("[]")
-    require_token([host], os.environ)
+    require_closed([host], address, os.environ)
     try:
         socket.create_connection((host, int(port)), timeout=_ANSWERS_S).close()
     except (OSError, OverflowError) as error:
         raise ShardError(f"nobody answers at {address} ({error}); name host and port of Ray's head") from error
-    if not _is_loopback(host):
-        require_closed(host, address)

@@ -7,7 +7,6 @@ is a journal, was written to it first.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import pickle
@@ -22,10 +21,10 @@ from holdall.batch import of_ids
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster import protocol
 from holdall.cluster.answer import Payload, RowsPlace
-from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, journal_of
+from holdall.cluster.journal import Entry, SegmentMove, journal_of
+from holdall.cluster.protocol import ShardMetrics
 from holdall.cluster.roster import NAMESPACE, MemoryTerms, is_restarted
 from holdall.cluster.shard_data import ShardData
-from holdall.cluster.status import ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import generator_of
 from holdall.machine import HeldReader, anonymous_bytes, memory_limits
@@ -33,10 +32,9 @@ from holdall.native import fallback
 from holdall.report import MemoryReport
 from holdall.schema import Array
 from holdall.shared import SharedCount
-from holdall.storage import SealedSegment
 
-GROUPS = {"insert": 32, "sample": 1, "control": 4, "save": 4}
-"""Threads by kind of call, so that none waits behind another kind; one keeps calls in their order, as Ray does."""
+THREADS = {"max_concurrency": 4, "concurrency_groups": {"insert": 32, "sample": 1, "save": 4}}
+"""For all calls but some kinds, and for these: none waits behind another kind, and one keeps calls in their order."""
 
 
 class Shard:
@@ -53,44 +51,41 @@ class Shard:
         saved: tuple[str, int] | None = None,
     ) -> None:  # fmt: skip
         # The name of the memory's roster: a handle in its place could not be found again after a restart.
-        memory, url, sampler = terms.name, terms.url, terms.sampler
-        self._number, self._memory, self._url = number, memory, url
+        self._number, self._memory, self._is_durable = number, terms.name, terms.url is not None
         self._machine = protocol.this_machine()
         self._lock = threading.Lock()
         self._held = HeldReader()
-        self._metrics = ShardMetrics(memory, number)
-        self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
+        self._metrics = ShardMetrics(terms.name, number)
         self._is_closed = threading.Event()
         self._changes, self._written_changes = SharedCount(), 0  # the latter when priorities were last written
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
-        self._committer: Committer | None = None
-        self._data = ShardData(terms.words, terms.shard_rows, sampler, generator_of(seed), self._lock, neighbours)
-        self._epoch, highest = begun_life(memory, number, 0, has_journal=url is not None)
+        self._data = ShardData(terms.words, terms.shard_rows, terms.sampler, generator_of(seed), self._lock, neighbours)
+        self._journal = journal_of(terms.url, number)
+        self._epoch, highest = begun_life(terms.name, number, 0, has_journal=self._is_durable)
         # A checkpoint is what a shard begins with, and not what one that was restarted goes back to.
-        is_new, checkpoint = self._epoch == 0 or not is_restarted(), None
-        if url is not None:
-            journal = journal_of(url, number)
-            self._take_over(journal, waits=is_restarted())
-            written, name = self._data.store.next_tick, "" if saved is None else f"{saved[0]}:{saved[1]}"
-            is_new = _begins_with(journal, written, name)
-        if saved is not None and is_new:
-            checkpoint = _checkpoint_of(*saved)
-        if url is None:
+        is_new = self._epoch == 0 or not is_restarted()
+        name = "" if saved is None else f"{saved[0]}:{saved[1]}"
+        if self._is_durable:
+            is_new = self._take_over(name)
+        written = self._data.store.next_tick
+        checkpoint = _checkpoint_of(*saved) if saved is not None and is_new else None
+        if not self._is_durable:
             first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
             if first_life:
-                self._epoch, _ = begun_life(memory, number, first_life, has_journal=False)
+                self._epoch, _ = begun_life(terms.name, number, first_life, has_journal=False)
             self._data.begin_at(protocol.first_row_of(self._epoch))
         # The first life of the only shard draws as a local memory with the same seed does.
         if seed is not None and (number, self._epoch) != (0, 0):
             self._data.generator = generator_of([seed, number, self._epoch])
         if checkpoint is not None:
             self._data.load(checkpoint)
-            if url is not None:
-                self._data.write_loaded(journal, name, written)
+            if self._is_durable:
+                self._data.write_loaded(self._journal, name, written)
         self._data.raise_highest(highest)
-        if url is not None:
-            self._committer = Committer(journal, self._data.store.next_tick, self._apply, self._changed_priorities)
-        self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": anonymous_bytes()})
+        # The number of every writer's next segment, staged ones counted.
+        self._expected = dict(self._journal.expected)
+        self._journal.follow(self._data.rows, self._apply, self._changed_priorities)
+        self._metrics.follow(self._measured)
 
     def _changed_priorities(self) -> dict[str, Any] | None:
         """Return the sampler's state for the journal, if it has changed since the last time."""
@@ -100,13 +95,23 @@ class Shard:
             self._written_changes = self._changes.value
             return self._data.priorities()
 
-    def _take_over(self, journal: Journal, *, waits: bool) -> None:
-        """Go on with all that the journal holds."""
-        self._data.replay(journal, self._memory, waits=waits)
+    def _take_over(self, checkpoint: str) -> bool:
+        """Go on with all that the journal holds; say whether a checkpoint, or the rest of it, is still to be loaded.
+
+        Args:
+            checkpoint: Which one; nothing if there is none to load.
+        """
+        journal = self._journal
+        self._data.replay(journal, self._memory, waits=is_restarted())
         if journal.state.closed_by == self._memory:
             self._is_closed.set()
-        self._epoch = journal.epoch
-        self._expected = dict(journal.expected)
+        self._epoch, loading = journal.epoch, journal.state.loading
+        if loading not in {"", checkpoint}:
+            raise CheckpointError(
+                f"{journal.url} holds a part of the checkpoint {loading}: a memory that loaded it was ended before it "
+                "had all; load that one again with this journal_url, or name another"
+            )
+        return bool(checkpoint) and (loading == checkpoint or self._data.store.next_tick == 0)
 
     @ray.method(concurrency_group="insert")
     def insert(self, writer: bytes, first: int, payloads: list[bytes]) -> protocol.Ack:
@@ -126,8 +131,7 @@ class Shard:
                     break
             with self._lock:
                 expected, is_closed = self._expected.get(writer, 0), self._is_closed.is_set()
-            if self._committer is not None:  # the writer forgets what was accepted: nothing of it may still be lost
-                self._committer.commit()
+            self._journal.commit()  # the writer forgets what was accepted: nothing of it may still be lost
             with self._lock:
                 return protocol.Ack(expected, self._counters(), is_closed, refused)
 
@@ -138,21 +142,17 @@ class Shard:
             if number != self._expected.get(writer, 0) or self._is_closed.is_set():
                 return
             self._data.store.require(segment)
-            if self._committer is None:
-                self._take(writer, segment)
-            else:
-                self._committer.stage(Entry(writer, number, payload, segment))
+            self._journal.stage(Entry(writer, number, payload, segment))
             self._expected[writer] = number + 1
 
-    @ray.method(concurrency_group="control")
     def trouble(self) -> str:
         """Say why segments are not acknowledged, if there is a reason."""
-        return "" if self._committer is None else self._committer.journal.trouble
+        return self._journal.trouble
 
     def _require_journal(self) -> None:
         """Refuse what a shard must not do any more whose journal another one has."""
-        if self._committer is not None and self._committer.journal.fenced is not None:
-            raise self._committer.journal.fenced
+        if self._journal.fenced is not None:
+            raise self._journal.fenced
 
     @ray.method(concurrency_group="sample")
     def ordered(self, packed: bytes) -> Any:
@@ -200,7 +200,6 @@ class Shard:
             self._changes.raise_by_one()
             return self._counters()
 
-    @ray.method(concurrency_group="control")
     def raise_highest(self, scaled: float) -> protocol.ShardCounters:
         """Hear of the highest priority of all shards: new rows get it."""
         with self._lock:
@@ -208,16 +207,13 @@ class Shard:
             self._changes.raise_by_one()
             return self._counters()
 
-    @ray.method(concurrency_group="control")
     def close_to_writers(self) -> None:
         """Accept nothing more, so that what is held can be moved elsewhere."""
         with self._lock:
             self._is_closed.set()
-        if self._committer is not None:
-            self._committer.commit()
-            self._say(closed_by=self._memory)
+        self._journal.commit()
+        self._journal.say(closed_by=self._memory)
 
-    @ray.method(concurrency_group="control")
     def oldest(self) -> tuple[bytes, int, int, int]:
         """Return the oldest segment, its rows, the first of them, and the row behind it.
 
@@ -227,11 +223,10 @@ class Shard:
             store = self._data.store
             first, segment = self._data.segment_at(store.first_tick) if store.transitions else (0, None)
         if segment is None:
-            self._say(move=None, drained=True)
+            self._journal.say(move=None, drained=True)
             return b"", 0, 0, 0
         return self._data.packed(segment), segment.rows.ticks, first, first + segment.rows.ticks
 
-    @ray.method(concurrency_group="control")
     def give_up(self, first_row: int, end: int, to: int, writer: bytes, sequence: int) -> None:
         """Draw rows no more that go to another shard; the journal keeps them, and says where they go.
 
@@ -242,32 +237,25 @@ class Shard:
         with self._lock:
             self._data.store.forget_before(end)
             self._changes.raise_by_one()
-        self._say(hidden_before=end, move=SegmentMove(self._memory, to, writer.hex(), sequence, first_row))
+        self._journal.say(hidden_before=end, move=SegmentMove(self._memory, to, writer.hex(), sequence, first_row))
 
-    def _say(self, **changes: Any) -> None:
-        """Have the journal, if there is one, say more of this shard, see `JournalState`."""
-        if self._committer is not None:
-            self._committer.journal.say(**changes)
-
-    @ray.method(concurrency_group="control")
     def move(self) -> tuple[int, bytes, int] | None:
         """Say which segment was on its way to a shard when the memory before this one ended: to, writer, number."""
-        move = None if self._committer is None else self._committer.journal.state.move
+        move = self._journal.state.move
         if move is None or move.memory == self._memory:
             return None
         return move.shard, bytes.fromhex(move.writer), move.sequence
 
-    @ray.method(concurrency_group="control")
     def end_move(self, arrived: bool) -> None:
         """Hear whether that segment arrived; if not, it stays here."""
         with self._lock:
-            if self._committer is None or self._committer.journal.state.move is None:
+            if self._journal.state.move is None:
                 return
             if arrived:
-                self._data.store.forget_before(self._committer.journal.state.hidden_before)
+                self._data.store.forget_before(self._journal.state.hidden_before)
             first_row = self._data.store.first_tick
             self._changes.raise_by_one()
-        self._say(hidden_before=first_row, move=None)
+        self._journal.say(hidden_before=first_row, move=None)
 
     def begin_save(self, url: str) -> int:
         """Begin a checkpoint of this moment at a place of this shard's own; return what `end_save` is called with."""
@@ -283,20 +271,17 @@ class Shard:
             raise protocol.RestartedError(f"shard {self._number} was restarted after the checkpoint was begun")
         return self._handles.pop(number).result()
 
-    @ray.method(concurrency_group="control")
     def end_saves(self) -> None:
         """Wait for checkpoints that are under way, and let others write there; make priorities durable."""
         self._data.end_saves()
-        if self._committer is not None and self._committer.journal.fenced is None:
-            self._committer.write_priorities()
+        if self._is_durable and self._journal.fenced is None:
+            self._journal.write_priorities()
 
-    @ray.method(concurrency_group="control")
     def counters(self) -> protocol.ShardCounters:
         """Say what is held."""
         with self._lock:
             return self._counters()
 
-    @ray.method(concurrency_group="control")
     def process(self) -> dict[str, Any]:
         """Say where this shard runs, what its process takes, and how it stands, as plain numbers and text."""
         held, limit = self._held.read(), memory_limits()[0]
@@ -304,6 +289,10 @@ class Shard:
             "node": protocol.this_node(), "pid": os.getpid(), "uss_bytes": held.unique, "pss_bytes": held.proportional,
             "limit": limit.name, "limit_bytes": limit.total_bytes, "limit_free_bytes": limit.free_bytes,
         }  # fmt: skip
+
+    def _measured(self) -> dict[str, Any]:
+        figures = self._figures()
+        return {**figures["counters"]._asdict(), **figures, "anonymous_bytes": anonymous_bytes()}
 
     def _figures(self) -> dict[str, Any]:
         with self._lock:
@@ -313,37 +302,31 @@ class Shard:
                 "held_bytes": sum(field.total_bytes for field in fields),
                 "plain_bytes": sum(field.plain_bytes for field in fields),
                 "capacity": self._data.capacity,
-                "is_durable": self._committer is not None,
+                "is_durable": self._is_durable,
                 "is_draining": self._is_closed.is_set(),
             }
 
-    @ray.method(concurrency_group="control")
     def report(self) -> MemoryReport:
         """Account for every field; say what is done without compiled code."""
         with self._lock:
             store = self._data.store
             return MemoryReport(store.transitions, tuple(store.report()), 0, store.segments, fallback=fallback())
 
-    def _apply(self, entries: Sequence[Entry]) -> int:
-        """Show what is durable now; return the first row that is still needed."""
+    def _apply(self, entries: Sequence[Entry]) -> range:
+        """Show what is durable now; return the rows that are held then."""
         with self._lock:
             for entry in entries:
-                self._take(entry.writer, entry.segment)
-            return self._data.store.first_tick
-
-    def _take(self, writer: bytes, segment: SealedSegment | None) -> None:
-        if segment is not None:
-            self._data.take(writer, segment)
-            self._changes.raise_by_one()
+                self._data.take(entry)
+                self._changes.raise_by_one()
+            return self._data.rows
 
     def _counters(self) -> protocol.ShardCounters:
         data, store = self._data, self._data.store
-        backlog = 0 if self._committer is None else self._committer.backlog
         rows = (store.first_tick, store.next_tick, store.transitions)
         mass = data.mass()  # first: what is new gets its priority with it
         highest = data.likelihood.highest
         changes = self._changes.value
-        return protocol.ShardCounters(self._epoch, *rows, data.inserted, changes, backlog, mass, highest)
+        return protocol.ShardCounters(self._epoch, *rows, data.inserted, changes, self._journal.backlog, mass, highest)
 
 
 def begun_life(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
@@ -351,9 +334,9 @@ def begun_life(memory: str, number: int, first_life: int, *, has_journal: bool) 
 
     A roster that is being restarted is waited for: Ray gives up an actor for good whose constructor raises.
     """
-    find = functools.partial(ray.get_actor, memory, NAMESPACE)
     try:
-        life, highest = protocol.asked(find, "begin_life", number, first_life, patience_s=math.inf, timeout_s=None)
+        roster = ray.get_actor(memory, NAMESPACE)
+        life, highest = protocol.asked(roster, "begin_life", number, first_life, patience_s=math.inf, timeout_s=None)
     except (ValueError, protocol.GoneError):  # the memory was closed
         if has_journal:  # which has both, as they were
             return first_life, 0.0
@@ -365,18 +348,3 @@ def _checkpoint_of(url: str, number: int) -> Restored:
     """Read a checkpoint of one shard: all but its rows, which follow, and its full blocks, which stay."""
     reader = open_reader(url, timeout=math.inf)
     return restored(reader.manifest(number), reader, None)
-
-
-def _begins_with(journal: Journal, next_row: int, checkpoint: str) -> bool:
-    """Whether a shard still has to load its checkpoint, or the rest of it.
-
-    Args:
-        next_row: The row behind the last that the journal holds; 0: it holds none.
-        checkpoint: Which one; nothing if there is none to load.
-    """
-    if journal.state.loading not in {"", checkpoint}:
-        raise CheckpointError(
-            f"{journal.url} holds a part of the checkpoint {journal.state.loading}: a memory that loaded it was ended "
-            "before it had all; load that one again with this journal_url, or name another"
-        )
-    return bool(checkpoint) and (journal.state.loading == checkpoint or next_row == 0)

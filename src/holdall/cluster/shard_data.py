@@ -27,8 +27,8 @@ from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.machine import memory_limits
 from holdall.native import chosen_kernels
 from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun, resume
-from holdall.schema import Leaf, Schema
-from holdall.shared import BlockPlace
+from holdall.schema import Schema
+from holdall.shared import BlockPlace, OpenedBlocks
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
@@ -76,6 +76,11 @@ class ShardData:
         )
         return self.store
 
+    @property
+    def rows(self) -> range:
+        """Rows that are held."""
+        return range(self.store.first_tick, self.store.next_tick)
+
     def unpacked(self, payload: bytes) -> storage.SealedSegment:
         """Read a segment."""
         segment = storage.unpack_segment(payload, self._schema, {}, self._kernels.coder)
@@ -90,11 +95,12 @@ class ShardData:
                 codec = self._codecs.setdefault(coded.codec, coded.codec)
                 block.sealed = storage.CarriedSlices(replace(coded, codec=codec))
 
-    def take(self, writer: bytes, segment: storage.SealedSegment) -> None:
+    def take(self, entry: Entry) -> None:
         """Take a segment of a writer over."""
+        segment = entry.segment or self.unpacked(entry.payload)
         first = self.store.adopt(segment)
         rows, tick, lanes = self.store.next_tick - first, segment.rows.first_tick, segment.lanes
-        run = WriterRun(writer.hex(), tick, lanes, first, rows)
+        run = WriterRun(entry.writer.hex(), tick, lanes, first, rows)
         if tick == _NO_TICK:
             run = run._replace(first_tick=-1, lanes=rows)
         self._runs.append(run)
@@ -121,7 +127,7 @@ class ShardData:
             elif page.first_row != self.store.next_tick:
                 raise DamageError(f"{journal.url} lacks segments before row {page.first_row}; load a checkpoint")
             for entry in page.entries:
-                self.take(entry.writer, self.unpacked(entry.payload))
+                self.take(entry)
         move = journal.state.move
         # What another memory was moving when it ended may not have arrived; this one's will.
         is_other = move is not None and move.memory != memory
@@ -267,7 +273,7 @@ class ShardReader:
         self._leaves = schema.observation.leaves
         self._assembler = ObservationAssembler(kernels, 0, max(1, (os.cpu_count() or 1) // neighbours))
         self._kept = storage.DecodedSegments(kernels.coder, decoded_bytes)
-        self._blocks = OpenedBlocks(block_leaves(schema, large))
+        self._blocks, self._in_blocks = OpenedBlocks(), block_leaves(schema, large)
 
     def read(
         self, found: storage.Rows | None, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[RowsPlace] = ()
@@ -283,13 +289,15 @@ class ShardReader:
         if found.places.awaits_files:
             storage.bring_places(found.places)
         places = self._kept.instead(found.places)
-        opened = [self._blocks.pairs(block) for block in blocks]
-        if not blocks or None in opened:
+        opened: list[Any] = [
+            self._blocks.memory(block.place, block_bytes(self._in_blocks, block.rows)) for block in blocks
+        ]
+        if not blocks or any(memory is None for memory in opened):
             return self._assembler.complete(found._replace(places=places), self._leaves)
         end = 0
-        for pairs, block, (count, _) in zip(opened, blocks, counts, strict=True):
+        for memory, block, (count, _) in zip(opened, blocks, counts, strict=True):
             some, end = slice(end, end + count), end + count
-            self._write(found, places, some, block, pairs or {})
+            self._write(found, places, some, block, pairs_in(memory, self._in_blocks, block.rows))
         return found._replace(small={}, large=(), places=None)
 
     def _write(
@@ -304,23 +312,3 @@ class ShardReader:
         for i, sides in found.small.items():
             for side, values in zip(pairs[i], sides, strict=True):
                 side[slice(None) if rows is None else rows] = values[some]
-
-
-class OpenedBlocks:
-    """Blocks of learners on this machine, as a shard writes to them. Not locked: a shard makes one answer at a time."""
-
-    def __init__(self, leaves: dict[int, Leaf]) -> None:
-        self._leaves = leaves
-        self._opened: dict[tuple[BlockPlace, int], dict[int, Pair]] = {}  # by place and rows
-
-    def pairs(self, place: RowsPlace) -> dict[int, Pair] | None:
-        """Return where the rows of a batch are written; None if the block is not within reach."""
-        found = self._opened.get((place.block, place.rows))
-        if found is None:
-            # Those that their learners gave up take memory for as long as they are open here.
-            self._opened = {key: pairs for key, pairs in self._opened.items() if key[0].is_there}
-            memory = place.block.opened(block_bytes(self._leaves, place.rows))
-            if memory is None:
-                return None
-            found = self._opened[place.block, place.rows] = pairs_in(memory, self._leaves, place.rows)
-        return found

@@ -13,98 +13,194 @@ import secrets
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import ray
 
 from holdall import storage
-from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardList
-from holdall.cluster.roster import MemoryTerms, wait_for_grant
-from holdall.errors import ClosedError, ShardError
+from holdall.cluster.protocol import PAUSE_S, Ack, GoneError, ShardClosedError, ShardCounters, ShardList, received
+from holdall.cluster.roster import MemoryTerms, roster_of, wait_for_grant
+from holdall.errors import ClosedError, FencedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
 from holdall.schema import Schema
 
 _SEGMENT_ROWS = 128
 _WAIT_S = 0.05
+_REASON_S, _END_S = 1.0, 10.0
+_MOST_UNDER_WAY, _MOST_BYTES_UNDER_WAY, _CROWDED_BYTES = 8, 16 * 2**20, 32 * 2**20
+"""Segments on their way to one shard: enough that it has some to take while it acknowledges others."""
 _LOG = logging.getLogger("holdall")
 
 
-class LaneGroup:
-    """Lanes of a writer whose episodes stay together, and their way to the shards. Not locked: the writer is.
+class SentSegment(NamedTuple):
+    """A segment on its way to a shard."""
+
+    payload: bytes
+    rows: int
+    lease: int  # of a limiter, which hears when the segment has arrived; -1: none
+
+
+class SegmentStream:
+    """Segments of one writer to one shard. Nothing waits here but `flush`; `poll` has to be called now and then.
+
+    One call at a time brings all that wait. One that failed is made again, as a shard takes every segment once.
 
     Args:
-        schema: Of these lanes.
-        lanes: Which of the writer's they are.
+        patience_s: How long a shard may be away before the caller gets an error.
+    """
+
+    def __init__(self, shard: Any, number: int, writer: bytes, patience_s: float, roster: Any = None) -> None:
+        self._shard, self._roster, self.number, self._writer = shard, roster, number, writer
+        self._patience_s = patience_s
+        self.under_way: deque[SentSegment] = deque()
+        self.sequence = 0  # number of the oldest of them, or of the next one
+        self.counters: ShardCounters | None = None  # when the shard last said so
+        self._call: Any = None
+        self._again_at = 0.0
+        self._trouble = ""
+        self._was_dead = False
+
+    @property
+    def inserted(self) -> int:
+        """Transitions that the shard ever took, as far as is known, with those under way."""
+        taken = 0 if self.counters is None else self.counters.inserted
+        return taken + self.unacknowledged_rows
+
+    @property
+    def unacknowledged_rows(self) -> int:
+        """Rows of the segments under way."""
+        return sum(segment.rows for segment in self.under_way)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another segment may be under way: fewer may when much waits to be made durable."""
+        if self.counters is not None and self.counters.backlog >= _CROWDED_BYTES:
+            return not self.under_way
+        nbytes = sum(len(segment.payload) for segment in self.under_way)
+        return len(self.under_way) < _MOST_UNDER_WAY and nbytes < _MOST_BYTES_UNDER_WAY
+
+    def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
+        """Send a segment; it is kept until the shard has acknowledged it."""
+        self.under_way.append(SentSegment(payload, rows, lease))
+        self.poll()
+
+    def flush(self) -> None:
+        """Wait until every segment is acknowledged."""
+        left, until = 0, 0.0
+        while self.under_way:
+            if len(self.under_way) != left:
+                left, until = len(self.under_way), time.monotonic() + self._patience_s
+            elif time.monotonic() > until:
+                raise self.silence()
+            self.poll(min(1.0, self._patience_s))
+
+    def silence(self) -> ShardError:
+        """Return the error that says that the shard takes nothing, and why, as far as it says so."""
+        try:
+            said = str(ray.get(self._shard.trouble.remote(), timeout=_REASON_S))
+        except ray.exceptions.RayError as error:
+            said = f"it does not answer: {type(error).__name__}"
+        return ShardError(
+            f"shard {self.number} has not acknowledged a segment for {self._patience_s:g} s "
+            f"({said or self._trouble or 'it answers, but is slow'}); the {self.unacknowledged_rows} transitions under "
+            "way are kept: call flush() to try again"
+        )
+
+    def poll(self, wait_s: float = 0.0) -> None:
+        """Go on with what the shard said meanwhile; wait so long for its next word at most."""
+        if self._call is None:
+            self._send(wait_s)
+        if self._call is None or not ray.wait([self._call], timeout=wait_s)[0]:
+            return
+        call, self._call = self._call, None
+        try:
+            ack: Ack = received(call)
+        except FencedError:
+            raise
+        except (ray.exceptions.RayError, ShardError) as error:  # it is being restarted
+            was_dead, self._was_dead = self._was_dead, isinstance(error, ray.exceptions.ActorDiedError)
+            if was_dead and self._was_dead:
+                raise GoneError(f"shard {self.number} is gone for good ({error})") from error
+            self._trouble, self._again_at = type(error).__name__, time.monotonic() + PAUSE_S
+        else:
+            self._trouble, self._was_dead = "", False
+            self._hear(ack)
+            self._send()
+
+    def _send(self, wait_s: float = 0.0) -> None:
+        """Make a call for all that wait; after one that failed not at once."""
+        pause = self._again_at - time.monotonic()
+        if self.under_way and pause > 0:
+            time.sleep(min(pause, wait_s))
+        if self.under_way and pause <= wait_s:
+            payloads = [segment.payload for segment in self.under_way]
+            self._call = self._shard.insert.remote(self._writer, self.sequence, payloads)
+
+    def _hear(self, ack: Ack) -> None:
+        """Forget what was accepted. A shard that expects an earlier segment began again, without what it held."""
+        self.counters, self.sequence = ack.counters, min(self.sequence, ack.expected)
+        while self.under_way and self.sequence < ack.expected:
+            segment, self.sequence = self.under_way.popleft(), self.sequence + 1
+            if segment.lease >= 0:
+                self._roster.end_insert.remote(segment.lease, self.number, ack.counters)
+        if ack.refused:
+            self.under_way.popleft()
+            raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.refused}")
+        if ack.is_closed:
+            raise ShardClosedError(f"shard {self.number} takes nothing more")
+
+
+class ShardStreams:
+    """The way of segments to the shards: which of them takes the next one. Not locked: who has it is.
+
+    Args:
         spread: See `Writer`.
         first: Which of the shards gets the first segment, counted over and over; -1: any.
     """
 
-    def __init__(self, terms: MemoryTerms, schema: Schema, lanes: slice, spread: int | None, first: int = -1) -> None:
-        self._terms, self.lanes, self._spread, self._first = terms, lanes, spread, first
-        self._name = secrets.token_bytes(16)
-        self._roster, self._kernels = terms.roster(), chosen_kernels()
-        count = schema.num_envs
-        self.encoder = storage.Encoder(schema, count, max(1, _SEGMENT_ROWS // count), self._kernels)
-        self._codecs = storage.EncoderCodecs(self.encoder, terms.prefer, partial(_agreed, self._roster))
+    def __init__(self, terms: MemoryTerms, spread: int | None = None, first: int = -1) -> None:
+        self.terms, self._spread, self._first = terms, spread, first
+        self.writer, self.roster = secrets.token_bytes(16), roster_of(terms.name)
         self._generator = np.random.default_rng()
-        self._home, self._stay_rows = -1, terms.stay_rows  # the shard on which it stays while episodes go on
+        self._home = -1  # the shard on which it stays while episodes go on
         self.streams: dict[int, SegmentStream] = {}
-        self._list = ShardList(self._roster, terms.patience_s)
+        self._list = ShardList(self.roster, terms.patience_s)
         self._open_to: list[int] = []  # shards that it sends new segments to
-        self._left: set[int] = set()  # those that take nothing more
-        self.waited_s = 0.0
-
-    def make_room(self) -> None:
-        """Have room for one more tick; wait until shards take the segment that is full.
-
-        One that is long enough, and ends with an episode, counts as full: the next one may go elsewhere.
-        """
-        may_end = self._stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
-        if self.encoder.is_full or (may_end and self.encoder.ends_episodes):
-            self._send()
+        self.left: set[int] = set()  # those that take nothing more
 
     def flush(self) -> None:
-        """Send what waits, and return when the shards have acknowledged everything."""
-        if self.encoder.rows:
-            self._send()
+        """Return when the shards have acknowledged everything."""
         while any(stream.under_way for stream in self.streams.values()):
-            self._each(SegmentStream.flush)
+            self.each(SegmentStream.flush)
 
-    def _each(self, act: Callable[[SegmentStream], None], numbers: Iterable[int] | None = None) -> None:
+    def each(self, act: Callable[[SegmentStream], None], numbers: Iterable[int] | None = None) -> None:
         """Do something with every stream, or with some."""
         for stream in [self.streams[number] for number in (self.streams if numbers is None else numbers)]:
             with self._rerouting(stream):
                 act(stream)
 
-    def _send(self) -> None:
-        """Close the segment and send it on its way; what could fail comes before that, so that none is lost."""
-        start = time.monotonic()
-        stream, lease = self._roomy(), self._leased(self.encoder.rows)
-        if self.streams.get(stream.number) is not stream:  # its shard was closed or lost while a grant was waited for
-            stream = self._roomy()
-        self.waited_s += time.monotonic() - start
-        codecs, rows = self._codecs.of_fields(), self.encoder.rows
-        stays = self._stay_rows and not self.encoder.ends_episodes
+    def send(self, stream: SegmentStream, payload: bytes, rows: int, lease: int = -1, *, stays: bool = False) -> None:
+        """Send a segment on its way; `stays`: the next one goes to the same shard, as far as that is not too full."""
         self._home, self._first = stream.number if stays else -1, -1
-        payload = storage.pack_segment(self.encoder.close(codecs), self._kernels.coder)
         with self._rerouting(stream):
             stream.send(payload, rows, lease)
 
-    def _roomy(self) -> SegmentStream:
+    def roomy(self) -> SegmentStream:
         """Return where the next segment goes: to the less filled of two that have room for it.
 
         A shard that is away has none, and does not keep others waiting.
         """
-        until = time.monotonic() + self._terms.writer_patience_s
+        until = time.monotonic() + self.terms.writer_patience_s
         while True:
-            self._look_around()
-            self._each(SegmentStream.poll, self._open_to)
+            self.look_around()
+            self.each(SegmentStream.poll, self._open_to)
             chosen = [self.streams[number] for number in self._open_to if number in self.streams]
             roomy = [stream for stream in self._allowed(chosen) if stream.has_room]
             if roomy:
@@ -123,17 +219,7 @@ class LaneGroup:
             return [streams[self._first % len(streams)]]
         home = [stream for stream in streams if stream.number == self._home]
         lead = home[0].inserted - min(stream.inserted for stream in streams) if home else 0
-        return home if home and lead < self._stay_rows else streams
-
-    def _leased(self, rows: int) -> int:
-        """Wait for a grant of the memory's limiter; -1 if there is none."""
-        limit = self._terms.limit
-        if limit is None:
-            return -1
-        limit.require("block", rows * limit.samples_per_insert)
-        ask, poll = partial(self._terms.ask, self._roster), partial(self._each, SegmentStream.poll)
-        # What has arrived meanwhile does not count as under way any more.
-        return int(wait_for_grant("add", ask, "lease_insert", rows, poll))
+        return home if home and lead < self.terms.stay_rows else streams
 
     @contextmanager
     def _rerouting(self, stream: SegmentStream) -> Iterator[None]:
@@ -142,12 +228,11 @@ class LaneGroup:
             yield
         except GoneError as error:
             is_closed = isinstance(error, ShardClosedError)
-            self._list.look(now=True)
-            if self._terms.url is not None and not is_closed and stream.number in self._list.handles:
-                raise
             if is_closed:
-                self._left.add(stream.number)
-            self._look_around()
+                self.left.add(stream.number)
+            self.look_around(now=True)
+            if self.terms.url is not None and not is_closed and stream.number in self._list.handles:
+                raise
             others = [self.streams[number] for number in self._open_to if number != stream.number]
             if stream.under_way and not others:
                 raise ShardError(
@@ -155,25 +240,73 @@ class LaneGroup:
                     f"{stream.number}, which is gone; they are kept: add one with memory.add_shard(), and call flush()"
                 ) from error
             self.streams.pop(stream.number, None)
-            for segment in stream.take_back():
-                least = min(others, key=lambda each: each.inserted)
+            while stream.under_way:
+                segment, least = stream.under_way.popleft(), min(others, key=lambda each: each.inserted)
                 with self._rerouting(least):
                     least.send(segment.payload, segment.rows)
 
-    def _look_around(self, now: bool = False) -> None:
+    def look_around(self, now: bool = False) -> None:
         """Ask which shards there are, from time to time, or at once."""
         self._list.look(now=now)
-        taking = sorted(set(self._list.handles) - self._left)
+        taking = sorted(set(self._list.handles) - self.left)
         for number in taking:
             if number not in self.streams:
-                handle, patience_s = self._list.handles[number], self._terms.writer_patience_s
-                self.streams[number] = SegmentStream(handle, number, self._name, patience_s, self._roster)
-        if self._spread is not None and self._spread < len(taking):
-            kept = [number for number in self._open_to if number in taking]
-            others = [number for number in taking if number not in kept]
-            missing = max(0, self._spread - len(kept))
-            taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
+                handle, patience_s = self._list.handles[number], self.terms.writer_patience_s
+                self.streams[number] = SegmentStream(handle, number, self.writer, patience_s, self.roster)
+        if self._spread is not None:  # those that it sends to already stay, and any others fill up
+            mixed: list[int] = self._generator.permutation(taking).tolist()
+            taking = sorted(mixed, key=lambda number: number not in self._open_to)[: self._spread]
         self._open_to = taking
+
+
+class LaneGroup(ShardStreams):
+    """Lanes of a writer whose episodes stay together, and their way to the shards.
+
+    Args:
+        schema: Of these lanes.
+        lanes: Which of the writer's they are.
+    """
+
+    def __init__(self, terms: MemoryTerms, schema: Schema, lanes: slice, spread: int | None, first: int = -1) -> None:
+        super().__init__(terms, spread, first)
+        self.lanes, self._kernels = lanes, chosen_kernels()
+        rows = max(1, _SEGMENT_ROWS // schema.num_envs)
+        self.encoder = storage.Encoder(schema, schema.num_envs, rows, self._kernels)
+        self._codecs = storage.EncoderCodecs(self.encoder, terms.prefer, partial(_agreed, self.roster))
+        self.waited_s = 0.0
+
+    def short_way(self, lock: Any) -> Callable[..., int]:
+        """Return a function that adds a tick if there is nothing else to do, see `storage.Encoder.short_way`."""
+        return self.encoder.short_way(lock, _SEGMENT_ROWS // 2 if self.terms.stay_rows else _SEGMENT_ROWS)
+
+    def make_room(self) -> None:
+        """Have room for one more tick; wait until shards take the segment that is full.
+
+        One that is long enough, and ends with an episode, counts as full: the next one may go elsewhere.
+        """
+        may_end = self.terms.stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
+        if self.encoder.is_full or (may_end and self.encoder.ends_episodes):
+            self._send()
+
+    def flush(self) -> None:
+        """Send what waits, and return when the shards have acknowledged everything."""
+        if self.encoder.rows:
+            self._send()
+        super().flush()
+
+    def _send(self) -> None:
+        """Close the segment and send it on its way; what could fail comes before that, so that none is lost."""
+        start = time.monotonic()
+        # What has arrived while a grant is waited for does not count as under way any more.
+        stream, rows, poll = self.roomy(), self.encoder.rows, partial(self.each, SegmentStream.poll)
+        lease = wait_for_grant(self.terms.limit, "add", rows, self._list.ask, poll)
+        if self.streams.get(stream.number) is not stream:  # its shard was closed or lost while a grant was waited for
+            stream = self.roomy()
+        self.waited_s += time.monotonic() - start
+        codecs = self._codecs.of_fields()
+        stays = bool(self.terms.stay_rows) and not self.encoder.ends_episodes
+        payload = storage.pack_segment(self.encoder.close(codecs), self._kernels.coder)
+        self.send(stream, payload, rows, lease, stays=stays)
 
 
 def _agreed(roster: Any, field: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -221,6 +354,7 @@ class Writer:
             )
             for number, some in enumerate(split)
         ]  # fmt: skip
+        self._add_at_once = self._groups[0].short_way(self._lock) if len(split) == 1 else storage.FastTick.add
         # An `extend` that raised: its steps, the group that raised, and how many of its steps are held.
         self._stopped_at = b"", 0, 0
         if not _OPEN:
@@ -250,7 +384,7 @@ class Writer:
         except RuntimeError:  # Python ends, and starts no more threads
             self._end()
         else:
-            thread.join()
+            thread.join(_END_S)  # not for ever: what is interrupted here may hold a lock of Ray's that it waits for
 
     def _end(self) -> None:
         held = self.waiting_rows + self.unacknowledged_rows
@@ -288,6 +422,8 @@ class Writer:
         extras: Mapping[str, Any] | None = None, valid: Any = None,
     ) -> None:  # fmt: skip
         """Add one transition per lane, see `holdall.ReplayMemory.add`; after `flush` it can be sampled."""
+        if extras is None and valid is None and self._add_at_once(obs, action, reward, next_obs, terminated, truncated):
+            return
         with self._lock:
             self._require_open()
             tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
@@ -335,6 +471,8 @@ class Writer:
             if flush and not self._closed:
                 self.flush()
             self._closed = True
+            for group in self._groups:
+                group.encoder.end_short_way()
             _OPEN.discard(self)
 
     def _require_open(self) -> None:

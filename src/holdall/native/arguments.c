@@ -120,12 +120,23 @@ static int aim(const fast_tick *f, const observations *o) {
     return 1;
 }
 
+/* Whether the worker that seals blocks is not so late that the tick to come would have to wait for it. */
+static int may_come(const tick_writer *t) {
+    int64_t open_bytes = 0;
+    for (const sliced_field *s = t->sliced; s < t->sliced + t->sliced_count; s++) {
+        const open_part *const p = s->part;
+        open_bytes += p->block ? p->block->used * p->block->slice_bytes : p->longest * p->lanes * p->outer * p->run_bytes;
+    }
+    const int64_t sealed_bytes = t->sealed_bytes ? *(const volatile int64_t *)t->sealed_bytes : 0;
+    return open_bytes <= t->most_ahead + sealed_bytes;
+}
+
 /* Whether the tick to come can be written in one step, as far as its arguments do not matter. */
 static int is_ready(const fast_tick *f) {
     const tick_writer *const t = f->writer;
     return f->is_open && t->next_tick < t->pause_tick &&
            (f->small_count == f->observed_count ||
-            (t->next_tick < t->blocks_pause_tick && f->large_bytes <= MOST_BYTES_WITH_GIL));
+            (t->next_tick < t->blocks_pause_tick && f->large_bytes <= MOST_BYTES_WITH_GIL && may_come(t)));
 }
 
 /* Load what a tick is written to while its arguments are looked at. */

@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 20; }
+EXPORT int64_t holdall_version(void) { return 22; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -128,6 +128,7 @@ static const struct_field FIELDS[] = {
     FIELD(slice_block, capacity),
     FIELD(slice_block, used),
     FIELD(slice_block, slice_bytes),
+    FIELD(slice_block, ask_at),
     STRUCT(layout),
     FIELD(layout, dimensions),
     FIELD(layout, lengths),
@@ -177,6 +178,9 @@ static const struct_field FIELDS[] = {
     FIELD(tick_writer, sliced_count),
     FIELD(tick_writer, pause_tick),
     FIELD(tick_writer, blocks_pause_tick),
+    FIELD(tick_writer, sealed_bytes),
+    FIELD(tick_writer, most_ahead),
+    FIELD(tick_writer, pages),
     STRUCT(python),
     FIELD(python, array_type),
     FIELD(python, dict_type),

@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 20
+_VERSION = 22
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -91,7 +91,7 @@ class EncoderStruct(ctypes.Structure):
 class SliceBlockStruct(ctypes.Structure):
     """A block of unique slices, and the table that finds them."""
 
-    _fields_ = [*_pointers("arena hashes slots"), *_numbers("mask capacity used slice_bytes")]
+    _fields_ = [*_pointers("arena hashes slots"), *_numbers("mask capacity used slice_bytes ask_at")]
 
 
 class LayoutStruct(ctypes.Structure):
@@ -131,6 +131,9 @@ class TickWriterStruct(ctypes.Structure):
         *_numbers("next_tick first_tick ring_ticks packed_bytes"),
         *_pointers("flat sliced"),
         *_numbers("flat_count sliced_count pause_tick blocks_pause_tick"),
+        *_pointers("sealed_bytes"),
+        *_numbers("most_ahead"),
+        *_pointers("pages"),
     ]
 
 
@@ -352,6 +355,11 @@ _SIGNATURES = _signatures("""
     holdall_tree_put v pnppnn
     holdall_tree_update n pnppnnnndp
     holdall_tree_find v pnpnpp
+    holdall_pages_size n -
+    holdall_pages_new v p
+    holdall_pages_follow n pnpn
+    holdall_pages_feed n p
+    holdall_pages_dismiss v p
     holdall_threads_new p -
     holdall_threads_help v pn
     holdall_threads_dismiss v p

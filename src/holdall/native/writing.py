@@ -43,7 +43,6 @@ from holdall.storage import (
     Method,
     OpenPart,
     Order,
-    Repair,
     SealedSlices,
     SliceBlock,
     SlicedTick,
@@ -52,6 +51,8 @@ from holdall.storage import (
     Watch,
     Window,
     address,
+    first_bytes,
+    mapping_of,
     places_of,
     release_tail,
     reserve,
@@ -64,7 +65,7 @@ _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 200, 201, 202
 """Numbers of ZSTD_cParameter, part of the library's stable interface."""
 _LONG_UNIT, _LONG_UNIT_TABLES = 2**18, 17
 """Of longer units Zstandard would keep tables of 10 to 30 MiB: with 1 MiB they are as small, and made faster."""
-_of_transform = operator.attrgetter(*TRANSFORM_FIELDS)
+_of_transform, _NEVER = operator.attrgetter(*TRANSFORM_FIELDS), 1 << 62
 
 
 # ---------------------------------------------------------------- ticks
@@ -88,22 +89,16 @@ class NativeWriting:
         """Make an empty part that writes to `block`."""
         return NativePart(self._library, window, lanes, block, arena_bytes)
 
-    def new_writer(
-        self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], _repair: Repair
-    ) -> TickWriter:
-        """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
-        return NativeTickWriter(self._library, flat, ring_ticks, ticks)
-
 
 class NativeTickWriter(TickWriter):
-    """Writes a tick, or several, by one call of append.c."""
+    """Writes a tick, or several, by one call of append.c; `pages` makes what goes ahead of it, see `PageFeeder`."""
 
     has_runs = True
     next_tick, pause_tick = struct_field("next_tick"), struct_field("pause_tick")
     blocks_pause_tick = struct_field("blocks_pause_tick")
 
     def __init__(
-        self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
+        self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], pages: Any
     ) -> None:
         self.flat, self.first_tick = tuple(flat), ticks[0]
         self._write, self._write_ticks = library.holdall_write_tick, library.holdall_write_ticks
@@ -115,15 +110,19 @@ class NativeTickWriter(TickWriter):
         self._sliced = (SlicedFieldStruct * 0)()
         self._parts: list[OpenPart] = []
         self._cursors: list[Cursors] = []
+        self._sealed: ctypes.c_int64 | None = None  # what the struct points to
         self._struct = TickWriterStruct(
-            next_tick=ticks[1],
-            first_tick=ticks[0],
-            ring_ticks=ring_ticks,
+            next_tick=ticks[1], first_tick=ticks[0], ring_ticks=ring_ticks, flat=ctypes.addressof(self._flat),
             packed_bytes=sum((1 + is_observation) * rows[0].nbytes for rows, _, is_observation in flat),
-            flat=ctypes.addressof(self._flat),
             flat_count=len(rings),
-        )
+        )  # fmt: skip
         self._address = ctypes.addressof(self._struct)
+        self._pages, self._is_fed = pages(library, self._struct), True
+
+    def limit(self, ahead: int, sealed: ctypes.c_int64 | None = None) -> None:
+        """See `TickWriter.limit`; blocks may hold slices of the segments before."""
+        self._sealed, self._struct.sealed_bytes = sealed, None if sealed is None else ctypes.addressof(sealed)
+        self._struct.most_ahead = ahead + sum(part.used_bytes - part.added_bytes for part in self._parts)
 
     @property
     def places(self) -> tuple[TickWriterStruct, Any]:
@@ -137,9 +136,9 @@ class NativeTickWriter(TickWriter):
     def write_packed(self, packed: bytes, sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter.write_packed`."""
         kept = None if sliced is None else self._aim(sliced)
-        ticks = self._write(self._address, packed, len(packed), int(is_kept))
+        ticks: int = self._write(self._address, packed, len(packed), int(is_kept))
         del kept
-        return int(ticks)
+        return ticks
 
     def write_run(self, packed: Bytes, sliced: SlicedTick | None) -> int:
         """See `TickWriter.write_run`."""
@@ -162,31 +161,30 @@ class NativeTickWriter(TickWriter):
             ]
             fields = (SlicedFieldStruct * len(rings))(*rings)
             self._struct.sliced_count = 0
+            if self._sealed is not None:
+                self._struct.most_ahead = -_NEVER  # what it said was of other parts
             self._sliced = fields
             self._struct.sliced, self._struct.sliced_count = ctypes.addressof(fields), len(rings)
-            self._parts, self._cursors = parts, sliced.cursors
+            self._parts, self._cursors, self._is_fed = parts, sliced.cursors, False
         arrays = zip(parts, self._sliced, sliced.obs, sliced.next_obs, sliced.cursors, strict=True)
+        if not self._is_fed:
+            self._is_fed = self._pages.follow([part.block for part in parts])
         return [part.aim(field, obs, next_obs, ring.shape[1]) for part, field, obs, next_obs, ring in arrays]
 
 
 class NativeBlock(SliceBlock):
     """Unique slices behind an open-addressing table."""
 
-    used = struct_field("used")
+    used, ask_at = struct_field("used"), struct_field("ask_at")
 
     def __init__(self, slice_bytes: int, arena: Bytes) -> None:
         super().__init__(slice_bytes, arena)
         slots = 1 << max(4, (2 * self.capacity).bit_length())
         self._index: tuple[NDArray[Any], ...] = (np.empty(self.capacity, np.uint64), np.zeros(slots, np.uint32))
         self._struct = SliceBlockStruct(
-            arena=address(self.arena),
-            hashes=address(self._index[0]),
-            slots=address(self._index[1]),
-            mask=slots - 1,
-            capacity=self.capacity,
-            used=0,
-            slice_bytes=slice_bytes,
-        )
+            arena=address(self.arena), hashes=address(self._index[0]), slots=address(self._index[1]), mask=slots - 1,
+            capacity=self.capacity, used=0, slice_bytes=slice_bytes, ask_at=_NEVER,
+        )  # fmt: skip
         self.address = ctypes.addressof(self._struct)
 
     def clear(self) -> None:
@@ -259,31 +257,13 @@ class NativePart(OpenPart):
             self._struct.log, self._struct.log_rows = address(self.log), len(self.log)
             self._linked = self.log
 
-    def append_run(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
-        """See `OpenPart.append_run`: nothing is done for every tick but the call itself."""
-        first, next_first, ticks = obs[0], next_obs[0], len(obs)
-        self._require_tick(first, next_first, len(cursors[0]))
-        is_plain = first.flags.c_contiguous and next_first.flags.c_contiguous and cursors.flags.c_contiguous
-        if not (is_plain and len(next_obs) == len(cursors) == ticks):
-            super().append_run(obs, next_obs, cursors)
-            return
-        self.lengthen_log(ticks)
-        self.aim(SlicedFieldStruct(), first, next_first, self.lanes)
-        now, after, places = address(first), address(next_first), address(cursors)
-        step, next_step, width = obs.strides[0], next_obs.strides[0], cursors.strides[0]
-        write, part = self._append_tick, self.address
-        for t in range(ticks):
-            if write(part, now + t * step, after + t * next_step, 0, places + t * width) != 0:
-                raise DamageError("a segment ran over; nothing of the tick was written. Report this")
-
     def clear(self) -> None:
         """See `OpenPart.clear`."""
         if isinstance(self.block, NativeBlock):
             self.block.clear()
         self._memory[1].fill(0)  # the lanes' ends
-        struct = self._struct
+        struct, self._used_before = self._struct, 0
         struct.longest = struct.steps = struct.broken_steps = struct.pushed = 0
-        self._used_before = 0
 
     def _make_layout_room(self) -> None:
         """Give C memory to put ticks in order in."""
@@ -356,8 +336,9 @@ class NativeCoder(NativeDecoder):
         together = codec.group * max(codec.key, 1)  # slices that stay together
         share = together * max(1, -(-count // (together * threads)))
         encode = partial(self._encode, slices, codec, order)
+        most = min(share, count)
+        room = most * transform.coded_bytes + -(-most // codec.group) * transform.head_bytes
         if share < count:
-            room = share * transform.coded_bytes + -(-share // codec.group) * transform.head_bytes
             firsts, ends = range(0, count, share), [*range(share, count, share), count]
             areas = reserve(len(firsts) * room).reshape(-1, room)
             with ThreadPoolExecutor(threads, "holdall-sealer") as helpers:
@@ -365,8 +346,8 @@ class NativeCoder(NativeDecoder):
         else:
             is_whole = watch is None or transform.palette_bytes  # a palette is made of all slices
             piece = count if is_whole else together * max(1, WATCHED_BYTES // (together * transform.slice_bytes))
-            data = reserve(count * transform.coded_bytes + -(-count // codec.group) * transform.head_bytes)
-            pieces, compressor, tell = [], self._compressor(codec), watch or bool
+            data = reserve(room, in_small_pages=True)
+            memory, pieces, compressor, tell = mapping_of(data), [], self._compressor(codec), watch or bool
             for first in range(0, max(count, 1), max(piece, 1)):
                 pieces.append(encode(data, first, min(first + piece, count), compressor))
                 data = data[len(pieces[-1][0]) :]
@@ -376,7 +357,11 @@ class NativeCoder(NativeDecoder):
             return None
         bases = np.cumsum([0, *map(len, units)], dtype=np.uint32)
         offsets = np.concatenate([bases[:1], *(base + stop for base, stop in zip(bases, stops, strict=False))])
-        packed = np.concatenate(units, out=reserve(int(bases[-1])))
+        if share < count:
+            packed = np.concatenate(units, out=reserve(int(bases[-1])))
+        else:
+            del pieces, units, data  # views of it
+            packed = first_bytes(memory, int(bases[-1]))
         return self.adopt(Coded(codec, count, offsets, palettes[0], packed, places_of(order)))
 
     def _encode(

@@ -15,10 +15,9 @@ from typing import Any, Literal
 
 import ray
 
-from holdall.cluster.protocol import ShardCounters
+from holdall.cluster.protocol import ShardCounters, ShardStatus, actor_state
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.security import join_cluster, require_head
-from holdall.cluster.status import ShardStatus, actor_state
 from holdall.tools.watch.process_watcher import AlertThrottle, WatchPass
 from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts

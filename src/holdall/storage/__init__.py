@@ -31,6 +31,8 @@ from holdall.storage.blocks import (
     SliceBlock,
     Watch,
     address,
+    first_bytes,
+    mapping_of,
     places_of,
     release_tail,
     reserve,

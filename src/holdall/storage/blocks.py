@@ -27,19 +27,17 @@ from holdall.errors import DamageError
 from holdall.schema import Bytes
 from holdall.storage.codec import Codec
 
-_MAP_NORESERVE = 0x4000
-"""Linux's flag; the mmap module names it from Python 3.13 on."""
+_MAP_NORESERVE = 0x4000  # Linux's flag; the mmap module names it from Python 3.13 on
 
 _HUGE_PAGES_FROM = 4 * 2**20
-"""From this size on, as NumPy does, ask for large pages: random reads then miss fewer entries
-of the address cache. A page is still taken only when it is first written to."""
+"""From this size on, as NumPy does, ask for large pages: random reads miss fewer entries of the address cache."""
 
 
-def reserve(nbytes: int) -> Bytes:
+def reserve(nbytes: int, *, in_small_pages: bool = False) -> Bytes:
     """Reserve zeroed memory whose pages cost nothing until they are written to.
 
-    It is mapped on its own, not taken from the heap, so that freeing it gives it back to the
-    operating system at once, whatever else was allocated in between.
+    It is mapped on its own, not taken from the heap, so that freeing it gives it back to the system at once, whatever
+    else was allocated in between. Who writes to small pages never waits long for one.
     """
     size = max(nbytes, 1)
     if sys.platform == "win32":
@@ -49,7 +47,7 @@ def reserve(nbytes: int) -> Bytes:
         lazily = _MAP_NORESERVE if sys.platform == "linux" else 0
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily)
     if size >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
+        block.madvise(mmap.MADV_NOHUGEPAGE if in_small_pages else mmap.MADV_HUGEPAGE)
     return np.frombuffer(block, np.uint8)[:nbytes]
 
 
@@ -72,8 +70,7 @@ class _SpareArena(NamedTuple):
 class ArenaPool:
     """Arenas that were given up and can be written to again, without the cost of fresh pages.
 
-    An arena may still be read by a batch that is being built: it is handed out only when nothing
-    refers to it any more.
+    An arena may still be read by a batch that is being built: it is handed out when nothing refers to it any more.
     """
 
     def __init__(self, most: int = 1) -> None:
@@ -118,19 +115,29 @@ class ArenaPool:
         return sum(spare.nbytes for spare in self._spare)
 
 
-def release_tail(array: Bytes, used_bytes: int) -> None:
-    """Give back the pages of a reserved array behind its first `used_bytes`, where that can be done.
-
-    A large page is taken whole when its first byte is written; this returns the rest of it.
-    """
+def mapping_of(array: Bytes) -> Any:
+    """Return the memory that an array from `reserve` lies in; None, or anything, if it is from elsewhere."""
     owner: Any = array
     while isinstance(owner, np.ndarray):
         owner = owner.base
-    if isinstance(owner, memoryview):
-        owner = owner.obj
+    return owner.obj if isinstance(owner, memoryview) else owner
+
+
+def release_tail(array: Bytes, used_bytes: int) -> None:
+    """Give back the pages of a reserved array behind its first bytes, where that can be done; large ones in part."""
+    owner = mapping_of(array)
     start = -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and start < len(owner):
         owner.madvise(mmap.MADV_DONTNEED, start, len(owner) - start)
+
+
+def first_bytes(memory: Any, nbytes: int) -> Bytes:
+    """Return an array over the first bytes of memory to which nothing refers, see `mapping_of`; give back the rest."""
+    try:
+        memory.resize(max(nbytes, 1))
+    except (BufferError, OSError, SystemError, TypeError, ValueError):  # not everywhere, nor if somebody looks at it
+        release_tail(np.frombuffer(memory, np.uint8), nbytes)
+    return np.frombuffer(memory, np.uint8)[:nbytes]
 
 
 _SEEKING = threading.Lock()
@@ -250,9 +257,7 @@ class Coded:
     offsets: NDArray[np.uint32]  # (units + 1,)
     palette: Bytes  # 256 words or colours, or nothing
     data: Bytes | Extent
-    places: SlicePlaces = field(
-        default_factory=lambda: _IN_ORDER
-    )  # of every slice among those of the units; nothing: they are in order
+    places: SlicePlaces = field(default_factory=lambda: _IN_ORDER)  # of every slice in the units; none: in order
 
     def __post_init__(self) -> None:
         form, group = self.codec.transform, self.codec.group

@@ -139,7 +139,7 @@ class ChoosingWorker(ABC):
             raise WorkerStoppedError
         if job is None or not (queue.is_pressed and self.seals_quickly):
             return
-        if job in queue.begun and not job.again:
+        if job in queue.progress.begun and not job.again:
             self._do_quickly(job)
         while True:
             other = queue.begin_next()

@@ -214,22 +214,10 @@ class Rings:
         Args:
             large: Leaves that are not here.
         """
-        tree = self.schema.observation
-        is_dict = not isinstance(tree.structure, int)
-        keys = tree.keys if is_dict else ("",)
-        if self.invalid is not None or len(self.action) != 1 or self.extras or self.scouts or self.reward is None:
+        if self.invalid is not None or self.scouts or self.reward is None:
             return None
-        if keys is None:
-            return None
-        forms = {i: ((self.lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
-        return Arguments(
-            rest=[
-                (ring.shape[1:], ring.dtype) for ring in (self.action[0], self.reward, self.terminated, self.truncated)
-            ],
-            small={keys[i]: forms[i] for i in self.small},
-            large={keys[i]: forms[i] for i in large},
-            is_dict=is_dict,
-        )
+        rest = [*self.action, self.reward, self.terminated, self.truncated]
+        return Arguments.of(self.schema, self.small, large, rest)
 
     def begin(self, reward_dtype: np.dtype[Any], *, has_invalid: bool = False) -> Array:
         """Return the ring of rewards, which the first one makes; and make that of lanes without transitions."""

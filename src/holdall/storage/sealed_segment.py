@@ -30,7 +30,8 @@ from holdall.storage.rings import FLAG, TINY_BYTES
 from holdall.storage.saved_store import ROWS, Like, pack_logs, pack_rows, require_kind, unpack_logs, unpack_rows
 from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window, WindowSearches
 from holdall.storage.snapshot import RowChunk
-from holdall.storage.ticks import Kernels, Tick
+from holdall.storage.tick_store import Repair
+from holdall.storage.ticks import Arguments, FastTick, FlatField, Kernels, SlicedTick, Tick, TickWriter, packed_rows
 
 _MOST_SEGMENT_ROWS = 2**20
 _SEGMENT_BYTES = 4 * 2**20
@@ -237,21 +238,21 @@ class Encoder:
 
     def __init__(self, schema: Schema, lanes: int, ticks: int, kernels: Kernels) -> None:
         self.lanes, self._ticks, self.kernels, self._coder = lanes, ticks, kernels, kernels.coder.keeping()
-        observed, self._sliced = schema.observation.leaves, sliced_leaves(schema)
+        self._schema, observed, self._sliced = schema, schema.observation.leaves, sliced_leaves(schema)
         self._small = [i for i in range(len(observed)) if i not in self._sliced]
-        self._reward_shape = schema.reward_shape
         self._columns = {
             name: np.zeros((ticks, lanes, *leaf.shape), leaf.dtype)
             for name, leaf in _column_leaves(schema, self._sliced).items()
         }
         self._cursors = [self._columns[f"cursors.{i}"] for i in self._sliced]
-        sides = [f"{side}.{i}" for side in ("obs", "next") for i in self._small]
-        rows = [name for name in self._columns if not name.startswith(("obs.", "next.", "cursors."))]
-        self._plain = [self._columns[name] for name in (*rows, *sides)]  # in the order of `_put`
+        self._repair = Repair()
+        self._writer: TickWriter | None = None  # made with the first tick; it counts the segment's ticks
+        self._fast, self._fast_rows = FastTick(), 0
         self._searches = WindowSearches(lanes)
-        self._used = self._next_tick = 0  # the latter counted from this writer's first one
+        self._next_tick = 0  # number of the segment's first tick, counted from the first one ever
         self.leaves = [observed[i] for i in self._sliced]
         self.fields = [_OpenField(kernels, Window.whole(leaf), lanes, ticks, leaf) for leaf in self.leaves]
+        self._parts = [field.part for field in self.fields]
         for i, leaf in enumerate(self.leaves):
             self._searches.begin(i, leaf)
         self._changed_windows: dict[int, Window] = {}
@@ -260,7 +261,11 @@ class Encoder:
     @property
     def reward_dtype(self) -> np.dtype[Any] | None:
         """The dtype of the first add."""
-        return self._columns["reward.0"].dtype if "reward.0" in self._columns else None
+        return self._columns["reward.0"].dtype if self._has("reward") else None
+
+    @property
+    def _used(self) -> int:
+        return 0 if self._writer is None else self._writer.next_tick
 
     @property
     def rows(self) -> int:
@@ -270,11 +275,12 @@ class Encoder:
     @property
     def is_full(self) -> bool:
         """Whether the segment must be closed before the next tick."""
-        if self._used >= self._ticks or self._changed_windows:
+        used = self._used
+        if used >= self._ticks or self._changed_windows:
             return True
-        if self._used * self._tick_bytes < _SEGMENT_BYTES:  # even if nothing was known
+        if used * self._tick_bytes < _SEGMENT_BYTES:  # even if nothing was known
             return False
-        return sum(field.part.added_bytes for field in self.fields) >= _SEGMENT_BYTES
+        return sum(part.added_bytes for part in self._parts) >= _SEGMENT_BYTES
 
     @property
     def ends_episodes(self) -> bool:
@@ -287,69 +293,112 @@ class Encoder:
 
     def add(self, tick: Tick) -> None:
         """Write one tick to the segment, which is not full."""
-        self._put(tick, self._used)
-        self._append([tick.obs[i] for i in self._sliced], [tick.next_obs[i] for i in self._sliced])
+        self.end_short_way()
+        self._repair.run()
+        writer, sliced = self._made_writer(tick), self._in_slices(tick)
+        for part in self._parts:
+            part.lengthen_log()
+        if writer.write(self._in_columns(tick), sliced if self._parts else None, is_kept=True) <= 0:
+            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+        if self._searches.scouts:
+            for i in self._searches.look(sliced.obs, sliced.next_obs):
+                window = self._searches.end(i) or Window.whole(self.leaves[i])
+                if window != self.fields[i].window:
+                    self._changed_windows[i] = window
+        self._offer_short_way(writer)
 
     def extend(self, steps: Tick, start: int) -> int:
         """Write ticks, which have a time axis, from `start` on until the segment is full; return how many it took."""
-        first, count = self._used, min(self._ticks - self._used, len(steps.reward) - start)
-        self._put(steps.cut(slice(start, start + count)), slice(first, first + count))
-        obs, next_obs = ([arrays[i] for i in self._sliced] for arrays in (steps.obs, steps.next_obs))
-        t, end = start, start + count
-        while t < end:
-            until = min(end, t + self._ticks_before_full())
-            if until == t + 1:
-                self._append([array[t] for array in obs], [array[t] for array in next_obs])
-            else:
-                cursors = [column[self._used : self._used + until - t] for column in self._cursors]
-                for field, array, next_array, run in zip(self.fields, obs, next_obs, cursors, strict=True):
-                    field.part.append_run(array[t:until], next_array[t:until], run)
-                self._used += until - t
-            t = until
-            if self.is_full:
-                break
+        first, t = self._used, start
+        while t < len(steps.reward) and not self.is_full:
+            some = steps.cut(slice(t, t + self._ticks_before_full()))
+            written = self._add_run(some) if len(some.reward) > 1 else 0
+            if not written:
+                self.add(some.cut(0))
+            t += written or 1
         return self._used - first
+
+    def _add_run(self, steps: Tick) -> int:
+        """Write several ticks in one call, and return how many; 0 if they cannot be written so."""
+        self.end_short_way()
+        self._repair.run()
+        writer = self._made_writer(steps)
+        writer.pause_tick = self._ticks
+        if not writer.has_runs:
+            return 0
+        for part in self._parts:
+            part.lengthen_log(len(steps.reward))
+        sliced = self._in_slices(steps)
+        obs, next_obs = ([np.ascontiguousarray(array) for array in arrays] for arrays in (sliced.obs, sliced.next_obs))
+        sliced = sliced._replace(obs=obs, next_obs=next_obs)
+        return writer.write_run(packed_rows(self._in_columns(steps)), sliced if self._parts else None)
 
     def _ticks_before_full(self) -> int:
         """Count the ticks, at least one, after which the segment may be full, and not before."""
         if self._searches.scouts:  # a window that was found begins with the next segment
             return 1
-        room = _SEGMENT_BYTES - sum(field.part.added_bytes for field in self.fields)
-        return max(1, -(-room // self._tick_bytes)) if self.fields else self._ticks
+        left = self._ticks - self._used
+        if not self._parts:
+            return max(1, left)
+        room = _SEGMENT_BYTES - sum(part.added_bytes for part in self._parts)
+        return max(1, min(left, -(-room // self._tick_bytes)))
 
-    def _append(self, obs: list[Array], next_obs: list[Array]) -> None:
-        """Write the sliced observations of one tick."""
-        for field, array, next_array, cursors in zip(self.fields, obs, next_obs, self._cursors, strict=True):
-            field.part.append(array, next_array, cursors[self._used])
-        self._used += 1
-        if self._searches.scouts:
-            for i in self._searches.look(obs, next_obs):
-                window = self._searches.end(i) or Window.whole(self.leaves[i])
-                if window != self.fields[i].window:
-                    self._changed_windows[i] = window
+    def short_way(self, lock: Any, rows: int) -> Callable[..., int]:
+        """Return `FastTick.add`, for a caller who holds `lock` in every other call.
 
-    def _put(self, tick: Tick, where: int | slice) -> None:
-        """Write all other fields of one tick, or of several."""
-        columns, lanes = self._columns, (self._ticks, self.lanes)
-        sides = (side[i] for side in (tick.obs, tick.next_obs) for i in self._small)
-        rows = (*tick.action, *tick.extras, tick.terminated, tick.truncated, *sides)
-        for column, row in zip(self._plain, rows, strict=True):
-            column[where] = row
-        if "reward.0" not in columns:
-            columns["reward.0"] = np.empty((*lanes, *self._reward_shape), tick.reward.dtype)
-        columns["reward.0"][where] = tick.reward
-        if tick.valid is not None and "invalid.0" not in columns:
+        Ticks are written so while a segment has fewer than `rows`, and nothing else is to do before or after them.
+        """
+        self._fast, self._fast_rows = self.kernels.new_fast_tick(lock, self._repair), rows
+        return self._fast.add
+
+    def _offer_short_way(self, writer: TickWriter) -> None:
+        if not (self._searches.scouts or self._changed_windows or self._has("invalid")):
+            writer.pause_tick = writer.blocks_pause_tick = min(self._ticks, self._fast_rows // self.lanes)
+            writer.limit(_SEGMENT_BYTES - 1)
+            rest = [field.rows for field in writer.flat if not field.is_observation]
+            self._fast.offer(writer, lambda: Arguments.of(self._schema, self._small, self._sliced, rest))
+
+    def end_short_way(self) -> None:
+        """Write no more ticks the short way, until one was added."""
+        self._fast.end()
+
+    def _made_writer(self, tick: Tick) -> TickWriter:
+        """Return what writes ticks; the first one sets the dtype of rewards."""
+        columns, lanes, count = self._columns, (self._ticks, self.lanes), len(self._columns)
+        if not self._has("reward"):
+            columns["reward.0"] = np.empty((*lanes, *self._schema.reward_shape), tick.reward.dtype)
+        if tick.valid is not None and not self._has("invalid"):
             columns["invalid.0"] = np.zeros(lanes, np.bool_)
-        if "invalid.0" in columns:
-            columns["invalid.0"][where] = False if tick.valid is None else ~tick.valid
+        if self._writer is None or len(columns) != count:
+            names = [name for name in columns if name.startswith(("action.", "extras."))]
+            names += [f"{name}.0" for name in ("reward", "terminated", "truncated", "invalid") if self._has(name)]
+            flat = [FlatField(columns[f"obs.{i}"], columns[f"next.{i}"], is_observation=True) for i in self._small]
+            flat += [FlatField(columns[name], None, is_observation=False) for name in names]
+            self._writer = self.kernels.new_writer(flat, self._ticks, (0, self._used), self._repair)
+        return self._writer
+
+    def _in_columns(self, tick: Tick) -> list[Array]:
+        """Return the rows of one tick, or of several, that go to columns, in the order of the writer's fields."""
+        rows = [row for i in self._small for row in (tick.obs[i], tick.next_obs[i])]
+        rows += [*tick.action, *tick.extras, tick.reward, tick.terminated, tick.truncated]
+        if self._has("invalid"):
+            rows.append(np.zeros_like(tick.terminated) if tick.valid is None else ~tick.valid)
+        return rows
+
+    def _in_slices(self, tick: Tick) -> SlicedTick:
+        """Return the observations of one tick, or of several, that are cut into slices."""
+        obs, next_obs = ([arrays[i] for i in self._sliced] for arrays in (tick.obs, tick.next_obs))
+        return SlicedTick(self._parts, self._cursors, obs, next_obs)
 
     def close(self, codecs: Mapping[int, Codec]) -> SealedSegment:
         """Return the segment, its slices coded as `codecs` says for their fields, and begin the next one."""
-        used = self._used
-        if not used:
+        self.end_short_way()
+        self._repair.run()
+        used, writer = self._used, self._writer
+        if writer is None or not used:
             raise ValueError("the segment is empty")
         columns = {name: column[:used].copy() for name, column in self._columns.items()}
-        if "invalid.0" in columns and not columns["invalid.0"].any():
+        if self._has("invalid") and not columns["invalid.0"].any():
             del columns["invalid.0"]
         parts = tuple(field.closed(self._coder, codecs.get(i)) for i, field in enumerate(self.fields))
         for i, field in enumerate(self.fields):
@@ -360,16 +409,17 @@ class Encoder:
             if field.window.count == 1 or field.part.broken_steps * 2 >= field.part.steps:
                 self._searches.consider(i, field.leaf)
             field.part.clear()
-        self._used = 0
+        self._parts = [field.part for field in self.fields]  # a new list: the writer looks at them again
+        writer.next_tick = 0
         first, self._next_tick = self._next_tick, self._next_tick + used
         return SealedSegment(RowChunk(first, used, columns, {}), parts)
 
 
 _ENOUGH = 512
 """Slices that a choice is made on."""
-_HARDLY_MORE = 1.03
-_QUICK_LEVEL = 7
-"""Zstandard's last level that is quick: those above take far longer for frames of a game, and hardly less room."""
+_HARDLY_MORE = 1.06
+_QUICK_LEVELS = (3, 7)
+"""Levels at which compressors are quick: those above take far longer for frames of a game, and hardly less room."""
 _Key = tuple[int, Window]
 """A field, and how it is cut."""
 
@@ -437,7 +487,7 @@ def quicker(coder: Coder, codec: Codec, slices: Bytes) -> Codec:
     sealed = coder.seal(slices, codec)
     if sealed is None:
         return codec
-    for quick in (codec.hurried(), replace(codec, level=min(codec.level, _QUICK_LEVEL))):
+    for quick in (codec.hurried(), *(replace(codec, level=min(codec.level, level)) for level in _QUICK_LEVELS)):
         found = coder.seal(slices, quick)
         if found is not None and found.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes:
             return quick

@@ -9,6 +9,7 @@ changes no block: it lists what became of each, and who owns the sealer collects
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -27,7 +28,7 @@ from holdall.storage.choosing import ChoosingWorker, FieldKind, WorkerStoppedErr
 from holdall.storage.codec import Codec, Method, stored
 from holdall.storage.codec_choice import choose_quickly
 from holdall.storage.slices import FrozenBlock
-from holdall.storage.tiers import NO_LIMIT, HurriedBlock, SealJob, SealQueue, SealResult, new_bell, ring
+from holdall.storage.tiers import NO_LIMIT, SealJob, SealProgress, SealQueue, SealResult, new_bell, ring
 
 _RAW_SEGMENTS = 2
 """While blocks wait, the open ones, those that wait and what is left of the one being sealed take at most so many
@@ -112,11 +113,11 @@ class Sealer:
 
     def submit(self, frozen: FrozenBlock) -> None:
         """Have a block sealed, unless it is about to be."""
-        self._enqueue(SealJob(frozen, spill=False))
+        self._enqueue(SealJob(frozen, spill=False, nbytes=frozen.block.used_bytes))
 
     def spill(self, frozen: FrozenBlock) -> None:
         """Have a block moved to a file, unless it is about to be."""
-        self._enqueue(SealJob(frozen, spill=True))
+        self._enqueue(SealJob(frozen, spill=True, nbytes=frozen.block.used_bytes))
 
     def withdraw(self, evicted: set[int]) -> None:
         """Forget the blocks with these identities, unless their turn has come."""
@@ -157,17 +158,26 @@ class Sealer:
         """Say why the slices of a field are coded as they are; nothing if that was not chosen yet."""
         return self._work.reason(field)
 
-    def room(self, open_bytes: int = 0) -> int:
-        """Return how much may come before `add` waits, below 0 if it has to; open blocks hold so much."""
+    def allowance(self) -> tuple[int, int]:
+        """Return what open blocks may take before `add` waits, and how much was sealed so far.
+
+        What is sealed from now on may come on top, without another look, until the next block is submitted.
+        """
         if not self._queue.jobs:
-            return NO_LIMIT
+            return NO_LIMIT, 0
         allowed, spare = _RAW_SEGMENTS * self._segment_bytes, self.spare_bytes
         allowed = max(allowed, _LEAST_RAW_BYTES) if spare is None else allowed + spare
-        return allowed - self._queue.outstanding_bytes - open_bytes
+        outstanding, sealed = self._queue.outstanding()
+        return allowed - outstanding, sealed
+
+    @property
+    def sealed_bytes(self) -> ctypes.c_int64:
+        """How much was sealed so far; it changes at any time."""
+        return self._queue.sealed_bytes
 
     def is_crowded(self, open_bytes: int = 0) -> bool:
-        """Whether so much waits to be sealed that no more should come."""
-        return self.room(open_bytes) < 0
+        """Whether so much waits to be sealed that no tick should come; open blocks hold so much."""
+        return self.allowance()[0] < open_bytes
 
     def wait_for_room(self, open_bytes: Callable[[], int] = int) -> None:
         """Wait while too much waits to be sealed, or for all if memory is short; not under the memory's lock.
@@ -227,11 +237,32 @@ class Sealer:
         if self._queue.stopped or (self._thread is not None and self._thread.is_alive()):
             return
         if self._process != os.getpid():  # the parent's worker is not here, and holds its locks for ever
-            self._busy, self._queue.begun = threading.Lock(), ()
+            self._busy, self._queue.progress = threading.Lock(), SealProgress(ended=self._queue.sealed_bytes.value)
             self._work.choosing, self._process = None, os.getpid()
         self._thread = threading.Thread(target=self._work.run, args=(self._busy,), name="holdall-sealer", daemon=True)
         end_before_python(self._thread, self._queue.stop)
         self._thread.start()
+
+
+class HurriedBlock:
+    """A block that was sealed in a hurry; it goes with its last segment all the same.
+
+    Args:
+        is_raw: Whether it did not shrink then.
+    """
+
+    def __init__(self, frozen: FrozenBlock, *, is_raw: bool) -> None:
+        self._block = weakref.ref(frozen.block)
+        self._before, self._behind = (frozen.field, frozen.leaf, frozen.window), (frozen.lanes, frozen.logs)
+        self._is_raw = is_raw
+        self.whole_bytes = frozen.block.used * frozen.block.slice_bytes
+
+    def frozen(self) -> FrozenBlock | None:
+        """Return it; None if it is gone, or no longer in memory."""
+        block = self._block()
+        if block is None or block.is_on_disk or (block.sealed is None and not self._is_raw):
+            return None
+        return FrozenBlock(*self._before, block, *self._behind)
 
 
 class _PressedError(Exception):
@@ -297,7 +328,7 @@ class _Work(ChoosingWorker):
         try:
             sealed = self.do(job)
         finally:
-            if job in self._queue.begun:  # else it was handed in while its codec was chosen
+            if job in self._queue.progress.begun:  # else it was handed in while its codec was chosen
                 self._hand_in(job, sealed)
 
     def do(self, job: SealJob) -> SealedSlices | None:
@@ -349,7 +380,7 @@ class _Work(ChoosingWorker):
             return self._seal_quickly(job)
         if chosen is None:
             chosen = self._choose(job)
-            if job not in queue.begun:
+            if job not in queue.progress.begun:
                 return None
         chosen.age += 1
         if chosen.codec.method is Method.STORED:
@@ -369,7 +400,7 @@ class _Work(ChoosingWorker):
         chosen.ratio = chosen.ratio or ratio
         if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not queue.jobs and not self.is_choosing:
             chosen = self._choose(job)
-            if job in queue.begun:
+            if job in queue.progress.begun:
                 stays = chosen.codec.method is Method.STORED
                 sealed = None if stays else self._sealed(job, chosen.codec)[0]
                 chosen.ratio = _ratio(frozen, sealed)
@@ -382,7 +413,7 @@ class _Work(ChoosingWorker):
         is_quick = codec == self._quick.get((frozen.field, frozen.window)) or not self.seals_quickly
 
         def watch(done: int = 0) -> None:
-            queue.done = job, done * frozen.block.slice_bytes
+            queue.got_on(job, done * frozen.block.slice_bytes)
             queue.tell()
             if queue.is_pressed and not is_quick:
                 raise _PressedError

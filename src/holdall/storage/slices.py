@@ -283,11 +283,6 @@ class OpenPart(ABC):
     def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """Write one tick, of any dtype and layout with a leading lane axis, and the cursors to it."""
 
-    def append_run(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
-        """Write ticks one after another: all three have a leading time axis. The log has room, or is made to."""
-        for now, after, places in zip(obs, next_obs, cursors, strict=True):
-            self.append(now, after, places)
-
     @abstractmethod
     def clear(self) -> None:
         """Forget every tick, and every slice of the block, and keep the memory; nobody may be reading it."""

@@ -107,6 +107,7 @@ class TickStore:
         rings: Rings | None = None,
     ) -> None:  # fmt: skip
         self._begun_at = self._not_before = first_tick
+        self.sealer: Sealer | None = None  # made under the lock, with the first block that is full
         self.flags_changed, self.rewrites = 0, 0  # how often flags, or any rows, were written again
         self.repair = Repair()
         self._schema, self._lanes = schema, schema.num_envs
@@ -125,10 +126,8 @@ class TickStore:
         self._writer = self._new_writer(first_tick, first_tick)
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
-        self.sealer: Sealer | None = None  # made under the lock, with the first block that is full
         self._spare_bytes: int | None = None  # that may wait for it, see `Sealer`
         self._may_hurry = True  # whether it may seal quickly
-        self._look_tick = NO_LIMIT  # the tick after which one has to look whether it keeps up
         self._snapshots = RowSnapshots(self._lanes)
 
     @cached_property
@@ -190,7 +189,10 @@ class TickStore:
 
     def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
         self._end_batches()
-        return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
+        writer = self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
+        if self.sealer is None:
+            writer.limit(NO_LIMIT)
+        return writer
 
     def _pack(self, end_tick: int) -> None:
         """Keep short observations up to a tick without what repeats in them, once enough ticks are complete."""
@@ -242,7 +244,7 @@ class TickStore:
             self._made_sealer().grew(sum(frozen.block.used_bytes for frozen in segments.frozen))
             self._settle(may_evict=True)
         self._evict_before(now - self._capacity_ticks)
-        self._pause_in_time()
+        self._writer.blocks_pause_tick = segments.pause_tick(self._capacity_ticks)
 
     def _look_for_windows(self, tick: Tick) -> None:
         """Show a tick to the searches in rings, and move fields in which a window was found."""
@@ -305,18 +307,13 @@ class TickStore:
         return self.sealer is not None and self.sealer.is_crowded(self.large_segments.open_bytes())
 
     def wait_for_room(self) -> None:
-        """Wait while so many blocks wait for the sealer, see `Sealer.wait_for_room`; not under the lock."""
-        if self.sealer is not None and self.next_tick >= self._look_tick:
-            self._look_tick = NO_LIMIT  # orders that are sent from now on change it
-            self.sealer.wait_for_room(open_bytes := self.large_segments.open_bytes)
-            with self._lock:  # what others change meanwhile must not be undone
-                ticks = max(1, self.sealer.room(open_bytes()) // self.large_segments.most_in_a_tick)
-                self._look_tick = min(self._look_tick, self.next_tick + ticks)
-                self._pause_in_time()
-
-    def _pause_in_time(self) -> None:
-        """Let ticks be written the short way until there is more to do, or to look at."""
-        self._writer.blocks_pause_tick = min(self.large_segments.pause_tick(self._capacity_ticks), self._look_tick)
+        """Wait until a tick may come, see `Sealer.wait_for_room`; not under the lock. A short way looks by itself."""
+        sealer, segments = self.sealer, self.large_segments
+        if sealer is not None:
+            sealer.wait_for_room(segments.open_bytes)
+            with self._lock:  # so that nobody submits a block meanwhile
+                allowed, sealed = sealer.allowance()
+                self._writer.limit(allowed - sealed, sealer.sealed_bytes)
 
     def _send_orders(self) -> None:
         """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
@@ -331,7 +328,7 @@ class TickStore:
             sealer.submit(frozen)
         for frozen in spilling:
             sealer.spill(frozen)
-        self._look_tick = self._writer.blocks_pause_tick = 0
+        self._writer.limit(-NO_LIMIT)  # until somebody looks again how much may come
 
     def _let_go(self, gone: list[SliceBlock]) -> int:
         """Forget blocks that were dropped; return the bytes that they had on disk."""

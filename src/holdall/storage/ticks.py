@@ -8,7 +8,7 @@ and `FastTick`, which native/ implements: compiled, and in NumPy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +19,8 @@ from holdall.errors import ArgumentError
 from holdall.schema import Array, Bytes, Schema, as_array, fit_flags, fit_reward
 
 if TYPE_CHECKING:
+    import ctypes
+
     from holdall.native import SliceNamer
     from holdall.storage.batch_source import BatchReader, Places
     from holdall.storage.blocks import Coder, SliceBlock
@@ -108,14 +110,18 @@ class StepRuns:
         packed_for, packed_first, packed = self._packed
         if packed_for is not writer or first >= packed_first + len(packed):
             rows = rings.rows_of_steps(self.steps.cut(slice(first, first + _MOST_PACKED)))
-            parts = [np.ascontiguousarray(row).reshape(len(row), -1).view(np.uint8) for row in rows]
-            packed_first, packed = first, np.concatenate(parts, axis=1)
+            packed_first, packed = first, packed_rows(rows)
             self._packed = writer, packed_first, packed
         return packed[first - packed_first :]
 
 
 _MOST_PACKED = 4096
 """Steps that are packed at once."""
+
+
+def packed_rows(rows: Sequence[Array]) -> Bytes:
+    """Return the rows of some steps, field by field, as bytes: of every step one field after another."""
+    return np.concatenate([np.ascontiguousarray(row).reshape(len(row), -1).view(np.uint8) for row in rows], axis=1)
 
 
 def steps_in(reward: Any) -> int:
@@ -187,6 +193,14 @@ class TickWriter(ABC):
     pause_tick: int  # before this tick is written, there is more to do than a short way does ...
     blocks_pause_tick = 0  # ... and before this one, if fields are cut into slices
 
+    def limit(self, ahead: int, sealed: ctypes.c_int64 | None = None) -> None:  # noqa: B027  there may be no short way
+        """Write no tick a short way once new slices of the open segment take more than a limit.
+
+        Args:
+            ahead: The limit, less what is ...
+            sealed: ... sealed so far, which another thread counts on; None: nothing is.
+        """
+
     @abstractmethod
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """Write a tick and return how many were written in all.
@@ -233,6 +247,22 @@ class Arguments(NamedTuple):
     small: dict[str, Form]  # observations in rings, by key; "" is the key of one that is no Dict
     large: dict[str, Form]
     is_dict: bool
+
+    @classmethod
+    def of(cls, schema: Schema, small: Iterable[int], large: Iterable[int], rest: Sequence[Array]) -> Arguments | None:
+        """Describe arguments by their observation leaves and the rings of all else; None if C cannot write them all."""
+        tree = schema.observation
+        is_dict = not isinstance(tree.structure, int)
+        keys = tree.keys if is_dict else ("",)
+        if keys is None or len(schema.action.leaves) != 1 or schema.extras.leaves:
+            return None
+        forms = {keys[i]: ((rest[0].shape[1], *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
+        return cls(
+            rest=[(ring.shape[1:], ring.dtype) for ring in rest],
+            small={keys[i]: forms[keys[i]] for i in small},
+            large={keys[i]: forms[keys[i]] for i in large},
+            is_dict=is_dict,
+        )
 
 
 class FastTick:

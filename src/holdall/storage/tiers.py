@@ -9,13 +9,13 @@ changes in single steps, so that an interrupt of the memory's thread leaves noth
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 import time
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdall.errors import ArgumentError
 from holdall.machine import memory_limits
@@ -24,6 +24,9 @@ from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.rings import FieldLayout
 from holdall.storage.slices import FrozenBlock
 from holdall.units import format_bytes, parse_bytes, require_choice
+
+if TYPE_CHECKING:
+    from holdall.storage.sealer import HurriedBlock
 
 _SHARE_OF_AVAILABLE = 4
 _SHARE_BEFORE_DISK = 2
@@ -337,28 +340,16 @@ class SealJob:
 
     frozen: FrozenBlock
     spill: bool  # move it to a file, instead of sealing it
+    nbytes: int  # that somebody may wait for
     again: bool = False  # seal better what was sealed in a hurry
 
 
-class HurriedBlock:
-    """A block that was sealed in a hurry; it goes with its last segment all the same.
+class SealProgress(NamedTuple):
+    """What the worker is at."""
 
-    Args:
-        is_raw: Whether it did not shrink then.
-    """
-
-    def __init__(self, frozen: FrozenBlock, *, is_raw: bool) -> None:
-        self._block = weakref.ref(frozen.block)
-        self._before, self._behind = (frozen.field, frozen.leaf, frozen.window), (frozen.lanes, frozen.logs)
-        self._is_raw = is_raw
-        self.whole_bytes = frozen.block.used * frozen.block.slice_bytes
-
-    def frozen(self) -> FrozenBlock | None:
-        """Return it; None if it is gone, or no longer in memory."""
-        block = self._block()
-        if block is None or block.is_on_disk or (block.sealed is None and not self._is_raw):
-            return None
-        return FrozenBlock(*self._before, block, *self._behind)
+    begun: tuple[SealJob, ...] = ()  # the last may still be the first of the jobs, too
+    nbytes: int = 0  # of these that are sealed
+    ended: int = 0  # of the jobs before
 
 
 class SealQueue:
@@ -371,8 +362,8 @@ class SealQueue:
 
     def __init__(self, *, seals_again: bool) -> None:
         self.jobs: deque[SealJob] = deque()
-        self.begun: tuple[SealJob, ...] = ()  # what the worker is at; the last may still be the first of the jobs, too
-        self.done: tuple[SealJob | None, int] = None, 0  # one of these, and the bytes of it that are sealed
+        self.progress = SealProgress()  # changed in one step, by the worker
+        self.sealed_bytes = ctypes.c_int64()  # the same, for C, which reads it at any time; never ahead of it
         self.results: deque[SealResult] = deque()
         # Blocks that are to be sealed again when there is time.
         self.hurried: deque[HurriedBlock] = deque(maxlen=None if seals_again else 0)
@@ -388,19 +379,19 @@ class SealQueue:
 
     def under_way(self) -> list[SealJob]:
         """Return what waits or is being worked at, each once."""
-        jobs, begun = list(self.jobs), self.begun
+        jobs, begun = list(self.jobs), self.progress.begun
         return [*(job for job in begun if job not in jobs), *jobs]
 
     def begin_next(self) -> SealJob | None:
         """Take the next job; it is never in between. What was begun before stays begun."""
-        before = self.begun
+        before = self.progress
         while self.jobs:
             with contextlib.suppress(IndexError, ValueError):  # it was withdrawn
                 job = self.jobs[0]
-                self.begun = (*before, job)
+                self.progress = before._replace(begun=(*before.begun, job))
                 self.jobs.remove(job)
                 return job
-        self.begun = before
+        self.progress = before
         return None
 
     def begin_again(self) -> SealJob | None:
@@ -408,22 +399,33 @@ class SealQueue:
         while self.hurried:
             with contextlib.suppress(IndexError):
                 frozen = self.hurried[0].frozen()
-                job = None if frozen is None else SealJob(frozen, spill=False, again=True)
-                self.begun = () if job is None else (job,)
+                job = None if frozen is None else SealJob(frozen, spill=False, nbytes=0, again=True)
+                self.progress = self.progress._replace(begun=() if job is None else (job,))
                 self.hurried.popleft()
                 if job is not None:
                     return job
         return None
 
+    def got_on(self, job: SealJob, nbytes: int) -> None:
+        """So many bytes of a job are sealed; fewer than before if it was begun again."""
+        self._count(self.progress._replace(nbytes=min(nbytes, job.nbytes)))
+
     def end(self, job: SealJob) -> None:
         """Forget a job that was done."""
-        self.begun, self.done = tuple(other for other in self.begun if other is not job), (None, 0)
+        begun, _, ended = self.progress
+        others = tuple(other for other in begun if other is not job)
+        self._count(SealProgress(others, 0, ended + (job.nbytes if len(others) < len(begun) else 0)))
 
-    @property
-    def outstanding_bytes(self) -> int:
-        """What is not sealed or spilled yet of the blocks that came."""
-        new, (begun, nbytes) = [job for job in self.under_way() if not job.again], self.done
-        return max(0, sum(job.frozen.block.used_bytes for job in new) - (nbytes if begun in new else 0))
+    def _count(self, progress: SealProgress) -> None:
+        sealed = progress.ended + progress.nbytes
+        self.sealed_bytes.value = min(sealed, self.sealed_bytes.value)
+        self.progress = progress
+        self.sealed_bytes.value = sealed
+
+    def outstanding(self) -> tuple[int, int]:
+        """Return what is not sealed or spilled yet of the blocks that came, and what was so far of all."""
+        jobs, (begun, nbytes, ended) = list(self.jobs), self.progress
+        return sum(job.nbytes for job in {*jobs, *begun}) - nbytes, ended + nbytes
 
     def came(self, nbytes: int) -> None:
         """Remember that blocks were filled, whether they are sealed now or stay raw for a while."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import of_ids
 from holdall.cluster.answer import Answer
+from holdall.cluster.journal import Entry
 from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.shard_data import ShardData
@@ -53,7 +54,7 @@ class BareShard:
         for row in range(rows):
             action, reward = np.zeros(1, np.int64), np.array([row], np.float64)
             encoder.add(Tick([nothing], [action], reward, [nothing], no, no, [], None))
-        self.data.take(b"w" * 16, encoder.close({}))
+        self.data.take(Entry(b"w" * 16, 0, b"", encoder.close({})))
 
     @property
     def held(self) -> Held:

@@ -28,7 +28,7 @@ from .ledger import ACTION, EXTRAS, OBSERVATION, acknowledged, checked, feed, he
 pytestmark = pytest.mark.usefixtures("cluster")
 # Workers have no tests to import.
 for module in (sys.modules[__name__], ledger_module):
-    ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]  # cloudpickle has no types
+    ray.cloudpickle.register_pickle_by_value(module)
 
 SHARDS, FEEDERS = 2, 2
 PATIENCE_S = 90.0

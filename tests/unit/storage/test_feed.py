@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import time
@@ -13,17 +14,18 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.native import PortableCoder, chosen_kernels, numpy_codec
+from holdall.native import PortableCoder, chosen_kernels, native_kernels, numpy_codec, writing
+from holdall.native.writing import NativeCoder
 from holdall.schema import Bytes, Leaf
 from holdall.storage import choosing, sealer, segment
 from holdall.storage.block_sample import BlockSample
 from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, Watch, address
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.sealer import Sealer
+from holdall.storage.sealer import HurriedBlock, Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Window
 from holdall.storage.tick_store import Repair
-from holdall.storage.tiers import Allowance, Budget, Tiers
+from holdall.storage.tiers import Allowance, Budget, SealJob, SealQueue, Tiers
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -31,6 +33,8 @@ PATIENCE_S = 20
 FRAME = 72 * 72
 LEAF = Leaf("", (500,), np.dtype("u1"))
 CAREFUL = Codec(Method.ZSTD, 9, Transform(500))
+ARGUMENTS = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
+needs_loops = pytest.mark.skipif(native_kernels() is None, reason="the compiled loops are needed")
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -43,9 +47,10 @@ def wait_until(holds: Callable[[], bool]) -> None:
 class PiecewiseCoder(PortableCoder):
     """Seals blocks piece by piece, each when it is let to, and remembers the codecs."""
 
-    def __init__(self, pieces: int = 0) -> None:
+    def __init__(self, pieces: int = 0, seal: Callable[..., SealedSlices | None] | None = None) -> None:
         self.gate = threading.Semaphore(pieces)
         self.codecs: list[Codec] = []
+        self._seal = seal or super().seal
 
     def seal(
         self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
@@ -56,7 +61,7 @@ class PiecewiseCoder(PortableCoder):
             watch(done)
 
         self.codecs.append(codec)
-        return super().seal(slices, codec, order, threads=threads, watch=None if watch is None else gated)
+        return self._seal(slices, codec, order, threads=threads, watch=None if watch is None else gated)
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +70,18 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 36 * FRAME)
     monkeypatch.setattr(sealer, "_LEAST_RAW_BYTES", 0)
     monkeypatch.setattr(numpy_codec, "WATCHED_BYTES", 3 * FRAME)
+    monkeypatch.setattr(writing, "WATCHED_BYTES", 3 * FRAME)
+
+
+def memory_in_pieces(kernels: str, patch: pytest.MonkeyPatch) -> tuple[ReplayMemory, PiecewiseCoder]:
+    """Return a memory whose blocks are sealed piece by piece."""
+    native = native_kernels() if kernels == "native" else None
+    if native is None or not isinstance(native.coder, NativeCoder):
+        coder = PiecewiseCoder()
+        return memory_with(coder, patch), coder
+    coder = PiecewiseCoder(seal=native.coder.seal)
+    patch.setattr(native.coder, "seal", coder.seal)
+    return ReplayMemory(box((72, 72), "u1"), spaces.Discrete(2), 5_000, budget=None), coder
 
 
 def memory_with(coder: PortableCoder, patch: pytest.MonkeyPatch, capacity: int = 5_000) -> ReplayMemory:
@@ -93,12 +110,12 @@ def somebody_waits(memory: ReplayMemory) -> bool:
 # ---------------------------------------------------------------- waiting
 
 
-@pytest.mark.parametrize("way", ["add", "extend"])
-def test_every_piece_lets_a_tick_through(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+@pytest.mark.parametrize(("way", "kernels"), [("add", "portable"), ("extend", "portable"), ("add", "native")])
+def test_every_piece_lets_a_tick_through(monkeypatch: pytest.MonkeyPatch, way: str, kernels: str) -> None:
     """None waits for a whole block; what is raw takes two segments at most; every bit is right."""
     monkeypatch.setattr(choosing, "_QUIET_S", 60.0)
-    coder, oracle = PiecewiseCoder(), OracleMemory(5_000)
-    memory, ticks = memory_with(coder, monkeypatch), 400
+    oracle, ticks = OracleMemory(5_000), 400
+    memory, coder = memory_in_pieces(kernels, monkeypatch)
     store = memory._open()
     steps: dict[str, Any] = {key: np.stack([tick_of(i)[key] for i in range(ticks)]) for key in tick_of(0)}
 
@@ -117,7 +134,7 @@ def test_every_piece_lets_a_tick_through(monkeypatch: pytest.MonkeyPatch, way: s
     while adding.is_alive():
         wait_until(lambda: not adding.is_alive() or somebody_waits(memory))
         before = store.next_tick
-        raw = store.sealer._queue.outstanding_bytes if store.sealer is not None else 0
+        raw = store.sealer._queue.outstanding()[0] if store.sealer is not None else 0
         raw += store.large_segments.open_bytes()
         assert raw <= 2 * 36 * FRAME + 4 * FRAME  # a run of an extend may be a little longer
         waits += adding.is_alive()
@@ -128,6 +145,107 @@ def test_every_piece_lets_a_tick_through(monkeypatch: pytest.MonkeyPatch, way: s
     assert waits > 36 // 3
     assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
     memory.close()
+
+
+@needs_loops
+def test_the_short_way_goes_as_far_as_the_worker_has_got() -> None:
+    """It looks at what is sealed before every tick: it goes on as soon as there is more, and stops if there is less."""
+    memory = ReplayMemory(box((72, 72), "u1"), spaces.Discrete(2), 5_000, budget=None)
+    store, sealed = memory._open(), ctypes.c_int64(5 * FRAME)
+
+    def come_at_once() -> int:
+        """Return the frames that the open segment has once no more ticks come."""
+        while memory.add_at_once(*(tick_of(store.next_tick)[key] for key in ARGUMENTS)):
+            pass
+        return store.large_segments.open_bytes() // FRAME
+
+    for tick in range(40):
+        memory.add(**tick_of(tick))
+    memory.drain()
+    assert store.large_segments.closed
+    before = store.large_segments.open_bytes() // FRAME
+    store._writer.limit((before - 5) * FRAME, sealed)
+    assert come_at_once() == before + 1  # with the tick that exceeds it
+    for more in (1, 2):
+        sealed.value += FRAME
+        assert come_at_once() == before + 1 + more
+    sealed.value -= FRAME
+    assert come_at_once() == before + 3
+    sealed.value += 2 * FRAME
+    assert come_at_once() == before + 4
+    store._send_orders()
+    sealed.value += 10 * FRAME
+    assert come_at_once() == before + 4  # whoever gives an order looks anew
+    memory.close()
+
+
+@needs_loops
+def test_a_block_that_goes_on_counts_what_is_new_in_it() -> None:
+    """Slices of the segments before are not the open segment's; and a limit is of the parts that it was set for."""
+    memory = ReplayMemory(box((72, 72), "u1"), spaces.Discrete(2), 5_000, budget=None)
+    store, sealed = memory._open(), ctypes.c_int64(0)
+    for tick in range(100):  # few frames, which come again and again: segments close by their ticks
+        memory.add(**tick_of(tick % 10))
+    store.large_segments._most_ticks = 50
+    for tick in range(100, 130):
+        memory.add(**tick_of(tick % 10))
+    (part,) = store.large_segments.open.parts
+    assert part.used_bytes > part.added_bytes == 0
+    store._writer.blocks_pause_tick = 1 << 40
+    store._writer.limit(0, sealed)
+    assert memory.add_at_once(*(tick_of(130)[key] for key in ARGUMENTS))  # two frames that are new
+    assert not memory.add_at_once(*(tick_of(131)[key] for key in ARGUMENTS))
+    sealed.value = 2 * FRAME
+    assert memory.add_at_once(*(tick_of(131)[key] for key in ARGUMENTS))
+    store._writer.limit(1 << 40, sealed)
+    vars(store._writer)["_parts"] = []  # others
+    with memory._locked():
+        store.write(store_tick(memory, 132))
+    store._writer.blocks_pause_tick = 1 << 40
+    assert not memory.add_at_once(*(tick_of(133)[key] for key in ARGUMENTS))
+    memory.close()
+
+
+def store_tick(memory: ReplayMemory, number: int) -> Any:
+    return memory._fit((1,), *(tick_of(number)[key] for key in ARGUMENTS), None, None)
+
+
+def test_what_came_is_sealed_or_outstanding() -> None:
+    """However jobs are begun, begun again, withdrawn, ended twice or sealed once more; C reads the same number."""
+    queue = SealQueue(seals_again=True)
+    jobs = [SealJob(frozen_block(), spill=False, nbytes=nbytes) for nbytes in (100, 20, 3)]
+    queue.jobs.extend(jobs)
+
+    def has(outstanding: int, sealed: int) -> None:
+        assert queue.outstanding() == (outstanding, sealed)
+        assert queue.sealed_bytes.value == sealed
+
+    has(123, 0)
+    assert queue.begin_next() is jobs[0]
+    has(123, 0)
+    queue.got_on(jobs[0], 60)
+    has(63, 60)
+    queue.got_on(jobs[0], 0)  # begun again
+    has(123, 0)
+    queue.got_on(jobs[0], 70)
+    assert queue.begin_next() is jobs[1]  # between two steps of a choice
+    queue.got_on(jobs[1], 5)
+    has(118, 5)
+    queue.end(jobs[1])
+    has(103, 20)
+    queue.got_on(jobs[0], 100)
+    has(3, 120)
+    for _ in range(2):
+        queue.end(jobs[0])
+        has(3, 120)
+    queue.jobs.remove(jobs[2])  # withdrawn
+    has(0, 120)
+    queue.hurried.append(HurriedBlock(jobs[0].frozen, is_raw=True))
+    again = queue.begin_again()
+    assert again is not None
+    queue.got_on(again, 100)
+    queue.end(again)
+    has(0, 120)
 
 
 def frozen_block() -> FrozenBlock:

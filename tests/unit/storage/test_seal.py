@@ -112,7 +112,7 @@ class Bench:
     def rest(self) -> None:
         """Wait until the worker waits for blocks: one that comes then is not late."""
         self.sealer.drain()
-        wait_until(lambda: not self.sealer._queue.begun)
+        wait_until(lambda: not self.sealer._queue.progress.begun)
 
     def _choose(self, *_: Any) -> Codec:
         self.choices += 1
