@@ -445,6 +445,7 @@ def test_a_pickled_memory_is_the_same_and_spills_to_a_folder_of_its_own(
     pair = Pair(budget=limit, spill_dir=tmp_path)
     with pair.memory:
         pair.feed(150 if limit is None else 400)
+        pair.memory.drain()
         pickled = pickle.dumps(pair.memory, protocol=5)
         assert pair.memory.report().disk_bytes > 0
     assert not list(tmp_path.iterdir())

@@ -216,7 +216,8 @@ class MemoryHandle(Writer):
         self.flush()
         self._drawing.hear()
         self._drawing.level()
-        wait_for_grant(self._terms.limit, "sample", count, self._cluster.ask_roster)
+        if (limit := self._terms.limit) is not None:
+            wait_for_grant(limit, "sample", count, self._cluster.ask_roster)
 
     def _figures(self) -> dict[str, float]:
         return {

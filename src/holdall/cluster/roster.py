@@ -194,16 +194,14 @@ _LOG = logging.getLogger("holdall")
 
 
 def wait_for_grant(
-    limit: RateLimit | None, call: str, rows: int, ask: Callable[..., Any], meanwhile: Callable[[], None] = lambda: None
+    limit: RateLimit, call: str, rows: int, ask: Callable[..., Any], meanwhile: Callable[[], None] = lambda: None
 ) -> int:
-    """Ask until the limiter grants something, and say now and then what is waited for; -1 without a limiter.
+    """Ask until the limiter grants something, and say now and then what is waited for.
 
     Args:
         call: "add" or "sample".
         ask: Asks the roster, see `ShardList.ask`.
     """
-    if limit is None:
-        return -1
     limit.require(call, rows)
     began = time.monotonic()
     notice_at = began + _NOTICE_S

@@ -169,7 +169,7 @@ class ShardStreams:
         self.terms, self._spread, self._first = terms, spread, first
         self.writer, self.roster = secrets.token_bytes(16), roster_of(terms.name)
         self._generator = np.random.default_rng()
-        self._home = -1  # the shard on which it stays while episodes go on
+        self._home, self._stay_rows = -1, terms.stay_rows  # the shard on which it stays while episodes go on
         self.streams: dict[int, SegmentStream] = {}
         self._list = ShardList(self.roster, terms.patience_s)
         self._open_to: list[int] = []  # shards that it sends new segments to
@@ -219,7 +219,7 @@ class ShardStreams:
             return [streams[self._first % len(streams)]]
         home = [stream for stream in streams if stream.number == self._home]
         lead = home[0].inserted - min(stream.inserted for stream in streams) if home else 0
-        return home if home and lead < self.terms.stay_rows else streams
+        return home if home and lead < self._stay_rows else streams
 
     @contextmanager
     def _rerouting(self, stream: SegmentStream) -> Iterator[None]:
@@ -277,14 +277,14 @@ class LaneGroup(ShardStreams):
 
     def short_way(self, lock: Any) -> Callable[..., int]:
         """Return a function that adds a tick if there is nothing else to do, see `storage.Encoder.short_way`."""
-        return self.encoder.short_way(lock, _SEGMENT_ROWS // 2 if self.terms.stay_rows else _SEGMENT_ROWS)
+        return self.encoder.short_way(lock, _SEGMENT_ROWS // 2 if self._stay_rows else _SEGMENT_ROWS)
 
     def make_room(self) -> None:
         """Have room for one more tick; wait until shards take the segment that is full.
 
         One that is long enough, and ends with an episode, counts as full: the next one may go elsewhere.
         """
-        may_end = self.terms.stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
+        may_end = self._stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
         if self.encoder.is_full or (may_end and self.encoder.ends_episodes):
             self._send()
 
@@ -299,12 +299,13 @@ class LaneGroup(ShardStreams):
         start = time.monotonic()
         # What has arrived while a grant is waited for does not count as under way any more.
         stream, rows, poll = self.roomy(), self.encoder.rows, partial(self.each, SegmentStream.poll)
-        lease = wait_for_grant(self.terms.limit, "add", rows, self._list.ask, poll)
+        limit = self.terms.limit
+        lease = -1 if limit is None else wait_for_grant(limit, "add", rows, self._list.ask, poll)
         if self.streams.get(stream.number) is not stream:  # its shard was closed or lost while a grant was waited for
             stream = self.roomy()
         self.waited_s += time.monotonic() - start
         codecs = self._codecs.of_fields()
-        stays = bool(self.terms.stay_rows) and not self.encoder.ends_episodes
+        stays = bool(self._stay_rows) and not self.encoder.ends_episodes
         payload = storage.pack_segment(self.encoder.close(codecs), self._kernels.coder)
         self.send(stream, payload, rows, lease, stays=stays)
 

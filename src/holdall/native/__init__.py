@@ -1,7 +1,7 @@
 """The compiled loops, their one loader, and the NumPy twins, which do the same work where nothing was compiled.
 
-Which of the two are used is decided here, and said where the fast ones are missing. The thread that goes ahead of who
-writes, and the loops of rollouts, which belong to no store, are here, too.
+Which of the two are used is decided here, and said where the fast ones are missing. The loops of rollouts, which
+belong to no store, are here, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.background import end_before_python, tell_of_forks
 from holdall.errors import DamageError
 from holdall.native.library import (
     MOST_DEVICE_FIELDS,
@@ -36,7 +35,7 @@ from holdall.native.numpy_kernels import PortableKernels
 from holdall.native.one_call import NativeBatchReader, NativeFastTick, has_expected_objects, makes_arrays
 from holdall.native.reading import NativeDecoder, NativeReading, ThreadPool, draw_slots, number_function
 from holdall.native.sending import CopyPlan, Cut, Names, Refusal, SliceNamer, SlotSender
-from holdall.native.writing import NativeCoder, NativeTickWriter, NativeWriting
+from holdall.native.writing import NativeCoder, NativeWriting
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     BatchReader,
@@ -51,8 +50,6 @@ from holdall.storage import (
     release_tail,
 )
 
-_LARGE_PAGE, _FED_FROM, _STARTS_AT = 2**21, 4 * 2**20, 2**18
-"""Memory of this size has large pages; a thread makes them present once so much of it is written."""
 # Measured by benchmarks/fallback.py; docs/troubleshooting.md has its table.
 _WITHOUT_LOOPS = "add and sample take up to 2.9 times as long, and compressed data as much memory as with it"
 _WITHOUT_COMPRESSION = "sampling compressed data takes 2.9 times as long, and the data as much memory as with it"
@@ -105,12 +102,6 @@ class NativeKernels(NativeWriting, NativeReading):
     def release(self, first: int, nbytes: int) -> None:
         """See `Kernels.release`."""
         self._library.holdall_release(first, nbytes)
-
-    def new_writer(
-        self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], _repair: Repair
-    ) -> TickWriter:
-        """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
-        return NativeTickWriter(self._library, flat, ring_ticks, ticks, PageFeeder)
 
     def new_fast_tick(self, lock: Any, repair: Repair) -> FastTick:
         """Make a short way to write ticks, for a memory with this lock."""
@@ -170,93 +161,6 @@ def _warn_once() -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-
-
-# ---------------------------------------------------------------- pages
-
-
-class PageFeeder:
-    """A thread that makes pages of open blocks present before slices are written there, see pages.c.
-
-    It waits in C, and refers to what it touches. It starts when a block holds enough to be worth it; a forked child
-    starts its own.
-
-    Args:
-        writer: What slices are written by.
-    """
-
-    def __init__(self, library: ctypes.CDLL, writer: Any) -> None:
-        self._library, self._writer = library, writer
-        self._generation = 0
-        self._held: dict[int, list[tuple[Any, Bytes]]] = {}  # blocks and their memory, by generation
-        self._end: weakref.finalize[Any, Any] | None = None
-        tell_of_forks(self)
-
-    def follow(self, blocks: list[Any]) -> bool:
-        """Go ahead of what is written to these blocks from now on; False if it has to be asked again later."""
-        fed = [None if block is None or block.arena.nbytes < _FED_FROM else block for block in blocks]
-        large = [block for block in fed if block is not None]
-        if self._end is None:
-            if not (large and self._library.holdall_pages_size()):
-                return True
-            if max(block.used_bytes for block in large) < _STARTS_AT:
-                return False
-            if not self._start():
-                return True
-        self._generation += 1
-        self._held[self._generation] = [(block, block.arena) for block in large]
-        rows = [(0, 0, 0) if b is None else (address(b.arena), b.arena.nbytes, b.used_bytes) for b in fed]
-        memory = np.array(rows, np.int64).reshape(-1, 3)
-        touched = self._library.holdall_pages_follow(self._writer.pages, self._generation, address(memory), len(memory))
-        _let_go(self._held, {number for number in tuple(self._held) if number not in {self._generation, touched}})
-        for block in large:
-            block.ask_at = -address(block.arena) % _LARGE_PAGE
-        return True
-
-    def after_fork(self) -> None:
-        """Leave the parent's thread."""
-        if self._end is not None:
-            self._end.detach()
-        self._writer.pages, self._end, self._held = None, None, {}
-
-    def _start(self) -> bool:
-        """Start the thread; False if there is none to be had, and things go on without."""
-        state = np.zeros(self._library.holdall_pages_size(), np.uint8)
-        self._library.holdall_pages_new(address(state))
-        thread = threading.Thread(
-            target=_feed, args=(self._library, state, self._held), name="holdall-pages", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:
-            return False
-        self._state, self._writer.pages = state, address(state)
-        self._end = weakref.finalize(self, _dismiss, self._library, state)
-        end_before_python(thread, self._end)
-        return True
-
-
-def _feed(library: ctypes.CDLL, state: Bytes, held: dict[int, Any]) -> None:
-    """What the thread does until it is dismissed."""
-    while generation := library.holdall_pages_feed(address(state)):
-        _let_go(held, {number for number in tuple(held) if number < generation})
-    held.clear()
-
-
-def _dismiss(library: ctypes.CDLL, state: Bytes) -> None:
-    library.holdall_pages_dismiss(address(state))
-
-
-def _let_go(held: dict[int, Any], gone: set[int]) -> None:
-    """Let go of the memory of generations, and give back pages of it that will not be written.
-
-    The thread and the writer may do so at the same moment: each step is one of the dict's own, and generations newer
-    than `gone` are not looked at. Nobody else writes to memory before nothing here refers to it.
-    """
-    for number in gone:
-        for block, arena in held.pop(number, ()):
-            if block.is_frozen and block.arena is arena:
-                release_tail(arena, block.used_bytes)
 
 
 # ---------------------------------------------------------------- rollouts

@@ -4,7 +4,6 @@
  * tick fits into the block and the log is checked here.
  */
 #include "holdall.h"
-#include "pages.h"
 #include "structs.h"
 
 #include <string.h>
@@ -290,12 +289,8 @@ EXPORT int64_t holdall_write_tick(tick_writer *t, const uint8_t *packed, int64_t
         memcpy(next, packed, (size_t)f->tick_bytes);
         packed += f->tick_bytes;
     }
-    for (const sliced_field *s = t->sliced; s < t->sliced + t->sliced_count; s++) {
-        slice_block *const b = s->part->block;
+    for (const sliced_field *s = t->sliced; s < t->sliced + t->sliced_count; s++)
         append(s->part, s->obs, s->next_obs, s->order, s->cursors + slot * s->part->lanes);
-        if (t->pages && b && b->used * b->slice_bytes >= b->ask_at)
-            b->ask_at = pages_ask(t->pages, s - t->sliced, b->arena, b->used * b->slice_bytes);
-    }
     return ++t->next_tick;
 }
 

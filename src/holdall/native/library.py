@@ -91,7 +91,7 @@ class EncoderStruct(ctypes.Structure):
 class SliceBlockStruct(ctypes.Structure):
     """A block of unique slices, and the table that finds them."""
 
-    _fields_ = [*_pointers("arena hashes slots"), *_numbers("mask capacity used slice_bytes ask_at")]
+    _fields_ = [*_pointers("arena hashes slots"), *_numbers("mask capacity used slice_bytes")]
 
 
 class LayoutStruct(ctypes.Structure):
@@ -133,7 +133,6 @@ class TickWriterStruct(ctypes.Structure):
         *_numbers("flat_count sliced_count pause_tick blocks_pause_tick"),
         *_pointers("sealed_bytes"),
         *_numbers("most_ahead"),
-        *_pointers("pages"),
     ]
 
 
@@ -355,11 +354,6 @@ _SIGNATURES = _signatures("""
     holdall_tree_put v pnppnn
     holdall_tree_update n pnppnnnndp
     holdall_tree_find v pnpnpp
-    holdall_pages_size n -
-    holdall_pages_new v p
-    holdall_pages_follow n pnpn
-    holdall_pages_feed n p
-    holdall_pages_dismiss v p
     holdall_threads_new p -
     holdall_threads_help v pn
     holdall_threads_dismiss v p

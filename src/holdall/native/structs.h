@@ -127,7 +127,6 @@ typedef struct {
     int64_t capacity;
     int64_t used;
     int64_t slice_bytes;
-    int64_t ask_at; /* bytes of slices at which pages are asked for, see pages.h */
 } slice_block;
 
 enum { MOST_DIMENSIONS = 8 };
@@ -197,7 +196,6 @@ typedef struct {
     int64_t blocks_pause_tick; /* ... and before this one, if fields are cut into slices */
     const int64_t *sealed_bytes; /* that a worker has sealed so far: it counts on at any time. Slices of the open segment ... */
     int64_t most_ahead;          /* ... may take so many bytes more when a tick comes */
-    void *pages;                 /* what makes pages present, see pages.h, or NULL */
 } tick_writer;
 
 /* ---- arguments as Python passes them ----------------------------------------------- */

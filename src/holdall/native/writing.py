@@ -43,6 +43,7 @@ from holdall.storage import (
     Method,
     OpenPart,
     Order,
+    Repair,
     SealedSlices,
     SliceBlock,
     SlicedTick,
@@ -65,7 +66,7 @@ _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 200, 201, 202
 """Numbers of ZSTD_cParameter, part of the library's stable interface."""
 _LONG_UNIT, _LONG_UNIT_TABLES = 2**18, 17
 """Of longer units Zstandard would keep tables of 10 to 30 MiB: with 1 MiB they are as small, and made faster."""
-_of_transform, _NEVER = operator.attrgetter(*TRANSFORM_FIELDS), 1 << 62
+_of_transform = operator.attrgetter(*TRANSFORM_FIELDS)
 
 
 # ---------------------------------------------------------------- ticks
@@ -89,16 +90,22 @@ class NativeWriting:
         """Make an empty part that writes to `block`."""
         return NativePart(self._library, window, lanes, block, arena_bytes)
 
+    def new_writer(
+        self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], _repair: Repair
+    ) -> TickWriter:
+        """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
+        return NativeTickWriter(self._library, flat, ring_ticks, ticks)
+
 
 class NativeTickWriter(TickWriter):
-    """Writes a tick, or several, by one call of append.c; `pages` makes what goes ahead of it, see `PageFeeder`."""
+    """Writes a tick, or several, by one call of append.c."""
 
     has_runs = True
     next_tick, pause_tick = struct_field("next_tick"), struct_field("pause_tick")
     blocks_pause_tick = struct_field("blocks_pause_tick")
 
     def __init__(
-        self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], pages: Any
+        self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
     ) -> None:
         self.flat, self.first_tick = tuple(flat), ticks[0]
         self._write, self._write_ticks = library.holdall_write_tick, library.holdall_write_ticks
@@ -117,7 +124,6 @@ class NativeTickWriter(TickWriter):
             flat_count=len(rings),
         )  # fmt: skip
         self._address = ctypes.addressof(self._struct)
-        self._pages, self._is_fed = pages(library, self._struct), True
 
     def limit(self, ahead: int, sealed: ctypes.c_int64 | None = None) -> None:
         """See `TickWriter.limit`; blocks may hold slices of the segments before."""
@@ -162,20 +168,18 @@ class NativeTickWriter(TickWriter):
             fields = (SlicedFieldStruct * len(rings))(*rings)
             self._struct.sliced_count = 0
             if self._sealed is not None:
-                self._struct.most_ahead = -_NEVER  # what it said was of other parts
+                self._struct.most_ahead = -(1 << 62)  # what it said was of other parts
             self._sliced = fields
             self._struct.sliced, self._struct.sliced_count = ctypes.addressof(fields), len(rings)
-            self._parts, self._cursors, self._is_fed = parts, sliced.cursors, False
+            self._parts, self._cursors = parts, sliced.cursors
         arrays = zip(parts, self._sliced, sliced.obs, sliced.next_obs, sliced.cursors, strict=True)
-        if not self._is_fed:
-            self._is_fed = self._pages.follow([part.block for part in parts])
         return [part.aim(field, obs, next_obs, ring.shape[1]) for part, field, obs, next_obs, ring in arrays]
 
 
 class NativeBlock(SliceBlock):
     """Unique slices behind an open-addressing table."""
 
-    used, ask_at = struct_field("used"), struct_field("ask_at")
+    used = struct_field("used")
 
     def __init__(self, slice_bytes: int, arena: Bytes) -> None:
         super().__init__(slice_bytes, arena)
@@ -183,7 +187,7 @@ class NativeBlock(SliceBlock):
         self._index: tuple[NDArray[Any], ...] = (np.empty(self.capacity, np.uint64), np.zeros(slots, np.uint32))
         self._struct = SliceBlockStruct(
             arena=address(self.arena), hashes=address(self._index[0]), slots=address(self._index[1]), mask=slots - 1,
-            capacity=self.capacity, used=0, slice_bytes=slice_bytes, ask_at=_NEVER,
+            capacity=self.capacity, used=0, slice_bytes=slice_bytes,
         )  # fmt: skip
         self.address = ctypes.addressof(self._struct)
 
@@ -191,11 +195,6 @@ class NativeBlock(SliceBlock):
         """Forget every slice and keep the memory."""
         self._struct.used = 0
         self._index[1].fill(0)
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether nothing more will be added."""
-        return not self._index
 
     def freeze(self) -> None:
         """Drop the index: nothing more will be added."""

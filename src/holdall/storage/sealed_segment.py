@@ -294,7 +294,8 @@ class Encoder:
     def add(self, tick: Tick) -> None:
         """Write one tick to the segment, which is not full."""
         self.end_short_way()
-        self._repair.run()
+        if self._repair.is_pending[0]:
+            self._repair.run()
         writer, sliced = self._made_writer(tick), self._in_slices(tick)
         for part in self._parts:
             part.lengthen_log()
@@ -321,7 +322,8 @@ class Encoder:
     def _add_run(self, steps: Tick) -> int:
         """Write several ticks in one call, and return how many; 0 if they cannot be written so."""
         self.end_short_way()
-        self._repair.run()
+        if self._repair.is_pending[0]:
+            self._repair.run()
         writer = self._made_writer(steps)
         writer.pause_tick = self._ticks
         if not writer.has_runs:
@@ -393,7 +395,8 @@ class Encoder:
     def close(self, codecs: Mapping[int, Codec]) -> SealedSegment:
         """Return the segment, its slices coded as `codecs` says for their fields, and begin the next one."""
         self.end_short_way()
-        self._repair.run()
+        if self._repair.is_pending[0]:
+            self._repair.run()
         used, writer = self._used, self._writer
         if writer is None or not used:
             raise ValueError("the segment is empty")

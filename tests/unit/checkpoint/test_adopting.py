@@ -32,6 +32,7 @@ def spilled(tmp_path: Path, ticks: int = 2000, capacity: int = 3000) -> ReplayMe
     """A memory most of which lies on the disk."""
     memory = ReplayMemory(SPACE, spaces.Discrete(3), capacity, budget="4MiB", spill_dir=tmp_path / "spill", seed=1)
     grow(memory, ticks)
+    memory.drain()
     assert sum(field.disk_bytes for field in memory.report().fields) > 3_000_000
     return memory
 
