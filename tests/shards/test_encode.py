@@ -135,6 +135,29 @@ def test_ticks_that_are_added_the_short_way_become_the_same_segments(
             assert packed(other.close({})) == packed(one.close({}))
 
 
+def interrupted(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kernels", [chosen_kernels(), PortableKernels()])
+def test_lanes_without_a_step_are_known_after_an_interrupt(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first tick with such lanes makes a column; what was interrupted then is done by the next call."""
+    schema = Schema.of(spaces.Box(-1, 1, (3,)), spaces.Discrete(4), None, 2)
+    given = np.zeros((2, 3), np.float32), np.zeros(2, np.int64), np.ones(2), np.ones((2, 3), np.float32)
+    no = np.zeros(2, np.bool_)
+    whole, partial = (
+        Tick.fitted(schema, (2,), None, *given, no, no, None, valid) for valid in (None, np.array([True, False]))
+    )
+    encoder = Encoder(schema, 2, 8, kernels)
+    encoder.add(whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "new_writer", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            encoder.add(partial)
+    encoder.add(partial)
+    assert encoder.close({}).rows.columns["invalid.0"].tolist() == [[False, False], [False, True]]
+
+
 def arguments(schema: Schema, tick: Tick) -> tuple[Any, ...]:
     obs, next_obs = (schema.observation.build(arrays) for arrays in (tick.obs, tick.next_obs))
     action = schema.action.build(tick.action)
@@ -143,11 +166,11 @@ def arguments(schema: Schema, tick: Tick) -> tuple[Any, ...]:
 
 @pytest.mark.skipif(chosen_kernels().name == PortableKernels.name, reason="there are no compiled loops here")
 def test_most_ticks_take_the_short_way() -> None:
-    """And none while the lock is held."""
+    """And none while the lock is held, nor beyond the rows that it may fill."""
     frames = spaces.Dict({"image": spaces.Box(0, 255, (4, 20, 20), np.uint8), "goal": spaces.Box(-1, 1, (3,))})
     schema = Schema.of(frames, spaces.Discrete(4), None, 1)
     encoder, lock, short = Encoder(schema, 1, 128, chosen_kernels()), threading.RLock(), 0
-    add_at_once = encoder.short_way(lock, 128)
+    add_at_once = encoder.short_way(lock, 112)
     generator, no = np.random.default_rng(0), np.zeros(1, np.bool_)
     slices = generator.integers(0, 256, (1300, 20, 20), np.uint8)
     for step in range(1280):
@@ -159,6 +182,7 @@ def test_most_ticks_take_the_short_way() -> None:
         with lock:
             assert not add_at_once(*given)
         if add_at_once(*given):
+            assert encoder.rows <= 112
             short += 1
             continue
         if encoder.is_full:

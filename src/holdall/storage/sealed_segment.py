@@ -366,12 +366,13 @@ class Encoder:
 
     def _made_writer(self, tick: Tick) -> TickWriter:
         """Return what writes ticks; the first one sets the dtype of rewards."""
-        columns, lanes, count = self._columns, (self._ticks, self.lanes), len(self._columns)
+        columns, lanes = self._columns, (self._ticks, self.lanes)
         if not self._has("reward"):
             columns["reward.0"] = np.empty((*lanes, *self._schema.reward_shape), tick.reward.dtype)
         if tick.valid is not None and not self._has("invalid"):
             columns["invalid.0"] = np.zeros(lanes, np.bool_)
-        if self._writer is None or len(columns) != count:
+        written = len(columns) - len(self._small) - len(self._sliced)  # of small leaves both sides are one field
+        if self._writer is None or len(self._writer.flat) != written:
             names = [name for name in columns if name.startswith(("action.", "extras."))]
             names += [f"{name}.0" for name in ("reward", "terminated", "truncated", "invalid") if self._has(name)]
             flat = [FlatField(columns[f"obs.{i}"], columns[f"next.{i}"], is_observation=True) for i in self._small]

@@ -175,7 +175,7 @@ def test_the_short_way_goes_as_far_as_the_worker_has_got() -> None:
     assert come_at_once() == before + 4
     store._send_orders()
     sealed.value += 10 * FRAME
-    assert come_at_once() == before + 4  # whoever gives an order looks anew
+    assert come_at_once() == before + 4  # who gives an order looks again
     memory.close()
 
 
