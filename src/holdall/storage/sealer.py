@@ -328,7 +328,9 @@ class _Work(ChoosingWorker):
         try:
             sealed = self.do(job)
         finally:
-            if job in self._queue.progress.begun:  # else it was handed in while its codec was chosen
+            # Nobody takes the lock for a block that stays as it was before; only to hear that none is left.
+            stays = job.again and sealed is None and self._queue.hurried
+            if job in self._queue.progress.begun and not stays:  # else it was handed in while its codec was chosen
                 self._hand_in(job, sealed)
 
     def do(self, job: SealJob) -> SealedSlices | None:

@@ -338,10 +338,20 @@ def rows_of(ring: Ring, first: int, end: int) -> Array:
     """Copy the rows of ticks [first, end) out of a ring."""
     if isinstance(ring, LiveRows):
         return ring.rows(first, end)
-    start, stop = first % len(ring), (end - 1) % len(ring) + 1
-    if end == first or start < stop:
-        return np.array(ring[start : start + end - first])
-    return np.concatenate([ring[start:], ring[:stop]])
+    start, rows = first % len(ring), np.empty((end - first, *ring.shape[1:]), ring.dtype)
+    before_wrap = min(len(rows), len(ring) - start)
+    _copy(ring[start : start + before_wrap], rows[:before_wrap])
+    _copy(ring[: len(rows) - before_wrap], rows[before_wrap:])
+    return rows
+
+
+def _copy(rows: Array, to: Array) -> None:
+    """Copy rows that lie one behind the other, and keep Python's lock.
+
+    NumPy lets go of it for more than 500 numbers. To get it back may take a turn of another thread, and who is copying
+    here has the memory's lock, too.
+    """
+    to.reshape(-1).view(np.uint8).data[:] = rows.reshape(-1).view(np.uint8).data
 
 
 def last_rows(ids: NDArray[np.int64], columns: Mapping[str, Any]) -> tuple[NDArray[np.int64], dict[str, Any]]:

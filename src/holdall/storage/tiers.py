@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -289,7 +289,7 @@ class _BlockQueue:
     """Blocks in the order in which they came, and what they take."""
 
     def __init__(self) -> None:
-        self.blocks: OrderedDict[int, FrozenBlock] = OrderedDict()  # by identity of the block
+        self.blocks: dict[int, FrozenBlock] = {}  # by identity of the block; copied often, so no OrderedDict
         self.nbytes = 0
         self.whole_bytes = 0  # if none of them was sealed
 
@@ -298,11 +298,11 @@ class _BlockQueue:
         self._count(frozen, 1)
 
     def put_back(self, frozen: FrozenBlock) -> None:
-        self.put(frozen)
-        self.blocks.move_to_end(id(frozen.block), last=False)
+        self.blocks = {id(frozen.block): frozen, **self.blocks}
+        self._count(frozen, 1)
 
     def take_oldest(self) -> FrozenBlock:
-        _, oldest = self.blocks.popitem(last=False)
+        oldest = self.blocks.pop(next(iter(self.blocks)))
         self._count(oldest, -1)
         return oldest
 
