@@ -27,6 +27,7 @@ from holdall.checkpoint.manifest import (
     SHARD_FOLDER,
     Buffer,
     Manifest,
+    Outlines,
     data_name,
     decode,
     encode,
@@ -62,6 +63,7 @@ class DirectoryReader:
         self.url = str(root)
         self.root = root
         self._disk = disk or FileSystem()
+        self.outlines = Outlines()
 
     def require(self) -> bool:
         """Refuse a directory that holds no checkpoints; return whether FORMAT says that it does."""
@@ -95,9 +97,17 @@ class DirectoryReader:
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest."""
+        return decode(*self._manifest(number), number)
+
+    def outline(self, number: int) -> Manifest:
+        """Read a manifest, perhaps without its records."""
+        return self.outlines.of(*self._manifest(number), number)
+
+    def _manifest(self, number: int) -> tuple[bytes, str]:
+        """Return a manifest's bytes and name."""
         name = manifest_name(number)
         raw = self._read(f"manifests/{name}", MOST_MANIFEST_BYTES, f"{self.url} has no checkpoint {number}")
-        return decode(raw, f"{self.url}/manifests/{name}", number)
+        return raw, f"{self.url}/manifests/{name}"
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
@@ -283,10 +293,10 @@ class DirectoryWriter:
         final, temporary = self._manifests / name, self._manifests / f"{name}.{self.writer_id}{_TEMPORARY}"
         self._disk.sync_directory(self._segments)
         self._require_all(manifest)
-        file = self._disk.create(temporary)
+        raw, file = encode(manifest), self._disk.create(temporary)
         try:
             try:
-                self._disk.write(file, encode(manifest))
+                self._disk.write(file, raw)
                 self._disk.sync(file)
             finally:
                 self._disk.close(file)
@@ -295,6 +305,7 @@ class DirectoryWriter:
             with contextlib.suppress(OSError):
                 self._disk.unlink(temporary)
         self._disk.sync_directory(self._manifests)
+        self.reader.outlines.remember(raw, manifest)
 
     def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
         """Remove all but the last `keep` whole checkpoints, and the files that none of them nor `in_use` names.

@@ -378,6 +378,9 @@ class CheckpointReader(Protocol):
     def manifest(self, number: int) -> Manifest:
         """Read a manifest; DamageError if it is none, CheckpointError if it is not there."""
 
+    def outline(self, number: int) -> Manifest:
+        """The same, perhaps without its records."""
+
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
 

@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
@@ -199,6 +199,27 @@ def decode(raw: bytes, name: str, number: int | None = None) -> Manifest:
     return manifest
 
 
+class Outlines:
+    """Manifests without their records, of checkpoints that were read or written before: all that collecting needs."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[bytes, Manifest]] = {}  # by number, with the line of the sum
+
+    def of(self, raw: bytes, name: str, number: int) -> Manifest:
+        """Return what `decode` does, but perhaps its outline, if these very bytes are known: parsing takes long."""
+        sum_line, known = self._known.get(number, (b"", None))
+        if known is None or not (raw.endswith(sum_line) and signed_text(raw)):
+            return self.remember(raw, decode(raw, name, number))
+        return known
+
+    def remember(self, raw: bytes, manifest: Manifest) -> Manifest:
+        """Know a manifest by its bytes, and return it."""
+        outline = replace(manifest, rows=(), segments=(), blocks=(), dictionaries={}, attached={})
+        known = {**self._known, manifest.number: (raw[-_SUM_LINE_BYTES:], outline)}
+        self._known = dict(sorted(known.items())[-_MOST_OUTLINES:])
+        return manifest
+
+
 def numbers_of(names: Iterable[str]) -> list[int]:
     """Return the numbers of the manifests among some file names, newest first."""
     return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
@@ -273,7 +294,7 @@ def _in_order(runs: Any) -> Any:
     return runs
 
 
-MOST_FORMAT_BYTES, MOST_NUMBER = 4096, 10**16 - 1
+MOST_FORMAT_BYTES, MOST_NUMBER, _MOST_OUTLINES = 4096, 10**16 - 1, 64
 LEASE_S = 3600.0
 """For so long, a file that no manifest names may belong to a save under way, and stays."""
 
@@ -334,7 +355,7 @@ def next_number(reader: CheckpointReader, last: int, writer_id: str) -> int:
 
 
 def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], dict[int, Manifest | None]]:
-    """Return the checkpoints that stay, the last `keep` that are whole and all since, and by number those that go.
+    """Return outlines of checkpoints that stay, the last `keep` that are whole and all since, and of those that go.
 
     Those of a shard stay for as long as a manifest above names them, whatever `keep` says. Newer ones than the newest
     that is named stay too: a save over shards is about to name them. What is damaged goes, and is None. If one cannot
@@ -355,7 +376,7 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
     whole, sizes = 0, reader.file_sizes()
     for number in numbers:
         try:
-            found: Manifest | None = reader.manifest(number)
+            found: Manifest | None = reader.outline(number)
         except DamageError as error:
             if isinstance(error, NewerFormatError) or error.errno is not None:
                 raise
@@ -384,8 +405,7 @@ def data_name(writer_id: str, sequence: int) -> str:
 
 def format_text() -> bytes:
     """Return the content of FORMAT."""
-    words = {"format": FORMAT, "min_reader": VERSION, "version": VERSION}
-    return signed(json.dumps(words, sort_keys=True).encode())
+    return signed(json.dumps({"format": FORMAT, "min_reader": VERSION, "version": VERSION}, sort_keys=True).encode())
 
 
 def require_format(reader: CheckpointReader, read: Callable[[], bytes]) -> bool:

@@ -30,6 +30,7 @@ from holdall.checkpoint.manifest import (
     SHARD_FOLDER,
     Buffer,
     Manifest,
+    Outlines,
     data_name,
     decode,
     encode,
@@ -55,6 +56,7 @@ class ObjectStoreReader:
         self._objects = objects
         self._cache_dir = cache_dir
         self._sizes: dict[str, int] = {}
+        self.outlines = Outlines()
 
     def require(self) -> bool:
         """Refuse a prefix that holds no checkpoints; return whether FORMAT says that it does."""
@@ -72,11 +74,19 @@ class ObjectStoreReader:
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest."""
+        return decode(*self._manifest(number), number)
+
+    def outline(self, number: int) -> Manifest:
+        """Read a manifest, perhaps without its records."""
+        return self.outlines.of(*self._manifest(number), number)
+
+    def _manifest(self, number: int) -> tuple[bytes, str]:
+        """Return a manifest's bytes and name."""
         key = f"manifests/{manifest_name(number)}"
         raw = self._objects.get(key, MOST_MANIFEST_BYTES)
         if raw is None:
             raise CheckpointError(f"{self.url} has no checkpoint {number}")
-        return decode(raw, f"{self.url}/{key}", number)
+        return raw, f"{self.url}/{key}"
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
@@ -322,6 +332,7 @@ class ObjectStoreWriter:
             if standing is not None:
                 raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
         self._mark.require()
+        self.reader.outlines.remember(content, manifest)
         self._mark.release()  # a collector that looked before the manifest was there saw that the mark holds
 
     def collect(self, keep: int | None, in_use: Iterable[str]) -> int:

@@ -20,7 +20,7 @@ from holdall.errors import ArgumentError, DamageError, TransitionIdError
 from holdall.native import chosen_library
 from holdall.sampling.draw import Held, State, own_sampler
 from holdall.sampling.row_order import Ids
-from holdall.storage import address
+from holdall.storage import address, copy_held
 from holdall.units import require_number
 
 Slots = NDArray[np.int64]
@@ -67,7 +67,7 @@ class SumTree:
 
     def copy_to(self, values: Numbers) -> None:
         """Copy the numbers of the first slots, as many as `values` has room for."""
-        values[:] = self._nodes[self._leaves : self._leaves + len(values)]
+        copy_held(self._nodes[self._leaves : self._leaves + len(values)], values)
 
     def put(self, slots: Slots, values: Numbers | float) -> None:
         """Set the numbers in some slots; of equal slots the last one counts."""

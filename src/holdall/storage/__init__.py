@@ -119,6 +119,7 @@ from holdall.storage.snapshot import (
     RowChunk,
     StoreContent,
     UnchangedStore,
+    copy_held,
     is_settled,
     last_rows,
     put_rows,

@@ -133,10 +133,15 @@ class ChoosingWorker(ABC):
             self._unchosen.pop(kind, None)
 
     def _see_to_others(self) -> None:
-        """If `add` waits, seal blocks for as long as they come; first the one that a codec is being chosen for."""
+        """Leave Python's lock to a snapshot. If `add` waits, seal blocks for as long as they come.
+
+        The first of them is the one that a codec is being chosen for.
+        """
         queue, job = self._queue, self.choosing
         if queue.stopped:
             raise WorkerStoppedError
+        if (left := queue.away_until - time.monotonic()) > 0:
+            time.sleep(left)
         if job is None or not (queue.is_pressed and self.seals_quickly):
             return
         if job in queue.progress.begun and not job.again:

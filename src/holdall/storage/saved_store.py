@@ -85,6 +85,8 @@ class SavedStore(TickStore):
         Args:
             saved: Chunks of rows that are not needed, by number: the version and the columns in which they were saved.
         """
+        if self.sealer is not None:
+            self.sealer.stay_away()
         rows, versions = self._snapshots.freeze(
             self._columns(), self._rings.apart(), self.first_tick, self.next_tick, self.chunk_ticks, saved
         )

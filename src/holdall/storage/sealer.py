@@ -44,6 +44,8 @@ _DRIFT = 0.85
 """A block that shrinks this much worse than the one the codec was chosen on asks for a new choice."""
 _REST = 8
 """Blocks of a field between two choices, so that data that defies compression costs little."""
+_SNAPSHOT_S = 0.003
+"""A snapshot takes less, if nobody is in its way."""
 _SAY_AFTER_S = 10.0
 """Who waits longer says so in the log."""
 _STOP_S = 30.0
@@ -110,6 +112,10 @@ class Sealer:
     def is_fed_fast(self) -> bool:
         """Whether blocks are filled so fast that making room for the next one takes a good part of the time."""
         return self.bytes_per_second > _FAST_BYTES_PER_SECOND
+
+    def stay_away(self) -> None:
+        """Keep the choice of a codec away from Python's lock for the moment that a snapshot takes."""
+        self._queue.away_until = time.monotonic() + _SNAPSHOT_S
 
     def submit(self, frozen: FrozenBlock) -> None:
         """Have a block sealed, unless it is about to be."""

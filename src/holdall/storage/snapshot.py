@@ -340,16 +340,16 @@ def rows_of(ring: Ring, first: int, end: int) -> Array:
         return ring.rows(first, end)
     start, rows = first % len(ring), np.empty((end - first, *ring.shape[1:]), ring.dtype)
     before_wrap = min(len(rows), len(ring) - start)
-    _copy(ring[start : start + before_wrap], rows[:before_wrap])
-    _copy(ring[: len(rows) - before_wrap], rows[before_wrap:])
+    copy_held(ring[start : start + before_wrap], rows[:before_wrap])
+    copy_held(ring[: len(rows) - before_wrap], rows[before_wrap:])
     return rows
 
 
-def _copy(rows: Array, to: Array) -> None:
-    """Copy rows that lie one behind the other, and keep Python's lock.
+def copy_held(rows: Array, to: Array) -> None:
+    """Copy rows that lie one behind the other, and keep Python's lock meanwhile.
 
-    NumPy lets go of it for more than 500 numbers. To get it back may take a turn of another thread, and who is copying
-    here has the memory's lock, too.
+    NumPy lets go of it for more than 500 numbers. To get it back may take a whole turn of another thread, some
+    milliseconds, and who makes a snapshot has the memory's lock, too.
     """
     to.reshape(-1).view(np.uint8).data[:] = rows.reshape(-1).view(np.uint8).data
 

@@ -368,7 +368,7 @@ class SealQueue:
         # Blocks that are to be sealed again when there is time.
         self.hurried: deque[HurriedBlock] = deque(maxlen=None if seals_again else 0)
         self.arrivals: deque[tuple[float, int]] = deque(maxlen=4)  # when blocks came, and the bytes of all so far
-        self.last_came = -1e9  # when, by the clock
+        self.last_came, self.away_until = -1e9, -1e9  # when, and until when no codec is chosen, by the clock
         self._waited_s = 0.0  # that `add` waited for room, in all
         self._waits_since: float | None = None
         self.has_leisure = False  # somebody waits for all of it, so there is nothing to wait for
