@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from holdall.checkpoint import manifest as manifests
 from holdall.checkpoint.manifest import (
     BlockEntry,
     Chunk,
     Manifest,
+    Outlines,
     Ref,
     SegmentEntry,
     decode,
@@ -97,6 +100,32 @@ def test_a_manifest_that_makes_no_sense_is_refused_though_its_sum_fits(change: s
     CHANGES[change](changed)
     with pytest.raises(DamageError):
         decode(signed(changed), "m")
+
+
+def test_a_manifest_that_is_known_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was written or read before: its files are what is asked for."""
+    written, read, raw = Outlines(), Outlines(), encode(MANIFEST)
+    written.remember(raw, MANIFEST)
+    assert read.of(raw, "m", 7) == MANIFEST
+    monkeypatch.setattr(manifests, "parsed", pytest.fail)
+    for outlines in (written, read):
+        found = outlines.of(raw, "m", 7)
+        assert (found.number, found.files, found.commit, found.shards) == (7, {FILE: 100}, "b" * 32, ())
+        assert not found.blocks
+
+
+def test_what_is_known_of_a_manifest_holds_for_its_very_bytes() -> None:
+    """Damage is noticed, and another manifest under its number is read."""
+    outlines, raw = Outlines(), encode(MANIFEST)
+    outlines.remember(raw, MANIFEST)
+    for damaged in (raw[:-1], raw[:50] + b"?" + raw[51:], raw[: len(raw) // 2] + raw[-73:], b""):
+        with pytest.raises(DamageError, match="manifest m"):
+            outlines.of(damaged, "m", 7)
+    other = replace(MANIFEST, commit="e" * 32)
+    assert outlines.of(encode(other), "m", 7) == other
+    for number in range(8, 1000):
+        outlines.remember(raw, replace(MANIFEST, number=number))
+    assert len(outlines._known) < 100
 
 
 def test_keys_that_are_not_known_are_passed_over() -> None:

@@ -518,6 +518,39 @@ def test_seconds_is_a_positive_number(tmp_path: Path, trainer: Trainer, seconds:
         trainer.memory.save_every(tmp_path, seconds)
 
 
+def test_old_checkpoints_are_removed_without_parsing_the_rest(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What this memory saved is known; parsing thousands of records again would keep Python's lock from training."""
+    trainer.memory.save(tmp_path, keep=2).result()
+    with monkeypatch.context() as patch:
+        patch.setattr("holdall.checkpoint.manifest.parsed", pytest.fail)
+        for _ in range(4):
+            trainer.add(10)
+            trainer.memory.save(tmp_path, keep=2).result()
+    assert sorted(path.name for path in tmp_path.glob("manifests/*")) == [
+        "0000000000000004.json",
+        "0000000000000005.json",
+    ]
+
+
+def test_a_checkpoint_that_was_damaged_since_it_was_saved_does_not_count_as_kept(
+    tmp_path: Path, trainer: Trainer
+) -> None:
+    """The last whole ones stay, though this memory knows what the damaged one named."""
+    for _ in range(3):
+        trainer.add(10)
+        trainer.memory.save(tmp_path, keep=3).result()
+    damaged = tmp_path / "manifests" / "0000000000000003.json"
+    raw = damaged.read_bytes()
+    damaged.write_bytes(raw[:40] + bytes([raw[40] ^ 1]) + raw[41:])
+    trainer.memory.save(tmp_path, keep=2).result()
+    assert sorted(path.name[:-5].lstrip("0") for path in tmp_path.glob("manifests/*")) == ["2", "4"]
+    trainer.memory.close()
+    with ReplayMemory.load(tmp_path) as loaded:
+        trainer.require_same(loaded)
+
+
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, "3"])
 def test_keep_is_a_count(tmp_path: Path, trainer: Trainer, keep: Any) -> None:
     """At least the checkpoint itself stays."""

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1008,3 +1009,39 @@ def test_threads_share_a_block_where_cores_are_idle(monkeypatch: pytest.MonkeyPa
     sealer.drain()
     assert asked == [1, 1]
     sealer.stop()
+
+
+def test_what_stays_as_it_is_takes_the_lock_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that were sealed in a hurry and would not get smaller are not handed in, but for the last of them."""
+    choice, coder, keeper = SteppedChoice(monkeypatch), GatedCoder(), ExchangingKeeper()
+    choice.codec = Codec(Method.STORED, 0, Transform(500))
+    coder.open()
+    sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
+    blocks = [frozen_block("noise", seed) for seed in range(4)]
+    for block in blocks:
+        sealer.submit(block)
+        sealer.wait_for_room()
+    wait_until(lambda: len(keeper.left) == 4)
+    choice.done.set()
+    sealer.drain()
+    assert keeper.left == [each.block for each in (*blocks, blocks[-1])]
+    assert not sealer.is_behind
+    sealer.stop()
+
+
+def test_a_choice_leaves_pythons_lock_to_a_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It waits between two of its steps for as long as a snapshot takes at most, and goes on by itself."""
+    memory, slept = camera_memory(None), list[float]()
+    add_camera(memory, 0, 1)
+    sealer = memory._open()._made_sealer()
+    monkeypatch.setattr(choosing, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))
+    sealer._work._see_to_others()
+    assert not slept
+    before = time.monotonic()
+    memory.save(tmp_path).result()
+    assert before < sealer._queue.away_until < time.monotonic() + 0.1
+    sealer.stay_away()
+    sealer._queue.away_until += 60  # on a busy machine, too
+    sealer._work._see_to_others()
+    assert 59 < slept[-1] < 61
+    memory.close()

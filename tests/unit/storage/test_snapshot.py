@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -151,6 +153,33 @@ def test_rows_are_cut_out_of_a_ring_across_its_end(first: int, end: int) -> None
 def test_chunks_have_a_power_of_two_ticks(tick_bytes: int, ticks: int) -> None:
     """So that the chunks of two saves are the same."""
     assert chunk_ticks_of(tick_bytes) == ticks
+
+
+def test_rows_are_copied_without_letting_go_of_pythons_lock() -> None:
+    """To get it back may take a turn of another thread, and a save's pause would be that long."""
+    ring, turns, is_over = np.ones((2**20, 8)), 0, threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        while not is_over.is_set():
+            turns += 1
+            time.sleep(0.001)
+
+    other, interval = threading.Thread(target=take_turns), sys.getswitchinterval()
+    sys.setswitchinterval(60)  # nobody is made to let go of it
+    other.start()
+    try:
+        while not turns:
+            time.sleep(0.001)
+        before = turns
+        rows = rows_of(ring, 2**20 - 5, 2**21 - 6)
+        assert turns == before
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        other.join()
+    assert rows.shape == (2**20 - 1, 8)
+    assert rows.all()
 
 
 def test_adding_and_taking_from_two_threads_keeps_rows_whole(monkeypatch: pytest.MonkeyPatch) -> None:
