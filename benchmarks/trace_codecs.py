@@ -9,7 +9,7 @@ FOLDER holds traces as `holdall.tools.bench.trace` describes them. A trace is pl
 mirrored, inverted or brighter, so that no pass repeats an older one. Bytes are the slope of the process's own
 memory and of what the memory counts, from one compressed block to the next, in a process that only adds until many of
 them are; the first third is not read, while tables and pools grow that are made once. Batches of 256 are drawn by each
-side alone in a process, and by both in turns in another.
+side alone in three processes, and by both in turns in another.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ GROWN_BLOCKS, LEAST_GROWN, MOST_GROWN = 40, 48_000, 240_000
 """Compressed blocks that bytes a transition are read from, and the fewest and most transitions for that."""
 LOOK_EVERY = 16
 """Transitions between two looks whether another block is compressed: as many may lie raw behind it."""
-BATCHES, IN_A_ROW = 40, 5
+BATCHES, IN_A_ROW, ROUNDS = 200, 5, 3
 BRIGHTER = 5
 """What every eighth pass adds to all pixels; beyond 255 they begin at 0 again."""
 Reading = tuple[int, int]
@@ -205,9 +205,10 @@ def beside_sb3(wanted: argparse.Namespace) -> dict[str, Any]:
     """Measure traces and preferences; ratios are holdall's over Stable-Baselines3's."""
     results = {}
     for name, prefer in itertools.product(wanted.traces, wanted.prefer):
-        alone = {side: _child(wanted, name, prefer, [side]) for side in ("sb3", "holdall")}
+        rounds = [{side: _child(wanted, name, prefer, [side]) for side in ("sb3", "holdall")} for _ in range(ROUNDS)]
+        own = {side: _of_rounds([alone[side]["sample_us"][side] for alone in rounds]) for side in ("sb3", "holdall")}
+        alone = rounds[-1]
         turns = _child(wanted, name, prefer, ["sb3", "holdall"])["sample_us"]
-        own = {side: alone[side]["sample_us"][side] for side in alone}
         slopes = _child(wanted, name, prefer, ["grown"])
         row = {
             "bytes_per_transition": slopes["process"],
@@ -225,6 +226,10 @@ def beside_sb3(wanted: argparse.Namespace) -> dict[str, Any]:
         results[f"{name} {prefer}"] = row
         _say(name, prefer, row)
     return results
+
+
+def _of_rounds(times: list[dict[str, float]]) -> dict[str, float]:
+    return {"median": statistics.median(one["median"] for one in times), "min": min(one["min"] for one in times)}
 
 
 def _say(name: str, prefer: str, row: dict[str, Any]) -> None:

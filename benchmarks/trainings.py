@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,8 +145,8 @@ def train(name: str, side: str) -> dict[str, Any]:
     return {"steps_per_cpu_s": case.steps / cpu, "steps_per_s": case.steps / wall, **times.summary()}
 
 
-def measure(cases: list[str], rounds: int) -> dict[str, Any]:
-    """Run all sides in turn, each in a fresh process; return the best of each."""
+def measured(cases: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """Run all sides in turn, each in a fresh process; compare them after each round."""
     found: dict[str, dict[str, list[Any]]] = {case: {side: [] for side in SIDES} for case in cases}
     for turn in range(rounds):
         for case in cases:
@@ -154,8 +154,7 @@ def measure(cases: list[str], rounds: int) -> dict[str, Any]:
                 command = [sys.executable, __file__, "--case", case, "--side", side]
                 done = subprocess.run(command, capture_output=True, text=True, check=True)
                 found[case][side].append(json.loads(done.stdout.splitlines()[-1])["result"])
-        print(f"round {turn + 1} of {rounds} done", file=sys.stderr)
-    return {case: _compared(case, sides) for case, sides in found.items()}
+        yield {case: _compared(case, sides) for case, sides in found.items()}
 
 
 def _compared(case: str, sides: dict[str, list[Any]]) -> dict[str, Any]:
@@ -210,11 +209,14 @@ def main() -> int:
     if wanted.side:
         emit({"result": train(wanted.case, wanted.side)})
         return 0
-    found = measure([wanted.case] if wanted.case else list(CASES), wanted.rounds)
-    is_met = show(found)
-    result = {"commit": commit(), "machine": machine(), "versions": versions(), "rounds": wanted.rounds, "found": found}
-    if wanted.json:
-        wanted.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    is_met = False
+    cases = [wanted.case] if wanted.case else list(CASES)
+    for rounds, found in enumerate(measured(cases, wanted.rounds), start=1):
+        print(f"after round {rounds} of {wanted.rounds}:", file=sys.stderr)
+        is_met = show(found)
+        result = {"commit": commit(), "machine": machine(), "versions": versions(), "rounds": rounds, "found": found}
+        if wanted.json:
+            wanted.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0 if is_met else 1
 
 
