@@ -1,21 +1,27 @@
 """Whole trainings with the drop-in and with Stable-Baselines3's buffers: steps a second, and `add` and `sample` inside.
 
-    OMP_NUM_THREADS=1 python benchmarks/trainings.py [--case atari|dqn|camera|vectors] [--rounds 5] [--json FILE]
+    python benchmarks/trainings.py [--case atari|dqn|camera|vectors] [--rounds 5] [--plain-malloc] [--json FILE]
 
 `atari` is DQN on Seaquest, and needs ale-py; `dqn` is DQN on made-up stacks of four frames; both draw batches of 32.
 `camera` is SAC on a Dict of image and vector, batches of 64; `vectors` is TD3 on Pendulum, batches of 256. A buffer is
 filled first, and what shall be compressed is, so that training draws what it draws after hours. Every side of every
 round is a fresh process, and the sides take turns. Environments and networks are small, so that buffers count for
 much. Shown are steps a second by the CPU time of the process, and the medians of calls by the CPU time of the thread:
-the best rounds, and of the ratios to Stable-Baselines3's of the same round the median, the least and the most. Exit
-status 1 if a bar is not met by the medians: 1.0 of Stable-Baselines3's steps a second, and with DQN 0.8 (raw) and 1.1
-(compressed) of the time of its `sample`.
+the best rounds, and of the ratios to Stable-Baselines3's of the same round the median, the least and the most.
+
+torch runs on one thread, and the C library keeps memory that torch gives back. By itself it returns it to the system
+whenever much of it lies at the end of the heap, which is a matter of chance: the same training took 100,000 or 680,000
+page faults, a fifth of its time, with either buffer. `--plain-malloc` leaves it so.
+
+Exit status 1 if a bar is not met by the medians: 1.0 of Stable-Baselines3's steps a second, and with DQN 0.8 (raw) and
+1.1 (compressed) of the time of its `sample`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -35,6 +41,8 @@ SIDES: dict[str, dict[str, Any]] = {"sb3": {}, "raw": {"budget": "auto"}, "compr
 SAMPLE_BARS = {case: {"raw": 0.8, "compressed": 1.1} for case in ("atari", "dqn")}
 GAME = "SeaquestNoFrameskip-v4"
 FRAMES = 1_500
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(64 << 20), "MALLOC_TRIM_THRESHOLD_": str(256 << 20)}
 
 
 class Film(gym.Env[Any, Any]):
@@ -145,14 +153,15 @@ def train(name: str, side: str) -> dict[str, Any]:
     return {"steps_per_cpu_s": case.steps / cpu, "steps_per_s": case.steps / wall, **times.summary()}
 
 
-def measured(cases: list[str], rounds: int) -> Iterator[dict[str, Any]]:
+def measured(cases: list[str], rounds: int, *, plain_malloc: bool) -> Iterator[dict[str, Any]]:
     """Run all sides in turn, each in a fresh process; compare them after each round."""
     found: dict[str, dict[str, list[Any]]] = {case: {side: [] for side in SIDES} for case in cases}
+    surroundings = os.environ | ONE_THREAD | ({} if plain_malloc else KEPT_MEMORY)
     for turn in range(rounds):
         for case in cases:
             for side in list(SIDES)[:: 1 if turn % 2 == 0 else -1]:
                 command = [sys.executable, __file__, "--case", case, "--side", side]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
+                done = subprocess.run(command, capture_output=True, text=True, check=True, env=surroundings)
                 found[case][side].append(json.loads(done.stdout.splitlines()[-1])["result"])
         yield {case: _compared(case, sides) for case, sides in found.items()}
 
@@ -204,6 +213,7 @@ def main() -> int:
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # a child's
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--plain-malloc", action="store_true", help="leave the C library's settings as they are")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     if wanted.side:
@@ -211,7 +221,7 @@ def main() -> int:
         return 0
     is_met = False
     cases = [wanted.case] if wanted.case else list(CASES)
-    for rounds, found in enumerate(measured(cases, wanted.rounds), start=1):
+    for rounds, found in enumerate(measured(cases, wanted.rounds, plain_malloc=wanted.plain_malloc), start=1):
         print(f"after round {rounds} of {wanted.rounds}:", file=sys.stderr)
         is_met = show(found)
         result = {"commit": commit(), "machine": machine(), "versions": versions(), "rounds": rounds, "found": found}
