@@ -33,12 +33,12 @@ from holdall.cluster.handle import MemoryHandle
 from holdall.cluster.journal import journals_in_use
 from holdall.cluster.learner import saved_by
 from holdall.cluster.protocol import MOST_SHARDS, Cluster, GoneError, asked
-from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.shard import THREADS, Shard
 from holdall.cluster.writer import ShardStreams, Writer
 from holdall.errors import ArgumentError, ShardError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
+from holdall.ray_access import require_safe_cluster
 from holdall.replay import ReplayMemory as LocalReplayMemory
 from holdall.sampling import Sampler, Uniform, sampler_to_resume, sampler_words
 from holdall.schema import Schema

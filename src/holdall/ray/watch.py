@@ -17,7 +17,7 @@ import ray
 
 from holdall.cluster.protocol import ShardCounters, ShardStatus, actor_state
 from holdall.cluster.roster import NAMESPACE
-from holdall.cluster.security import join_cluster, require_head
+from holdall.ray_access import join_cluster, require_head
 from holdall.tools.watch.process_watcher import AlertThrottle, WatchPass
 from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts
