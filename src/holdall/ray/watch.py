@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
@@ -245,7 +245,7 @@ def shard_words(shard: SeenShard) -> dict[str, Any]:
         "shard": shard.number, "state": shard.state, "silent_s": round(shard.silent_s, 1), "restarts": shard.restarts,
     }  # fmt: skip
     if shard.status is not None:
-        status = asdict(shard.status)
+        status = shard.status._asdict()
         for name in ("counters", "is_draining"):  # which the state says
             status.pop(name)
         counters = {} if shard.status.counters is None else shard.status.counters._asdict()
