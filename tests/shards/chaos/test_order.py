@@ -121,7 +121,7 @@ def test_what_a_stream_sends_is_held_once_and_in_order(
     monkeypatch.setattr(writer_module, "ray", SimpleNamespace(wait=waited, exceptions=ray.exceptions))
     monkeypatch.setattr(writer_module, "received", lambda call: call.result())
     monkeypatch.setattr(writer_module, "PAUSE_S", 0.001)
-    monkeypatch.setattr("holdall.cluster.shard._BEFORE_S", 0.02)
+    monkeypatch.setattr("holdall.cluster.shard._BEFORE_S", 0.002)
     shard, sent = begun(tmp_path), payloads(60)
     sent[20] = sent[20][:-1] + bytes([sent[20][-1] ^ 1])  # which is refused
     line = FaultyLine(shard, seed)
