@@ -146,7 +146,7 @@ class HoldallSide:
 
 def _answer_for_another_machine(shard: Any, count: int) -> tuple[Any, float]:
     data, counts, start = shard._data, [(count, 0)], time.process_time()
-    answer = data.answer(data.found(shard._counters(), data.draw(counts), counts, is_near=False))
+    answer = data.answer(data.found(shard.counters(), data.draw(counts), counts, is_near=False))
     return answer, time.process_time() - start
 
 

@@ -1,4 +1,4 @@
-"""Memory that processes share: blocks of it, and observations that workers write and a rollout memory reads.
+"""Memory that processes share: blocks of it, batches that others fill, and observations that workers write.
 
 In:  observations, lane by lane or batch by batch, from any process.  Out: the same bytes, as arrays.
 Invariant: there is one copy, and nothing is pickled. A block has no name in any file system: the system frees it with
@@ -12,7 +12,9 @@ import mmap
 import multiprocessing
 import os
 import secrets
+import threading
 import weakref
+from collections.abc import Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Bytes, Tree, laid_out, laid_out_bytes
+from holdall.schema import Array, Bytes, Leaf, Schema, Tree, laid_out, laid_out_bytes
 from holdall.units import require_count
 
 _AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0) if hasattr(mmap, "MAP_SHARED") else 0
@@ -131,6 +133,85 @@ class SeenCount:
         """The count now; -1 if its process has ended, or is not within reach."""
         memory = self._memory
         return -1 if memory is None or not self._place.is_there else int(memory.view(np.int64)[0])
+
+
+_SHARED_FROM = 2**16
+"""Bytes from which on a batch lies in a block: fewer are as quickly sent."""
+Pair = tuple[Array, Array]
+
+
+class RowsPlace(NamedTuple):
+    """Where another process of this machine writes rows of a batch."""
+
+    place: BlockPlace
+    rows: int  # of the whole batch
+    positions: bytes = b""  # int64, of some of them; nothing: all
+
+
+class BatchBlock:
+    """A batch of so many rows in a block."""
+
+    def __init__(self, block: SharedBlock, leaves: dict[int, Leaf], rows: int) -> None:
+        self.block, self.memory = block, np.frombuffer(block, np.uint8)  # which every view of it refers to
+        self._leaves, self._rows = leaves, rows
+
+    def place(self, positions: Array) -> RowsPlace:
+        """Say where another process writes some rows."""
+        return RowsPlace(self.block.place, self._rows, b"" if len(positions) == self._rows else positions.tobytes())
+
+    def pairs(self) -> dict[int, Pair]:
+        """Return observations and next observations, by leaf."""
+        return pairs_in(self.memory, self._leaves, self._rows)
+
+
+class BatchBlocks:
+    """Blocks for the batches of one process that others fill."""
+
+    def __init__(self, leaves: dict[int, Leaf]) -> None:
+        self._leaves = leaves
+        self._spare: list[tuple[SharedBlock, weakref.ref[Bytes]]] = []
+        self._lock = threading.Lock()
+        self.most = 4  # that are kept
+
+    def take(self, rows: int) -> BatchBlock | None:
+        """Return a block for a batch; None for a small one, and where processes cannot share memory so."""
+        nbytes = block_bytes(self._leaves, rows)
+        if nbytes < _SHARED_FROM or not CAN_SHARE:
+            return None
+        with self._lock:
+            for i in reversed(range(len(self._spare))):  # what was used last is still in caches
+                block, user = self._spare[i]
+                if len(block) == nbytes and user() is None:
+                    del self._spare[i]
+                    return BatchBlock(block, self._leaves, rows)
+        return BatchBlock(SharedBlock.new(nbytes), self._leaves, rows)
+
+    def settle(self, batch: BatchBlock) -> None:
+        """Hear that nobody writes to a block any more: it is used again when its batch is gone."""
+        with self._lock:
+            self._spare = [*self._spare, (batch.block, weakref.ref(batch.memory))][-self.most :]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for the next batches."""
+        with self._lock:
+            return sum(len(block) for block, _ in self._spare)
+
+
+def block_leaves(schema: Schema, large: Sequence[int]) -> dict[int, Leaf]:
+    """Return the observation leaves that lie in a block: all, where any is large; small ones alone travel as well."""
+    return dict(enumerate(schema.observation.leaves)) if large else {}
+
+
+def block_bytes(leaves: dict[int, Leaf], rows: int) -> int:
+    """Return what a batch of so many rows takes in a block."""
+    return 2 * laid_out_bytes(leaves.values(), rows)
+
+
+def pairs_in(memory: Bytes, leaves: dict[int, Leaf], rows: int) -> dict[int, Pair]:
+    """Return where observations and next observations of a batch lie in a block, by leaf."""
+    obs, next_obs = (laid_out(half, leaves.values(), rows) for half in (memory, memory[len(memory) // 2 :]))
+    return dict(zip(leaves, zip(obs, next_obs, strict=True), strict=True))
 
 
 class SharedObservations:

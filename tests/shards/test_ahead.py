@@ -137,7 +137,7 @@ def wait_for_spare(memory: ReplayMemory) -> None:
 
 
 def waiting(memory: ReplayMemory) -> int:
-    return 0 if memory._asked is None else memory._asked[1].waiting
+    return 0 if memory._asked is None else len(memory._asked[1].drawn)
 
 
 @pytest.mark.usefixtures("cluster")

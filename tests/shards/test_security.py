@@ -18,8 +18,8 @@ import ray
 from gymnasium import spaces
 
 from holdall import ShardError
-from holdall.cluster.security import answers_strangers, close_token_file, require_closed
 from holdall.ray import ReplayMemory
+from holdall.ray_access import answers_strangers, close_token_file, require_closed
 
 
 @pytest.mark.parametrize("address", ["10.0.0.3", "192.0.2.2", "2001:db8::1", "worker-3.internal"])
@@ -118,7 +118,7 @@ def test_whether_a_real_head_is_open_is_found_out(mode: str, tmp_path: Path) -> 
     token.touch(0o600)
     token.write_text("a" * 40)
     program = (
-        "import ray, sys\nfrom holdall.cluster.security import answers_strangers\n"
+        "import ray, sys\nfrom holdall.ray_access import answers_strangers\n"
         "ray.init(include_dashboard=False, num_cpus=1)\n"
         "print(answers_strangers(ray.get_runtime_context().gcs_address))"
     )

@@ -23,9 +23,9 @@ from rich.console import Console
 from holdall import ArgumentError, ShardError
 from holdall.cli.watch_ray import cluster_view
 from holdall.cluster.protocol import ShardCounters, ShardStatus
-from holdall.cluster.security import require_head, use_token
 from holdall.ray import RateLimit, ReplayMemory
 from holdall.ray.watch import ClusterPass, SeenMemory, SeenShard, ShardForecast, State
+from holdall.ray_access import require_head, use_token
 from holdall.tools.report import read_report
 from holdall.tools.watch.reading import MemoryReading, ReadingHistory
 

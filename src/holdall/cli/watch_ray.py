@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.cli.watch import Outputs, curve_of, verdict_line
-from holdall.cluster.security import use_token
 from holdall.errors import ArgumentError, MissingPackageError
+from holdall.ray_access import use_token
 from holdall.tools.watch.reading import ReadingHistory
 from holdall.units import counted, format_bytes
 

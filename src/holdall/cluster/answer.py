@@ -3,18 +3,16 @@
 In:  rows that a shard read.  Out: what Ray carries; and back, as batches.
 Invariant: what is damaged on its way between machines is refused whole. On one machine large arrays lie beside the
 rest, where Ray hands them over without copying; to another one an answer goes compressed as one. Shards on the
-learner's machine write rows where they belong in a batch: in a block of memory that both share, which has no name in
-any file system and is handed out again only when nothing refers to it, and never if a shard that was asked to write to
-it has not answered.
+learner's machine write rows where they belong in a batch, in a block that both share; it is handed out again only when
+nothing refers to it, and never if a shard that was asked to write to it has not answered.
 """
 
 from __future__ import annotations
 
 import pickle
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -28,8 +26,8 @@ from holdall.cluster.protocol import Ids, ShardCounters, ids_of
 from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
-from holdall.schema import Array, Bytes, Leaf, Schema, laid_out, laid_out_bytes, put_together
-from holdall.shared import CAN_SHARE, BlockPlace, SharedBlock
+from holdall.schema import Array, Leaf, Schema, put_together
+from holdall.shared import BatchBlock, BatchBlocks, BlockPlace, Pair, block_leaves
 from holdall.storage import Kernels, Rows
 
 Payload = tuple[Any, ...] | bytes
@@ -72,7 +70,11 @@ class AnswerPacker:
     def __init__(self) -> None:
         self._packed = 0
         self._pays = True
-        self._compressors = {level: _compressor(level) for level in (_LEVEL, _QUICK_LEVEL)}
+        # An answer is compressed as one, so that what its rows have in common is sent once.
+        settings = partial(zstandard.ZstdCompressionParameters.from_level, window_log=_WINDOW_LOG)
+        self._compressors = {
+            level: zstandard.ZstdCompressor(compression_params=settings(level)) for level in (_LEVEL, _QUICK_LEVEL)
+        }
 
     def pack(self, answer: Answer, *, is_near: bool) -> Payload:
         """Return what is sent; `is_near`: it stays on this machine, and is neither compressed nor checked."""
@@ -88,12 +90,6 @@ class AnswerPacker:
         self._packed += 1
         body = np.array([len(sizes), *sizes], "<i8").tobytes() + frame
         return xxhash.xxh3_64_digest(body) + body
-
-
-def _compressor(level: int) -> zstandard.ZstdCompressor:
-    """Return what compresses an answer as one, so that what its rows have in common is sent once."""
-    settings = zstandard.ZstdCompressionParameters.from_level(level, window_log=_WINDOW_LOG)
-    return zstandard.ZstdCompressor(compression_params=settings)
 
 
 def _with_arrays_beside(answer: Answer) -> tuple[Any, ...]:
@@ -163,9 +159,9 @@ class Deliverer:
         draw, every_step = Draw(ids, weights, reward=reward, discount=discount, mask=mask), where
         if ids.ndim == 2:
             every_step = [(rows[:, None] * ids.shape[1] + np.arange(ids.shape[1])).reshape(-1) for rows in where]
-        if block is not None and not block.is_given_up:
-            self.blocks.settle(block)
         written = {} if block is None else block.pairs()
+        if block is not None:
+            self.blocks.settle(block)
         found = DrawnRows(self._rows([answer.found.rows for answer in answers], every_step, written), None, None)
         if draws[0].last_ids is not None:
             found = found._replace(last=self._rows([answer.found.last for answer in answers], where))
@@ -199,83 +195,3 @@ class Deliverer:
     def _empty(self, count: int, leaf: Leaf) -> Array:
         room: Array = self._room.take(count * leaf.nbytes)
         return room.view(leaf.dtype).reshape(count, *leaf.shape)
-
-
-_SHARED_FROM = 2**16
-"""Bytes from which on a batch lies in a block: Ray sends less within the answer itself."""
-Pair = tuple[Array, Array]
-
-
-class RowsPlace(NamedTuple):
-    """Where a shard on the learner's machine writes rows of a batch."""
-
-    place: BlockPlace
-    rows: int  # of the whole batch
-    positions: bytes = b""  # int64, of some of them; nothing: all
-
-
-class BatchBlock:
-    """A batch of so many rows in a block."""
-
-    def __init__(self, block: SharedBlock, leaves: dict[int, Leaf], rows: int) -> None:
-        self.block, self.memory = block, np.frombuffer(block, np.uint8)  # which every view of it refers to
-        self._leaves, self._rows = leaves, rows
-        self.is_given_up = False  # whether a shard may still write to it that nobody waits for
-
-    def place(self, positions: Array) -> RowsPlace:
-        """Say where a shard writes some rows."""
-        return RowsPlace(self.block.place, self._rows, b"" if len(positions) == self._rows else positions.tobytes())
-
-    def pairs(self) -> dict[int, Pair]:
-        """Return observations and next observations, by leaf."""
-        return pairs_in(self.memory.copy() if self.is_given_up else self.memory, self._leaves, self._rows)
-
-
-class BatchBlocks:
-    """Blocks for the batches of one learner."""
-
-    def __init__(self, leaves: dict[int, Leaf]) -> None:
-        self._leaves = leaves
-        self._spare: list[tuple[SharedBlock, weakref.ref[Bytes]]] = []
-        self._lock = threading.Lock()
-        self.most = 4  # that are kept
-
-    def take(self, rows: int) -> BatchBlock | None:
-        """Return a block for a batch; None for a small one, and where processes cannot share memory so."""
-        nbytes = block_bytes(self._leaves, rows)
-        if nbytes < _SHARED_FROM or not CAN_SHARE:
-            return None
-        with self._lock:
-            for i in reversed(range(len(self._spare))):  # what was used last is still in caches
-                block, user = self._spare[i]
-                if len(block) == nbytes and user() is None:
-                    del self._spare[i]
-                    return BatchBlock(block, self._leaves, rows)
-        return BatchBlock(SharedBlock.new(nbytes), self._leaves, rows)
-
-    def settle(self, batch: BatchBlock) -> None:
-        """Hear that nobody writes to a block any more: it is used again when its batch is gone."""
-        with self._lock:
-            self._spare = [*self._spare, (batch.block, weakref.ref(batch.memory))][-self.most :]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept for the next batches."""
-        with self._lock:
-            return sum(len(block) for block, _ in self._spare)
-
-
-def block_leaves(schema: Schema, large: Sequence[int]) -> dict[int, Leaf]:
-    """Return the observation leaves that lie in a block: all, where any is large; small ones alone travel as well."""
-    return dict(enumerate(schema.observation.leaves)) if large else {}
-
-
-def block_bytes(leaves: dict[int, Leaf], rows: int) -> int:
-    """Return what a batch of so many rows takes in a block."""
-    return 2 * laid_out_bytes(leaves.values(), rows)
-
-
-def pairs_in(memory: Bytes, leaves: dict[int, Leaf], rows: int) -> dict[int, Pair]:
-    """Return where observations and next observations of a batch lie in a block, by leaf."""
-    obs, next_obs = (laid_out(half, leaves.values(), rows) for half in (memory, memory[len(memory) // 2 :]))
-    return dict(zip(leaves, zip(obs, next_obs, strict=True), strict=True))

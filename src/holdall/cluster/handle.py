@@ -18,12 +18,12 @@ from holdall.cluster.answer import Deliverer
 from holdall.cluster.learner import BatchesAhead, Drawing, together
 from holdall.cluster.protocol import Cluster, Gauges, ShardCounters, ShardStatus, asked
 from holdall.cluster.roster import NAMESPACE, MemoryTerms, roster_of, wait_for_grant
-from holdall.cluster.security import join_cluster, require_safe_cluster
 from holdall.cluster.writer import Writer
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError
 from holdall.json_state import generator_of, schema_of
 from holdall.native import chosen_kernels, fallback
+from holdall.ray_access import join_cluster, require_safe_cluster
 from holdall.report import MemoryReport
 from holdall.sampling import ComposedSampler, Hindsight, Sampler, checked_priorities
 from holdall.schema import as_ids

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,8 +37,7 @@ _OWNED_S = 5.0
 _LOG = logging.getLogger("holdall")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A segment that was accepted."""
 
     writer: bytes
@@ -47,8 +46,7 @@ class Entry:
     segment: SealedSegment | None = None  # what the bytes say, before they are written
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(NamedTuple):
     """What one slot holds."""
 
     first_row: int
@@ -162,27 +160,12 @@ class Journal:
             self._first_rows[self._write(parts, self._since_full >= _FULL_EVERY, first_row)] = first_row
             self.expected |= {entry.writer: entry.sequence + 1 for entry in entries}
 
-    def put_priorities(self, state: Mapping[str, Any]) -> None:
-        """Write the state of the shard's sampler, in place of what was written of it before."""
-        words = {name: value for name, value in state.items() if name != "scaled"}
-        scaled = np.asarray(state["scaled"], "<f8")
-        part = b"".join(pack(PRIORITIES, words, {"scaled": scaled.data}, frozenset()))
-        with self._writing:
-            before, self._priorities_at = self._priorities_at, self._write([part], is_full=False)
-            if before >= 0:
-                self._slots.delete([before])
-
     def say(self, **changes: Any) -> None:
         """Write a state with some changes, see `JournalState`."""
         with self._writing:
             self.state = replace(self.state, **changes)
             if self._slots is not None:
                 self._write([], is_full=True)
-
-    def require_owned(self) -> None:
-        """Find out whether another shard has opened this journal, without writing to it."""
-        with self._writing:
-            self._require(lambda: self._slots.read(self._next) is None)
 
     def follow(self, held: range, apply: Callable[[Sequence[Entry]], range], priorities: Priorities) -> None:
         """Write what is staged from now on, the priorities now and then, and see whether the journal is still owned.
@@ -231,10 +214,19 @@ class Journal:
             self.trim(self._held.start)
 
     def write_priorities(self) -> float:
-        """Write the priorities if they have changed; return when they may be again: after fifty times as long."""
+        """Write the priorities, in place of those before, if they have changed; return when they may be again.
+
+        That is after fifty times as long.
+        """
         began, state = time.monotonic(), self._priorities()
         if state is not None:
-            self.put_priorities(state)
+            words = {name: value for name, value in state.items() if name != "scaled"}
+            scaled = np.asarray(state["scaled"], "<f8")
+            part = b"".join(pack(PRIORITIES, words, {"scaled": scaled.data}, frozenset()))
+            with self._writing:
+                before, self._priorities_at = self._priorities_at, self._write([part], is_full=False)
+                if before >= 0:
+                    self._slots.delete([before])
         now = time.monotonic()
         return now + max(_PRIORITIES_S, 50 * (now - began))
 
@@ -245,7 +237,8 @@ class Journal:
                 time.sleep(_OWNED_S)
                 if time.monotonic() > due:
                     due = self.write_priorities()
-                self.require_owned()
+                with self._writing:
+                    self._require(lambda: self._slots.read(self._next) is None)
 
     def _write(self, parts: list[bytes], is_full: bool, first_row: int = 0) -> int:
         """Create the next slot, and return its number."""

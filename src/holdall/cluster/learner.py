@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, BatchBlock, Deliverer, read_answer
+from holdall.cluster.answer import Answer, Deliverer, read_answer
 from holdall.cluster.protocol import LOSSES, Cluster, Ids, ShardCounters, received, rows_of, shards_of, this_machine
 from holdall.delivery import HostBatchJob
 from holdall.errors import CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Likelihood, Sampler, require_enough
 from holdall.schema import Array, put_together
+from holdall.shared import BatchBlock
 
 
 def assigned(masses: Mapping[int, float], count: int, generator: np.random.Generator) -> dict[int, Ids]:
@@ -74,8 +75,7 @@ class Call:
     answer: Answer | None = None  # None also where the shard was lost, or holds nothing any more
 
 
-@dataclass(slots=True)
-class Asked:
+class Asked(NamedTuple):
     """Rows of a batch that one shard was asked for."""
 
     shard: int
@@ -137,11 +137,19 @@ class Drawing:
         return requests
 
     def finish(self, request: Request) -> Batch:
-        """Wait for the rows, draw those again whose shard was lost, and make the batch."""
-        block, heard = request.block, self._collected(request, draws_again=True)
-        answers, where, masses, shards = zip(*heard, strict=True)
-        weights = weights_of(answers, where, masses, 1.0 if self._by is None else self._by.beta)
-        return self._deliverer.batch(answers, where, shards, weights, self._sampler, block)
+        """Wait for the rows, and make the batch; it is drawn again if a shard was lost, or holds nothing any more.
+
+        Then without a block: who was asked before may still write to the one that it had, which is not used again.
+        """
+        while (heard := self._heard_of(request)) is None:
+            request = Request(request.count)
+            with self._lock:
+                self._ask([(request, np.arange(request.count))], self._reachable(1))
+        weights = weights_of(
+            *heard, [asked.mass for asked in request.asked], 1.0 if self._by is None else self._by.beta
+        )
+        shards = [asked.shard for asked in request.asked]
+        return self._deliverer.batch(*heard, shards, weights, self._sampler, request.block)
 
     def gather(self, wanted: Ids) -> Batch:
         """Return the transitions `wanted`, in that order."""
@@ -154,28 +162,18 @@ class Drawing:
             rows = np.flatnonzero(shards == shard)
             call = Call(self._cluster.call(shard, "gather", self._machine, rows_of(wanted[rows])))
             request.asked.append(Asked(shard, rows, 1.0, call, 0))
-        answers, where, _, named = zip(*self._collected(request, draws_again=False), strict=True)
-        return self._deliverer.batch(answers, where, named, np.ones(len(wanted), np.float32))
+        if (heard := self._heard_of(request)) is None:
+            raise ShardError(f"shards {self._cluster.lost} do not answer, and ids are wanted that they hold")
+        named = [asked.shard for asked in request.asked]
+        return self._deliverer.batch(*heard, named, np.ones(len(wanted), np.float32))
 
-    def _collected(self, request: Request, *, draws_again: bool) -> list[tuple[Answer, Ids, float, int]]:
-        """Wait for all answers; return each with its rows' positions in the batch, and its shard's mass and number."""
-        found = []
-        block = request.block
-        while request.asked:
-            oldest = request.asked.pop(0)
-            answer = self._heard(oldest)
-            if answer is not None:
-                rows = oldest.rows if answer.order is None else oldest.rows[answer.order]
-                found.append((answer, rows, oldest.mass, oldest.shard))
-                continue
-            if not draws_again:
-                raise ShardError(f"shards {self._cluster.lost} do not answer, and ids are wanted that they hold")
-            if block is not None:
-                block.is_given_up = True
-                request.block = None  # what is asked for again comes with its answer
-            with self._lock:
-                self._ask([(request, oldest.rows)], self._reachable(1))
-        return found
+    def _heard_of(self, request: Request) -> tuple[list[Answer], list[Ids]] | None:
+        """Wait for all answers; return each, and the positions of its rows in the batch. None if one does not come."""
+        answers = [answer for asked in request.asked if (answer := self._heard(asked)) is not None]
+        if len(answers) < len(request.asked):
+            return None
+        pairs = zip(request.asked, answers, strict=True)
+        return answers, [asked.rows if each.order is None else asked.rows[each.order] for asked, each in pairs]
 
     def _heard(self, asked: Asked) -> Answer | None:
         """Wait for a shard's answer, and cut out the rows; None if it is lost, or holds nothing any more."""
@@ -350,15 +348,10 @@ class BatchesAhead:
         self._drawing, self._draw, self._settle = drawing, draw, settle
         self.batches, self._most = batches, max(batches, most)
         self._at_once = batches
-        self._drawn: deque[Request] = deque()
+        self.drawn: deque[Request] = deque()  # and not handed out yet
         self._state: tuple[Any, ...] | None = None  # when they were drawn
         self._handed_out = 0  # of this draw
         self._lock = threading.Lock()
-
-    @property
-    def waiting(self) -> int:
-        """Batches that were drawn, and not handed out yet."""
-        return len(self._drawn)
 
     def __call__(self) -> HostBatchJob:
         """Start the next batch."""
@@ -367,19 +360,19 @@ class BatchesAhead:
     def next(self) -> Request:
         """Return the next batch."""
         with self._lock:
-            if not self._drawn or self._handed_out >= self.batches:
+            if not self.drawn or self._handed_out >= self.batches:
                 self._settle()
                 self._draw_anew(self._drawing.state() if self._most > self.batches else None)
             self._handed_out += 1
-            return self._drawn.popleft()
+            return self.drawn.popleft()
 
     def _draw_anew(self, state: tuple[Any, ...] | None) -> None:
         """Draw, unless batches wait that are as good as new."""
         is_same = state is not None and state == self._state
-        if self._drawn and is_same:
+        if self.drawn and is_same:
             return
-        self._drawing.give_up(self._drawn)
-        self._drawn.clear()
+        self._drawing.give_up(self.drawn)
+        self.drawn.clear()
         self._at_once = min(2 * self._at_once, self._most) if is_same else self.batches
         self._state, self._handed_out = state, 0
-        self._drawn.extend(self._draw(self._at_once))
+        self.drawn.extend(self._draw(self._at_once))

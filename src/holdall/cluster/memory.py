@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -33,12 +33,12 @@ from holdall.cluster.handle import MemoryHandle
 from holdall.cluster.journal import journals_in_use
 from holdall.cluster.learner import saved_by
 from holdall.cluster.protocol import MOST_SHARDS, Cluster, GoneError, asked
-from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.shard import THREADS, Shard
 from holdall.cluster.writer import ShardStreams, Writer
 from holdall.errors import ArgumentError, ShardError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
+from holdall.ray_access import require_safe_cluster
 from holdall.replay import ReplayMemory as LocalReplayMemory
 from holdall.sampling import Sampler, Uniform, sampler_to_resume, sampler_words
 from holdall.schema import Schema
@@ -146,7 +146,7 @@ class Fleet:
             moves = self._moves
             moves.flush()  # what a drain that ended with an error has left under way
             moves.look_around(now=True)
-            moves.left.add(number)
+            moves.streams[number].is_gone = True
             for other in cluster.refresh().keys() & moves.streams.keys():  # so that it knows which is filled least
                 moves.streams[other].counters = cluster.known.get(other)
             while (oldest := self._ask(actor, "oldest"))[0]:
@@ -363,7 +363,7 @@ class ReplayMemory(MemoryHandle):
         memory = cls(schema, None, shards=saved, sampler=sampler, **settings)
         if not goes_on:
             try:
-                _copy_transitions(reader.url, Writer(replace(memory._terms, limit=None), schema.num_envs))
+                _copy_transitions(reader.url, Writer(memory._terms._replace(limit=None), schema.num_envs))
             except BaseException:
                 memory.close()
                 raise
@@ -374,14 +374,11 @@ class ReplayMemory(MemoryHandle):
         with self._lock:
             if self._closed:
                 return
-            try:
+            with ExitStack() as ending:  # whatever one of them raises
+                ending.callback(self._fleet.end, has_saved=self._has_saved)
+                ending.callback(self._savers.close)
+                ending.callback(setattr, self, "_closed", True)
                 super().close(flush=flush or self._terms.url is not None)
-            finally:
-                self._closed = True
-                try:
-                    self._savers.close()
-                finally:
-                    self._fleet.end(has_saved=self._has_saved)
 
 
 def _copy_transitions(url: str, writer: Writer) -> None:

@@ -109,8 +109,7 @@ class ShardClosedError(GoneError):
     """A shard that takes nothing more; what it has not accepted is safe to send elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardStatus:
+class ShardStatus(NamedTuple):
     """One shard at one moment; all but its number is unknown while it does not answer."""
 
     number: int

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
@@ -81,8 +81,7 @@ _STAYS = 4
 """An episode that is longer than this part of a shard is cut, and goes on on another."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryTerms:
+class MemoryTerms(NamedTuple):
     """What every process that has to do with a memory knows of it; see `holdall.ray.ReplayMemory`."""
 
     words: dict[str, Any]  # of the schema

@@ -20,21 +20,23 @@ import ray
 from holdall.batch import of_ids
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster import protocol
-from holdall.cluster.answer import Payload, RowsPlace
+from holdall.cluster.answer import Payload
 from holdall.cluster.journal import Entry, SegmentMove, journal_of
 from holdall.cluster.protocol import ShardMetrics
-from holdall.cluster.roster import NAMESPACE, MemoryTerms, is_restarted
+from holdall.cluster.roster import MemoryTerms, is_restarted, roster_of
 from holdall.cluster.shard_data import ShardData
-from holdall.errors import ArgumentError, CheckpointError, DamageError
+from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of
 from holdall.machine import HeldReader, anonymous_bytes, memory_limits
 from holdall.native import fallback
 from holdall.report import MemoryReport
 from holdall.schema import Array
-from holdall.shared import SharedCount
+from holdall.shared import RowsPlace
 
 THREADS = {"max_concurrency": 4, "concurrency_groups": {"insert": 32, "sample": 1, "save": 4}}
 """For all calls but some kinds, and for these: none waits behind another kind, and one keeps calls in their order."""
+_BEFORE_S = 1.0
+"""How long a segment waits for the one before it, which was sent earlier, and may be lost."""
 
 
 class Shard:
@@ -53,11 +55,12 @@ class Shard:
         # The name of the memory's roster: a handle in its place could not be found again after a restart.
         self._number, self._memory, self._is_durable = number, terms.name, terms.url is not None
         self._machine = protocol.this_machine()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._staged = threading.Condition(self._lock)  # a segment was, so that those that come next may be
         self._held = HeldReader()
         self._metrics = ShardMetrics(terms.name, number)
         self._is_closed = threading.Event()
-        self._changes, self._written_changes = SharedCount(), 0  # the latter when priorities were last written
+        self._written_changes = 0  # when priorities were last written
         self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._data = ShardData(terms.words, terms.shard_rows, terms.sampler, generator_of(seed), self._lock, neighbours)
         self._journal = journal_of(terms.url, number)
@@ -90,9 +93,9 @@ class Shard:
     def _changed_priorities(self) -> dict[str, Any] | None:
         """Return the sampler's state for the journal, if it has changed since the last time."""
         with self._lock:
-            if self._changes.value == self._written_changes:
+            if self._data.changes.value == self._written_changes:
                 return None
-            self._written_changes = self._changes.value
+            self._written_changes = self._data.changes.value
             return self._data.priorities()
 
     def _take_over(self, checkpoint: str) -> bool:
@@ -114,36 +117,45 @@ class Shard:
         return bool(checkpoint) and (loading == checkpoint or self._data.store.next_tick == 0)
 
     @ray.method(concurrency_group="insert")
-    def insert(self, writer: bytes, first: int, payloads: list[bytes]) -> protocol.Ack:
+    def send(self, packed: bytes) -> bytes:
+        """Run `insert`: what it is given, and what it returns, as one each, see `Cluster.call`."""
+        return pickle.dumps(self.insert(*pickle.loads(packed)))
+
+    def insert(self, writer: bytes, first: int, payloads: list[bytes], oldest: int = 0) -> protocol.Ack:
         """Take over those segments of a writer that come next, and say which one does then.
 
         Args:
             first: The number of the first of them; those that are there already are passed over.
+            oldest: The number of the oldest that the writer has: no others come any more.
         """
         with self._metrics.timed("insert"):
             self._require_journal()
+            with self._lock:
+                self._expected[writer] = max(self._expected.get(writer, 0), oldest)
             refused = ""
             for number, payload in enumerate(payloads, first):
                 try:
                     self._stage(writer, number, payload)
                 except (ArgumentError, DamageError) as error:
-                    refused = str(error) if number == self._expected.get(writer, 0) else ""
+                    refused = str(error) if number == self._expected[writer] else ""
                     break
             with self._lock:
-                expected, is_closed = self._expected.get(writer, 0), self._is_closed.is_set()
+                expected, is_closed = self._expected[writer], self._is_closed.is_set()
             self._journal.commit()  # the writer forgets what was accepted: nothing of it may still be lost
             with self._lock:
-                return protocol.Ack(expected, self._counters(), is_closed, refused)
+                return protocol.Ack(expected, self.counters(), is_closed, refused)
 
     def _stage(self, writer: bytes, number: int, payload: bytes) -> None:
-        """Have a segment taken over, if it is the next one of its writer."""
+        """Have a segment taken over, if it is the next one of its writer; another thread may have the one before it."""
         segment = self._data.unpacked(payload)
-        with self._lock:
-            if number != self._expected.get(writer, 0) or self._is_closed.is_set():
+        with self._staged:
+            self._staged.wait_for(lambda: self._is_closed.is_set() or self._expected[writer] >= number, _BEFORE_S)
+            if number != self._expected[writer] or self._is_closed.is_set():
                 return
             self._data.store.require(segment)
             self._journal.stage(Entry(writer, number, payload, segment))
             self._expected[writer] = number + 1
+            self._staged.notify_all()
 
     def trouble(self) -> str:
         """Say why segments are not acknowledged, if there is a reason."""
@@ -175,20 +187,19 @@ class Shard:
             self._require_journal()
             is_near = machine == self._machine
             with self._lock:
-                counters = self._counters()
+                counters = self.counters()
                 if counters.mass == 0:
                     return counters
                 drawn = self._data.draw(counts, generator_of(seed) if seed else None)
                 found = self._data.found(counters, drawn, counts, is_near=is_near)
-            counted_at = self._changes.place if is_near else None
-            return self._data.answer(found, counts, blocks, is_near=is_near, counted_at=counted_at)
+            return self._data.answer(found, counts, blocks, is_near=is_near)
 
     def gather(self, machine: bytes, rows: protocol.Ids) -> Payload:
         """Return rows by their numbers."""
         is_near = machine == self._machine
         with self._lock:
             self._data.held().require(rows)
-            found = self._data.found(self._counters(), of_ids(rows), [(len(rows), 0)], is_near=is_near)
+            found = self._data.found(self.counters(), of_ids(rows), [(len(rows), 0)], is_near=is_near)
         return self._data.answer(found, is_near=is_near)
 
     def update_priorities(self, rows: protocol.Ids, priorities: Array) -> protocol.ShardCounters:
@@ -197,15 +208,15 @@ class Shard:
         with self._lock:
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             sampler.update_priorities(self._data.held(), rows, priorities)
-            self._changes.raise_by_one()
-            return self._counters()
+            self._data.changes.raise_by_one()
+            return self.counters()
 
     def raise_highest(self, scaled: float) -> protocol.ShardCounters:
         """Hear of the highest priority of all shards: new rows get it."""
         with self._lock:
             self._data.raise_highest(scaled)
-            self._changes.raise_by_one()
-            return self._counters()
+            self._data.changes.raise_by_one()
+            return self.counters()
 
     def close_to_writers(self) -> None:
         """Accept nothing more, so that what is held can be moved elsewhere."""
@@ -220,12 +231,10 @@ class Shard:
         No bytes: all have arrived elsewhere, since each is asked for when the one before has.
         """
         with self._lock:
-            store = self._data.store
-            first, segment = self._data.segment_at(store.first_tick) if store.transitions else (0, None)
-        if segment is None:
-            self._journal.say(move=None, drained=True)
-            return b"", 0, 0, 0
-        return self._data.packed(segment), segment.rows.ticks, first, first + segment.rows.ticks
+            if self._data.store.transitions:
+                return self._data.packed_at(self._data.store.first_tick)
+        self._journal.say(move=None, drained=True)
+        return b"", 0, 0, 0
 
     def give_up(self, first_row: int, end: int, to: int, writer: bytes, sequence: int) -> None:
         """Draw rows no more that go to another shard; the journal keeps them, and says where they go.
@@ -236,7 +245,7 @@ class Shard:
         """
         with self._lock:
             self._data.store.forget_before(end)
-            self._changes.raise_by_one()
+            self._data.changes.raise_by_one()
         self._journal.say(hidden_before=end, move=SegmentMove(self._memory, to, writer.hex(), sequence, first_row))
 
     def move(self) -> tuple[int, bytes, int] | None:
@@ -254,7 +263,7 @@ class Shard:
             if arrived:
                 self._data.store.forget_before(self._journal.state.hidden_before)
             first_row = self._data.store.first_tick
-            self._changes.raise_by_one()
+            self._data.changes.raise_by_one()
         self._journal.say(hidden_before=first_row, move=None)
 
     def begin_save(self, url: str) -> int:
@@ -273,14 +282,18 @@ class Shard:
 
     def end_saves(self) -> None:
         """Wait for checkpoints that are under way, and let others write there; make priorities durable."""
-        self._data.end_saves()
+        self._data.savers.close()
         if self._is_durable and self._journal.fenced is None:
             self._journal.write_priorities()
 
     def counters(self) -> protocol.ShardCounters:
         """Say what is held."""
         with self._lock:
-            return self._counters()
+            data, store = self._data, self._data.store
+            rows = (store.first_tick, store.next_tick, store.transitions)
+            mass = data.mass()  # first: what is new gets its priority with it
+            counted = data.inserted, data.changes.value, self._journal.backlog
+            return protocol.ShardCounters(self._epoch, *rows, *counted, mass, data.likelihood.highest)
 
     def process(self) -> dict[str, Any]:
         """Say where this shard runs, what its process takes, and how it stands, as plain numbers and text."""
@@ -298,7 +311,7 @@ class Shard:
         with self._lock:
             fields = self._data.store.report()
             return {
-                "counters": self._counters(),
+                "counters": self.counters(),
                 "held_bytes": sum(field.total_bytes for field in fields),
                 "plain_bytes": sum(field.plain_bytes for field in fields),
                 "capacity": self._data.capacity,
@@ -317,16 +330,8 @@ class Shard:
         with self._lock:
             for entry in entries:
                 self._data.take(entry)
-                self._changes.raise_by_one()
+                self._data.changes.raise_by_one()
             return self._data.rows
-
-    def _counters(self) -> protocol.ShardCounters:
-        data, store = self._data, self._data.store
-        rows = (store.first_tick, store.next_tick, store.transitions)
-        mass = data.mass()  # first: what is new gets its priority with it
-        highest = data.likelihood.highest
-        changes = self._changes.value
-        return protocol.ShardCounters(self._epoch, *rows, data.inserted, changes, self._journal.backlog, mass, highest)
 
 
 def begun_life(memory: str, number: int, first_life: int, *, has_journal: bool) -> tuple[int, float]:
@@ -335,9 +340,9 @@ def begun_life(memory: str, number: int, first_life: int, *, has_journal: bool) 
     A roster that is being restarted is waited for: Ray gives up an actor for good whose constructor raises.
     """
     try:
-        roster = ray.get_actor(memory, NAMESPACE)
-        life, highest = protocol.asked(roster, "begin_life", number, first_life, patience_s=math.inf, timeout_s=None)
-    except (ValueError, protocol.GoneError):  # the memory was closed
+        call = "begin_life", number, first_life
+        life, highest = protocol.asked(roster_of(memory), *call, patience_s=math.inf, timeout_s=None)
+    except ShardError:  # the memory was closed
         if has_journal:  # which has both, as they were
             return first_life, 0.0
         raise

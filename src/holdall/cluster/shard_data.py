@@ -7,7 +7,6 @@ Invariant: row numbers only grow, and name the same transition for as long as it
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ import numpy as np
 from holdall import storage
 from holdall.batch import Draw, of_ids
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, runs_of, runs_state
-from holdall.cluster.answer import Answer, AnswerPacker, Pair, Payload, RowsPlace, block_bytes, block_leaves, pairs_in
+from holdall.cluster.answer import Answer, AnswerPacker, Payload
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
 from holdall.delivery import DrawnRows, ObservationAssembler, Prefetched
@@ -28,7 +27,7 @@ from holdall.machine import memory_limits
 from holdall.native import chosen_kernels
 from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun, resume
 from holdall.schema import Schema
-from holdall.shared import BlockPlace, OpenedBlocks
+from holdall.shared import OpenedBlocks, Pair, RowsPlace, SharedCount, block_bytes, block_leaves, pairs_in
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
@@ -49,7 +48,7 @@ class ShardData:
 
     def __init__(
         self, words: dict[str, Any], capacity: int, sampler: Sampler, generator: np.random.Generator,
-        lock: threading.Lock, neighbours: int = 1,
+        lock: Any, neighbours: int = 1,
     ) -> None:  # fmt: skip
         self.capacity, self.sampler, self.generator = capacity, sampler, generator
         self.inserted = 0  # transitions ever accepted
@@ -59,7 +58,8 @@ class ShardData:
         decoded_bytes = memory_limits()[0].free_bytes // _SHARE_OF_AVAILABLE // neighbours
         self._reader = ShardReader(self._schema, self._large, self._kernels, decoded_bytes, neighbours)
         self._packer = AnswerPacker()
-        self._savers = Savers(self._kernels.coder)
+        self.savers = Savers(self._kernels.coder)
+        self.changes = SharedCount()  # of what is held or of priorities, since it was started
         self._codecs: dict[storage.Codec, storage.Codec] = {}
         self._runs: deque[WriterRun] = deque()
         self.likelihood = Likelihood(sampler)
@@ -110,14 +110,14 @@ class ShardData:
             self._runs.popleft()
         self.inserted += rows
 
-    def segment_at(self, row: int) -> tuple[int, storage.SealedSegment]:
-        """Return the first row of a segment that is held, and the segment as one that another shard can adopt."""
+    def packed_at(self, row: int) -> tuple[bytes, int, int, int]:
+        """Return the segment that holds a row, for another shard: as bytes, its rows, the first, and the one behind."""
         segment = self.store.segment_at(row)
-        return segment.rows.first_tick, replace(segment, rows=replace(segment.rows, first_tick=_NO_TICK))
-
-    def packed(self, segment: storage.SealedSegment) -> bytes:
-        """Return a segment as bytes."""
-        return storage.pack_segment(segment, self._kernels.coder)
+        first, rows = segment.rows.first_tick, segment.rows.ticks
+        payload = storage.pack_segment(
+            replace(segment, rows=replace(segment.rows, first_tick=_NO_TICK)), self._kernels.coder
+        )
+        return payload, rows, first, first + rows
 
     def replay(self, journal: Journal, memory: str, *, waits: bool) -> None:
         """Take a journal over for a memory of this name, and hold all that it holds and shows; see `Journal.open`."""
@@ -133,11 +133,8 @@ class ShardData:
         is_other = move is not None and move.memory != memory
         self.store.forget_before(move.first_row if move is not None and is_other else journal.state.hidden_before)
         self.inserted = self.store.next_tick
-        self._resume_priorities(journal)
-
-    def _resume_priorities(self, journal: Journal) -> None:
-        """Go on with the priorities that the journal has, if they were made with the same settings."""
         saved, by = journal.priorities, self.likelihood.prioritized
+        # Priorities that were made with other settings are worth nothing.
         if saved is not None and by is not None and [by.alpha, by.floor] == saved["settings"]:
             resume(by, {"kind": type(by).__name__, "state": saved}, self.capacity, self.store.first_tick)
 
@@ -160,7 +157,7 @@ class ShardData:
         checkpoint.fill(store)
         state = checkpoint.state
         if checkpoint.saved is not None:
-            self._savers.to(checkpoint.url, checkpoint.saved)
+            self.savers.to(checkpoint.url, checkpoint.saved)
         self._runs.extend(runs_of(state["runs"]))
         if self._order is not None:
             for run in self._runs:
@@ -179,9 +176,8 @@ class ShardData:
         waiting: list[bytes] = []
         begin = row = max(self.store.first_tick, written)
         while row < self.store.next_tick:
-            first, segment = self.segment_at(row)
-            waiting.append(self.packed(segment))
-            row = first + segment.rows.ticks
+            payload, *_, row = self.packed_at(row)
+            waiting.append(payload)
             if sum(map(len, waiting)) >= SLOT_BYTES or row == self.store.next_tick:
                 entries = [Entry(_LOADED, 0, payload) for payload in waiting]
                 journal.append(entries, begin)
@@ -190,7 +186,7 @@ class ShardData:
 
     def save(self, url: str) -> SaveHandle:
         """Begin a checkpoint of this moment; the memory removes those that none of its manifests names."""
-        saver = self._savers.to(url)
+        saver = self.savers.to(url)
         state = {
             "sampler": {"kind": type(self.sampler).__name__, "state": self.sampler.state()},
             "generator": generator_state(self.generator),
@@ -201,10 +197,6 @@ class ShardData:
         frozen = self.store.freeze(saver.rows_saved())
         snapshot = Snapshot(frozen, self._words, self.capacity, state, {}, self._lock, self.store.release)
         return saver.save(snapshot, None, None, None)
-
-    def end_saves(self) -> None:
-        """Wait for checkpoints that are under way, and let others write there."""
-        self._savers.close()
 
     def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> Draw:
         """Draw rows of some batches, those of each for itself; of several batches they are single rows.
@@ -229,7 +221,7 @@ class ShardData:
 
     def answer(
         self, found: Answer, counts: Sequence[tuple[int, int]] = (), blocks: Sequence[RowsPlace] = (),
-        *, is_near: bool = False, counted_at: BlockPlace | None = None,
+        *, is_near: bool = False,
     ) -> Payload:  # fmt: skip
         """Decode what was looked up, and pack it; that takes no lock.
 
@@ -237,11 +229,11 @@ class ShardData:
             counts: See `draw`.
             blocks: Where a learner on this machine has rows written, of every batch.
             is_near: Whether it goes to this machine.
-            counted_at: See `Answer`.
         """
         read = self._reader.read
         rows, last, outcomes, *_ = found.found
         decoded = DrawnRows(read(rows, counts, blocks if is_near else ()), read(last), read(outcomes))
+        counted_at = self.changes.place if is_near else None
         return self._packer.pack(found._replace(found=decoded, counted_at=counted_at), is_near=is_near)
 
     def mass(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import pickle
 import secrets
 import threading
 import time
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -36,6 +38,8 @@ _WAIT_S = 0.05
 _REASON_S, _END_S = 1.0, 10.0
 _MOST_UNDER_WAY, _MOST_BYTES_UNDER_WAY, _CROWDED_BYTES = 8, 16 * 2**20, 32 * 2**20
 """Segments on their way to one shard: enough that it has some to take while it acknowledges others."""
+_MOST_CALLS = 4
+"""Calls that bring them; while so many are made, others wait for the next, which brings all of them."""
 _LOG = logging.getLogger("holdall")
 
 
@@ -50,7 +54,8 @@ class SentSegment(NamedTuple):
 class SegmentStream:
     """Segments of one writer to one shard. Nothing waits here but `flush`; `poll` has to be called now and then.
 
-    One call at a time brings all that wait. One that failed is made again, as a shard takes every segment once.
+    After a call that failed all that are left are sent again, as a shard takes every number once. A number stands for
+    the same segment for ever; a shard that began again, without what it held, goes on with the oldest that is left.
 
     Args:
         patience_s: How long a shard may be away before the caller gets an error.
@@ -62,10 +67,11 @@ class SegmentStream:
         self.under_way: deque[SentSegment] = deque()
         self.sequence = 0  # number of the oldest of them, or of the next one
         self.counters: ShardCounters | None = None  # when the shard last said so
-        self._call: Any = None
+        self._calls: deque[tuple[Any, int]] = deque()  # each with the number behind its last segment
         self._again_at = 0.0
         self._trouble = ""
         self._was_dead = False
+        self.is_gone = False  # it takes nothing more
 
     @property
     def inserted(self) -> int:
@@ -115,43 +121,47 @@ class SegmentStream:
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Go on with what the shard said meanwhile; wait so long for its next word at most."""
-        if self._call is None:
-            self._send(wait_s)
-        if self._call is None or not ray.wait([self._call], timeout=wait_s)[0]:
-            return
-        call, self._call = self._call, None
-        try:
-            ack: Ack = received(call)
-        except FencedError:
-            raise
-        except (ray.exceptions.RayError, ShardError) as error:  # it is being restarted
-            was_dead, self._was_dead = self._was_dead, isinstance(error, ray.exceptions.ActorDiedError)
-            if was_dead and self._was_dead:
-                raise GoneError(f"shard {self.number} is gone for good ({error})") from error
-            self._trouble, self._again_at = type(error).__name__, time.monotonic() + PAUSE_S
-        else:
-            self._trouble, self._was_dead = "", False
-            self._hear(ack)
-            self._send()
+        self._send(wait_s)
+        while self._calls and ray.wait([self._calls[0][0]], timeout=wait_s)[0]:
+            wait_s, (call, end) = 0.0, self._calls.popleft()
+            try:
+                ack: Ack = pickle.loads(received(call))
+            except (ray.exceptions.RayError, ShardError) as error:  # it is being restarted
+                self._calls.clear()
+                if isinstance(error, FencedError):
+                    raise
+                was_dead, self._was_dead = self._was_dead, isinstance(error, ray.exceptions.ActorDiedError)
+                if was_dead and self._was_dead:
+                    raise GoneError(f"shard {self.number} is gone for good ({error})") from error
+                self._trouble, self._again_at = type(error).__name__, time.monotonic() + PAUSE_S
+            else:
+                self._trouble, self._was_dead = "", False
+                self._hear(ack, end)
+                self._send()
 
     def _send(self, wait_s: float = 0.0) -> None:
-        """Make a call for all that wait; after one that failed not at once."""
+        """Make a call for all that were not sent yet, unless too many are made; after one that failed not at once."""
+        first = self._calls[-1][1] if self._calls else self.sequence
+        payloads = [segment.payload for segment in islice(self.under_way, first - self.sequence, None)]
         pause = self._again_at - time.monotonic()
-        if self.under_way and pause > 0:
+        if payloads and pause > 0:
             time.sleep(min(pause, wait_s))
-        if self.under_way and pause <= wait_s:
-            payloads = [segment.payload for segment in self.under_way]
-            self._call = self._shard.insert.remote(self._writer, self.sequence, payloads)
+        if payloads and pause <= wait_s and len(self._calls) < _MOST_CALLS:
+            call = self._shard.send.remote(pickle.dumps((self._writer, first, payloads, self.sequence)))
+            self._calls.append((call, first + len(payloads)))
 
-    def _hear(self, ack: Ack) -> None:
-        """Forget what was accepted. A shard that expects an earlier segment began again, without what it held."""
-        self.counters, self.sequence = ack.counters, min(self.sequence, ack.expected)
-        while self.under_way and self.sequence < ack.expected:
+    def _hear(self, ack: Ack, end: int) -> None:
+        """Forget what was accepted; if not all of a call was, what is left is sent again."""
+        self.counters = ack.counters
+        while self.sequence < ack.expected:
             segment, self.sequence = self.under_way.popleft(), self.sequence + 1
             if segment.lease >= 0:
                 self._roster.end_insert.remote(segment.lease, self.number, ack.counters)
+        if ack.expected < end:
+            self._calls.clear()
         if ack.refused:
             self.under_way.popleft()
+            self.sequence += 1
             raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.refused}")
         if ack.is_closed:
             raise ShardClosedError(f"shard {self.number} takes nothing more")
@@ -173,7 +183,6 @@ class ShardStreams:
         self.streams: dict[int, SegmentStream] = {}
         self._list = ShardList(self.roster, terms.patience_s)
         self._open_to: list[int] = []  # shards that it sends new segments to
-        self.left: set[int] = set()  # those that take nothing more
 
     def flush(self) -> None:
         """Return when the shards have acknowledged everything."""
@@ -201,7 +210,7 @@ class ShardStreams:
         while True:
             self.look_around()
             self.each(SegmentStream.poll, self._open_to)
-            chosen = [self.streams[number] for number in self._open_to if number in self.streams]
+            chosen = [self.streams[number] for number in self._open_to if not self.streams[number].is_gone]
             roomy = [stream for stream in self._allowed(chosen) if stream.has_room]
             if roomy:
                 pair: list[int] = self._generator.permutation(len(roomy))[:2].tolist()
@@ -227,19 +236,17 @@ class ShardStreams:
         try:
             yield
         except GoneError as error:
-            is_closed = isinstance(error, ShardClosedError)
-            if is_closed:
-                self.left.add(stream.number)
             self.look_around(now=True)
-            if self.terms.url is not None and not is_closed and stream.number in self._list.handles:
+            is_closed, is_listed = isinstance(error, ShardClosedError), stream.number in self._list.handles
+            if self.terms.url is not None and is_listed and not is_closed:
                 raise
+            stream.is_gone = True
             others = [self.streams[number] for number in self._open_to if number != stream.number]
             if stream.under_way and not others:
                 raise ShardError(
                     f"no shard takes the {stream.unacknowledged_rows} transitions that were under way to shard "
                     f"{stream.number}, which is gone; they are kept: add one with memory.add_shard(), and call flush()"
                 ) from error
-            self.streams.pop(stream.number, None)
             while stream.under_way:
                 segment, least = stream.under_way.popleft(), min(others, key=lambda each: each.inserted)
                 with self._rerouting(least):
@@ -248,11 +255,11 @@ class ShardStreams:
     def look_around(self, now: bool = False) -> None:
         """Ask which shards there are, from time to time, or at once."""
         self._list.look(now=now)
-        taking = sorted(set(self._list.handles) - self.left)
-        for number in taking:
+        for number, handle in self._list.handles.items():
             if number not in self.streams:
-                handle, patience_s = self._list.handles[number], self.terms.writer_patience_s
+                patience_s = self.terms.writer_patience_s
                 self.streams[number] = SegmentStream(handle, number, self.writer, patience_s, self.roster)
+        taking = sorted(number for number in self._list.handles if not self.streams[number].is_gone)
         if self._spread is not None:  # those that it sends to already stay, and any others fill up
             mixed: list[int] = self._generator.permutation(taking).tolist()
             taking = sorted(mixed, key=lambda number: number not in self._open_to)[: self._spread]
@@ -301,7 +308,7 @@ class LaneGroup(ShardStreams):
         stream, rows, poll = self.roomy(), self.encoder.rows, partial(self.each, SegmentStream.poll)
         limit = self.terms.limit
         lease = -1 if limit is None else wait_for_grant(limit, "add", rows, self._list.ask, poll)
-        if self.streams.get(stream.number) is not stream:  # its shard was closed or lost while a grant was waited for
+        if stream.is_gone:  # while a grant was waited for
             stream = self.roomy()
         self.waited_s += time.monotonic() - start
         codecs = self._codecs.of_fields()

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
 
 from holdall.cluster.protocol import ShardCounters, ShardStatus, actor_state
 from holdall.cluster.roster import NAMESPACE
-from holdall.cluster.security import join_cluster, require_head
+from holdall.ray_access import join_cluster, require_head
 from holdall.tools.watch.process_watcher import AlertThrottle, WatchPass
 from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts
@@ -245,7 +245,7 @@ def shard_words(shard: SeenShard) -> dict[str, Any]:
         "shard": shard.number, "state": shard.state, "silent_s": round(shard.silent_s, 1), "restarts": shard.restarts,
     }  # fmt: skip
     if shard.status is not None:
-        status = asdict(shard.status)
+        status = shard.status._asdict()
         for name in ("counters", "is_draining"):  # which the state says
             status.pop(name)
         counters = {} if shard.status.counters is None else shard.status.counters._asdict()

@@ -1,4 +1,6 @@
-"""Who may reach a memory over shards: a process that may call Ray may run any code on its machines.
+"""Who may reach a cluster of Ray's, and how one is joined: who may call Ray may run any code on its machines.
+
+Memories over shards and `holdall watch --ray` come through here; nothing below knows of either.
 
 In:  the machines of a cluster, what its head says to a stranger, and the process's settings.  Out: nothing, or a
 refusal that says what to do.

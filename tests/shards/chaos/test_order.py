@@ -1,0 +1,150 @@
+"""Segments that reach a shard in another order, or several times, or after it began again: each is held once, in order.
+
+Ray hands the calls of one writer to threads in order; which of them gets on first is the machine's choice.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
+
+import ray
+
+from holdall import ShardError
+from holdall.cluster import writer as writer_module
+from holdall.cluster.shard import Shard
+from holdall.cluster.writer import SegmentStream
+from holdall.json_state import schema_words
+
+from ..processes import shard_terms
+from .test_slow_disk import SCHEMA, WRITER, segment
+
+ROWS = 4
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def payloads(count: int) -> list[bytes]:
+    return [segment(range(ROWS * number, ROWS * (number + 1))) for number in range(count)]
+
+
+def begun(folder: Path) -> Any:
+    return Shard(0, shard_terms(schema_words(SCHEMA), 10_000, folder), 0)
+
+
+def numbers_held(shard: Any) -> list[int]:
+    store = shard._data.store
+    found: list[int] = store.read(np.arange(store.first_tick, store.next_tick)).extras[0].reshape(-1).tolist()
+    return found
+
+
+def test_a_segment_waits_for_the_one_before_it(tmp_path: Path) -> None:
+    shard, (first, second) = begun(tmp_path), payloads(2)
+    told: list[Any] = []
+    later = threading.Thread(target=lambda: told.append(shard.insert(WRITER, 1, [second])))
+    later.start()
+    while WRITER not in shard._expected:
+        time.sleep(0.001)
+    assert shard.insert(WRITER, 0, [first]).expected in (1, 2)
+    later.join()
+    assert told[0].expected == 2
+    assert numbers_held(shard) == list(range(2 * ROWS))
+
+
+def test_one_whose_predecessor_was_lost_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdall.cluster.shard._BEFORE_S", 0.01)
+    shard, (first, second) = begun(tmp_path), payloads(2)
+    assert shard.insert(WRITER, 1, [second]).expected == 0
+    assert shard.insert(WRITER, 0, [first, second]).expected == 2
+    assert numbers_held(shard) == list(range(2 * ROWS))
+
+
+def test_a_shard_that_knows_nothing_goes_on_with_the_oldest_that_is_left(tmp_path: Path) -> None:
+    shard, sent = begun(tmp_path), payloads(7)
+    assert shard.insert(WRITER, 5, sent[5:], 5).expected == 7
+    assert shard.insert(WRITER, 5, sent[5:6], 5).expected == 7  # which was sent before that, and comes late
+    assert numbers_held(shard) == list(range(5 * ROWS, 7 * ROWS))
+
+
+def test_a_segment_that_is_refused_is_left_out_and_the_next_one_taken(tmp_path: Path) -> None:
+    shard, (first, _, third) = begun(tmp_path), payloads(3)
+    damaged = first[:-1] + bytes([first[-1] ^ 1])
+    ack = shard.insert(WRITER, 0, [first, damaged, third])
+    assert ack.expected == 1
+    assert ack.refused
+    assert shard.insert(WRITER, 2, [third], 2).expected == 3
+    assert numbers_held(shard) == [*range(ROWS), *range(2 * ROWS, 3 * ROWS)]
+
+
+class FaultyLine:
+    """Brings calls to a shard in threads, late or never, and loses some answers."""
+
+    def __init__(self, shard: Any, seed: int) -> None:
+        self._shard, self._generator = shard, np.random.default_rng(seed)
+        self._threads = ThreadPoolExecutor(16)
+        self.send = SimpleNamespace(remote=self._call)
+        self.calls = 0
+
+    def _call(self, packed: bytes) -> Future[bytes]:
+        fate, late_s = self._generator.random(), 0.004 * self._generator.random()
+        self.calls += 1
+
+        def run() -> bytes:
+            time.sleep(late_s)
+            if fate < 0.1:
+                raise ray.exceptions.RayActorError
+            answer = pickle.dumps(self._shard.insert(*pickle.loads(packed)))
+            if fate < 0.2:
+                raise ray.exceptions.RayActorError
+            return answer
+
+        return self._threads.submit(run)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_stream_sends_is_held_once_and_in_order(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def waited(calls: list[Future[bytes]], timeout: float) -> tuple[list[Any], list[Any]]:
+        done, rest = wait(calls, timeout)
+        return list(done), list(rest)
+
+    monkeypatch.setattr(writer_module, "ray", SimpleNamespace(wait=waited, exceptions=ray.exceptions))
+    monkeypatch.setattr(writer_module, "received", lambda call: call.result())
+    monkeypatch.setattr(writer_module, "PAUSE_S", 0.001)
+    monkeypatch.setattr("holdall.cluster.shard._BEFORE_S", 0.002)
+    shard, sent = begun(tmp_path), payloads(60)
+    sent[20] = sent[20][:-1] + bytes([sent[20][-1] ^ 1])  # which is refused
+    line = FaultyLine(shard, seed)
+    stream = SegmentStream(line, 0, WRITER, 60.0)
+    refused = 0
+
+    def refusing(act: Any, *arguments: Any) -> None:
+        nonlocal refused
+        try:
+            act(*arguments)
+        except ShardError as error:
+            assert "refused" in str(error)  # noqa: PT017
+            refused += 1
+
+    most = 0
+    for payload in sent:
+        while not stream.has_room:
+            refusing(stream.poll, 0.01)
+        refusing(stream.send, payload, ROWS)
+        most = max(most, len(stream._calls))
+    while stream.under_way:
+        refusing(stream.flush)
+    line._threads.shutdown()
+    assert refused == 1
+    assert 1 < most <= 4
+    assert numbers_held(shard) == [number for number in range(60 * ROWS) if number // ROWS != 20]
