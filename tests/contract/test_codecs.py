@@ -462,7 +462,9 @@ def test_colours_that_most_slices_show_are_told_once(coder: Coder) -> None:
     assert sealed is not None
     assert [sealed.coded.unit(number)[0] for number in range(20)] == [0] * 20
     numbers += 30 * (np.arange(20)[:, None])
-    many = coder.seal(coloured(COLOURS, generator.choice(1 << 24, 900, replace=False), numbers), Codec(Method.LZ4, 7, COLOURS))
+    many = coder.seal(
+        coloured(COLOURS, generator.choice(1 << 24, 900, replace=False), numbers), Codec(Method.LZ4, 7, COLOURS)
+    )
     assert many is not None
     assert sum(many.coded.unit(number)[0] for number in range(20)) == len(np.unique(numbers)) - 256
 
