@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -173,11 +174,44 @@ def decoded(coder: Coder, sealed: Any, numbers: NDArray[np.int64]) -> Bytes:
     return out
 
 
+def adopted(sealer: Coder, reader: Coder, sealed: Any) -> Any:
+    """Return what one coder sealed as another is to read it."""
+    return sealed if reader is sealer else reader.adopt(sealed.coded)
+
+
 def handed_over(sealer: Coder, reader: Coder, slices: Bytes, codec: Codec, order: Order | None = None) -> Any:
     """Seal with one coder what another is to read."""
     sealed = sealer.seal(slices, codec, order)
     assert sealed is not None, codec
-    return sealed if reader is sealer else reader.adopt(sealed.coded)
+    return adopted(sealer, reader, sealed)
+
+
+@functools.lru_cache(maxsize=1)  # both readers read what was sealed once
+def sealed_family(sealer: Coder, family: str, method: str) -> list[tuple[str, Bytes, Any]]:
+    """Seal contents of every transform of a family, each with its name."""
+    kind, level, dictionary = METHODS[method]
+    found = []
+    for form in FAMILIES[family]():
+        codec = Codec(kind, level, form, fitting(form, dictionary))
+        found += [(name, slices, sealer.seal(slices, codec)) for name, slices in contents(form)]
+    assert all(sealed is not None for _, _, sealed in found)
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def sealed_changes(sealer: Coder, method: str) -> list[tuple[str, Bytes, Any]]:
+    """Seal slices of which few or many bytes change, together and in two orders, each with its name."""
+    kind, level, dictionary = METHODS[method]
+    generator = np.random.default_rng(6)
+    found = []
+    for size, runs, longest in itertools.product((20, 900), (0, 1, 9), (1, 5, 17, 900)):
+        slices = changing(70, size, runs, longest, generator)
+        for group, order in itertools.product((1, 2, 7, 32, 64), (None, generator.permutation(70).astype(np.uint32))):
+            codec = Codec(kind, level, Transform(size, predictor=Predictor.CHANGES), dictionary, group)
+            sealed = sealer.seal(slices, codec, order)
+            assert sealed is not None
+            found.append((f"{size} bytes, {runs} runs of up to {longest}, {group} together", slices, sealed))
+    return found
 
 
 # ---------------------------------------------------------------- the rules
@@ -188,12 +222,10 @@ def handed_over(sealer: Coder, reader: Coder, slices: Bytes, codec: Codec, order
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_codec_gives_the_same_bits_back(family: str, method: str, sealer: Coder, reader: Coder) -> None:
     """Every transform with every method; slices may be asked for in any order, and more than once."""
-    kind, level, dictionary = METHODS[method]
     order = np.array([*range(COUNT), 0, 8, 3, 3, 0], np.int64)
-    for form in FAMILIES[family]():
-        for name, slices in contents(form):
-            sealed = handed_over(sealer, reader, slices, Codec(kind, level, form, fitting(form, dictionary)))
-            assert decoded(reader, sealed, order).tobytes() == slices[order].tobytes(), (form, name)
+    for name, slices, sealed in sealed_family(sealer, family, method):
+        read = decoded(reader, adopted(sealer, reader, sealed), order)
+        assert read.tobytes() == slices[order].tobytes(), (sealed.codec.transform, name)
 
 
 @pytest.mark.parametrize(("sealer", "reader"), PAIRS)
@@ -263,15 +295,10 @@ def changing(count: int, size: int, runs: int, longest: int, generator: np.rando
 @pytest.mark.parametrize("method", METHODS)
 def test_slices_that_are_changes_of_each_other_come_back(method: str, sealer: Coder, reader: Coder) -> None:
     """However many change, together and in whatever order they are asked for: forth, back, and again."""
-    kind, level, dictionary = METHODS[method]
-    generator = np.random.default_rng(6)
     asked = np.array([0, 69, 3, 4, 5, 4, 3, 2, 63, 64, 65, 64, 1, 1, *range(70)], np.int64)
-    for size, runs, longest in itertools.product((20, 900), (0, 1, 9), (1, 5, 17, 900)):
-        slices = changing(70, size, runs, longest, generator)
-        for group, order in itertools.product((1, 2, 7, 32, 64), (None, generator.permutation(70).astype(np.uint32))):
-            codec = Codec(kind, level, Transform(size, predictor=Predictor.CHANGES), dictionary, group)
-            sealed = handed_over(sealer, reader, slices, codec, order)
-            assert decoded(reader, sealed, asked).tobytes() == slices[asked].tobytes(), (size, runs, longest, group)
+    for name, slices, sealed in sealed_changes(sealer, method):
+        read = decoded(reader, adopted(sealer, reader, sealed), asked)
+        assert read.tobytes() == slices[asked].tobytes(), name
 
 
 @pytest.mark.parametrize(("sealer", "reader"), PAIRS)
@@ -430,12 +457,14 @@ def test_colours_that_most_slices_show_are_told_once(coder: Coder) -> None:
     generator = np.random.default_rng(2)
     numbers = generator.integers(0, 30, (20, 600))
     numbers[:12] += 200 * (np.arange(12)[:, None] % 3 == 0)
-    slices = coloured(COLOURS, generator.permutation(1 << 24)[:300], numbers)
+    slices = coloured(COLOURS, generator.choice(1 << 24, 300, replace=False), numbers)
     sealed = coder.seal(slices, Codec(Method.LZ4, 7, COLOURS))
     assert sealed is not None
     assert [sealed.coded.unit(number)[0] for number in range(20)] == [0] * 20
     numbers += 30 * (np.arange(20)[:, None])
-    many = coder.seal(coloured(COLOURS, generator.permutation(1 << 24)[:900], numbers), Codec(Method.LZ4, 7, COLOURS))
+    many = coder.seal(
+        coloured(COLOURS, generator.choice(1 << 24, 900, replace=False), numbers), Codec(Method.LZ4, 7, COLOURS)
+    )
     assert many is not None
     assert sum(many.coded.unit(number)[0] for number in range(20)) == len(np.unique(numbers)) - 256
 

@@ -345,20 +345,18 @@ def test_slices_with_one_hash_are_told_apart(kernels: Kernels, monkeypatch: pyte
 @pytest.mark.parametrize("count", [1 << 16, (1 << 16) + 1])
 def test_a_closed_log_is_as_wide_as_its_numbers(kernels: Kernels, count: int) -> None:
     """65,536 slices are numbered in two bytes, one more in four; both read back."""
-    rows = np.arange(count, dtype=np.uint64).reshape(1, count, 1).view(np.uint8)
-    rows = np.concatenate([rows] * 5, axis=2)  # 40 bytes: too long to lie in the log
+    lanes, steps = 64, -(-count // 64)
+    numbers = np.minimum(np.arange(lanes * steps, dtype=np.uint64), count - 1).reshape(lanes, steps, 1)
+    rows = np.concatenate([numbers.view(np.uint8)] * 5, axis=2)  # 40 bytes: too long to lie in the log
     window = Window.along(Leaf("", (4, 40), np.dtype("u1")), 0, 1)
-    written = Written(kernels, window, [(rows[:, :4].reshape(1, -1), rows[:, 1:5].reshape(1, -1))])
+    ticks = [(rows_of(rows[:, t : t + 4]), rows_of(rows[:, t + 1 : t + 5])) for t in range(steps - 4)]
+    written = Written(kernels, window, ticks)
     part = written.part
-    ticks = [(rows[:, t : t + 4].reshape(1, -1), rows[:, t + 1 : t + 5].reshape(1, -1)) for t in range(1, count - 4)]
-    cursors = np.zeros((len(ticks), 1), np.uint32)
-    for (obs, next_obs), cursor in zip(ticks, cursors, strict=True):
-        part.append(obs, next_obs, cursor)
     assert part.new_slices == count
     closed = part.closed()
     assert closed.log is not None
     assert closed.log.itemsize == (2 if count <= 1 << 16 else 4)
-    written.cursors = cursors[-50:]
+    written.cursors = written.cursors[-50:]
     assert_reads_back(written, ticks[-50:])
 
 

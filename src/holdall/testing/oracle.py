@@ -20,7 +20,7 @@ from holdall.errors import ArgumentError, TransitionIdError
 from holdall.sampling import Held
 
 
-class _Tick(NamedTuple):
+class OracleTick(NamedTuple):
     """One tick as it was given, copied; every array has a leading lane axis."""
 
     obs: Any
@@ -46,7 +46,7 @@ class OracleMemory:
 
     def __init__(self, capacity: int, num_envs: int = 1) -> None:
         self.num_envs = num_envs
-        self._ticks: deque[_Tick] = deque(maxlen=capacity // num_envs)
+        self._ticks: deque[OracleTick] = deque(maxlen=capacity // num_envs)
         self._added = 0
         self.flags_changed = 0
 
@@ -57,7 +57,7 @@ class OracleMemory:
         """Keep copies of one tick; the oldest leaves if the list is full."""
         given = (obs, action, reward, next_obs, terminated, truncated, {} if extras is None else extras)
         real = np.ones(self.num_envs, np.bool_) if valid is None else valid
-        self._ticks.append(_Tick(*(map_leaves(np.array, value) for value in (*given, real))))
+        self._ticks.append(OracleTick(*(map_leaves(np.array, value) for value in (*given, real))))
         self._added += 1
 
     def extend(self, *given: Any, **named: Any) -> None:
@@ -70,7 +70,7 @@ class OracleMemory:
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order; at least one tick must have been added."""
         wanted = np.asarray(ids, dtype=np.int64)
-        places = [self._place(int(number)) for number in wanted]
+        places = [self.place(int(number)) for number in wanted]
         if not self._ticks:
             raise ArgumentError("ids: nothing was added yet, so the oracle knows no shapes; add a tick first")
         rows = [_rows_at(tick._asdict(), lane) for tick, lane in places]
@@ -82,13 +82,13 @@ class OracleMemory:
         """Set again how transitions ended."""
         self.flags_changed += 1
         for number, ended, cut in zip(ids, terminated, truncated, strict=True):
-            tick, lane = self._place(int(number))
+            tick, lane = self.place(int(number))
             tick.terminated[lane], tick.truncated[lane] = ended, cut
 
     def update(self, ids: Any, /, **columns: Any) -> None:
         """Rewrite extras, row by row: of an id that comes twice, the last row stays."""
         for k, number in enumerate(ids):
-            tick, lane = self._place(int(number))
+            tick, lane = self.place(int(number))
             for name, rows in columns.items():
                 _put_row(tick.extras[name], rows, lane, k)
 
@@ -134,19 +134,19 @@ class OracleMemory:
         """Return the rewards, in their own dtype."""
         return self._read(ids, lambda tick, lane: tick.reward[lane], None)
 
-    def _read(self, ids: NDArray[np.int64], value: Callable[[_Tick, int], Any], dtype: Any) -> NDArray[Any]:
+    def _read(self, ids: NDArray[np.int64], value: Callable[[OracleTick, int], Any], dtype: Any) -> NDArray[Any]:
         values = [value(*self._tick_and_lane(number)) for number in np.ravel(ids).tolist()]
         return np.array(values, dtype).reshape(np.shape(ids))
 
-    def _tick_and_lane(self, number: int) -> tuple[_Tick, int]:
+    def _tick_and_lane(self, number: int) -> tuple[OracleTick, int]:
         """Return the tick and the lane of a transition id; raise TransitionIdError if it is not held."""
         if not self.first_id <= number < self.next_id:
             raise TransitionIdError(f"ids holds {number}, but {self.first_id} to {self.next_id - 1} are held")
         index, lane = divmod(number - self.first_id, self.num_envs)
         return self._ticks[index], lane
 
-    def _place(self, number: int) -> tuple[_Tick, int]:
-        """Return the same of a transition that was made."""
+    def place(self, number: int) -> tuple[OracleTick, int]:
+        """Return the tick and the lane of a transition that was made; raise TransitionIdError if there is none."""
         tick, lane = self._tick_and_lane(number)
         if not tick.valid[lane]:
             raise TransitionIdError(f"ids holds {number}, which was added with valid=False")
@@ -155,6 +155,8 @@ class OracleMemory:
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """Apply `change` to every array of a nest of mappings, tuples and lists."""
+    if isinstance(value, np.ndarray):  # nearly always
+        return change(value)
     if isinstance(value, Mapping):
         return {key: map_leaves(change, child) for key, child in value.items()}
     if isinstance(value, tuple | list):
@@ -269,7 +271,7 @@ def steps_from(oracle: OracleMemory, first: int, count: int) -> list[int]:
 def is_held(oracle: OracleMemory, number: int) -> bool:
     """Whether a transition can be gathered."""
     try:
-        oracle.gather([number])
+        oracle.place(number)
     except TransitionIdError:
         return False
     return True
@@ -277,8 +279,8 @@ def is_held(oracle: OracleMemory, number: int) -> bool:
 
 def ends(oracle: OracleMemory, number: int) -> bool:
     """Whether a transition is the last of its episode."""
-    row = oracle.gather([number])
-    return bool(row.terminated[0] or row.truncated[0])
+    tick, lane = oracle.place(number)
+    return bool(tick.terminated[lane] or tick.truncated[lane])
 
 
 def _discounted(rewards: NDArray[Any], gamma: float) -> Any:

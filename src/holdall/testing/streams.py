@@ -31,16 +31,16 @@ _RARE_BITS = {2: 0x7D01, 4: 0x7FA00001, 8: 0x7FF4000000000001}
 
 def random_rows(leaf: Leaf, leading: tuple[int, ...], generator: np.random.Generator) -> Array:
     """Draw every bit at random; among floats, NaN payloads and negative zeros are frequent."""
+    dtype, raw = leaf.dtype, generator.bit_generator.random_raw  # the generator's own methods take longer than a row
     count = prod(leading) * prod(leaf.shape)
-    rows = np.frombuffer(generator.bytes(count * leaf.dtype.itemsize), leaf.dtype).copy()
-    if leaf.dtype == np.bool_:
-        rows = (rows.view(np.uint8) & 1).view(np.bool_)
-    elif leaf.dtype.kind == "f" and count:
-        where = generator.integers(0, 16, count)
+    rows = raw(-(-count * dtype.itemsize // 8)).view(np.uint8)[: count * dtype.itemsize].view(dtype)
+    if dtype.kind == "b":
+        rows = (rows.view(np.uint8) & 1).view(dtype)
+    elif dtype.kind == "f" and count:
+        where = raw(count) & 15
         rows[where == 0] = -0.0
-        if leaf.dtype.itemsize in _RARE_BITS:
-            unsigned = rows.view(f"u{leaf.dtype.itemsize}")
-            unsigned[where == 1] = _RARE_BITS[leaf.dtype.itemsize] + generator.integers(0, 256)
+        if dtype.itemsize in _RARE_BITS:
+            rows.view(f"u{dtype.itemsize}")[where == 1] = _RARE_BITS[dtype.itemsize] + (raw() & 255)
     return rows.reshape((*leading, *leaf.shape))
 
 
@@ -104,8 +104,8 @@ class _LeafSource:
     def advance(self, lanes: NDArray[np.bool_]) -> None:
         """Let one step pass in the given lanes."""
         moving = lanes & (self.generator.random(self.lanes) >= self.plan.repeats)
-        for lane in np.flatnonzero(moving):
-            self.now[lane] = self._slid(self.now[lane], int(lane))
+        for lane in np.flatnonzero(moving).tolist():
+            self._slide(lane)
 
     def reset(self, lanes: NDArray[np.bool_]) -> None:
         """Show the first observation of an episode in the given lanes."""
@@ -142,16 +142,17 @@ class _LeafSource:
         days = self._day[lane] + np.arange(self.leaf.shape[self.plan.axis])
         return np.moveaxis(self._table[days % len(self._table)], 0, self.plan.axis)
 
-    def _slid(self, row: Array, lane: int) -> Array:
+    def _slide(self, lane: int) -> None:
         axis, step = self.plan.axis, self.plan.step
         self._day[lane] += step
         source = self._unseen(lane)
         if axis is None:
-            return source
-        length = row.shape[axis]
-        kept = np.take(row, np.arange(step, length), axis=axis)
-        newest = np.take(source, np.arange(length - step, length), axis=axis)
-        return np.concatenate([kept, newest], axis=axis)
+            self.now[lane] = source
+            return
+        row, source = np.moveaxis(self.now[lane], axis, 0), np.moveaxis(source, axis, 0)
+        kept = len(row) - step
+        row[:kept] = row[step:]
+        row[kept:] = source[kept:]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -61,21 +62,23 @@ def on(where: str) -> dict[str, Any]:
     return {where: "cpu"}
 
 
-def fed(name: str, ticks: int = 150, sampler: Any = None, lanes: int = 2, **options: Any) -> ReplayMemory:
+EXTRAS = {"log_prob": box((2,), "f4")}
+
+
+@functools.lru_cache(maxsize=4)
+def steps_of(name: str, ticks: int, lanes: int) -> list[dict[str, Any]]:
+    """Draw what all memories of a test are fed with."""
     space, plans = SPACES[name]
-    stream = Stream(
-        space,
-        spaces.Discrete(3),
-        lanes,
-        plans=plans,
-        mishaps=Mishaps(ends=0.05, skipped_steps=0.02, foreign_next=0.02),
-        extras={"log_prob": box((2,), "f4")},
-    )
-    memory = ReplayMemory(
-        space, spaces.Discrete(3), 200, lanes, seed=3, extras=stream.extras, sampler=sampler, **options
-    )
-    for _ in range(ticks):
-        memory.add(**stream.tick().arguments())
+    mishaps = Mishaps(ends=0.05, skipped_steps=0.02, foreign_next=0.02)
+    stream = Stream(space, spaces.Discrete(3), lanes, plans=plans, mishaps=mishaps, extras=EXTRAS)
+    return [stream.tick().arguments() for _ in range(ticks)]
+
+
+def fed(name: str, ticks: int = 150, sampler: Any = None, lanes: int = 2, **options: Any) -> ReplayMemory:
+    space, _ = SPACES[name]
+    memory = ReplayMemory(space, spaces.Discrete(3), 200, lanes, seed=3, extras=EXTRAS, sampler=sampler, **options)
+    for step in steps_of(name, ticks, lanes):
+        memory.add(**step)
     return memory
 
 
