@@ -39,7 +39,6 @@ from holdall.storage.snapshot import (
 )
 from holdall.storage.tick_store import TickStore
 
-
 _SNAPSHOT_S = 0.003
 """For so long no codec is chosen: a snapshot takes less, if it has Python's lock to itself."""
 
