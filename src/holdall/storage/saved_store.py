@@ -6,6 +6,7 @@ Invariant: what is frozen does not change, whatever is written meanwhile. A reco
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -37,6 +38,9 @@ from holdall.storage.snapshot import (
     put_rows,
 )
 from holdall.storage.tick_store import TickStore
+
+_SNAPSHOT_S = 0.003
+"""For so long no codec is chosen: a snapshot takes less, if it has Python's lock to itself."""
 
 
 class SavedStore(TickStore):
@@ -86,7 +90,7 @@ class SavedStore(TickStore):
             saved: Chunks of rows that are not needed, by number: the version and the columns in which they were saved.
         """
         if self.sealer is not None:
-            self.sealer.stay_away()
+            self.sealer.queue.away_until = time.monotonic() + _SNAPSHOT_S
         rows, versions = self._snapshots.freeze(
             self._columns(), self._rings.apart(), self.first_tick, self.next_tick, self.chunk_ticks, saved
         )

@@ -44,8 +44,6 @@ _DRIFT = 0.85
 """A block that shrinks this much worse than the one the codec was chosen on asks for a new choice."""
 _REST = 8
 """Blocks of a field between two choices, so that data that defies compression costs little."""
-_SNAPSHOT_S = 0.003
-"""A snapshot takes less, if nobody is in its way."""
 _SAY_AFTER_S = 10.0
 """Who waits longer says so in the log."""
 _STOP_S = 30.0
@@ -72,13 +70,14 @@ class Sealer:
         write: Writes sealed slices to a file and returns them as they are read from there; None without a disk tier.
 
     Attributes:
+        queue: What it shares with its worker.
         spare_bytes: Bytes of blocks that may wait, beside those that always may: what a limit leaves; None without one.
     """
 
     def __init__(
         self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None
     ) -> None:
-        self._queue = SealQueue(seals_again=wake is not None)
+        self._queue = self.queue = SealQueue(seals_again=wake is not None)
         self._work = _Work(self._queue, coder, cap, threads, write, None if wake is None else weakref.WeakMethod(wake))
         self._is_sealed_again = write is None and wake is not None
         self.may_seal_quickly(is_harmless=True)
@@ -112,10 +111,6 @@ class Sealer:
     def is_fed_fast(self) -> bool:
         """Whether blocks are filled so fast that making room for the next one takes a good part of the time."""
         return self.bytes_per_second > _FAST_BYTES_PER_SECOND
-
-    def stay_away(self) -> None:
-        """Keep the choice of a codec away from Python's lock for the moment that a snapshot takes."""
-        self._queue.away_until = time.monotonic() + _SNAPSHOT_S
 
     def submit(self, frozen: FrozenBlock) -> None:
         """Have a block sealed, unless it is about to be."""
