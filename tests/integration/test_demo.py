@@ -32,7 +32,7 @@ def both(weights: str = "ab" * 32, batches: str = "ef" * 32) -> comparison.Compa
 
 @pytest.mark.timeout(900)  # three trainings, on whatever machine
 def test_a_training_that_was_killed_and_resumed_ends_with_the_weights_of_sb3s_own(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "holdall", "demo", "--json", "--steps", "240", "--transitions", "2500"]
+    command = [sys.executable, "-m", "holdall", "demo", "--json", "--steps", "240", "--transitions", "2000"]
     done = subprocess.run(
         [*command, "--limit", "300MiB", "--out", str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -48,12 +48,12 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_weights_of_sb3s_ow
     page = Path(figures["report"]).read_text(encoding="utf-8")
     assert "300.0 MiB, named for this run" in page
     assert "(above the plot)" not in page
-    assert figures["holdall"]["transitions"] == figures["sb3"]["transitions"] == 2_740
+    assert figures["holdall"]["transitions"] == figures["sb3"]["transitions"] == 2_240
     assert figures["fit"]["sb3"] == "does not fit"
     assert latest_reading(tmp_path / "watch.jsonl").count("buffers") == 1
     assert Path(figures["report"]).read_text(encoding="utf-8").startswith("<!doctype html>")
     for words in (
-        "Will 2,740 transitions of a camera fit, and a million?",
+        "Will 2,240 transitions of a camera fit, and a million?",
         "this machine has",
         "budget of 48MiB",
         "kill -9",
