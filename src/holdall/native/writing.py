@@ -372,7 +372,8 @@ class NativeCoder(NativeDecoder):
         return self.adopt(Coded(codec, count, offsets, palettes[0], packed, places_of(order)))
 
     def _encode(
-        self, slices: Bytes, codec: Codec, order: Order | None, compressor: _Compressor, data: Bytes, first: int, end: int
+        self, slices: Bytes, codec: Codec, order: Order | None, compressor: _Compressor, data: Bytes, first: int,
+        end: int,
     ) -> tuple[Bytes, NDArray[np.uint32], Any]:  # fmt: skip
         """Code slices [first, end) into `data`; return their units, the units' ends, the palette (None: too small)."""
         form = _form(codec.transform)
