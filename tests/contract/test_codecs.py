@@ -638,12 +638,13 @@ def test_behind_differences_zstandard_refers_to_long_runs_only(coder: Coder) -> 
 
 
 @pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("predictor", [Predictor.NOTHING, Predictor.CHANGES])
 @pytest.mark.parametrize("settings", [{}, {"group": 4}, {"key": 3}, {"key": 2, "group": 2, "raw_keys": True}], ids=str)
 def test_a_block_is_sealed_piece_by_piece_to_the_same_bytes(
-    coder: Coder, settings: dict[str, Any], predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+    coder: Coder, settings: dict[str, Any], predictor: Predictor, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever watches is called in between, knows how far it is, and may end it."""
+    """Whoever watches is called in between, knows how far it is, and may end it; also if threads share the work."""
     for module in ("writing", "numpy_codec"):
         monkeypatch.setattr(f"holdall.native.{module}.WATCHED_BYTES", 5 * 700)
     slices = np.random.default_rng(2).integers(0, 3, (23, 700), np.uint8)
@@ -653,7 +654,8 @@ def test_a_block_is_sealed_piece_by_piece_to_the_same_bytes(
     if not codec.is_sound:
         pytest.skip("changes have no keys")
     seen: list[int] = []
-    whole, watched = coder.seal(slices, codec, order), coder.seal(slices, codec, order, watch=seen.append)
+    whole = coder.seal(slices, codec, order)
+    watched = coder.seal(slices, codec, order, threads=threads, watch=seen.append)
     assert whole is not None
     assert watched is not None
     assert watched.coded.offsets.tobytes() == whole.coded.offsets.tobytes()
@@ -666,4 +668,4 @@ def test_a_block_is_sealed_piece_by_piece_to_the_same_bytes(
         raise KeyError("enough")
 
     with pytest.raises(KeyError, match="enough"):
-        coder.seal(slices, codec, watch=end)
+        coder.seal(slices, codec, threads=threads, watch=end)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -338,42 +338,44 @@ class NativeCoder(NativeDecoder):
         if order is not None and (len(order) != count or order.dtype != np.uint32):
             raise DamageError(f"an order of {len(order)} came with {count} slices; report this")
         together = codec.group * max(codec.key, 1)  # slices that stay together
-        share = together * max(1, -(-count // (together * threads)))
-        encode = partial(self._encode, slices, codec, order)
-        most = min(share, count)
+        piece = together * max(1, -(-count // (together * threads)))
+        if watch is not None and not transform.palette_bytes:  # a palette is made of all slices, for every piece anew
+            piece = min(piece, together * max(1, WATCHED_BYTES // (together * transform.slice_bytes)))
+        encode, tell = partial(self._encode, slices, codec, order), watch or bool
+        firsts = range(0, max(count, 1), piece)
+        ends, is_shared, pieces = [*firsts[1:], count], threads > 1 and piece < count, []
+        most = min(piece, count) if is_shared else count
         room = most * transform.coded_bytes + -(-most // codec.group) * transform.head_bytes
-        if share < count:
-            firsts, ends = range(0, count, share), [*range(share, count, share), count]
-            areas = reserve(len(firsts) * room).reshape(-1, room)
+        data = reserve(room * (len(firsts) if is_shared else 1), in_small_pages=True)
+        if is_shared:
+            spare = [self._new_compressor(codec) for _ in range(threads)]  # one for each that runs
             with ThreadPoolExecutor(threads, "holdall-sealer") as helpers:
-                pieces = list(helpers.map(encode, areas, firsts, ends))
+                for made in helpers.map(partial(_lent, spare, encode), data.reshape(-1, room), firsts, ends):
+                    pieces.append(made)
+                    tell(ends[len(pieces) - 1])
         else:
-            is_whole = watch is None or transform.palette_bytes  # a palette is made of all slices
-            piece = count if is_whole else together * max(1, WATCHED_BYTES // (together * transform.slice_bytes))
-            data = reserve(room, in_small_pages=True)
-            memory, pieces, compressor, tell = mapping_of(data), [], self._compressor(codec), watch or bool
-            for first in range(0, max(count, 1), max(piece, 1)):
-                pieces.append(encode(data, first, min(first + piece, count), compressor))
+            memory, compressor = mapping_of(data), self._compressor(codec)
+            for first, end in zip(firsts, ends, strict=True):
+                pieces.append(encode(compressor, data, first, end))
                 data = data[len(pieces[-1][0]) :]
-                tell(min(first + piece, count))
+                tell(end)
         units, stops, palettes = zip(*pieces, strict=True)
         if any(palette is None for palette in palettes):
             return None
         bases = np.cumsum([0, *map(len, units)], dtype=np.uint32)
         offsets = np.concatenate([bases[:1], *(base + stop for base, stop in zip(bases, stops, strict=False))])
-        if share < count:
-            packed = np.concatenate(units, out=reserve(int(bases[-1])))
+        if is_shared:
+            packed = np.concatenate(units, out=reserve(int(bases[-1]), in_small_pages=True))
         else:
             del pieces, units, data  # views of it
             packed = first_bytes(memory, int(bases[-1]))
         return self.adopt(Coded(codec, count, offsets, palettes[0], packed, places_of(order)))
 
     def _encode(
-        self, slices: Bytes, codec: Codec, order: Order | None, data: Bytes, first: int, end: int,
-        compressor: _Compressor | None = None,
+        self, slices: Bytes, codec: Codec, order: Order | None, compressor: _Compressor, data: Bytes, first: int, end: int
     ) -> tuple[Bytes, NDArray[np.uint32], Any]:  # fmt: skip
         """Code slices [first, end) into `data`; return their units, the units' ends, the palette (None: too small)."""
-        compressor, form = compressor or self._compressor(codec), _form(codec.transform)
+        form = _form(codec.transform)
         offsets = np.zeros(-(-(end - first) // codec.group) + 1, np.uint32)
         palette = np.zeros(codec.transform.palette_bytes, np.uint8)
         if codec.is_of_colours:
@@ -405,13 +407,15 @@ class NativeCoder(NativeDecoder):
     def _compressor(self, codec: Codec) -> _Compressor:
         found = self._compressors.get(codec)
         if found is None:
-            tables = self._read_dictionary(codec) if codec.method is Method.PAIRS else 0
-            found = _Compressor(self._libraries, codec, tables)
+            found = self._new_compressor(codec)
             if len(self._compressors) >= self._most_kept:
                 self._compressors.clear()
             if self._most_kept:
                 self._compressors[codec] = found
         return found
+
+    def _new_compressor(self, codec: Codec) -> _Compressor:
+        return _Compressor(self._libraries, codec, self._read_dictionary(codec) if codec.method is Method.PAIRS else 0)
 
     def _read_dictionary(self, codec: Codec) -> int:
         """Return the form in which C reads a dictionary; made once, and kept as long as the dictionary."""
@@ -428,6 +432,13 @@ class NativeCoder(NativeDecoder):
                 weakref.finalize(dictionary, functions["ZSTD_freeDDict"], found).atexit = False
             made[method] = found
         return made[method]
+
+
+def _lent(spare: list[_Compressor], encode: Callable[..., Any], *of_a_piece: Any) -> Any:
+    compressor = spare.pop()
+    made = encode(compressor, *of_a_piece)
+    spare.append(compressor)
+    return made
 
 
 class _Compressor:
