@@ -23,6 +23,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     }
     before = {name: os.environ.get(name) for name in (*settings, "RAY_AUTH_MODE")}  # which ray.init sets by itself
     os.environ.update(settings)
+    ray.shutdown()  # of one that Ray started by itself when a test before called it
     ray.init(
         num_cpus=4,
         include_dashboard=False,

@@ -36,18 +36,7 @@ ROVER = ("--obs", "image=84x84x3:uint8", "--obs", "vector=31:float32", "--action
 def test_flags_give_a_verdict_in_json_and_on_a_page(tmp_path: Path) -> None:
     html = tmp_path / "plan.html"
     code, out, _ = _plan(
-        *ROVER,
-        "--capacity",
-        "1e6",
-        "--batch-size",
-        "32",
-        "--num-envs",
-        "4",
-        "--budget",
-        "8GiB",
-        "--json",
-        "--html",
-        str(html),
+        *ROVER, "--capacity", "1e6", "--num-envs", "4", "--budget", "8GiB", "--json", "--html", str(html)
     )
     found = json.loads(out)
     assert (code, found["verdict"]) == (2, "does not fit")
