@@ -84,12 +84,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, without which the suite runs, too
-def pytest_xdist_auto_num_workers() -> int:
-    """Return one process more than there are cores: clusters, servers and killed processes are waited for."""
-    return len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)) + 1
-
-
 def pytest_configure() -> None:
     gc.disable()  # nothing that is imported or collected becomes garbage
 

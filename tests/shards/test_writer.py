@@ -197,6 +197,24 @@ def test_a_program_that_ends_without_flush_has_flushed(memory: ReplayMemory) -> 
     assert held(memory) == list(range(200))
 
 
+def test_a_writer_does_not_start_ray_again_after_it_was_shut_down(memory: ReplayMemory) -> None:
+    begin(memory)
+    program = f"""{DRIVER}
+import ray
+ray.shutdown()
+try:
+    memory.flush()
+except holdall.HoldallError as error:
+    print(error)
+print(ray.is_initialized())
+"""
+    command = [sys.executable, "-c", program, memory.name, ray.get_runtime_context().gcs_address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Ray was shut down before" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "False"
+
+
 @pytest.mark.nightly
 def test_a_memory_with_journals_that_is_closed_has_flushed(cluster: None, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"shards": 1, "durability": "segment", "url": tmp_path}
