@@ -121,7 +121,7 @@ class SegmentStream:
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Go on with what the shard said meanwhile; wait so long for its next word at most."""
-        if not ray.is_initialized():  # and would be started anew by the calls below
+        if not ray.is_initialized():  # the calls below would start it again
             raise ShardError(f"Ray was shut down before {self.unacknowledged_rows} transitions were acknowledged")
         self._send(wait_s)
         while self._calls and ray.wait([self._calls[0][0]], timeout=wait_s)[0]:

@@ -339,7 +339,7 @@ class NativeCoder(NativeDecoder):
             raise DamageError(f"an order of {len(order)} came with {count} slices; report this")
         together = codec.group * max(codec.key, 1)  # slices that stay together
         piece = together * max(1, -(-count // (together * threads)))
-        if watch is not None and not transform.palette_bytes:  # a palette is made of all slices, for every piece anew
+        if watch is not None and not transform.palette_bytes:  # every piece would make the palette of all slices again
             piece = min(piece, together * max(1, WATCHED_BYTES // (together * transform.slice_bytes)))
         encode, tell = partial(self._encode, slices, codec, order), watch or bool
         firsts = range(0, max(count, 1), piece)
