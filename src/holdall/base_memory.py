@@ -1,9 +1,8 @@
-"""What all calls of a memory stand on: its store and the lock, the short ways in and out, and where batches are made.
+"""A memory as a whole: how it is made, locked, saved, loaded and closed; and the short ways in and out, for adapters.
 
-In its second half the memory as a whole: saved, loaded, pickled, closed.
-
-The first tensors that are added to a memory with a `store_device` say that everything lives on their device. From then
-on the store's rings are there, and batches are made of them, see `delivery.resident`.
+What training calls is in replay.py. The first tensors that are added to a memory with a `store_device` say that
+everything lives on their device. From then on the store's rings are there, and batches are made of them, see
+`delivery.resident`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import logging
 import os
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.background import CLOSE_S, LOAD_S, fork_safe, left, tell_of_forks
@@ -46,62 +45,90 @@ from holdall.delivery import (
     SlotDraw,
     TensorFit,
     batches_for,
-    is_on_device,
     rings_on,
 )
 from holdall.errors import ArgumentError, CheckpointError, ClosedError, HoldallError
-from holdall.json_state import childs_generator, generator_state, restored_generator, schema_words
-from holdall.sampling import Held, Sampler, resume, sampler_to_resume, sampler_words
+from holdall.json_state import childs_generator, generator_of, generator_state, restored_generator, schema_words
+from holdall.machine import pool_threads
+from holdall.native import kernels_for
+from holdall.report import LIVING
+from holdall.sampling import Held, Sampler, required_sampler, resume, sampler_to_resume, sampler_words
 from holdall.schema import Schema
 from holdall.storage import (
     BatchReader,
     Budget,
     FastTick,
     FullBlock,
-    Kernels,
     Rows,
     SliceBlock,
-    StepsLeft,
+    SpillFolder,
     Store,
     StoreContent,
     Tick,
-    UnchangedStore,
 )
 from holdall.units import require_count, require_number, whole
 
 _LOG = logging.getLogger("holdall")
 
 
-class BaseMemory(ABC):
+class BaseMemory:
     """The part of `ReplayMemory` that has the store and the lock, knows devices, and is saved and loaded.
 
-    Args:
-        settings: The rest of the subclass's arguments, as they were given.
+    Its arguments are those of `ReplayMemory`.
     """
 
-    sampler: Sampler
-    _generator: np.random.Generator
-    _store: Store | None
-    _budget: Budget
     _tensor_fit: TensorFit | None = None  # of a memory that lives on its device
     _resident: ResidentBatches | None = None  # the same one's batches
     # These two do nothing before the first tick, or batch, that goes the general way; for adapters.
     add_at_once: Callable[..., int] = staticmethod(FastTick.add)  # adds a tick in one step
     draw_at_once: Callable[..., Any] = staticmethod(BatchReader.draw)  # draws a batch in one step
 
-    def __init__(self, schema: Schema, capacity: int, settings: dict[str, Any], kernels: Kernels) -> None:
+    def __init__(
+        self, observation_space: spaces.Space[Any] | Schema, action_space: spaces.Space[Any] | None,
+        capacity: float = 1_000_000, num_envs: int = 1,
+        *,
+        budget: str | int | None = "auto", prefer: str = "balanced", spill_dir: str | os.PathLike[str] | None = None,
+        device: str | None = None, store_device: str | None = None, seed: int | None = None,
+        extras: Mapping[str, spaces.Space[Any]] | None = None, sampler: Sampler | None = None,
+        reward_shape: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        capacity = whole(capacity)
+        if isinstance(observation_space, Schema):
+            schema = observation_space
+        else:
+            require_count("num_envs", num_envs, 1)
+            of_lanes = " (num_envs: it counts transitions over all lanes)"
+            capacity = require_count("capacity", capacity, num_envs, of_lanes)
+            schema = Schema.of(observation_space, action_space, extras, num_envs, reward_shape)
+        settings = {
+            "budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device, "store_device": store_device,
+        }  # fmt: skip
         self.schema, self.num_envs = schema, schema.num_envs
-        self.capacity = capacity // schema.num_envs * schema.num_envs  # transitions: whole ticks, over all lanes
-        self._settings, self._kernels = settings, kernels
+        self.capacity = int(capacity) // schema.num_envs * schema.num_envs  # transitions: whole ticks, over all lanes
+        self._settings, self._kernels = settings, kernels_for(os.environ.get("HOLDALL_KERNELS", ""))
+        self.spill_dir, self._generator = spill_dir, generator_of(seed)
+        self.sampler = required_sampler(sampler)
         self._lock: Any = fork_safe(threading.RLock())  # entered once: see `_locked`
         self._prefetched: Prefetched | None = None  # made with the first loader
         self._elsewhere: dict[str, Batches] = {}  # by device, beside the memory's own
-        self._savers = Savers(kernels.coder)
+        self._savers = Savers(self._kernels.coder)
         self._parents: list[Any] = []  # what a forked child must neither use nor close
-        tell_of_forks(self)
         self._attached = Attached()
         self._autosave: Any = None  # both are ended by `close`
         self._fetch: Any = None
+        if device is not None or store_device is not None:
+            self._delivery = Delivery.of(device, store_device, schema.leaves)  # now: it may be refused
+        self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
+        folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
+        try:
+            ticks = self.capacity // schema.num_envs
+            self._store: Store | None = Store(schema, ticks, self._kernels, self._lock, self._budget, folder)
+        except (OSError, OverflowError, MemoryError) as error:
+            raise ArgumentError(
+                f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
+            ) from error
+        tell_of_forks(self)
+        LIVING.add(self)
 
     def _open(self) -> Store:
         if self._store is None:
@@ -239,44 +266,6 @@ class BaseMemory(ABC):
     def _staged_bytes(self) -> int:
         return self._assembler.staging.nbytes + self._batches.pinned_bytes + self._open().batch_reader.nbytes
 
-    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
-        """Check every argument; nothing is written if one does not fit."""
-        store = self._open()
-        reward_dtype, self.add_at_once = store.reward_dtype, store.fast_tick.add
-        may_live_there = self._settings["store_device"] is not None
-        if may_live_there and (self._tensor_fit is not None or is_on_device(self._delivery, arguments[0])):
-            return self._fit_tensors(leading, reward_dtype, arguments)
-        tick = Tick.fitted(self.schema, leading, reward_dtype, *arguments)
-        if reward_dtype is None and (self._settings["device"] or self._settings["store_device"]):
-            self._delivery.require(self.schema.reward_leaf(tick.reward.dtype, "reward"))
-        return tick
-
-    def _write_steps(self, left: StepsLeft, *, waits: bool = True) -> None:
-        """Write all steps, and let others in when blocks pile up; the first interrupt waits for the last step."""
-        try:
-            while left:
-                with self._locked():
-                    store = self._whole()
-                    left.write(store)
-                store.wait_for_room()
-        except BaseException:
-            if waits:
-                self._write_steps(left, waits=False)
-            raise
-
-    def _fit_tensors(self, leading: tuple[int, ...], reward_dtype: Any, arguments: tuple[Any, ...]) -> Tick:
-        """Check tensors on the store's device; the first of them say that everything lives there."""
-        fit = self._tensor_fit or TensorFit(self._delivery, self.schema)
-        tick = fit.tick(leading, reward_dtype, *arguments)
-        if self._tensor_fit is None:
-            if self._open().next_tick:
-                raise ArgumentError(
-                    f"obs is on {fit.device}, but the memory was begun with arrays of the host; go on with these, or "
-                    "make a new memory"
-                )
-            self._move_to_device(fit, tick)
-        return tick
-
     def _move_to_device(self, fit: TensorFit, steps: Tick | None) -> None:
         """Let everything live on the store's device; nothing was added yet."""
         ticks = self.capacity // self.num_envs
@@ -294,7 +283,7 @@ class BaseMemory(ABC):
         if self._settings["store_device"] is not None and content is not None and not content.large:
             self._move_to_device(TensorFit(self._delivery, self.schema), None)
 
-    # ------------------------------------------------------------ checkpoints and pickles
+    # ------------------------------------------------------------ checkpoints
 
     def save(
         self,
@@ -415,9 +404,15 @@ class BaseMemory(ABC):
             raise
         self._free()
 
-    @abstractmethod
     def _free(self) -> None:
         """Free everything, whatever became of saves."""
+        with self._locked():
+            if self._store is not None:
+                self._store.end_writing()
+            store, self._store = self._store, None
+        if store is not None:  # an interrupt leaves it to be freed with the last that refers to it
+            store.close()
+        self._close_batches()
 
     def __enter__(self) -> Self:
         return self
@@ -472,12 +467,3 @@ class BaseMemory(ABC):
         """Return the blocks that are full and not known yet, newest first; for autosaves."""
         with self._locked():
             return self._whole().full_blocks(is_known)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the content as arrays that pickle protocol 5 writes without copying them."""
-        with self._locked():
-            store = self._whole()
-            made_of = {"schema": self.schema, "capacity": self.capacity, "settings": self._settings}
-            draws = {"generator": self._generator, "sampler": self.sampler}
-            held = {"store": store.content(), "rows": store.rows()}
-            return made_of | draws | held | {"unchanged": UnchangedStore(store)}  # last: written when all the rest was

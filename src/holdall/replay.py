@@ -9,27 +9,23 @@ Invariant: `gather(ids)` returns bit for bit what `add` was given. What does not
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.base_memory import BaseMemory
 from holdall.batch import Batch, Draw, of_ids
-from holdall.delivery import Delivery, DrawnRows, Loader, Prefetched, SavedDraws
+from holdall.delivery import Delivery, DrawnRows, Loader, Prefetched, SavedDraws, TensorFit, is_on_device
 from holdall.errors import ArgumentError
 from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
-from holdall.json_state import generator_of
-from holdall.machine import pool_threads
-from holdall.native import chosen_kernels, fallback
-from holdall.report import LIVING, MemoryReport
-from holdall.sampling import Prioritized, Sampler, Uniform, drawn_from, require_enough, required_sampler, set_priorities
-from holdall.schema import Array, Leaf, Schema, as_ids, fit_flags, ids_of_any_shape, on_host, require_in_range
-from holdall.storage import Budget, SpillFolder, StepsLeft, Store, last_rows, steps_in
-from holdall.units import require_count, whole
+from holdall.native import fallback
+from holdall.report import MemoryReport
+from holdall.sampling import Prioritized, Uniform, drawn_from, require_enough, set_priorities
+from holdall.schema import Array, Leaf, as_ids, fit_flags, ids_of_any_shape, on_host, require_in_range
+from holdall.storage import StepsLeft, Store, Tick, UnchangedStore, last_rows, steps_in
+from holdall.units import require_count
 
 _PLAIN_SAMPLERS = frozenset({Uniform, Prioritized})
 """These draw once, and say nothing of a row but its id and weight."""
@@ -58,42 +54,7 @@ class ReplayMemory(BaseMemory):
         reward_shape: What one lane's reward is, beside a number: `(n,)` for one per agent or per objective.
     """
 
-    def __init__(
-        self, observation_space: spaces.Space[Any] | Schema, action_space: spaces.Space[Any] | None,
-        capacity: float = 1_000_000, num_envs: int = 1,
-        *,
-        budget: str | int | None = "auto", prefer: str = "balanced", spill_dir: str | os.PathLike[str] | None = None,
-        device: str | None = None, store_device: str | None = None, seed: int | None = None,
-        extras: Mapping[str, spaces.Space[Any]] | None = None, sampler: Sampler | None = None,
-        reward_shape: tuple[int, ...] = (),
-    ) -> None:  # fmt: skip
-        capacity = whole(capacity)
-        if isinstance(observation_space, Schema):
-            schema = observation_space
-        else:
-            require_count("num_envs", num_envs, 1)
-            of_lanes = " (num_envs: it counts transitions over all lanes)"
-            capacity = require_count("capacity", capacity, num_envs, of_lanes)
-            schema = Schema.of(observation_space, action_space, extras, num_envs, reward_shape)
-        settings = {
-            "budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device, "store_device": store_device,
-        }  # fmt: skip
-        super().__init__(schema, int(capacity), settings, chosen_kernels())
-        self.spill_dir, self._generator = spill_dir, generator_of(seed)
-        self.sampler = required_sampler(sampler)
-        if device is not None or store_device is not None:
-            self._delivery = Delivery.of(device, store_device, schema.leaves)  # now: it may be refused
-        self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
-        folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
-        try:
-            ticks = self.capacity // schema.num_envs
-            self._store: Store | None = Store(schema, ticks, self._kernels, self._lock, self._budget, folder)
-        except (OSError, OverflowError, MemoryError) as error:
-            raise ArgumentError(
-                f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
-            ) from error
-        self._next_look: float = FIRST_LOOK_TICKS
-        LIVING.add(self)
+    _next_look: float = FIRST_LOOK_TICKS  # in ticks, see `_look_for_resets`
 
     def add(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -133,6 +94,44 @@ class ReplayMemory(BaseMemory):
             leading = (steps_in(reward), self.num_envs)
             steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
         self._write_steps(StepsLeft(steps))
+
+    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
+        """Check every argument; nothing is written if one does not fit."""
+        store = self._open()
+        reward_dtype, self.add_at_once = store.reward_dtype, store.fast_tick.add
+        may_live_there = self._settings["store_device"] is not None
+        if may_live_there and (self._tensor_fit is not None or is_on_device(self._delivery, arguments[0])):
+            return self._fit_tensors(leading, reward_dtype, arguments)
+        tick = Tick.fitted(self.schema, leading, reward_dtype, *arguments)
+        if reward_dtype is None and (self._settings["device"] or self._settings["store_device"]):
+            self._delivery.require(self.schema.reward_leaf(tick.reward.dtype, "reward"))
+        return tick
+
+    def _write_steps(self, left: StepsLeft, *, waits: bool = True) -> None:
+        """Write all steps, and let others in when blocks pile up; the first interrupt waits for the last step."""
+        try:
+            while left:
+                with self._locked():
+                    store = self._whole()
+                    left.write(store)
+                store.wait_for_room()
+        except BaseException:
+            if waits:
+                self._write_steps(left, waits=False)
+            raise
+
+    def _fit_tensors(self, leading: tuple[int, ...], reward_dtype: Any, arguments: tuple[Any, ...]) -> Tick:
+        """Check tensors on the store's device; the first of them say that everything lives there."""
+        fit = self._tensor_fit or TensorFit(self._delivery, self.schema)
+        tick = fit.tick(leading, reward_dtype, *arguments)
+        if self._tensor_fit is None:
+            if self._open().next_tick:
+                raise ArgumentError(
+                    f"obs is on {fit.device}, but the memory was begun with arrays of the host; go on with these, or "
+                    "make a new memory"
+                )
+            self._move_to_device(fit, tick)
+        return tick
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
@@ -311,14 +310,14 @@ class ReplayMemory(BaseMemory):
             require_in_range(wanted, store.first_tick * self.num_envs, store.next_tick * self.num_envs)
             return store.are_valid(wanted)
 
-    def _free(self) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the content as arrays that pickle protocol 5 writes without copying them."""
         with self._locked():
-            if self._store is not None:
-                self._store.end_writing()
-            store, self._store = self._store, None
-        if store is not None:  # an interrupt leaves it to be freed with the last that refers to it
-            store.close()
-        self._close_batches()
+            store = self._whole()
+            made_of = {"schema": self.schema, "capacity": self.capacity, "settings": self._settings}
+            draws = {"generator": self._generator, "sampler": self.sampler}
+            held = {"store": store.content(), "rows": store.rows()}
+            return made_of | draws | held | {"unchanged": UnchangedStore(store)}  # last: written when all the rest was
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         schema, capacity, settings = state["schema"], state["capacity"], state["settings"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdall import ArgumentError, DamageError
-from holdall.native import PortableKernels, ThreadPool, chosen_kernels, native_kernels
+from holdall.native import PortableKernels, ThreadPool, chosen_kernels, kernels_for, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage.batch_source import RECORD_FIELDS, Places
 from holdall.storage.blocks import reserve
@@ -586,5 +586,6 @@ def test_asking_for_compiled_loops_that_were_not_built_is_refused(monkeypatch: p
     """Who asks for the compiled loops never gets the slow ones silently."""
     monkeypatch.setenv("HOLDALL_KERNELS", "native")
     monkeypatch.setattr("holdall.native.library._loaded", lambda: (None, "it was not built"))
+    monkeypatch.setattr("holdall.native.kernels_for", kernels_for.__wrapped__)
     with pytest.raises(ArgumentError, match=r"HOLDALL_KERNELS is native.*it was not built.*install a C compiler"):
         chosen_kernels()

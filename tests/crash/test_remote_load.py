@@ -69,7 +69,7 @@ def test_a_batch_is_drawn_before_all_was_read(
 ) -> None:
     """What it needs is fetched, and no more than pages around it."""
     chosen: Kernels = PortableKernels() if kernels == "portable" else chosen_kernels()
-    monkeypatch.setattr("holdall.replay.chosen_kernels", lambda: chosen)
+    monkeypatch.setattr("holdall.base_memory.kernels_for", lambda _wish: chosen)
     total = sum(ObjectStoreWriter(saved).reader.file_sizes().values())
     with ReplayMemory.load(saved, spill_dir=tmp_path / "spill") as memory:
         at_load = sum(fetched)

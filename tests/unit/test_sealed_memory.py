@@ -18,7 +18,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
-from holdall.native import _warn_once, native_kernels
+from holdall.native import _warn_once, kernels_for, native_kernels
 from holdall.report import FieldReport
 from holdall.storage import segment
 from holdall.storage.codec_choice import COST_CAPS
@@ -233,6 +233,7 @@ def test_compiled_loops_do_without_the_systems_libraries(monkeypatch: pytest.Mon
     monkeypatch.setattr("holdall.native.system_libraries", lambda: None)
     monkeypatch.setattr("holdall.native.native_kernels", native_kernels.__wrapped__)
     monkeypatch.setattr("holdall.native._warn_once", _warn_once.__wrapped__)
+    monkeypatch.setattr("holdall.base_memory.kernels_for", kernels_for.__wrapped__)
     with pytest.warns(RuntimeWarning, match="libzstd or liblz4 was not found"):
         pair = Pair(lanes=2)
     with pair.memory:

@@ -128,22 +128,34 @@ def native_kernels() -> NativeKernels | None:
     return None if library is None else NativeKernels(library)
 
 
-def _chosen() -> Kernels:
-    has_wish = bool(os.environ.get("HOLDALL_KERNELS"))
-    native = native_kernels() if not has_wish or chosen_library() is not None else None
+def _named(wish: str) -> Kernels:
+    native = native_kernels() if not wish or chosen_library() is not None else None
     return native or PortableKernels()
 
 
-def chosen_kernels() -> Kernels:
-    """Return the compiled loops if they can be used, else the portable ones; HOLDALL_KERNELS names one of the two."""
-    if os.environ.get("HOLDALL_KERNELS") != "portable":
+@functools.cache
+def kernels_for(wish: str) -> Kernels:
+    """Return the compiled loops if they can be used, else the portable ones; found once a process for every wish.
+
+    Args:
+        wish: What HOLDALL_KERNELS says: the name of one of the two, or nothing.
+    """
+    if wish != "portable":
         _warn_once()
-    return _chosen()
+    return _named(wish)
+
+
+def chosen_kernels() -> Kernels:
+    """Return the kernels that HOLDALL_KERNELS names, see `kernels_for`."""
+    wish = os.environ.get("HOLDALL_KERNELS", "")
+    if wish != "portable":
+        _warn_once()  # here, so that the warning names the caller's caller
+    return kernels_for(wish)
 
 
 def fallback() -> str:
     """Say what is done without compiled code, why, and how much slower it is; empty if nothing is."""
-    kernels = _chosen()
+    kernels = _named(os.environ.get("HOLDALL_KERNELS", ""))
     if isinstance(kernels, PortableKernels):
         return f"NumPy does the work of the compiled loops ({library_problem()}): {_WITHOUT_LOOPS}"
     if isinstance(kernels.coder, PortableCoder):
