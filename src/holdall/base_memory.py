@@ -100,7 +100,7 @@ class BaseMemory:
             of_lanes = " (num_envs: it counts transitions over all lanes)"
             capacity = require_count("capacity", capacity, num_envs, of_lanes)
             schema = Schema.of(observation_space, action_space, extras, num_envs, reward_shape)
-        settings = {
+        settings: dict[str, Any] = {
             "budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device, "store_device": store_device,
         }  # fmt: skip
         self.schema, self.num_envs = schema, schema.num_envs
@@ -183,6 +183,20 @@ class BaseMemory:
             sealer = self._whole().sealer
         if sealer is not None:
             sealer.drain()
+
+    def arrays(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return every array held, by field; let go of them at once, since an array that is looked at is not reused."""
+        with self._locked():
+            if self._store is None:
+                return []
+            staged = [*self._assembler.staging.arrays(), *self._store.batch_reader.arrays()]
+            return [*self._store.arrays(), *(("staging", block) for block in staged)]
+
+    @property
+    def fill(self) -> float:
+        """How full the memory is, of 1."""
+        store = self._store
+        return 0.0 if store is None else (store.next_tick - store.first_tick) * self.num_envs / self.capacity
 
     @functools.cached_property
     def _delivery(self) -> Delivery:

@@ -277,14 +277,6 @@ class ReplayMemory(BaseMemory):
                 budget_bytes=self._budget.limit, capacity_that_fits=store.capacity_that_fits, fallback=fallback(),
             )  # fmt: skip
 
-    def arrays(self) -> list[tuple[str, NDArray[Any]]]:
-        """Return every array held, by field; let go of them at once, since an array that is looked at is not reused."""
-        with self._locked():
-            if self._store is None:
-                return []
-            staged = [*self._assembler.staging.arrays(), *self._store.batch_reader.arrays()]
-            return [*self._store.arrays(), *(("staging", block) for block in staged)]
-
     def relieve(self, nbytes: int) -> None:
         """Hold that much less in memory, if no transition is lost: raw data is compressed, with `spill_dir` spilled."""
         require_count("nbytes", nbytes, 0)
@@ -296,12 +288,6 @@ class ReplayMemory(BaseMemory):
         """Bytes in files of `spill_dir`."""
         with self._locked():
             return 0 if self._store is None else self._store.disk_bytes
-
-    @property
-    def fill(self) -> float:
-        """How full the memory is, of 1."""
-        store = self._store
-        return 0.0 if store is None else (store.next_tick - store.first_tick) * self.num_envs / self.capacity
 
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Tell which of some held ids are transitions: lanes added with valid=False made none."""

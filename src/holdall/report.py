@@ -15,6 +15,11 @@ from typing import Any, Protocol
 from holdall.units import format_bytes
 
 
+def field_name(prefix: str, leaf: str) -> str:
+    """Name a leaf of a space for people, by what it is part of and its own name there."""
+    return f"{prefix}.{leaf}" if leaf else prefix
+
+
 @dataclass(frozen=True, slots=True)
 class FieldReport:
     """One field: its bytes by kind, and what was found about it."""

@@ -24,7 +24,7 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall.storage import columns, sealer, segment
+from holdall.storage import rings, sealer, segment
 from holdall.testing import OracleMemory, assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in finalizers
@@ -200,7 +200,7 @@ NAMES = tuple(scenes(Path()))
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 150_000)
     for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", 8), ("_LEAST_RUNS", 2)):
-        monkeypatch.setattr(columns, name, value)
+        monkeypatch.setattr(rings, name, value)
 
 
 def points_in(lines: int, points: int | None) -> list[int]:

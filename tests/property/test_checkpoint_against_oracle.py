@@ -18,7 +18,8 @@ from holdall.checkpoint import save as saver
 from holdall.checkpoint import saved_records as merge
 from holdall.checkpoint import saved_records as writing
 from holdall.checkpoint import write as save
-from holdall.storage import columns as ring
+from holdall.storage import columns
+from holdall.storage import rings as ring
 from holdall.storage import segment, snapshot
 from holdall.testing import OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams
@@ -138,7 +139,7 @@ def limits(draw: st.DrawFn) -> list[tuple[object, str, int]]:
         (ring, "_UNSHARED_BEFORE_PAIRING", draw(st.sampled_from([4, 1024]))),
         (ring, "_RUN_BYTES", 1),
         (ring, "_LEAST_TICKS", draw(st.sampled_from([4, 64]))),
-        (ring, "_WORTH", 4),  # rows are packed whether it pays or not
+        (columns, "_WORTH", 4),  # rows are packed whether it pays or not
         (save, "_MOST_PIECES", draw(st.sampled_from([1, 3, 16]))),
         (save, "PIECE_BYTES", draw(st.sampled_from([10_000, 2**22]))),
         (merge, "MOST_FILES", draw(st.sampled_from([1, 5, 200]))),

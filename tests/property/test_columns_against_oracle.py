@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from holdall import ReplayMemory
 from holdall.native import native_kernels
-from holdall.storage import columns
+from holdall.storage import columns, rings
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -123,8 +123,9 @@ class Vectors:
 
 def _small_runs(patch: pytest.MonkeyPatch, run_ticks: int, worth: float) -> None:
     """Have ticks packed after a few; above 1, whether it pays or not."""
-    for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", run_ticks), ("_LEAST_RUNS", 2), ("_WORTH", worth)):
-        patch.setattr(columns, name, value)
+    for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", run_ticks), ("_LEAST_RUNS", 2)):
+        patch.setattr(rings, name, value)
+    patch.setattr(columns, "_WORTH", worth)
 
 
 class Compared:
@@ -211,7 +212,7 @@ def test_vectors_come_back_bit_for_bit(
     """Whatever repeats, for however long, in whichever lane, and whatever is done to the memory meanwhile."""
     with pytest.MonkeyPatch.context() as patch:
         _small_runs(patch, run_ticks, worth)
-        patch.setattr(columns, "_UNSHARED_BEFORE_PAIRING", unshared)
+        patch.setattr(rings, "_UNSHARED_BEFORE_PAIRING", unshared)
         vectors = Vectors(lanes, dtype, seed, ends, breaks, is_frame_by_frame)
         compared = Compared(vectors, capacity_ticks, device)
         compared.extend(50, one_by_one=False)

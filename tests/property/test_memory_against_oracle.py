@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from holdall import ArgumentError, ReplayMemory, TransitionIdError
 from holdall.batch import Batch
 from holdall.native import native_kernels
-from holdall.storage import columns as ring
-from holdall.storage import segment
+from holdall.storage import columns, segment
+from holdall.storage import rings as ring
 from holdall.storage.store import Store
 from holdall.storage.tiers import Budget
 from holdall.testing import OracleMemory, Stream, assert_same_bits
@@ -83,8 +83,9 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         self.patch.setattr(segment, "_REPLAYED_TICKS", replayed_ticks)
         self.patch.setattr(ring, "_UNSHARED_BEFORE_PAIRING", unshared_before_pairing)
         if run_ticks is not None:  # observations in rings are packed after so many ticks, whether it pays or not
-            for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", run_ticks), ("_LEAST_RUNS", 2), ("_WORTH", 4.0)):
+            for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", run_ticks), ("_LEAST_RUNS", 2)):
                 self.patch.setattr(ring, name, value)
+            self.patch.setattr(columns, "_WORTH", 4.0)
         # What closed blocks may take is drawn, where there is a limit or a disk: budgets are small in no other way.
         self.leaves_early = budget == "1GiB" and not spills
         if budget == "1GiB" or spills:

@@ -15,6 +15,7 @@ from holdall.storage.batch_source import (
     DecodedSegments,
     Held,
     Places,
+    Rows,
     RowSources,
     fresh_bytes,
 )
@@ -51,7 +52,7 @@ from holdall.storage.codec import (
     stored,
 )
 from holdall.storage.codec_choice import COST_CAPS, choose
-from holdall.storage.columns import COLUMN_TABLES, NEVER, new_ring
+from holdall.storage.columns import COLUMN_TABLES, NEVER
 from holdall.storage.pairs import PairTables, decode_pairs, encode_pairs, train_pairs
 from holdall.storage.records import (
     SLICES,
@@ -72,7 +73,7 @@ from holdall.storage.records import (
     unparsed,
 )
 from holdall.storage.remote_file import AwaitedFile, Demand, bring, bring_places, bring_slices
-from holdall.storage.rings import Rows
+from holdall.storage.rings import new_ring
 from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
 from holdall.storage.saved_store import (
     PIECE_BYTES,

@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,12 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.schema import Array, Bytes
-from holdall.storage.blocks import Coder, SealedSlices
+from holdall.schema import Array, Bytes, require_in_range
+from holdall.storage.blocks import Coder, SealedSlices, address
 
 if TYPE_CHECKING:
-    from holdall.storage.columns import ObservationRing
-    from holdall.storage.rings import Rings
+    from holdall.storage.rings import ObservationRing, Rings
     from holdall.storage.segment import Segments
     from holdall.storage.slices import Cursors
     from holdall.storage.ticks import Kernels, TickWriter
@@ -122,70 +121,107 @@ class Places:
         )
 
 
+class Rows(NamedTuple):
+    """What was read under some ids: copies of the small fields, places of the large ones."""
+
+    small: dict[int, tuple[Array, Array]]  # by observation leaf: obs and next_obs
+    large: tuple[int, ...]  # observation leaves whose places follow, in this order
+    places: Places | None
+    action: list[Array]
+    reward: Array
+    terminated: Array
+    truncated: Array
+    extras: list[Array]
+    ended: Array  # float32: 1.0 where an episode ended and was not cut short
+
+    def cut(self, some: slice) -> Rows:
+        """Return some of the rows, of which all fields were read; nothing is copied."""
+        return Rows(
+            {i: (obs[some], next_obs[some]) for i, (obs, next_obs) in self.small.items()}, (), None,
+            [each[some] for each in self.action], self.reward[some], self.terminated[some], self.truncated[some],
+            [each[some] for each in self.extras], self.ended[some],
+        )  # fmt: skip
+
+
 class RowTable:
     """How kernels copy the short fields of a batch in one go: from which rings, and where to.
 
     Observations go to one block and everything else to another, so that rewards that a caller keeps do not keep large
-    observations, too.
+    observations, too. Behind everything else comes a column of 1.0 where an episode ended that was not cut short.
 
     Args:
-        rest: Rings of everything else; behind them comes a column of 1.0 where an episode ended that was not cut short.
-        flags: Rings of what ended, and of what was cut short.
         cursors: Rings of cursors, which come last; the list that is passed grows when a field moves to segments.
     """
 
-    def __init__(
-        self,
-        small: Collection[ObservationRing],
-        rest: list[Array],
-        flags: tuple[Array, Array],
-        cursors: list[NDArray[np.uint32]],
-    ) -> None:
-        self._small = tuple(small)
-        self._rest = [*rest, *flags, *cursors]  # kept alive
-        self._known = (len(small), len(rest), len(cursors))
-        self._cursors = cursors
+    def __init__(self, rings: Rings, cursors: list[NDArray[np.uint32]]) -> None:
+        self._small, self._numbers, self._has_reward = tuple(rings.small.values()), tuple(rings.small), False
+        self._counts = len(rings.action), len(rings.extras)
+        rest = [*rings.action, rings.terminated, rings.truncated, *rings.extras]
+        if rings.reward is not None:
+            rest, self._has_reward = [*rest, rings.reward], True
+        self._kept = [*rest, *cursors]
+        self._cursors, self._cursor_count = cursors, len(cursors)
+        self._ring_rows = rings.ring_ticks * rings.lanes
         self._leaves = [(ring.leaf.shape, ring.leaf.dtype, 0) for ring in self._small for _ in range(2)]
         self._leaves += [(ring.shape[2:], ring.dtype, 1) for ring in rest]
         self._leaves += [((), np.dtype(np.float32), 1)]
         self._leaves += [((), ring.dtype, 1) for ring in cursors]
         rows = [[ring.ctypes.data, ring[0, 0].nbytes, 0, 1, *[0] * 6] for ring in rest]
-        rows += [[flags[0].ctypes.data, 4, 0, 1, 0, 0, 0, flags[1].ctypes.data, 0, 0]]
+        rows += [[rings.terminated.ctypes.data, 4, 0, 1, 0, 0, 0, rings.truncated.ctypes.data, 0, 0]]
         rows += [[ring.ctypes.data, ring.itemsize, 0, 1, *[0] * 6] for ring in cursors]
         self._table = np.array([[0] * len(COLUMN_FIELDS)] * 2 * len(self._small) + rows, np.int64)
         self._following: list[object] = [None] * len(self._small)  # what the table points into, kept alive too
         self._spans: tuple[int, int, int, list[ColumnSpan]] = (-1, 0, 0, [])
 
-    def fits(self, small: int, rest: int, cursors: list[NDArray[np.uint32]]) -> bool:
+    def fits(self, rings: Rings, cursors: list[NDArray[np.uint32]]) -> bool:
         """Whether these are still all rings: fields only move, and rewards come with the first tick."""
-        return self._cursors is cursors and self._known == (small, rest, len(cursors))
+        are_same = len(self._small) == len(rings.small) and self._has_reward is (rings.reward is not None)
+        return are_same and self._cursors is cursors and self._cursor_count == len(cursors)
 
-    def copy(
-        self,
-        kernels: Kernels,
-        ids: NDArray[np.int64],
-        held: tuple[int, int],
-        ring_rows: int,
-        take: Callable[[int], Bytes],
-    ) -> list[Array] | None:
-        """Copy all columns into memory that `take` returns; None if one id is not held."""
+    def read(
+        self, kernels: Kernels, ids: NDArray[np.int64], held: tuple[int, int], take: Callable[[int], Bytes]
+    ) -> list[Array]:
+        """Copy all fields of `ids` that are in rings, and the cursors to the others, into one array a column.
+
+        Args:
+            held: The first id held, and the one behind the last; others are refused.
+            take: Returns memory, from an aligned address on.
+        """
         _, observed_bytes, other_bytes, columns = self.spans(len(ids))
         if observed_bytes + other_bytes <= _ONE_BLOCK_BYTES:
             observed = take(observed_bytes + other_bytes)
             others = observed[observed_bytes:]
         else:
             observed, others = take(observed_bytes), take(other_bytes)
-        if not kernels.read_rows(self.columns(), ids, held, ring_rows, (observed, others)):
-            return None
+        if not kernels.read_rows(self.columns(), ids, held, self._ring_rows, (observed, others)):
+            require_in_range(ids, *held)
+            raise DamageError(f"rings of {self._ring_rows} rows are too short for the ids held, {held}; report this")
         blocks = (observed, others, None)
         return [np.ndarray(shape, dtype, blocks[block], first) for shape, dtype, block, first in columns]
+
+    def rows(self, columns: list[Any], large: tuple[int, ...], places: Places | None) -> Rows:
+        """Name the columns that `read` returned; the fields that are not in rings lie at `places`."""
+        first = 2 * len(self._small)
+        flags = first + self._counts[0]
+        extras = flags + 2 + self._counts[1]
+        return Rows(
+            small={i: (columns[2 * k], columns[2 * k + 1]) for k, i in enumerate(self._numbers)},
+            large=large,
+            places=places,
+            action=columns[first:flags],
+            reward=columns[extras] if self._has_reward else np.empty(0, np.float32),
+            terminated=columns[flags],
+            truncated=columns[flags + 1],
+            extras=columns[flags + 2 : extras],
+            ended=columns[extras + self._has_reward],
+        )
 
     def columns(self) -> NDArray[np.int64]:
         """Describe all columns as they are now, see `COLUMN_FIELDS`; cursors come last."""
         for i, ring in enumerate(self._small):
             following = ring.kept_apart.held if ring.paired is None else ring.paired
             if self._following[i] is not following:
-                self._table[2 * i : 2 * i + 2] = ring.describe_columns()
+                self._table[2 * i : 2 * i + 2] = _described(ring)
                 self._following[i] = following
         return self._table
 
@@ -200,6 +236,17 @@ class RowTable:
                 sizes[block] += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             spans = self._spans = (rows, sizes[0], sizes[1], columns)
         return spans
+
+
+def _described(ring: ObservationRing) -> list[list[int]]:
+    """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
+    (rows, paired, _), nbytes, apart = ring.flat(), ring.leaf.nbytes, ring.kept_apart.held
+    start, runs = address(rows), [0, 0] if ring.runs is None else [ring.runs[0].address, ring.runs[1]]
+    obs = [start, nbytes, 0, 0, 0, 0, 0, 0, *runs]
+    if paired is not None:
+        return [obs, [address(paired), nbytes, *[0] * 8]]
+    ids, kept = (column[apart.first : apart.end] for column in (apart.ids, apart.rows))
+    return [obs, [start, nbytes, rows.shape[1], 0, len(ids), address(ids), address(kept), 0, *runs]]
 
 
 class RowSources(NamedTuple):
@@ -248,8 +295,7 @@ class BatchSource(NamedTuple):
             ticks: The oldest tick that may be held, and the capacity.
         """
         spans, leaves = rows.table.spans(1)[3], rings.schema.observation.leaves
-        columns: Any = range(len(spans))
-        named: Any = rings.rows(columns, rows.large, None)  # each column's number, in its place
+        named: Any = rows.table.rows(list(range(len(spans))), rows.large, None)  # each column's number, in its place
 
         def short(column: int) -> BatchArray:
             return BatchArray(spans[column][0][1:], spans[column][1], column, -1, is_next=False)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.blocks import address, reserve
+from holdall.schema import Array, Bytes
+from holdall.storage.blocks import address
 from holdall.storage.column_plan import (
     GROUP_FIELDS,
     PIECE_FIELDS,
@@ -26,9 +26,11 @@ from holdall.storage.column_plan import (
     rows_to_look_at,
     word_bytes,
 )
-from holdall.storage.slices import as_bytes
-from holdall.storage.snapshot import Apart, LiveRows, Ring, RowsById, put_rows, rows_of
-from holdall.storage.ticks import FlatField, Kernels
+from holdall.storage.snapshot import put_rows
+from holdall.storage.ticks import Kernels
+
+if TYPE_CHECKING:
+    from holdall.storage.rings import ObservationRing
 
 LOG_FIELDS = ("first", "count", "cursor_at")
 RUN_FIELDS = (
@@ -42,14 +44,6 @@ COLUMN_TABLES = {
 }  # fmt: skip
 """Columns of tables, in the order of the structs in structs.h; the loader compares them."""
 
-_RUN_BYTES = 1 << 19
-"""Rows that are packed at once, about: it takes less than a millisecond."""
-_LEAST_TICKS, _MOST_TICKS = 64, 4096
-"""A run has that many ticks: histories begin again with every run and lane."""
-_MOST_RUN_BYTES = 1 << 23
-"""Runs that would be larger, those of hundreds of lanes, stay as they are: `add` would wait for them."""
-_LEAST_RUNS = 16
-"""Rings that hold fewer runs stay as they are: what is spared would not pay for the room to pack one."""
 _WORTH = 0.875
 """The share of its rows that a run may take to be worth the time of putting rows together."""
 _WORSE = 1.2
@@ -118,20 +112,6 @@ class ColumnRuns:
         self._searched, self._search_at, self._wait, self._patience = 0, 0, 1, _PATIENCE
         self._planned_bytes = 0  # of the run that the plan was made for
         self._varied = np.zeros(sum(leaf.nbytes // word_bytes(leaf) for leaf in self.leaves), np.bool_)
-
-    @classmethod
-    def over(cls, kernels: Kernels, rings: Sequence[ObservationRing]) -> ColumnRuns | None:
-        """Make runs over some rings; None where nothing could be packed."""
-        leaves = [ring.leaf for ring in rings]
-        if not rings or not kernels.packs_columns:
-            return None
-        ring_ticks, lanes = rings[0].shape[:2]
-        tick_bytes = lanes * sum(leaf.nbytes for leaf in leaves)
-        ticks = 1 << max(0, (_RUN_BYTES // tick_bytes).bit_length() - 1)
-        ticks = max(min(ticks, _MOST_TICKS), _LEAST_TICKS)
-        if ticks * tick_bytes > _MOST_RUN_BYTES or _LEAST_RUNS * ticks > ring_ticks or ring_ticks * lanes >= 1 << 32:
-            return None
-        return cls(kernels, rings, ticks) if rows_to_look_at(leaves, lanes, ticks) else None
 
     @property
     def address(self) -> int:
@@ -288,189 +268,3 @@ class ColumnRuns:
             shares = runs[0].plan.shared_out(np.sum([run.group_bytes(rows) for run in runs], axis=0))
             found += shares / shares.sum() * sum(run.nbytes for run in runs)
         return found.astype(np.int64)
-
-
-_UNSHARED_BEFORE_PAIRING = 1024
-"""Next observations kept apart before it is asked whether sharing pays at all."""
-
-
-def new_ring(ticks: int, lanes: int, leaf: Leaf) -> Array:
-    """Reserve a ring of `ticks` rows per lane; untouched pages cost nothing."""
-    rows = reserve(ticks * lanes * leaf.nbytes)
-    return rows.view(leaf.dtype).reshape(ticks, lanes, *leaf.shape)
-
-
-class ObservationRing(LiveRows):
-    """A short observation field that keeps each observation once.
-
-    The next observation of a tick is read where the following tick's observation stands. Where
-    the two differ (an episode ended in between), the older tick's next observation is kept apart
-    under its transition id. Where they differ so often that this costs more than it spares, the
-    ring is paired with a second one and both are written in full.
-
-    Older rows may lie in runs of packed ticks, see `ColumnRuns`; the newest never do.
-    """
-
-    def __init__(self, leaf: Leaf, lanes: int, ring_ticks: int) -> None:
-        self.leaf = leaf
-        self._lanes = lanes
-        self._ring_ticks = ring_ticks
-        self._rows = new_ring(ring_ticks, lanes, leaf)
-        self._flat = self._rows.reshape(ring_ticks * lanes, *leaf.shape)
-        self.shape, self.dtype = self._rows.shape, self._rows.dtype
-        self._runs: tuple[ColumnRuns, int] | None = None  # and which of their rings this is
-        self.paired: Array | None = None
-        self.kept_apart = RowsById(leaf)
-        self._has_apart = False  # or had
-
-    def flat(self) -> FlatField:
-        """Return where ticks are written."""
-        return FlatField(self._rows, self.paired, is_observation=True)
-
-    def keep_apart(self, tick: int, obs: Array) -> None:
-        """Save the next observations of `tick` that `obs`, about to take their place, is not.
-
-        They still stand in their place until it is written to, so it may be done again, for other observations.
-        """
-        if self.paired is not None:
-            return
-        standing = self._rows[(tick + 1) % self._ring_ticks]
-        differs = np.flatnonzero((as_bytes(standing, self._lanes) != as_bytes(obs, self._lanes)).any(axis=1))
-        if not differs.size:
-            return
-        self.kept_apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
-        self._has_apart = True
-        self.kept_apart.append(tick * self._lanes + differs, standing[differs])
-        kept_ticks = min(tick + 1, self._ring_ticks - 1)
-        if len(self.kept_apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
-            self._pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
-
-    def read(
-        self, ids: NDArray[np.int64], slot: NDArray[np.int64], next_slot: NDArray[np.int64]
-    ) -> tuple[Array, Array]:
-        """Return copies of the observations and next observations at flat (tick, lane) slots."""
-        if self._runs is not None:
-            runs, number = self._runs
-            obs, next_obs = runs.read(number, ids), runs.read(number, ids + self._lanes)
-        else:
-            obs = self._flat.take(slot, axis=0)
-            if self.paired is not None:
-                return obs, self.paired.reshape(self._flat.shape).take(slot, axis=0)
-            next_obs = self._flat.take(next_slot, axis=0)
-        if self._has_apart:
-            self.kept_apart.replace(next_obs, ids)
-        return obs, next_obs
-
-    def rows(self, first: int, end: int) -> Array:
-        """See `LiveRows.rows`."""
-        if self._runs is None:
-            return rows_of(self._rows, first, end)
-        runs, number = self._runs
-        found = runs.read(number, np.arange(first * self._lanes, end * self._lanes))
-        return found.reshape(end - first, *self.shape[1:])
-
-    def view(self, first: int, end: int) -> Array:
-        """See `LiveRows.view`."""
-        if self._runs is not None:
-            return self.rows(first, end)
-        return self._rows[first % self._ring_ticks :][: end - first]
-
-    def read_from(self, runs: ColumnRuns | None, number: int) -> None:
-        """Look for rows in runs, or in the ring alone, from now on."""
-        self._runs = None if runs is None else (runs, number)
-        self.kept_apart.held = replace(self.kept_apart.held)  # a `RowTable` sees that it is another object
-
-    def describe_columns(self) -> list[list[int]]:
-        """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
-        ring, nbytes, apart = address(self._rows), self.leaf.nbytes, self.kept_apart.held
-        runs = [0, 0] if self._runs is None else [self._runs[0].address, self._runs[1]]
-        obs = [ring, nbytes, 0, 0, 0, 0, 0, 0, *runs]
-        if self.paired is not None:
-            return [obs, [address(self.paired), nbytes, *[0] * 8]]
-        ids, rows = (column[apart.first : apart.end] for column in (apart.ids, apart.rows))
-        return [obs, [ring, nbytes, self._lanes, 0, len(ids), address(ids), address(rows), 0, *runs]]
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether next observations are found in the following tick."""
-        return self.paired is None
-
-    def arrays(self) -> list[Array]:
-        """Return the arrays that the field lies in."""
-        paired = [] if self.paired is None else [self.paired]
-        packed = [] if self._runs is None or self._runs[1] else self._runs[0].arrays()
-        return [self._rows, *paired, *self.kept_apart.arrays(), *packed]
-
-    def bytes_of(self, rows: int) -> int:
-        """Bytes that so many rows take, with the next observations that are kept apart and their ids."""
-        packed, packed_bytes = (0, 0) if self._runs is None else self._runs[0].packed(self._runs[1])
-        return (
-            max(rows - packed, 0) * self.leaf.nbytes * (1 if self.is_shared else 2)
-            + packed_bytes
-            + self.kept_apart.nbytes
-        )
-
-    def describe(self, kept: int) -> str:
-        """Say what was found, for people; `kept` is the number of transitions whose rows are still there."""
-        if self.paired is not None:
-            return "flat rows; next observations seldom shared, so kept beside"
-        share = 100 * (1 - len(self.kept_apart) / kept) if kept else 100.0
-        found = "" if self._runs is None else self._runs[0].describe(self._runs[1])
-        return f"flat rows; {share:.1f} % of next observations shared{found}"
-
-    def columns(self) -> dict[str, Ring]:
-        """Return the rings of rows: of observations, and of next observations if they have one of their own."""
-        return {"obs": self} if self.paired is None else {"obs": self, "next": self.paired}
-
-    def apart(self) -> Apart:
-        """Return the next observations kept apart now, unharmed by what comes later."""
-        return self.kept_apart.freeze()
-
-    def newest_next(self, next_tick: int) -> Array:
-        """Copy the next observations of the newest tick, which stand where the next tick's observations will."""
-        return np.array(self._rows[next_tick % self._ring_ticks])
-
-    def refill(self, next_tick: int, newest: Array | None, *, is_paired: bool) -> None:
-        """Begin to take over rows that were saved.
-
-        Args:
-            newest: Next observations of the newest tick, if they have no row of their own.
-        """
-        if is_paired:
-            self.paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
-        elif newest is not None:
-            self._rows[next_tick % self._ring_ticks] = newest
-
-    def pair(self, first_tick: int, next_tick: int) -> None:
-        """Give next observations a ring of their own, with those of the ticks held in it."""
-        if self.paired is None:
-            self._pair(first_tick, next_tick)
-
-    def put(
-        self, first_tick: int, rows: Array, following: Array | None, apart: tuple[NDArray[np.int64], Array] | None
-    ) -> None:
-        """Take over rows of ticks from `first_tick` on, in order.
-
-        Args:
-            following: Their next observations, if these have rows of their own.
-            apart: If they have not: ascending ids of those that no later row shows, and these.
-        """
-        put_rows(self._rows, first_tick, rows)
-        if self.paired is not None and following is not None:
-            put_rows(self.paired, first_tick, following)
-        if self.paired is None and apart is not None:
-            self.kept_apart.append(*apart)
-            self._has_apart = True
-
-    def _pair(self, first_tick: int, next_tick: int) -> None:
-        """Go over to two full rings, the second for next observations, here of the ticks [first_tick, next_tick)."""
-        if self._runs is not None:
-            self._runs[0].end(next_tick + 1 - self._ring_ticks)
-        paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
-        ticks = np.arange(first_tick, next_tick)
-        ids = ticks[:, None] * self._lanes + np.arange(self._lanes)
-        next_obs = self._rows[(ticks + 1) % self._ring_ticks].reshape(ids.size, *self.leaf.shape)
-        self.kept_apart.replace(next_obs, ids.reshape(-1))
-        paired[ticks % self._ring_ticks] = next_obs.reshape(len(ticks), *self._rows.shape[1:])
-        self.paired = paired
-        self.kept_apart = RowsById(self.leaf)

@@ -1,13 +1,13 @@
 """Flat rings: the small fields of a transition, addressed by tick; and which fields are small.
 
-In:  rows of every lane, tick by tick.  Out: rows of given ticks and lanes.
-Invariant: the row of tick t stands at t modulo the ring's length, which is one more than the
-capacity, so that the newest next observation has a place of its own.
+In:  rows of every lane, tick by tick.  Out: the rings, from which batch_source.py reads rows of given ids.
+Invariant: the row of tick t stands at t modulo the ring's length, which is one more than the capacity, so that the
+newest next observation has a place of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError
-from holdall.report import FieldReport
-from holdall.schema import Array, Bytes, Leaf, Schema, require_in_range
-from holdall.storage.batch_source import Places, RowTable
-from holdall.storage.columns import NEVER, ColumnRuns, ObservationRing, new_ring
-from holdall.storage.slices import Cursors, Window, WindowScout, as_bytes
-from holdall.storage.snapshot import Apart, Ring, put_rows, rows_of
+from holdall.report import FieldReport, field_name
+from holdall.schema import Array, Leaf, Schema
+from holdall.storage.blocks import reserve
+from holdall.storage.column_plan import rows_to_look_at
+from holdall.storage.columns import NEVER, ColumnRuns
+from holdall.storage.slices import Window, WindowScout, as_bytes
+from holdall.storage.snapshot import Apart, LiveRows, Ring, RowsById, put_rows, rows_of
 from holdall.storage.ticks import Arguments, FlatField, Kernels, Tick, TickWriter
 
 if TYPE_CHECKING:
@@ -38,6 +38,16 @@ _FEWEST_TICKS = 2
 """What the smallest segment has to hold."""
 FLAG = Leaf("", (), np.dtype(np.bool_))
 _REWARD_BYTES = 8
+_UNSHARED_BEFORE_PAIRING = 1024
+"""Next observations kept apart before it is asked whether sharing pays at all."""
+_RUN_BYTES = 1 << 19
+"""Rows that are packed at once, about: it takes less than a millisecond."""
+_LEAST_TICKS, _MOST_TICKS = 64, 4096
+"""A run has that many ticks: histories begin again with every run and lane."""
+_MOST_RUN_BYTES = 1 << 23
+"""Runs that would be larger, those of hundreds of lanes, stay as they are: `add` would wait for them."""
+_LEAST_RUNS = 16
+"""Rings that hold fewer runs stay as they are: what is spared would not pay for the room to pack one."""
 
 
 # ---------------------------------------------------------------- which fields lie where
@@ -76,29 +86,157 @@ def row_bytes(schema: Schema, small: Iterable[Leaf]) -> int:
     return sum(leaf.nbytes for leaf in leaves) + prod(schema.reward_shape) * _REWARD_BYTES + 3 * FLAG.nbytes
 
 
-# ---------------------------------------------------------------- rings
+# ---------------------------------------------------------------- one field
 
 
-class Rows(NamedTuple):
-    """What was read under some ids: copies of the small fields, places of the large ones."""
+def new_ring(ticks: int, lanes: int, leaf: Leaf) -> Array:
+    """Reserve a ring of `ticks` rows per lane; untouched pages cost nothing."""
+    rows = reserve(ticks * lanes * leaf.nbytes)
+    return rows.view(leaf.dtype).reshape(ticks, lanes, *leaf.shape)
 
-    small: dict[int, tuple[Array, Array]]  # by observation leaf: obs and next_obs
-    large: tuple[int, ...]  # observation leaves whose places follow, in this order
-    places: Places | None
-    action: list[Array]
-    reward: Array
-    terminated: Array
-    truncated: Array
-    extras: list[Array]
-    ended: Array  # float32: 1.0 where an episode ended and was not cut short
 
-    def cut(self, some: slice) -> Rows:
-        """Return some of the rows, of which all fields were read; nothing is copied."""
-        return Rows(
-            {i: (obs[some], next_obs[some]) for i, (obs, next_obs) in self.small.items()}, (), None,
-            [each[some] for each in self.action], self.reward[some], self.terminated[some], self.truncated[some],
-            [each[some] for each in self.extras], self.ended[some],
-        )  # fmt: skip
+class ObservationRing(LiveRows):
+    """A short observation field that keeps each observation once.
+
+    The next observation of a tick is read where the following tick's observation stands. Where the two differ (an
+    episode ended in between), the older tick's next observation is kept apart under its transition id. Where they
+    differ so often that this costs more than it spares, a second ring is paired with it, and both are written in full.
+    Older rows may lie in runs of packed ticks, see `ColumnRuns`; the newest never do.
+    """
+
+    def __init__(self, leaf: Leaf, lanes: int, ring_ticks: int) -> None:
+        self.leaf = leaf
+        self._lanes = lanes
+        self._ring_ticks = ring_ticks
+        self._rows = new_ring(ring_ticks, lanes, leaf)
+        self.shape, self.dtype = self._rows.shape, self._rows.dtype
+        self.runs: tuple[ColumnRuns, int] | None = None  # and which of their rings this is
+        self.paired: Array | None = None
+        self.kept_apart = RowsById(leaf)
+
+    def flat(self) -> FlatField:
+        """Return where ticks are written."""
+        return FlatField(self._rows, self.paired, is_observation=True)
+
+    def keep_apart(self, tick: int, obs: Array) -> None:
+        """Save the next observations of `tick` that `obs`, about to take their place, is not.
+
+        They still stand in their place until it is written to, so it may be done again, for other observations.
+        """
+        if self.paired is not None:
+            return
+        standing = self._rows[(tick + 1) % self._ring_ticks]
+        differs = np.flatnonzero((as_bytes(standing, self._lanes) != as_bytes(obs, self._lanes)).any(axis=1))
+        if not differs.size:
+            return
+        self.kept_apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
+        self.kept_apart.append(tick * self._lanes + differs, standing[differs])
+        kept_ticks = min(tick + 1, self._ring_ticks - 1)
+        if len(self.kept_apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
+            self.pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
+
+    def rows(self, first: int, end: int) -> Array:
+        """See `LiveRows.rows`."""
+        if self.runs is None:
+            return rows_of(self._rows, first, end)
+        runs, number = self.runs
+        found = runs.read(number, np.arange(first * self._lanes, end * self._lanes))
+        return found.reshape(end - first, *self.shape[1:])
+
+    def following(self, first: int, end: int) -> Array:
+        """Copy the next observations of ticks [first, end)."""
+        if self.paired is not None:
+            return rows_of(self.paired, first, end)
+        rows = self.rows(first + 1, end + 1)
+        ids = np.arange(first * self._lanes, end * self._lanes)
+        self.kept_apart.replace(rows.reshape(len(ids), *self.leaf.shape), ids)
+        return rows
+
+    def view(self, first: int, end: int) -> Array:
+        """See `LiveRows.view`."""
+        if self.runs is not None:
+            return self.rows(first, end)
+        return self._rows[first % self._ring_ticks :][: end - first]
+
+    def read_from(self, runs: ColumnRuns | None, number: int) -> None:
+        """Look for rows in runs, or in the ring alone, from now on."""
+        self.runs = None if runs is None else (runs, number)
+        self.kept_apart.held = replace(self.kept_apart.held)  # a `RowTable` sees that it is another object
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether next observations are found in the following tick."""
+        return self.paired is None
+
+    def arrays(self) -> list[Array]:
+        """Return the arrays that the field lies in."""
+        packed = [] if self.runs is None or self.runs[1] else self.runs[0].arrays()
+        return [self._rows, *([] if self.paired is None else [self.paired]), *self.kept_apart.arrays(), *packed]
+
+    def bytes_of(self, rows: int) -> int:
+        """Bytes that so many rows take, with the next observations that are kept apart and their ids."""
+        packed, packed_bytes = (0, 0) if self.runs is None else self.runs[0].packed(self.runs[1])
+        return (
+            max(rows - packed, 0) * self.leaf.nbytes * (1 if self.is_shared else 2)
+            + packed_bytes
+            + self.kept_apart.nbytes
+        )
+
+    def describe(self, kept: int) -> str:
+        """Say what was found, for people; `kept` is the number of transitions whose rows are still there."""
+        if self.paired is not None:
+            return "flat rows; next observations seldom shared, so kept beside"
+        share = 100 * (1 - len(self.kept_apart) / kept) if kept else 100.0
+        found = "" if self.runs is None else self.runs[0].describe(self.runs[1])
+        return f"flat rows; {share:.1f} % of next observations shared{found}"
+
+    def columns(self) -> dict[str, Ring]:
+        """Return the rings of rows: of observations, and of next observations if they have one of their own."""
+        return {"obs": self} if self.paired is None else {"obs": self, "next": self.paired}
+
+    def newest_next(self, next_tick: int) -> Array:
+        """Copy the next observations of the newest tick, which stand where the next tick's observations will."""
+        return np.array(self._rows[next_tick % self._ring_ticks])
+
+    def refill(self, next_tick: int, newest: Array | None, *, is_paired: bool) -> None:
+        """Begin to take over rows that were saved.
+
+        Args:
+            newest: Next observations of the newest tick, if they have no row of their own.
+        """
+        if is_paired:
+            self.paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
+        elif newest is not None:
+            self._rows[next_tick % self._ring_ticks] = newest
+
+    def put(
+        self, first_tick: int, rows: Array, following: Array | None, apart: tuple[NDArray[np.int64], Array] | None
+    ) -> None:
+        """Take over rows of ticks from `first_tick` on, in order.
+
+        Args:
+            following: Their next observations, if these have rows of their own.
+            apart: If they have not: ascending ids of those that no later row shows, and these.
+        """
+        put_rows(self._rows, first_tick, rows)
+        if self.paired is not None and following is not None:
+            put_rows(self.paired, first_tick, following)
+        if self.paired is None and apart is not None:
+            self.kept_apart.append(*apart)
+
+    def pair(self, first_tick: int, next_tick: int) -> None:
+        """Give next observations a ring of their own, with those of the ticks [first_tick, next_tick) in it."""
+        if self.paired is not None:
+            return
+        if self.runs is not None:
+            self.runs[0].end(next_tick + 1 - self._ring_ticks)
+        paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
+        put_rows(paired, first_tick, self.following(first_tick, next_tick))
+        self.paired = paired
+        self.kept_apart = RowsById(self.leaf)
+
+
+# ---------------------------------------------------------------- all of them
 
 
 class Rings:
@@ -123,7 +261,6 @@ class Rings:
         self.scouts: dict[int, WindowScout] = {}  # by leaf: what looks for a window in its first steps
         self._runs: ColumnRuns | None = None
         self.pause_tick = 0  # the tick before which observations may be packed
-        self._table: RowTable | None = None
         self.row_bytes = 0  # of one transition, once all that can come has come
         self._counted = (0, first_tick, first_tick)  # lanes that made no transition in ticks [first, end)
 
@@ -154,8 +291,7 @@ class Rings:
 
     def flat(self) -> list[FlatField]:
         """Return where ticks are written, field by field."""
-        rest = [*self.action, *self.extras, self.reward, self.terminated, self.truncated, self.invalid]
-        rings = [FlatField(ring, None, is_observation=False) for ring in rest if ring is not None]
+        rings = [FlatField(ring, None, is_observation=False) for ring in self._rest() if ring is not None]
         return [ring.flat() for ring in self.small.values()] + rings
 
     def keep_apart(self, next_tick: int, obs: Mapping[int, Array]) -> None:
@@ -199,13 +335,14 @@ class Rings:
         if self.scouts:
             return
         shared = [ring for ring in self.small.values() if ring.is_shared and ring.leaf.nbytes]
-        if self._runs is None:
-            self._runs = ColumnRuns.over(kernels, shared)
-        if self._runs is None or len(self._runs.rings) > len(shared):
-            self.pause_tick = NEVER
-        else:
+        run_ticks = run_ticks_of([ring.leaf for ring in shared], self.lanes, self.ring_ticks)
+        if self._runs is None and kernels.packs_columns and run_ticks <= end_tick:
+            self._runs = ColumnRuns(kernels, shared, run_ticks)
+        if self._runs is not None and len(self._runs.rings) <= len(shared):
             self._runs.pack(first_tick, end_tick)
             self.pause_tick = self._runs.pause_tick
+        else:
+            self.pause_tick = run_ticks if self._runs is None and kernels.packs_columns else NEVER
         writer.pause_tick = self.pause_tick
 
     def fast_arguments(self, large: list[int]) -> Arguments | None:
@@ -219,68 +356,12 @@ class Rings:
         rest = [*self.action, self.reward, self.terminated, self.truncated]
         return Arguments.of(self.schema, self.small, large, rest)
 
-    def begin(self, reward_dtype: np.dtype[Any], *, has_invalid: bool = False) -> Array:
-        """Return the ring of rewards, which the first one makes; and make that of lanes without transitions."""
+    def begin(self, reward_dtype: np.dtype[Any], *, has_invalid: bool = False) -> None:
+        """Make the ring of rewards with the first one; and that of lanes without transitions, if there are any."""
         if self.reward is None:
             self.reward = self._ring(self.schema.reward_leaf(reward_dtype))
         if has_invalid and self.invalid is None:
             self.invalid = self._ring(FLAG)
-        return self.reward
-
-    def read(
-        self,
-        kernels: Kernels,
-        ids: NDArray[np.int64],
-        held: tuple[int, int],
-        cursors: list[Cursors],
-        take: Callable[[int], Bytes],
-    ) -> list[Array]:
-        """Copy all fields of `ids` that are here, and the cursors to the others, into one array a column.
-
-        Args:
-            held: The first id held, and the one behind the last; others are refused.
-            take: Returns memory, from an aligned address on.
-        """
-        columns = self.table(cursors).copy(kernels, ids, held, self.ring_ticks * self.lanes, take)
-        if columns is None:
-            require_in_range(ids, *held)
-            raise DamageError(f"rings of {self.ring_ticks} ticks are too short for the ids held, {held}; report this")
-        return columns
-
-    def table(self, cursors: list[Cursors]) -> RowTable:
-        """Return how rows are copied from here."""
-        table = self._table
-        if table is None or not table.fits(len(self.small), self._rest_count, cursors):
-            table = self._table = RowTable(
-                self.small.values(), self._rest(), (self.terminated, self.truncated), cursors
-            )
-        return table
-
-    def rows(self, columns: list[Array], large: tuple[int, ...], places: Places | None) -> Rows:
-        """Name the columns that `read` returned; the fields that are not here lie at `places`."""
-        first = 2 * len(self.small)
-        flags = first + len(self.action)
-        extras = flags + 2 + len(self.extras)
-        return Rows(
-            small={i: (columns[2 * k], columns[2 * k + 1]) for k, i in enumerate(self.small)},
-            large=large,
-            places=places,
-            action=columns[first:flags],
-            reward=np.empty(0, np.float32) if self.reward is None else columns[extras],
-            terminated=columns[flags],
-            truncated=columns[flags + 1],
-            extras=columns[flags + 2 : extras],
-            ended=columns[extras if self.reward is None else extras + 1],
-        )
-
-    def _rest(self) -> list[Array]:
-        """All rings but those of observations, in the order in which `rows` names them."""
-        reward = [] if self.reward is None else [self.reward]
-        return [*self.action, self.terminated, self.truncated, *self.extras, *reward]
-
-    @property
-    def _rest_count(self) -> int:
-        return len(self.action) + 2 + len(self.extras) + (self.reward is not None)
 
     def rewards(self, ids: NDArray[np.int64]) -> Array:
         """Copy the rewards of `ids`, of any shape."""
@@ -335,15 +416,13 @@ class Rings:
 
     def apart(self) -> dict[str, Apart]:
         """Return the next observations that are kept apart now, by column."""
-        return {f"obs.{i}": ring.apart() for i, ring in self.small.items() if ring.is_shared}
+        return {f"obs.{i}": ring.kept_apart.held for i, ring in self.small.items() if ring.is_shared}
 
     def copy(self, first: int, end: int) -> dict[str, Array]:
         """Copy the rows of ticks [first, end), next observations too; and invalid lanes if there are any."""
-        ids = np.arange(first * self.lanes, end * self.lanes)
         columns = {name: rows_of(ring, first, end) for name, ring in self.columns().items() if name != "invalid.0"}
-        for i, ring in self.small.items():
-            _, following = ring.read(ids, self.slots(ids), self.slots(ids, 1))
-            columns[f"next.{i}"] = following.reshape(columns[f"obs.{i}"].shape)
+        columns |= {f"next.{i}": ring.following(first, end) for i, ring in self.small.items()}
+        ids = np.arange(first * self.lanes, end * self.lanes)
         if not (valid := self.are_valid(ids)).all():
             columns["invalid.0"] = ~valid.reshape(end - first, self.lanes)
         return columns
@@ -383,38 +462,39 @@ class Rings:
 
     def report(self, held: int, touched: int) -> list[FieldReport]:
         """Account for all fields but observations."""
-        leaves = [replace(leaf, name=field_name("action", leaf)) for leaf in self.schema.action.leaves]
-        leaves += [replace(leaf, name=field_name("extras", leaf)) for leaf in self.schema.extras.leaves]
-        if self.reward is not None:
-            leaves.append(self.schema.reward_leaf(self.reward.dtype, "reward"))
-        flags = ("terminated", "truncated", *(("valid",) if self.invalid is not None else ()))
-        leaves += [replace(FLAG, name=name) for name in flags]
-        return [FieldReport(leaf.name, 0, 0, touched * leaf.nbytes, held * leaf.nbytes, "flat rows") for leaf in leaves]
+        sizes = [(name, ring[0, 0].nbytes) for name, ring in self.arrays()]
+        return [FieldReport(name, 0, 0, touched * nbytes, held * nbytes, "flat rows") for name, nbytes in sizes]
 
     def arrays(self) -> list[tuple[str, Array]]:
         """Return every array of all fields but observations, under the name that `report` gives its field."""
-        found: list[tuple[str, Array]] = []
-        for prefix, tree, rings in (
-            ("action", self.schema.action, self.action),
-            ("extras", self.schema.extras, self.extras),
-        ):
-            found += [(field_name(prefix, leaf), ring) for leaf, ring in zip(tree.leaves, rings, strict=True)]
-        rest = {"reward": self.reward, "terminated": self.terminated, "truncated": self.truncated}
-        rest["invalid"] = self.invalid
-        return found + [(name, ring) for name, ring in rest.items() if ring is not None]
+        names = [field_name("action", leaf.name) for leaf in self.schema.action.leaves]
+        names += [field_name("extras", leaf.name) for leaf in self.schema.extras.leaves]
+        names += ["reward", "terminated", "truncated", "valid"]
+        return [(name, ring) for name, ring in zip(names, self._rest(), strict=True) if ring is not None]
 
-    def slots(self, ids: NDArray[np.int64], ticks_later: int = 0) -> NDArray[np.int64]:
+    def _rest(self) -> list[Array | None]:
+        """All rings but those of observations."""
+        return [*self.action, *self.extras, self.reward, self.terminated, self.truncated, self.invalid]
+
+    def slots(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the rows of `ids` stand in a ring whose tick and lane axes are one."""
-        return (ids + ticks_later * self.lanes) % (self.ring_ticks * self.lanes)
+        return ids % (self.ring_ticks * self.lanes)
 
     def _ring(self, leaf: Leaf) -> Array:
         return new_ring(self.ring_ticks, self.lanes, leaf)
 
 
+def run_ticks_of(leaves: Sequence[Leaf], lanes: int, ring_ticks: int) -> int:
+    """Return how many ticks of observations that share a ring each are packed as one run; NEVER where none can be."""
+    tick_bytes = lanes * sum(leaf.nbytes for leaf in leaves)
+    if not tick_bytes:
+        return NEVER
+    ticks = 1 << max(0, (_RUN_BYTES // tick_bytes).bit_length() - 1)
+    ticks = max(min(ticks, _MOST_TICKS), _LEAST_TICKS)
+    if ticks * tick_bytes > _MOST_RUN_BYTES or _LEAST_RUNS * ticks > ring_ticks or ring_ticks * lanes >= 1 << 32:
+        return NEVER
+    return ticks if rows_to_look_at(leaves, lanes, ticks) else NEVER
+
+
 def _take(ring: Array, slot: NDArray[np.int64]) -> Array:
     return ring.reshape(ring.shape[0] * ring.shape[1], *ring.shape[2:]).take(slot, axis=0)
-
-
-def field_name(prefix: str, leaf: Leaf) -> str:
-    """Name a leaf of a space for people."""
-    return f"{prefix}.{leaf.name}" if leaf.name else prefix

@@ -129,10 +129,6 @@ class RowsById:
         if found.size:
             rows[found] = self.held.rows[first + place[found]]
 
-    def freeze(self) -> Apart:
-        """Return what is held now; what is appended later lies behind it, and what moves leaves it where it is."""
-        return self.held
-
 
 class LiveRows(ABC):
     """A ring that may keep rows elsewhere, but has them all under their ticks."""

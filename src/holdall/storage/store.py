@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from holdall.report import FieldReport
+from holdall.report import FieldReport, field_name
 from holdall.schema import Array
-from holdall.storage.rings import CURSOR_BYTES, field_name
+from holdall.storage.rings import CURSOR_BYTES
 from holdall.storage.saved_store import SavedStore
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.segment import Segments
@@ -119,7 +119,7 @@ class Store(SavedStore):
         touched = min(self.next_tick - self._begun_at, self._ring_ticks) * self._lanes
         kept = min(self.next_tick, self._capacity_ticks) * self._lanes  # also of ticks that left early
         for i, leaf in enumerate(self._schema.observation.leaves):
-            name, plain, ring = field_name("obs", leaf), 2 * held * leaf.nbytes, self._rings.small.get(i)
+            name, plain, ring = field_name("obs", leaf.name), 2 * held * leaf.nbytes, self._rings.small.get(i)
             if ring is None:
                 field = self._large.index(i)
                 found = _field_report(self.large_segments, field, name, plain, touched)
@@ -135,7 +135,7 @@ class Store(SavedStore):
         for i, leaf in enumerate(self._schema.observation.leaves):
             small = self._rings.small.get(i)
             held = _field_arrays(self.large_segments, self._large.index(i)) if small is None else small.arrays()
-            found += [(field_name("obs", leaf), array) for array in held]
+            found += [(field_name("obs", leaf.name), array) for array in held]
         return found + self._rings.arrays() + [("spare", array) for array in self.large_segments.arenas.spare]
 
 

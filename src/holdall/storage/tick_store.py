@@ -13,7 +13,6 @@ that a call was in the middle of is undone or finished by the next call, see `Re
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
@@ -24,10 +23,10 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes, Schema
-from holdall.storage.batch_source import BatchReader, BatchSource, Places, RowSources, RowTable, fresh_bytes
+from holdall.storage.batch_source import BatchReader, BatchSource, Places, Rows, RowSources, RowTable, fresh_bytes
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.records import SpillFolder
-from holdall.storage.rings import CURSOR_BYTES, TINY_BYTES, Rings, Rows, field_layouts
+from holdall.storage.rings import CURSOR_BYTES, TINY_BYTES, Rings, field_layouts
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import Window, WindowScout
@@ -102,7 +101,7 @@ class TickStore:
     """
 
     def __init__(
-        self, schema: Schema, capacity_ticks: int, kernels: Kernels, lock: threading.Lock, budget: Budget,
+        self, schema: Schema, capacity_ticks: int, kernels: Kernels, lock: Any, budget: Budget,
         folder: SpillFolder | None = None, *, first_tick: int = 0, large: Collection[int] | None = None,
         rings: Rings | None = None,
     ) -> None:  # fmt: skip
@@ -129,6 +128,7 @@ class TickStore:
         self._spare_bytes: int | None = None  # that may wait for it, see `Sealer`
         self._may_hurry = True  # whether it may seal quickly
         self._snapshots = RowSnapshots(self._lanes)
+        self._table: RowTable | None = None
 
     @cached_property
     def fast_tick(self) -> FastTick:
@@ -256,10 +256,9 @@ class TickStore:
 
     def _move_to_segments(self, i: int, window: Window) -> None:
         """Move a field in which a window was found."""
-        rings, first = self._rings, self.first_tick
-        ring = rings.give_up(i)
-        ids = [np.arange(tick * self._lanes, (tick + 1) * self._lanes) for tick in range(first, self.next_tick)]
-        ticks = [ring.read(some, rings.slots(some), rings.slots(some, 1)) for some in ids]
+        first, end = self.first_tick, self.next_tick
+        ring = self._rings.give_up(i)
+        ticks = list(zip(ring.rows(first, end), ring.following(first, end), strict=True))
         self.large_segments.admit(ring.leaf, window, first, ticks)
         self._large.append(i)
 
@@ -374,7 +373,10 @@ class TickStore:
     @property
     def row_table(self) -> RowTable:
         """How rows are copied from rings: another object when fields lie elsewhere."""
-        return self._rings.table(self.large_segments.cursors)
+        table, cursors = self._table, self.large_segments.cursors
+        if table is None or not table.fits(self._rings, cursors):
+            table = self._table = RowTable(self._rings, cursors)
+        return table
 
     def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
         """Copy the small fields of `ids`, all of them held, and find the large ones.
@@ -382,12 +384,12 @@ class TickStore:
         Args:
             take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
         """
-        held, large = self.held, tuple(self._large)
+        held, large, table = self.held, tuple(self._large), self.row_table
         segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
-        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
+        columns = table.read(self._kernels, wanted, held, take)
         found = partial(Places.found, self._kernels, segments, wanted)
         places = found(columns[-len(large) :], self._lanes) if large else None
-        return self._rings.rows(columns, large, places)
+        return table.rows(columns, large, places)
 
     def offer_batches(self, rows: int) -> None:
         """Have batches of up to so many rows drawn in one call from now on, if there is such a way."""

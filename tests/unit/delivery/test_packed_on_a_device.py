@@ -19,7 +19,7 @@ from holdall.delivery import device
 from holdall.delivery.batches import Delivery
 from holdall.delivery.device import DeviceStream
 from holdall.native import native_kernels
-from holdall.storage import choosing, codec_choice, columns, segment
+from holdall.storage import choosing, codec_choice, rings, segment
 from holdall.testing import assert_same_bits
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -43,8 +43,8 @@ def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "cpu":
         monkeypatch.setattr(Delivery, "is_remote", property(lambda self: self.torch_device is not None))
         monkeypatch.setattr(device, "DeviceStream", Launching)
-    monkeypatch.setattr(columns, "_RUN_BYTES", 4_096)
-    monkeypatch.setattr(columns, "_LEAST_TICKS", 8)
+    monkeypatch.setattr(rings, "_RUN_BYTES", 4_096)
+    monkeypatch.setattr(rings, "_LEAST_TICKS", 8)
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 60_000)
     chosen = codec_choice.choose
 

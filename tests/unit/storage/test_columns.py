@@ -14,7 +14,7 @@ from holdall import ReplayMemory
 from holdall.machine import held_bytes
 from holdall.native import chosen_kernels, native_kernels
 from holdall.schema import Leaf, Schema
-from holdall.storage import columns
+from holdall.storage import rings
 from holdall.storage.column_plan import ColumnPlan, find_plan
 from holdall.storage.store import Store
 from holdall.storage.ticks import Tick
@@ -28,7 +28,7 @@ RUN_TICKS = 8
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", RUN_TICKS), ("_LEAST_RUNS", 2)):
-        monkeypatch.setattr(columns, name, value)
+        monkeypatch.setattr(rings, name, value)
 
 
 # ---------------------------------------------------------------- what is found
@@ -199,7 +199,7 @@ def test_rows_in_which_nothing_repeats_are_read_from_the_ring_alone() -> None:
     store, rows = new_store(Store, 1), noise(80, 1, 6, dtype="f8")
     write(store, rows, 0, 79)
     assert not packed(store)
-    table = store._rings.table(store.large_segments.cursors).columns()
+    table = store.row_table.columns()
     assert not table[:, -2].any()
     require_rows(store, rows)
     store.close()
@@ -207,7 +207,7 @@ def test_rows_in_which_nothing_repeats_are_read_from_the_ring_alone() -> None:
 
 def test_pages_of_packed_ticks_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is held is what is packed."""
-    monkeypatch.setattr(columns, "_RUN_BYTES", 1 << 19)
+    monkeypatch.setattr(rings, "_RUN_BYTES", 1 << 19)
     memory = ReplayMemory(spaces.Box(-np.inf, np.inf, (200,), np.float64), spaces.Discrete(2), 20_000, 1)
     rows = np.zeros((1000, 1, 200))
     rows[:, :, :10] = noise(1000, 1, 10, dtype="f8")

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from holdall import ReplayMemory
 from holdall.native import chosen_kernels
 from holdall.schema import Leaf
-from holdall.storage import columns as ring
-from holdall.storage.columns import ObservationRing
+from holdall.storage import rings as ring
+from holdall.storage.rings import ObservationRing
 from holdall.storage.snapshot import RowsById
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import NOT_CONTINUED

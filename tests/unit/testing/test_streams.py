@@ -13,7 +13,7 @@ from hypothesis import given
 
 from holdall import ReplayMemory
 from holdall.schema import Leaf, Tree
-from holdall.storage import columns as ring
+from holdall.storage import rings as ring
 from holdall.storage import segment
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits, random_rows
 from holdall.testing.strategies import DTYPES, any_space, box, streams
