@@ -48,12 +48,22 @@ from holdall.delivery import (
     rings_on,
 )
 from holdall.errors import ArgumentError, CheckpointError, ClosedError, HoldallError
-from holdall.json_state import childs_generator, generator_of, generator_state, restored_generator, schema_words
 from holdall.machine import pool_threads
 from holdall.native import kernels_for
 from holdall.report import LIVING
-from holdall.sampling import Held, Sampler, required_sampler, resume, sampler_to_resume, sampler_words
-from holdall.schema import Schema
+from holdall.sampling import (
+    Held,
+    Sampler,
+    childs_generator,
+    generator_of,
+    generator_state,
+    required_sampler,
+    restored_generator,
+    resume,
+    sampler_to_resume,
+    sampler_words,
+)
+from holdall.schema import Schema, schema_words
 from holdall.storage import (
     BatchReader,
     Budget,

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import ArgumentError, MissingPackageError
+from holdall.errors import ArgumentError, MissingPackageError, TransitionIdError
+from holdall.schema import as_array
 
 
 class RewardFunction(Protocol):
@@ -181,3 +182,57 @@ class RolloutBatch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+# ---------------------------------------------------------------- ids
+
+
+def as_ids(ids: Any) -> NDArray[np.int64]:
+    """Return `ids` as a flat array of transition ids, or say why it is not one."""
+    array = as_array(ids, "ids")
+    if array.shape == (0,):
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ArgumentError(
+            f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers, such as ids[mask]"
+        )
+    if array.dtype == np.uint64 and (most := int(array.max())) > np.iinfo(np.int64).max:
+        raise TransitionIdError(f"ids holds {most}, more than were ever added; ask for ids below next_id")
+    return array.astype(np.int64)
+
+
+def ids_of_any_shape(ids: Any) -> NDArray[np.int64]:
+    """Return `ids` as an array of transition ids, or say why it is not one."""
+    array = as_array(ids, "ids")
+    return as_ids(array.reshape(-1)).reshape(array.shape)
+
+
+class Validity(Protocol):
+    """Which transitions are real."""
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every lane made a transition in every tick held."""
+
+    def are_valid(self, ids: NDArray[np.int64], /) -> NDArray[np.bool_]:
+        """Return which of some held ids are real: lanes added with valid=False made no transition."""
+
+
+def require_in_range(ids: NDArray[np.int64], first_id: int, next_id: int) -> None:
+    """Refuse ids, of any shape, that are not held."""
+    if ids.size and not first_id <= ids.min() <= ids.max() < next_id:
+        outside = (ids < first_id) | (ids >= next_id)
+        raise TransitionIdError(
+            f"ids holds {int(ids[outside][0])}, but only ids from first_id ({first_id}) up to, and without, "
+            f"next_id ({next_id}) are held: older ones were evicted, newer ones not added yet; ask for those"
+        )
+
+
+def require_held(ids: NDArray[np.int64], first_id: int, next_id: int, validity: Validity) -> None:
+    """Refuse ids, of any shape, that are not held or of a lane that made no transition."""
+    require_in_range(ids, first_id, next_id)
+    if not validity.all_valid and not (valid := validity.are_valid(ids)).all():
+        raise TransitionIdError(
+            f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
+            "made no transition in that tick; leave it out"
+        )

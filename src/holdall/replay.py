@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.base_memory import BaseMemory
-from holdall.batch import Batch, Draw, of_ids
+from holdall.batch import Batch, Draw, as_ids, ids_of_any_shape, of_ids, require_in_range
 from holdall.delivery import Delivery, DrawnRows, Loader, Prefetched, SavedDraws, TensorFit, is_on_device
 from holdall.errors import ArgumentError
 from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.native import fallback
 from holdall.report import MemoryReport
 from holdall.sampling import Prioritized, Uniform, drawn_from, require_enough, set_priorities
-from holdall.schema import Array, Leaf, as_ids, fit_flags, ids_of_any_shape, on_host, require_in_range
+from holdall.schema import Array, Leaf, fit_flags, on_host
 from holdall.storage import StepsLeft, Store, Tick, UnchangedStore, last_rows, steps_in
 from holdall.units import require_count
 

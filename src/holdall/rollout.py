@@ -23,10 +23,9 @@ from holdall.background import tell_of_forks
 from holdall.batch import RolloutBatch
 from holdall.delivery import DeviceRollout, Gather, MinibatchDelivery, is_on_device
 from holdall.errors import ArgumentError, ClosedError
-from holdall.json_state import childs_generator, generator_of
 from holdall.native import chosen_kernels, estimate_advantages, fallback
 from holdall.report import LIVING, FieldReport, MemoryReport
-from holdall.sampling import RolloutSequences
+from holdall.sampling import RolloutSequences, childs_generator, generator_of
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, on_host
 from holdall.storage import FinalObservations, RolloutFields, gather_padded, gather_rows, new_ring
 from holdall.units import require_count, require_share

@@ -1,4 +1,4 @@
-"""Spaces as flat, named leaves, and the check that a value fits them.
+"""Spaces as flat, named leaves, the check that a value fits them, and the same as JSON.
 
 In:  gymnasium spaces, once; nested values with a leading lane axis, at every step.
 Out: one array per leaf, in a fixed order, of exactly the leaf's shape and dtype.
@@ -9,23 +9,26 @@ the space's shape says of every field whether it is there.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.errors import ArgumentError, SpaceError, TransitionIdError
+from holdall.errors import ArgumentError, CheckpointError, DamageError, SpaceError
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
 _STORABLE_KINDS = "biuf"
+_MOST_DEPTH, _MOST_LEAF_BYTES = 32, 2**30
+_DTYPE = re.compile(r"(\|b1|[<|][iuf](1|2|4|8|16))")
 _MOST_SHOWN = 8
 """Numbers of an argument that an error shows."""
 
@@ -33,6 +36,13 @@ _MOST_SHOWN = 8
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Name a dtype as it is written down, in little-endian order."""
     return str(dtype.newbyteorder("<").str)
+
+
+def dtype_of(text: Any) -> np.dtype[Any]:
+    """Return the dtype of a name, if it is one of numbers in little-endian order."""
+    if not isinstance(text, str) or not _DTYPE.fullmatch(text):
+        raise DamageError(f"a checkpoint names the dtype {text!r}, which holdall does not store")
+    return np.dtype(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +93,19 @@ class Tree:
 
     leaves: tuple[Leaf, ...]
     structure: Structure
-    keys: tuple[str, ...] | None  # of the leaves, if the space is a Dict of nothing but leaves
+    keys: tuple[str, ...] | None = field(init=False)  # of the leaves, if the space is a Dict of nothing but leaves
+
+    def __post_init__(self) -> None:
+        structure = self.structure
+        is_shallow = isinstance(structure, dict) and all(isinstance(child, int) for child in structure.values())
+        object.__setattr__(self, "keys", tuple(structure) if isinstance(structure, dict) and is_shallow else None)
 
     @classmethod
     def of(cls, space: spaces.Space[Any] | None, argument: str) -> Tree:
         """Take `space` apart; refuse what cannot be stored bit for bit."""
         leaves: list[Leaf] = []
         structure = _dismantle(space, "", argument, leaves)
-        shallow = isinstance(structure, dict) and all(isinstance(child, int) for child in structure.values())
-        keys = tuple(structure) if isinstance(structure, dict) and shallow else None
-        return cls(tuple(leaves), structure, keys)
+        return cls(tuple(leaves), structure)
 
     def flatten(self, value: Any, leading: tuple[int, ...], argument: str, fit: Fit = Leaf.fit) -> list[Any]:
         """Return one checked array per leaf, in leaf order; `fit` checks one."""
@@ -127,14 +140,9 @@ class Tree:
         return _assemble(self.structure, arrays)
 
     def _collect(
-        self,
-        structure: Structure,
-        value: Any,
-        fit: Callable[[Leaf, Any], Any],
-        argument: str,
-        path: str,
+        self, structure: Structure, value: Any, fit: Callable[[Leaf, Any], Any], argument: str, path: str,
         arrays: list[Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         if isinstance(structure, int):
             arrays.append(fit(self.leaves[structure], value))
             return
@@ -257,9 +265,8 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
         if is_without_lanes(array.shape, leading, shape):
             return array.reshape(leading + shape)
         lanes, several = _axes(leading), f" then reward_shape={shape}" if shape else ""
-        remedy = (
-            "" if shape or not array.ndim else "; for several rewards a step, make the memory with reward_shape=(n,)"
-        )
+        hint = "; for several rewards a step, make the memory with reward_shape=(n,)"
+        remedy = "" if shape or not array.ndim else hint
         raise ArgumentError(
             f"reward has shape {array.shape}, expected {leading + shape}: {lanes}{several}; pass an array of that shape"
             f"{_shown(array)}{remedy}"
@@ -359,11 +366,8 @@ def _dismantle(space: spaces.Space[Any] | None, path: str, argument: str, leaves
         raise SpaceError(f"{where} has no fixed shape and dtype; give it both")
     dtype = np.dtype(space.dtype)
     if dtype.kind not in _STORABLE_KINDS:
-        remedy = (
-            "store real and imaginary part as a last axis of two"
-            if dtype.kind == "c"
-            else ("use a bool, integer or floating point dtype")
-        )
+        as_two = "store real and imaginary part as a last axis of two"
+        remedy = as_two if dtype.kind == "c" else "use a bool, integer or floating point dtype"
         raise SpaceError(f"{where} has dtype {dtype}, which holdall does not store; {remedy}")
     if not dtype.isnative:
         raise SpaceError(
@@ -390,57 +394,6 @@ def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:
         return spaces.Box(0, 1, shape, dtype.type)
     limits = np.iinfo(dtype)
     return spaces.Box(int(limits.min), int(limits.max), shape, dtype.type)
-
-
-def as_ids(ids: Any) -> NDArray[np.int64]:
-    """Return `ids` as a flat array of transition ids, or say why it is not one."""
-    array = as_array(ids, "ids")
-    if array.shape == (0,):
-        return np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ArgumentError(
-            f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers, such as ids[mask]"
-        )
-    if array.dtype == np.uint64 and (most := int(array.max())) > np.iinfo(np.int64).max:
-        raise TransitionIdError(f"ids holds {most}, more than were ever added; ask for ids below next_id")
-    return array.astype(np.int64)
-
-
-def ids_of_any_shape(ids: Any) -> NDArray[np.int64]:
-    """Return `ids` as an array of transition ids, or say why it is not one."""
-    array = as_array(ids, "ids")
-    return as_ids(array.reshape(-1)).reshape(array.shape)
-
-
-class Validity(Protocol):
-    """Which transitions are real."""
-
-    @property
-    def all_valid(self) -> bool:
-        """Whether every lane made a transition in every tick held."""
-
-    def are_valid(self, ids: NDArray[np.int64], /) -> NDArray[np.bool_]:
-        """Return which of some held ids are real: lanes added with valid=False made no transition."""
-
-
-def require_in_range(ids: NDArray[np.int64], first_id: int, next_id: int) -> None:
-    """Refuse ids, of any shape, that are not held."""
-    if ids.size and not first_id <= ids.min() <= ids.max() < next_id:
-        outside = (ids < first_id) | (ids >= next_id)
-        raise TransitionIdError(
-            f"ids holds {int(ids[outside][0])}, but only ids from first_id ({first_id}) up to, and without, "
-            f"next_id ({next_id}) are held: older ones were evicted, newer ones not added yet; ask for those"
-        )
-
-
-def require_held(ids: NDArray[np.int64], first_id: int, next_id: int, validity: Validity) -> None:
-    """Refuse ids, of any shape, that are not held or of a lane that made no transition."""
-    require_in_range(ids, first_id, next_id)
-    if not validity.all_valid and not (valid := validity.are_valid(ids)).all():
-        raise TransitionIdError(
-            f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
-            "made no transition in that tick; leave it out"
-        )
 
 
 # ---------------------------------------------------------------- rows in memory
@@ -481,3 +434,67 @@ def put_together(parts: Sequence[Any], where: Sequence[NDArray[np.int64]]) -> An
     for part, positions in zip(parts, where, strict=True):
         rows[positions] = part
     return rows
+
+
+# ---------------------------------------------------------------- as JSON
+
+
+def schema_words(schema: Schema) -> dict[str, Any]:
+    """Describe a schema."""
+    trees = {"observation": schema.observation, "action": schema.action, "extras": schema.extras}
+    words = {"num_envs": schema.num_envs} | {name: _tree_words(tree, name) for name, tree in trees.items()}
+    return words | ({"reward_shape": list(schema.reward_shape)} if schema.reward_shape else {})
+
+
+def schema_of(words: dict[str, Any]) -> Schema:
+    """Make a schema of its description."""
+    lanes = words["num_envs"]
+    if type(lanes) is not int or not 1 <= lanes < 2**24:
+        raise DamageError(f"a checkpoint of {lanes!r} lanes is none of holdall's")
+    reward = _leaf_of("reward", "<f8", words.get("reward_shape", ()))
+    observation, action, extras = (_tree_of(words[name]) for name in ("observation", "action", "extras"))
+    return Schema(observation, action, extras, lanes, reward.shape)
+
+
+def _tree_words(tree: Tree, what: str) -> dict[str, Any]:
+    leaves = [[leaf.name, dtype_name(leaf.dtype), list(leaf.shape)] for leaf in tree.leaves]
+    return {"leaves": leaves, "structure": _structure_words(tree.structure, what)}
+
+
+def _structure_words(structure: Structure, what: str) -> Any:
+    if isinstance(structure, int):
+        return structure
+    if isinstance(structure, tuple):
+        return {"tuple": [_structure_words(child, what) for child in structure]}
+    if not all(isinstance(key, str) for key in structure):
+        raise CheckpointError(f"the {what} space has keys that are no text; rename them to save the memory")
+    return {"dict": [[key, _structure_words(child, what)] for key, child in structure.items()]}
+
+
+def _tree_of(words: Any) -> Tree:
+    leaves = tuple(_leaf_of(*leaf) for leaf in words["leaves"])
+    named: list[int] = []
+    structure = _structure_of(words["structure"], named, 0)
+    if named != list(range(len(leaves))):
+        raise DamageError("a checkpoint's schema names its leaves in no order of holdall's")
+    return Tree(leaves, structure)
+
+
+def _structure_of(words: Any, named: list[int], depth: int) -> Structure:
+    if depth > _MOST_DEPTH:
+        raise DamageError("a checkpoint's schema is nested too deeply")
+    if type(words) is int:
+        named.append(words)
+        return words
+    if "tuple" in words:
+        return tuple(_structure_of(child, named, depth + 1) for child in words["tuple"])
+    return {str(key): _structure_of(child, named, depth + 1) for key, child in words["dict"]}
+
+
+def _leaf_of(name: Any, dtype: Any, shape: Any) -> Leaf:
+    lengths = tuple(shape)
+    sound = isinstance(name, str) and all(type(length) is int and 0 <= length < 2**31 for length in lengths)
+    leaf = Leaf(name, lengths, dtype_of(dtype))
+    if not sound or len(lengths) > 32 or prod(lengths) * leaf.dtype.itemsize > _MOST_LEAF_BYTES:
+        raise DamageError(f"a checkpoint's schema has a leaf {name!r} of shape {lengths}, which is none of holdall's")
+    return leaf

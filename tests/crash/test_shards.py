@@ -29,10 +29,9 @@ from holdall.checkpoint import (
     shard_url,
 )
 from holdall.errors import DamageError
-from holdall.json_state import generator_state, schema_words
 from holdall.native import chosen_kernels
-from holdall.sampling import WriterRun
-from holdall.schema import Schema
+from holdall.sampling import WriterRun, generator_state
+from holdall.schema import Schema, schema_words
 
 SPACE = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "at": spaces.Box(-9, 9, (2,), np.float32)})
 ACTIONS = spaces.Discrete(99)

@@ -18,9 +18,8 @@ from holdall.checkpoint import save as saver
 from holdall.checkpoint import saved_records as merge
 from holdall.checkpoint import saved_records as writing
 from holdall.checkpoint import write as save
-from holdall.storage import columns
+from holdall.storage import columns, segment, snapshot
 from holdall.storage import rings as ring
-from holdall.storage import segment, snapshot
 from holdall.testing import OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams
 

@@ -23,10 +23,9 @@ from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.shard_data import ShardData, ShardReader
 from holdall.delivery import DrawnRows
 from holdall.errors import ArgumentError, DamageError
-from holdall.json_state import schema_words
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.sampling import Uniform
-from holdall.schema import Schema
+from holdall.schema import Schema, schema_words
 from holdall.storage import batch_source
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.codec_choice import choose

@@ -19,11 +19,10 @@ from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters, shards_of
 from holdall.cluster.roster import for_shards
 from holdall.cluster.shard_data import ShardData
-from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory
 from holdall.sampling.draw import Sampler, checked_priorities
-from holdall.schema import Schema
+from holdall.schema import Schema, schema_words
 from holdall.storage import Encoder, Tick, pack_segment, sliced_leaves
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 

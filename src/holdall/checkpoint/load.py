@@ -21,10 +21,9 @@ from holdall.checkpoint.file_system import CheckpointReader, disk_errors_explain
 from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, SegmentEntry, is_lost, require_whole
 from holdall.checkpoint.saved_records import Attached, LostTicks, RecordFiles, SavedRecords, blank_parts, blank_rows
 from holdall.errors import CheckpointError, DamageError
-from holdall.json_state import dtype_of, malformed_refused, schema_of
 from holdall.machine import memory_limits
 from holdall.sampling import Sampler, Uniform
-from holdall.schema import Leaf, Schema
+from holdall.schema import Leaf, Schema, dtype_of, schema_of
 from holdall.storage import (
     CarriedSlices,
     ClosedPart,
@@ -48,7 +47,7 @@ from holdall.storage import (
     unpack_slices,
     unpack_state,
 )
-from holdall.units import require_count, require_flag, require_number
+from holdall.units import malformed_refused, require_count, require_flag, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import BackgroundFetch

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
-from holdall.json_state import counted, malformed_refused, text_of
 from holdall.storage import parsed, unparsed
-from holdall.units import require_path
+from holdall.units import count_of as counted
+from holdall.units import malformed_refused, require_path, text_of
 
 if TYPE_CHECKING:
     from holdall.checkpoint.file_system import CheckpointReader

@@ -23,7 +23,6 @@ import numpy as np
 from holdall.checkpoint.file_system import CheckpointReader, CheckpointWriter, NewFile
 from holdall.checkpoint.manifest import Chunk, Manifest, Ref, is_lost, require_files, shard_manifest
 from holdall.errors import CheckpointError, DamageError
-from holdall.json_state import malformed_refused
 from holdall.schema import Leaf
 from holdall.storage import (
     SLICES,
@@ -45,6 +44,7 @@ from holdall.storage import (
     unpack,
     unpack_file,
 )
+from holdall.units import malformed_refused
 
 FILE_BYTES = 64 * 2**20
 _FILES = 64

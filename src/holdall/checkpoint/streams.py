@@ -33,9 +33,9 @@ from holdall.checkpoint.manifest import Manifest, kept_and_stale, normalized_url
 from holdall.checkpoint.save import open_writer
 from holdall.checkpoint.saved_records import Attached, RecordFiles
 from holdall.errors import DamageError
-from holdall.json_state import malformed_refused
 from holdall.sampling import Sampler, WriterRun
 from holdall.schema import Array, Schema
+from holdall.units import malformed_refused
 
 _BYTES_AT_ONCE = 4 * 2**20
 _MOST_TICKS_AT_ONCE = 1024

@@ -33,12 +33,11 @@ from rich.table import Table
 from holdall.checkpoint import CheckpointReader, Manifest, collect_all, damages, open_reader, open_writer, require_whole
 from holdall.cli import AsJson, OneLineErrors, OptInt, Verbose, option
 from holdall.errors import ArgumentError, CheckpointError, DamageError, MissingPackageError
-from holdall.json_state import malformed_refused, schema_of
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory
 from holdall.sampling import Uniform
-from holdall.schema import Tree, stored_space
-from holdall.units import counted, format_bytes
+from holdall.schema import Tree, schema_of, stored_space
+from holdall.units import counted, format_bytes, malformed_refused
 
 _MINARI = "minari:"
 DAMAGED = 3  # exit code: the checkpoints were read, and something is damaged

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from holdall.batch import Batch
+from holdall.batch import Batch, as_ids
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.learner import BatchesAhead, Drawing, together
 from holdall.cluster.protocol import Cluster, Gauges, ShardCounters, ShardStatus, asked
@@ -21,12 +21,11 @@ from holdall.cluster.roster import NAMESPACE, MemoryTerms, roster_of, wait_for_g
 from holdall.cluster.writer import Writer
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError
-from holdall.json_state import generator_of, schema_of
 from holdall.native import chosen_kernels, fallback
 from holdall.ray_access import join_cluster, require_safe_cluster
 from holdall.report import MemoryReport
-from holdall.sampling import ComposedSampler, Hindsight, Sampler, checked_priorities
-from holdall.schema import as_ids
+from holdall.sampling import ComposedSampler, Hindsight, Sampler, checked_priorities, generator_of
+from holdall.schema import schema_of
 from holdall.storage import sliced_leaves
 from holdall.units import require_count
 

@@ -22,8 +22,9 @@ import numpy as np
 
 from holdall.checkpoint import Slots, objects_at
 from holdall.errors import CheckpointError, DamageError, FencedError, ShardError
-from holdall.json_state import counted, malformed_refused
 from holdall.storage import SealedSegment, pack, records_in
+from holdall.units import count_of as counted
+from holdall.units import malformed_refused
 
 SLOT, ENTRY, PRIORITIES, FOLDER = "slot", "entry", "priorities", "journal"
 SLOT_BYTES = 16 * 2**20

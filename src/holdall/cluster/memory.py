@@ -36,12 +36,19 @@ from holdall.cluster.protocol import MOST_SHARDS, Cluster, GoneError, asked
 from holdall.cluster.shard import THREADS, Shard
 from holdall.cluster.writer import ShardStreams, Writer
 from holdall.errors import ArgumentError, ShardError
-from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.ray_access import require_safe_cluster
 from holdall.replay import ReplayMemory as LocalReplayMemory
-from holdall.sampling import Sampler, Uniform, sampler_to_resume, sampler_words
-from holdall.schema import Schema
+from holdall.sampling import (
+    Sampler,
+    Uniform,
+    generator_of,
+    generator_state,
+    restored_generator,
+    sampler_to_resume,
+    sampler_words,
+)
+from holdall.schema import Schema, schema_of, schema_words
 from holdall.units import require_count, whole
 
 _LOCAL_ON = 8

@@ -26,10 +26,10 @@ from holdall.cluster.protocol import ShardMetrics
 from holdall.cluster.roster import MemoryTerms, is_restarted, roster_of
 from holdall.cluster.shard_data import ShardData
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
-from holdall.json_state import generator_of
 from holdall.machine import HeldReader, anonymous_bytes, memory_limits
 from holdall.native import fallback
 from holdall.report import MemoryReport
+from holdall.sampling import generator_of
 from holdall.schema import Array
 from holdall.shared import RowsPlace
 

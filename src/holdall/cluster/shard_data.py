@@ -22,11 +22,21 @@ from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
 from holdall.delivery import DrawnRows, ObservationAssembler, Prefetched
 from holdall.errors import DamageError
-from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.machine import memory_limits
 from holdall.native import chosen_kernels
-from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun, resume
-from holdall.schema import Schema
+from holdall.sampling import (
+    ComposedSampler,
+    Held,
+    Hindsight,
+    Likelihood,
+    RowOrder,
+    Sampler,
+    WriterRun,
+    generator_state,
+    restored_generator,
+    resume,
+)
+from holdall.schema import Schema, schema_of
 from holdall.shared import OpenedBlocks, Pair, RowsPlace, SharedCount, block_bytes, block_leaves, pairs_in
 
 _LOADED = bytes(16)

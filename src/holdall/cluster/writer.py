@@ -29,9 +29,8 @@ from holdall import storage
 from holdall.cluster.protocol import PAUSE_S, Ack, GoneError, ShardClosedError, ShardCounters, ShardList, received
 from holdall.cluster.roster import MemoryTerms, roster_of, wait_for_grant
 from holdall.errors import ClosedError, FencedError, ShardError
-from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
-from holdall.schema import Schema
+from holdall.schema import Schema, schema_of
 
 _SEGMENT_ROWS = 128
 _WAIT_S = 0.05

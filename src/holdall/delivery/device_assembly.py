@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw
+from holdall.batch import Batch, Draw, require_in_range
 from holdall.delivery.batch_layout import BatchPlan
 from holdall.delivery.cuda_program import CudaProgramError
 from holdall.delivery.device import CudaStream, DeviceStream
@@ -25,7 +25,7 @@ from holdall.delivery.device_loops import device_program
 from holdall.delivery.device_store import DeviceSnapshot, PinnedSnapshot
 from holdall.errors import DamageError
 from holdall.native import MOST_DEVICE_FIELDS, BatchRequestStruct, Refusal, SliceNamer, number_function
-from holdall.schema import Array, Schema, require_in_range
+from holdall.schema import Array, Schema
 from holdall.storage import RowSources, Store, address
 
 _KEPT_PLANS = 16

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw
+from holdall.batch import Batch, Draw, require_in_range
 from holdall.delivery.batch_layout import nesting
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
 from holdall.delivery.device_draws import DeviceSampler, draws_on_device
@@ -23,7 +23,7 @@ from holdall.delivery.device_loops import RowsOnDevice
 from holdall.delivery.device_rings import DeviceRings
 from holdall.errors import ArgumentError
 from holdall.sampling import Uniform
-from holdall.schema import Leaf, Schema, Tree, require_in_range
+from holdall.schema import Leaf, Schema, Tree
 from holdall.storage import Store, Tick
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.batch import Draw
-from holdall.errors import ArgumentError, DamageError, TransitionIdError
+from holdall.background import fork_number
+from holdall.batch import Draw, Validity, ids_of_any_shape, require_held
+from holdall.errors import ArgumentError, CheckpointError, DamageError, TransitionIdError
 from holdall.sampling.row_order import LANE, Flags, Ids, RowOrder
-from holdall.schema import Validity, as_array, ids_of_any_shape, require_held
+from holdall.schema import as_array
 
 State = dict[str, Any]
 """Arrays and plain numbers by name."""
@@ -334,3 +335,49 @@ def _rebuilt(saved: Mapping[str, Any]) -> Sampler:
         raise DamageError(f"the saved sampler takes {steps} steps, more than {_MOST_SAVED_STEPS}; pass sampler=")
     sampler: Sampler = made
     return sampler
+
+
+# ---------------------------------------------------------------- generators
+
+_KNOWN = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
+
+
+def generator_state(generator: np.random.Generator) -> dict[str, Any]:
+    """Return all that the next draws of a generator depend on."""
+    state = generator.bit_generator.state
+    if state["bit_generator"] not in _KNOWN:
+        raise CheckpointError(
+            f"the memory draws from a {state['bit_generator']}, which cannot be saved; seed it with a number, or pass "
+            f"a generator over one of {', '.join(_KNOWN)}"
+        )
+    return dict(state)
+
+
+def restored_generator(state: Any) -> np.random.Generator:
+    """Make a generator that goes on where the saved one stood."""
+    try:
+        bits = getattr(np.random, _KNOWN[_KNOWN.index(state["bit_generator"])])(0)
+        bits.state = state
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise DamageError(f"the saved generator makes no sense ({error}); load an older checkpoint") from error
+    return np.random.Generator(bits)
+
+
+def generator_of(seed: Any) -> np.random.Generator:
+    """Make a generator of a seed."""
+    try:
+        given: Any = "True or False" if isinstance(seed, bool) else seed
+        return np.random.default_rng(given)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"seed ({seed!r}) is none that NumPy takes ({error}); pass None or a whole number of at least 0"
+        ) from error
+
+
+def childs_generator(generator: np.random.Generator) -> np.random.Generator:
+    """Return a generator for a forked child: another one in every child, the same in every run of the same program.
+
+    A child begins with a copy of its parent's generator; its draws would be those of the parent and of all siblings.
+    """
+    words = generator.integers(0, 2**32, 8, np.uint32)
+    return np.random.default_rng([*words.tolist(), fork_number()])

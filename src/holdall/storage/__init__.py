@@ -78,6 +78,8 @@ from holdall.storage.rollout import FinalObservations, RolloutFields, gather_pad
 from holdall.storage.saved_store import (
     PIECE_BYTES,
     Like,
+    decode_state,
+    encode_state,
     pack_file,
     pack_logs,
     pack_piece,

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.batch import require_in_range
 from holdall.errors import DamageError
-from holdall.schema import Array, Bytes, require_in_range
+from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coder, SealedSlices, address
 
 if TYPE_CHECKING:

@@ -31,11 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, NewerFormatError, SpillError
-from holdall.json_state import counted, malformed_refused
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
 from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform
-from holdall.units import require_path
+from holdall.units import count_of, malformed_refused, require_path
 
 if sys.platform != "win32":
     import fcntl
@@ -253,7 +252,7 @@ def _units_of(record: Record, read: Read) -> tuple[RecordPart, NDArray[np.uint32
 
 def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], data: Bytes | Extent) -> Coded:
     with malformed_refused(f"the block at byte {record.start}"):
-        codec, count = codec_of(record.head, dictionaries), counted(record.head["count"], _MOST_SETTING)
+        codec, count = codec_of(record.head, dictionaries), count_of(record.head["count"], _MOST_SETTING)
     palette, offsets = (record.part(name, read) for name in ("palette", "offsets"))
     width = 2 if count <= 1 << 16 else 4
     places = record.part("places", read) if "places" in record.parts else b""
@@ -284,17 +283,17 @@ def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) ->
     transform = _transform_of(*(head["transform"][name] for name in TRANSFORM_FIELDS))
     name = head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
-    method, level, group = (counted(head[key], _MOST_SETTING) for key in ("method", "level", "group"))
+    method, level, group = (count_of(head[key], _MOST_SETTING) for key in ("method", "level", "group"))
     if method < _LATER_METHODS:
         return Codec(Method(method), level, transform, dictionary, group)
-    key, raw_keys = (counted(head[name], _MOST_SETTING) for name in ("key", "raw_keys"))
+    key, raw_keys = (count_of(head[name], _MOST_SETTING) for name in ("key", "raw_keys"))
     return Codec(Method(method - _LATER_METHODS), level, transform, dictionary, group, key, bool(raw_keys))
 
 
 @functools.lru_cache(maxsize=64, typed=True)
 def _transform_of(*settings: Any) -> Transform:
     """Make a transform of its settings; the blocks of a field have the same one, thousands of them."""
-    claimed = {name: counted(value, _MOST_SETTING) for name, value in zip(TRANSFORM_FIELDS, settings, strict=True)}
+    claimed = {name: count_of(value, _MOST_SETTING) for name, value in zip(TRANSFORM_FIELDS, settings, strict=True)}
     predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
     return Transform(**claimed, predictor=Predictor(predictor), interleaved=bool(interleaved), green=bool(green))
 

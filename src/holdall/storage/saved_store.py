@@ -6,6 +6,7 @@ Invariant: what is frozen does not change, whatever is written meanwhile. A reco
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -17,8 +18,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError, DamageError
-from holdall.json_state import counted, decode_state, dtype_of, encode_state
-from holdall.schema import Array, Leaf, dtype_name
+from holdall.schema import Array, Leaf, dtype_name, dtype_of
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.records import Buffer, Read, Record, pack, parsed, unparsed
 from holdall.storage.rings import field_layouts
@@ -38,6 +38,7 @@ from holdall.storage.snapshot import (
     put_rows,
 )
 from holdall.storage.tick_store import TickStore
+from holdall.units import count_of
 
 _SNAPSHOT_S = 0.003
 """For so long no codec is chosen: a snapshot takes less, if it has Python's lock to itself."""
@@ -275,7 +276,7 @@ def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: L
     apart = {}
     for name, count in head["apart"].items():
         (lanes, *shape), dtype = like[name]
-        counted(count, ticks * lanes)
+        count_of(count, ticks * lanes)
         ids = _array(record, f"{name}/ids", read, np.dtype(np.int64), (count,))
         ascending = (np.diff(ids) > 0).all() and (count == 0 or first_tick * lanes <= ids[0])
         if not ascending or (count and ids[-1] >= (first_tick + ticks) * lanes):
@@ -308,7 +309,7 @@ def unpack_logs(
     parts = []
     for number, (words, leaf, block) in enumerate(zip(fields, leaves, blocks, strict=True)):
         window = Window.of_words(words["window"], leaf)
-        rows, count, steps, new = (counted(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
+        rows, count, steps, new = (count_of(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
         if block.slice_bytes != window.slice_bytes or count > block.used:
             raise DamageError(f"the logs at byte {record.start} name another block than their own")
         log: Any = None
@@ -333,12 +334,70 @@ def pack_piece(slices: NDArray[np.uint8], slice_bytes: int, first: int) -> list[
 def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most: int) -> NDArray[np.uint8]:
     """Read some slices of a block, from number `first` on."""
     require_kind(record, PIECE, read)
-    count = counted(record.head["count"])
+    count = count_of(record.head["count"])
     most = min(most, max(1, PIECE_BYTES // slice_bytes))
     if (record.head["slice_bytes"], record.head["first"]) != (slice_bytes, first) or count > most:
         raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
     found: NDArray[np.uint8] = _array(record, "slices", read, np.dtype(np.uint8), (count * slice_bytes,))
     return found
+
+
+_SAFE = 2**53
+_MOST_DEPTH = 32
+
+
+def encode_state(value: Any, arrays: list[NDArray[Any]], what: str, depth: int = 0) -> Any:
+    """Return what JSON can hold; arrays are appended to `arrays` and named by their place there."""
+    if depth > _MOST_DEPTH:
+        raise CheckpointError(f"{what} is nested deeper than {_MOST_DEPTH}; make it flatter")
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) and not key.startswith("$") for key in value):
+            raise CheckpointError(f"{what} has keys that are no text, or begin with $; name them otherwise")
+        return {key: encode_state(child, arrays, f"{what}[{key!r}]", depth + 1) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode_state(child, arrays, what, depth + 1) for child in value]
+    if isinstance(value, np.ndarray):
+        return _array_words(value, arrays, "$array", what)
+    if isinstance(value, bytes):
+        return _array_words(np.frombuffer(value, np.uint8), arrays, "$bytes", what)
+    return _scalar_words(value.item() if isinstance(value, np.generic) else value, what)
+
+
+def _array_words(value: NDArray[Any], arrays: list[NDArray[Any]], kind: str, what: str) -> Any:
+    if value.dtype.kind not in "biuf":
+        raise CheckpointError(f"{what} holds an array of {value.dtype}; only numbers can be saved")
+    arrays.append(np.asarray(value, value.dtype.newbyteorder("<")))
+    return {kind: len(arrays) - 1, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+
+
+def _scalar_words(value: Any, what: str) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return value if -_SAFE < value < _SAFE else {"$int": hex(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": value.hex()}
+    raise CheckpointError(f"{what} holds a {type(value).__name__}; numbers, text, arrays, dicts and lists can be saved")
+
+
+def decode_state(value: Any, arrays: Mapping[int, bytes | NDArray[np.uint8]], depth: int = 0) -> Any:
+    """Return what `encode_state` was given; lists stand for tuples too."""
+    if depth > _MOST_DEPTH:
+        raise DamageError("a saved state is nested too deeply to be one of holdall's")
+    if isinstance(value, list):
+        return [decode_state(child, arrays, depth + 1) for child in value]
+    if not isinstance(value, dict):
+        return value
+    if "$int" in value:
+        return int(value["$int"], 16)
+    if "$float" in value:
+        return float.fromhex(value["$float"])
+    if "$bytes" in value:
+        return bytes(arrays[value["$bytes"]])
+    if "$array" in value:
+        rows = np.frombuffer(arrays[value["$array"]], dtype_of(value["dtype"]))
+        return rows.reshape([int(length) for length in value["shape"]]).copy()
+    return {key: decode_state(child, arrays, depth + 1) for key, child in value.items()}
 
 
 def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
@@ -355,7 +414,7 @@ def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
 def unpack_state(record: Record, read: Read) -> dict[str, Any]:
     """Read a tree back."""
     require_kind(record, STATE, read)
-    sizes = [counted(nbytes) for nbytes in record.head["sizes"]]
+    sizes = [count_of(nbytes) for nbytes in record.head["sizes"]]
     arrays = {i: _array(record, str(i), read, np.dtype(np.uint8), (nbytes,)) for i, nbytes in enumerate(sizes)}
     tree = decode_state(parsed(record.part("tree", read)), arrays)
     if not isinstance(tree, dict):

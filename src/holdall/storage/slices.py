@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.json_state import counted
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.batch_source import Held
 from holdall.storage.blocks import KeptBlock, Order, SliceBlock, reserve
+from holdall.units import count_of
 
 Log = NDArray[np.uint16] | NDArray[np.uint32]
 Cursors = NDArray[np.uint32]
@@ -99,7 +99,7 @@ class Window:
         """Cut a leaf as `words` said; whatever was read, the window fits the leaf."""
         if words is None:
             return cls.whole(leaf)
-        axis, step = (counted(word) for word in words)
+        axis, step = (count_of(word) for word in words)
         if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
             raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
         return cls.along(leaf, axis, step)

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from holdall import storage
 from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError
-from holdall.json_state import encode_state
 from holdall.replay import ReplayMemory
 from holdall.sampling import Held, Sampler
 from holdall.schema import Bytes, Leaf, stored_space
+from holdall.storage import encode_state
 from holdall.testing.oracle import OracleMemory, as_array, assert_same_bits, stack_rows
 from holdall.testing.streams import DTYPES, LeafPlan, Mishaps, Stream, StreamStep, random_rows
 

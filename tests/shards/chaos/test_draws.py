@@ -20,11 +20,10 @@ from holdall.cluster.journal import Entry
 from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.shard_data import ShardData
-from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
 from holdall.sampling.draw import Held, Uniform
 from holdall.sampling.prioritized import Prioritized
-from holdall.schema import Schema
+from holdall.schema import Schema, schema_words
 from holdall.storage import Encoder
 from holdall.storage.ticks import Tick
 

@@ -24,7 +24,7 @@ from holdall import ShardError
 from holdall.cluster import writer as writer_module
 from holdall.cluster.shard import Shard
 from holdall.cluster.writer import SegmentStream
-from holdall.json_state import schema_words
+from holdall.schema import schema_words
 
 from ..processes import shard_terms
 from .test_slow_disk import SCHEMA, WRITER, segment

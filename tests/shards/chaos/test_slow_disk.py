@@ -14,9 +14,8 @@ pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[r
 from holdall.checkpoint import Slots
 from holdall.cluster.protocol import Ack
 from holdall.cluster.shard import Shard
-from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
-from holdall.schema import Schema
+from holdall.schema import Schema, schema_words
 from holdall.storage import Encoder, pack_segment
 from holdall.storage.ticks import Tick
 

@@ -10,12 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError, DamageError
-from holdall.json_state import (
-    decode_state,
-    encode_state,
-    generator_state,
-    restored_generator,
-)
+from holdall.sampling import generator_state, restored_generator
+from holdall.storage import decode_state, encode_state
 
 
 def there_and_back(value: Any) -> Any:

@@ -12,9 +12,9 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, DamageError, Hindsight, NStep, Prioritized, ReplayMemory, Sequence, Uniform
-from holdall.json_state import malformed_refused
 from holdall.sampling import sampler_to_resume
 from holdall.testing import assert_same_bits
+from holdall.units import malformed_refused
 
 LANES = 2
 
