@@ -26,6 +26,7 @@ from holdall.checkpoint.file_system import CheckpointWriter
 from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry, ShardEntry, shard_folder
 from holdall.checkpoint.saved_records import PartialBlock, RecordWriter, SavedRecords, adoptable, compacted, ref_of
 from holdall.errors import CheckpointError, DamageError
+from holdall.sampling import pack_state
 from holdall.schema import Bytes, dtype_name
 from holdall.storage import (
     PIECE_BYTES,
@@ -47,7 +48,6 @@ from holdall.storage import (
     pack_piece,
     pack_rows,
     pack_slices,
-    pack_state,
     stored,
 )
 
