@@ -1,4 +1,4 @@
-"""The recipe of a batch, which a sampler makes, and the batch, which belongs to the caller.
+"""The recipe of a batch, which a sampler makes, the batch, which belongs to the caller, and the ids that both name.
 
 Invariant: holdall never writes to a batch again.
 """

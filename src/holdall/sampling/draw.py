@@ -3,6 +3,10 @@
 In:  the ids that are held, and the fields that every transition has.  Out: the recipe of a batch.
 A sampler of single transitions (Uniform, Prioritized) can be passed as `by` to one that builds on single transitions
 (NStep, Sequence, Hindsight). docs/samplers.md shows how to write one; `holdall.testing` has its contract tests.
+
+In its second half what a memory does with its sampler and its generator: makes them, saves them, goes on with them.
+Invariant: every number of a saved state comes back as it was. Whole numbers beyond 53 bits and NaN are written in
+hexadecimal, since JSON's readers cut or refuse them.
 """
 
 from __future__ import annotations
