@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import weakref
 from collections import deque
@@ -137,7 +138,8 @@ class CudaStream(DeviceStream):
         # Torch's own way without the object, where it has it: this is asked for with every batch.
         self._current: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", self._current_stream)
         self.number = self._stream.cuda_stream
-        self._driver = found_driver(self.number)
+        library = cuda_library()
+        self._driver = None if library is None else CudaDriver(library, self.number)
         self.record_function = self._driver.record_function if self._driver else 0
         self.query_function = self._driver.query_function if self._driver else 0
         self._behind_consumer = self.new_event()[0]
@@ -302,7 +304,21 @@ def torch_dtype(torch: Any, dtype: np.dtype[Any]) -> Any:
     return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
-_DRIVER_FILES = ("libcuda.so.1", "nvcuda.dll")
+@functools.cache
+def cuda_library() -> ctypes.CDLL | None:
+    """Return the CUDA driver; None where torch reaches its devices by another one."""
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    for file in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            library = ctypes.CDLL(file)
+            library.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, pointer, ctypes.c_size_t, pointer]
+            library.cuEventRecord.argtypes = [pointer] * 2
+            library.cuStreamWaitEvent.argtypes = [pointer, pointer, number]  # stream, event
+            library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+        except (OSError, AttributeError):
+            continue
+        return library
+    return None
 
 
 class CudaDriver:
@@ -313,14 +329,16 @@ class CudaDriver:
 
     def __init__(self, library: ctypes.CDLL, stream: int) -> None:
         self.stream = stream
-        self.copy_function = ctypes.cast(library.cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value or 0
-        self.record_function = ctypes.cast(library.cuEventRecord, ctypes.c_void_p).value or 0
-        self.query_function = ctypes.cast(library.cuEventQuery, ctypes.c_void_p).value or 0
-        self.record, self.wait = library.cuEventRecord, library.cuStreamWaitEvent
-        self.copy = library.cuMemcpyHtoDAsync_v2  # all of them return 0, or why they refuse
-        self.copy.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-        self.record.argtypes = [ctypes.c_void_p] * 2
-        self.wait.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]  # stream, event
+        # All of them return 0, or why they refuse.
+        self.copy, self.record, self.wait = (
+            library.cuMemcpyHtoDAsync_v2,
+            library.cuEventRecord,
+            library.cuStreamWaitEvent,
+        )
+        self.copy_function, self.record_function, self.query_function = (
+            ctypes.cast(function, ctypes.c_void_p).value or 0
+            for function in (self.copy, self.record, library.cuEventQuery)
+        )
         self._push, self._pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
         self._context = ctypes.c_void_p()
         self._popped = ctypes.c_void_p()
@@ -341,16 +359,6 @@ class CudaDriver:
             yield
         finally:
             self._pop(ctypes.byref(self._popped))
-
-
-def found_driver(stream: int) -> CudaDriver | None:
-    """Return the driver, or None where torch reaches its devices by another one."""
-    for file in _DRIVER_FILES:
-        try:
-            return CudaDriver(ctypes.CDLL(file), stream)
-        except (OSError, AttributeError):
-            continue
-    return None
 
 
 class StagingSlot:

@@ -107,7 +107,7 @@ class MirroredBatches(ResidentBatches):
             numbers[count : 2 * count] = last_ids.reshape(-1)
         self._stream.send(slot.there, slot.host, 8 * count if last_ids is None else 16 * count)
         where = slot.there.data_ptr()
-        found = self._rings.gather_at(count, where, 0 if last_ids is None else where + 8 * count, slot.there)
+        found = self._rings.loops.read_at(count, where, 0 if last_ids is None else where + 8 * count, slot.there)
         slot.was_given()
         return found
 
@@ -136,7 +136,7 @@ class MirroredBatches(ResidentBatches):
         self._kept = max(self._kept, batches)
         self._other.keep(batches)
         if self._writer is not None:
-            self._rings.keep_batches(batches)
+            self._rings.loops.keep(batches)
 
     @property
     def pinned_bytes(self) -> int:
@@ -178,11 +178,11 @@ class MirroredBatches(ResidentBatches):
         except ArgumentError:
             self._is_refused = True
             return None
-        self._is_refused = self._device.type == "cuda" and not rings.is_one_step
+        self._is_refused = self._device.type == "cuda" and not rings.loops.is_one_step
         if self._is_refused:
             return None
         rings.begin(store.reward_dtype)
-        rings.keep_batches(self._kept)
+        rings.loops.keep(self._kept)
         self._rings, self._rewrites = rings, store.rewrites
         self._writer = rings.new_writer(None, (first, first), self._repair)
         return self._writer

@@ -26,6 +26,7 @@ from holdall.delivery.batches import (
     rewards_for,
 )
 from holdall.delivery.device import torch_dtype
+from holdall.delivery.device_checkpoint import SavedRings
 from holdall.delivery.device_draws import DeviceSampler, draws_on_device
 from holdall.delivery.device_fields import byte_rows, windows_of
 from holdall.delivery.device_loops import RowsOnDevice
@@ -146,14 +147,14 @@ class TensorFit:
         return tensor
 
 
-def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, steps: Tick | None) -> DeviceRings:
+def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, steps: Tick | None) -> SavedRings:
     """Allocate all that a memory takes on its device; say what would fit if that is too much.
 
     Args:
         steps: The first ones, which show how observations are cut; None if rows that were saved will do so.
     """
     windows = None if steps is None else windows_of(schema, steps)
-    return DeviceRings(fit.torch, fit.device, schema, ticks + 1, windows, limit)
+    return SavedRings(fit.torch, fit.device, schema, ticks + 1, windows, limit)
 
 
 class ResidentBatches(Batches):
@@ -172,13 +173,13 @@ class ResidentBatches(Batches):
         """Draw a batch on the device, if the sampler's draws can be made there; under the memory's lock."""
         seed = int(generator.integers(2**63))
         if type(sampler) is Uniform:
-            found = self._rings.draw(count, seed)
+            found = self._rings.loops.draw(count, seed)
             return self._batch(found, found.ids, found.ones)
         there = self._on_device(sampler)
         if there is None:
             return None
         draw = there.draw(count, seed)
-        found = self._rings.gather(draw.ids.reshape(-1), draw.last_ids)
+        found = self._rings.loops.read(draw.ids.reshape(-1), draw.last_ids)
         if draw.reward is not None:
             found.rows[-1] = draw.reward
         return self._batch(found, draw.ids, draw.weights, draw.discount, draw.mask)
@@ -217,7 +218,7 @@ class ResidentBatches(Batches):
 
     def _gathered(self, ids: NDArray[np.int64], last_ids: NDArray[np.int64] | None) -> RowsOnDevice:
         rings = self._rings
-        return rings.gather(rings.to_device(ids), None if last_ids is None else rings.to_device(last_ids))
+        return rings.loops.read(rings.to_device(ids), None if last_ids is None else rings.to_device(last_ids))
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""
@@ -269,4 +270,4 @@ class ResidentBatches(Batches):
 
     def keep(self, batches: int) -> None:
         """See `Batches`."""
-        self._rings.keep_batches(batches)
+        self._rings.loops.keep(batches)
