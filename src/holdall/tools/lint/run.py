@@ -86,6 +86,18 @@ def whole(value: object) -> int | None:
     return None
 
 
+class NotKnownError(Exception):
+    """What has to be known for an answer is not."""
+
+
+def known(value: object) -> int:
+    """Return a whole number; NotKnownError if it is none, or not known."""
+    number = whole(value)
+    if number is None:
+        raise NotKnownError
+    return number
+
+
 def candidates(value: object) -> tuple[int, ...]:
     """Return every whole number that the value can be; none if one of them is not known."""
     values = value.values if isinstance(value, OneOf) else (value,)

@@ -23,6 +23,7 @@ from holdall.tools.lint.source.containers import MANY
 from holdall.tools.lint.source.frameworks import KEEPING, held_env
 from holdall.tools.lint.source.values import (
     ArrayValue,
+    CallArguments,
     InstanceValue,
     ListValue,
     TableValue,
@@ -319,7 +320,7 @@ def _keeping(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
     processor = likely(made.value.attributes.get("processor"))
     if isinstance(processor, InstanceValue):
         method = interpreter.member(processor, "process_observation")
-        sample = likely(interpreter.call(method, type(made.arguments)([sample]), made.node)) or sample
+        sample = likely(interpreter.call(method, CallArguments([sample]), made.node)) or sample
     arrays = [one for one in leaf_arrays(sample) if one.nbytes]
     fields = tuple(map(_stored, arrays)) * times
     nbytes = size * times * sum((one.nbytes or 0) // one.shared_frames for one in arrays)

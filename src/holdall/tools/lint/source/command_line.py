@@ -14,6 +14,7 @@ from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, Reference
 from holdall.tools.lint.source.values import (
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -70,7 +71,7 @@ def command_line(interpreter: Any, dotted: str, last: str, arguments: Any, node:
 
 def _from_defaults(interpreter: Any, made_of: Any, node: ast.AST) -> Any:
     """Make a data class, or call a function, with nothing but its defaults."""
-    empty = type(interpreter.no_arguments)(is_complete=False)
+    empty = CallArguments(is_complete=False)
     if isinstance(made_of, ClassValue):
         made = interpreter.instantiate(made_of, empty, node)
         if isinstance(made, InstanceValue):
@@ -256,6 +257,6 @@ def _add_option(interpreter: Any, options: TableValue, arguments: Any) -> None:
     if isinstance(default, str) and isinstance(kind, Reference) and kind.last in {"int", "float"}:
         default = as_number(kind.last, (default,))
     elif isinstance(default, str) and isinstance(kind, FunctionValue):
-        default = interpreter.call(kind, type(arguments)([default]), interpreter.anchor or interpreter.main.tree)
+        default = interpreter.call(kind, CallArguments([default]), interpreter.anchor or interpreter.main.tree)
     if isinstance(name, str) and name:
         options[name] = default

@@ -18,10 +18,11 @@ import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, library
-from holdall.tools.lint.source.scopes import CallArguments, Names, Scope
+from holdall.tools.lint.source.scopes import Names, Scope
 from holdall.tools.lint.source.values import (
     ArrayValue,
     BoundMethod,
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,

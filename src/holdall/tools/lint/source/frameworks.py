@@ -21,6 +21,7 @@ from holdall.tools.lint.source import environments
 from holdall.tools.lint.source.spaces import by_id
 from holdall.tools.lint.source.values import (
     ArrayValue,
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -202,7 +203,7 @@ def _fitted(interpreter: Any, model: Any, node: ast.AST) -> None:
     if isinstance(model, InstanceValue) and isinstance(model.made_of, ClassValue):
         for name in _HOOKS:
             if isinstance(found := model.made_of.find(name), FunctionValue):
-                interpreter.call_function(found, type(interpreter.no_arguments)(is_complete=False), model)
+                interpreter.call_function(found, CallArguments(is_complete=False), model)
 
 
 # ------------------------------------------------------------ TorchRL
@@ -222,7 +223,7 @@ def _torchrl(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast
 def _torchrl_env(interpreter: Any, last: str, arguments: Any, node: ast.AST) -> Any:
     first = likely(arguments.get(0, "env_name"))
     if last == "GymEnv":
-        made = environments.call(interpreter, "gymnasium.make", type(arguments)([first], {}), node)
+        made = environments.call(interpreter, "gymnasium.make", CallArguments([first], {}), node)
         env = likely(made)
         if not isinstance(env, Environments) or env.observation is None:
             return env

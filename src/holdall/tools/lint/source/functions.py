@@ -17,13 +17,14 @@ from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 from holdall.tools.lint.source import command_line, containers
 from holdall.tools.lint.source.arrays import ReturnedValues
 from holdall.tools.lint.source.expressions import Expressions
-from holdall.tools.lint.source.scopes import CallArguments, Scope
+from holdall.tools.lint.source.scopes import Scope
 from holdall.tools.lint.source.script import lengthened_by, shortened_by, subtree
 from holdall.tools.lint.source.values import (
     MOST_CANDIDATES,
     MOST_SETTINGS,
     ArrayValue,
     BoundMethod,
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,

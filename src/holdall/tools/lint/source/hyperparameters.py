@@ -26,8 +26,7 @@ from holdall.tools.lint.run import (
     algorithm_by_zoo_name,
     whole,
 )
-from holdall.tools.lint.source.spaces import space_of
-from holdall.tools.lint.source.wrappers import atari_space
+from holdall.tools.lint.source.spaces import atari_space, space_of
 from holdall.tools.plan.config import read_literal
 from holdall.tools.plan.environments import parse_observation
 from holdall.tools.plan.spec import Algorithm

@@ -22,13 +22,14 @@ from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, whol
 from holdall.tools.lint.source import environments, library
 from holdall.tools.lint.source.functions import Functions
 from holdall.tools.lint.source.repository import Module, Repository
-from holdall.tools.lint.source.scopes import CallArguments, OutOfStepsError, Scope
+from holdall.tools.lint.source.scopes import OutOfStepsError, Scope
 from holdall.tools.lint.source.script import (
     LONGEST_CONDITION,
     Script,
     conditions_of,
 )
 from holdall.tools.lint.source.values import (
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -75,7 +76,6 @@ class Interpreter(Functions):
         self.script = script
         self.main = Module(script.path, script.tree, is_main=True)
         self.repository = repository
-        self.no_arguments = CallArguments()
         self.flags: dict[str, Any] = {}  # of absl
         self.torchrl_env: Any = None  # the last one that was made
         self.made: list[ProgramEvent] = []

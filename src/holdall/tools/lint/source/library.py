@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
+from holdall.tools.lint.run import UNKNOWN, Environments, NotKnownError, OneOf, Reference, SpaceInfo, whole
 from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, pictures, shapes
 from holdall.tools.lint.source.values import (
     ArrayValue,
     AttributeTable,
     BoundMethod,
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -60,7 +61,7 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
     if package == "builtins":
         return _builtin(interpreter, last, arguments, node)
     if last == "__init__" and arguments.values and isinstance(arguments.values[0], InstanceValue):
-        rest = type(arguments)(arguments.values[1:], arguments.named, arguments.is_complete)
+        rest = CallArguments(arguments.values[1:], arguments.named, arguments.is_complete)
         interpreter.library_start(arguments.values[0], rest)
         return None
     if last in _STARTED and "target" in arguments.named:
@@ -70,11 +71,14 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
         return _HARDWARE[dotted]
     if dotted.endswith("multiprocessing.get_context"):
         return Reference("multiprocessing")
-    for follow in (frameworks.call, environments.call, arrays.call, pictures.call):
-        found = follow(interpreter, dotted, arguments, node)
-        if found is not NotImplemented:
-            is_told = "config" in arguments.named and isinstance(found, Environments)
-            return frameworks.configured(found, arguments.named["config"]) if is_told else found
+    try:
+        for follow in (frameworks.call, environments.call, arrays.call, pictures.call):
+            found = follow(interpreter, dotted, arguments, node)
+            if found is not NotImplemented:
+                is_told = "config" in arguments.named and isinstance(found, Environments)
+                return frameworks.configured(found, arguments.named["config"]) if is_told else found
+    except NotKnownError:
+        return UNKNOWN
     if package in _DATA_PACKAGES:
         return command_line.loaded(interpreter, last, arguments, package)
     return _other(interpreter, dotted, last, arguments, node)
@@ -252,7 +256,7 @@ def _mapped(interpreter: Any, function: Any, over: Any, node: ast.AST) -> ListVa
     items, length = known_items(over), length_of(over)
     if items is None or len(items) > _MOST_FOLLOWED:
         items = [interpreter.item_of_loop(over)]
-    made = [interpreter.call(function, type(interpreter.no_arguments)([one]), node) for one in items]
+    made = [interpreter.call(function, CallArguments([one]), node) for one in items]
     return ListValue(made, length)
 
 
@@ -264,7 +268,7 @@ def _reduced(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
     made = arguments.get(2, "initial", None)
     for one in items if len(arguments.values) > 2 else items[1:]:
         made = items[0] if made is None else made
-        made = interpreter.call(arguments.get(0, "function"), type(interpreter.no_arguments)([made, one]), node)
+        made = interpreter.call(arguments.get(0, "function"), CallArguments([made, one]), node)
     return made
 
 
@@ -348,7 +352,7 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
             interpreter.exchange(owner, frameworks.configured(owner, arguments.get(0, "config")))
             return None
         case Environments() | SpaceInfo():
-            return environments.call_method(interpreter, owner, name, arguments, node)
+            return environments.call_method(owner, name, node)
         case SuperValue(owner=instance):
             if name == "__init__":
                 interpreter.library_start(instance, arguments)
@@ -388,11 +392,11 @@ def _started(interpreter: Any, owner: InstanceValue, node: ast.AST) -> None:
         is_new = again not in interpreter.started and owner.made_of.extends(*_STARTED)
         interpreter.started.add(again)
         if is_new and isinstance(run, FunctionValue):
-            interpreter.call_function(run, interpreter.no_arguments, owner)
+            interpreter.call_function(run, CallArguments(), owner)
     elif "target" in owner.arguments:
         values, named = (likely(owner.arguments.get(name)) for name in ("args", "kwargs"))
         table = {str(key): value for key, value in named.items()} if isinstance(named, TableValue) else {}
-        given = type(interpreter.no_arguments)(list(known_items(values) or ()), table)
+        given = CallArguments(list(known_items(values) or ()), table)
         interpreter.call(owner.arguments["target"], given, node)
 
 
@@ -414,5 +418,5 @@ def called_value(interpreter: Any, value: Any) -> Any:
         rest = type(given)(given.values[1:], given.named, given.is_complete)
         return interpreter.call(value.arguments["call"], rest, node)
     if isinstance(value, FunctionValue | ClassValue | BoundMethod | Reference):
-        return interpreter.call(value, interpreter.no_arguments, node)
+        return interpreter.call(value, CallArguments(), node)
     return value

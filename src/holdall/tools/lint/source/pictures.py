@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source.values import ArrayValue, InstanceValue, best_array, known_items, likely
+from holdall.tools.lint.source.values import ArrayValue, CallArguments, InstanceValue, best_array, known_items, likely
 
 PICTURE = Reference("PIL.Image.Image")
 _UINT8, _FLOAT32, _FLOAT64 = np.dtype("uint8"), np.dtype("float32"), np.dtype("float64")
@@ -198,7 +198,7 @@ def transformed(interpreter: Any, transform: InstanceValue, value: Any, node: as
     first = transform.arguments.get("0", UNKNOWN)
     if kind == "Compose":
         for one in known_items(transform.arguments.get("transforms", first)) or ():
-            value = interpreter.call(one, type(interpreter.no_arguments)([value]), node)
+            value = interpreter.call(one, CallArguments([value]), node)
         return value
     image = _array(interpreter, value)
     is_picture = isinstance(value, InstanceValue) and value.kind == PICTURE.dotted
@@ -228,9 +228,7 @@ def transformed(interpreter: Any, transform: InstanceValue, value: Any, node: as
         case "Normalize" | "ConvertImageDtype" | "ToDtype":
             return image.made_by(node, dtype=_FLOAT32) if isinstance(image, ArrayValue) else UNKNOWN
         case "Lambda":
-            return interpreter.call(
-                transform.arguments.get("lambd", first), type(interpreter.no_arguments)([value]), node
-            )
+            return interpreter.call(transform.arguments.get("lambd", first), CallArguments([value]), node)
     return UNKNOWN
 
 

@@ -20,6 +20,7 @@ from holdall.tools.lint.source.values import (
     ArrayValue,
     AttributeTable,
     BoundMethod,
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -67,33 +68,6 @@ class Scope:
     rounds: int = 0  # how many loops were running when it was called
     maker: Any = None  # the object whose method is running, also through functions that it calls
     call: object = None
-
-
-@dataclass(eq=False, slots=True)
-class CallArguments:
-    """What a call passes, with the expressions that pass it."""
-
-    values: list[Any] = field(default_factory=list)
-    named: dict[str, Any] = field(default_factory=dict)
-    is_complete: bool = True  # False: there are further ones that cannot be read
-    nodes: dict[int | str, ast.AST] = field(default_factory=dict)
-    node: ast.AST | None = None
-
-    def get(self, index: int | None, name: str, default: Any = UNKNOWN) -> Any:
-        """Return one argument by name or position; `default` if it is not passed."""
-        if name in self.named:
-            return self.named[name]
-        if index is not None and index < len(self.values):
-            return self.values[index]
-        return default if self.is_complete else UNKNOWN
-
-    def by_name(self, positional: tuple[str, ...]) -> dict[str, tuple[Any, ast.AST | None]]:
-        """Return all arguments by name, each with its expression."""
-        given = {
-            name: (value, self.nodes.get(i))
-            for i, (name, value) in enumerate(zip(positional, self.values, strict=False))
-        }
-        return given | {name: (value, self.nodes.get(name)) for name, value in self.named.items()}
 
 
 class Names:
@@ -365,7 +339,7 @@ class Names:
                 self.is_soft = True
                 return base.get(name, UNKNOWN)
             case Environments():
-                return environments.member(self, base, name, node)
+                return environments.member(base, name)
             case SpaceInfo():
                 return spaces.space_member(base, name)
             case ArrayValue():
@@ -398,7 +372,7 @@ class Names:
                 return found
             if (found := self._delegated(base, name)) is not UNKNOWN:
                 return found
-        return environments.instance_member(self, base, name, node)
+        return environments.instance_member(self, base, name)
 
     def _delegated(self, base: InstanceValue, name: str) -> Any:
         """Return an attribute that an object takes from another one, by `__getattr__`; `__dict__` too."""
