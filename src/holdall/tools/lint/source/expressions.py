@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, library
+from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, library, shapes
 from holdall.tools.lint.source.scopes import Names, Scope
 from holdall.tools.lint.source.values import (
     ArrayValue,
@@ -122,7 +122,7 @@ class Expressions(Names):
     def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a kind
         """Return the result of an operator."""
         if isinstance(left, ArrayValue) or isinstance(right, ArrayValue):
-            return library.calculated(op, left, right, node)
+            return shapes.calculated(op, left, right, node)
         if isinstance(op, ast.Add) and isinstance(left, InstanceValue):
             return self.special(left, "__add__", right)
         if isinstance(op, ast.Mult) and (repeated := _repeated(left, right)) is not None:

@@ -102,6 +102,11 @@ class Interpreter(Functions):
         """Return where something stands in the script, or the call of the script that leads to it."""
         return self.place(node if self.scope.module is self.main else self.anchor)
 
+    @property
+    def here(self) -> str:
+        """The path of the module that is followed."""
+        return (self.scope.module or self.main).path
+
     def called(self, value: Any) -> Any:
         """Return what calling a value without arguments returns."""
         return library.called_value(self, value)
@@ -157,7 +162,7 @@ class Interpreter(Functions):
     def import_module(self, dotted: str, level: int = 0) -> Any:
         """Return a module of the repository, or a reference to one of a library."""
         known = not level and dotted.partition(".")[0] in _LIBRARIES  # described here, also in their own repositories
-        found = None if known else self.repository.find(dotted, level, (self.scope.module or self.main).path)
+        found = None if known else self.repository.find(dotted, level, self.here)
         tree = self.repository.tree(found) if found is not None else None
         if found is None or tree is None:
             return Reference(dotted) if dotted and not level else UNKNOWN
@@ -207,7 +212,7 @@ class Interpreter(Functions):
     def _import_from(self, node: ast.ImportFrom) -> None:
         package = node.module or ""
         source = self.import_module(package, node.level)
-        first, here = package.partition(".")[0], (self.scope.module or self.main).path
+        first = package.partition(".")[0]
         for alias in node.names:
             if alias.name == "*":
                 if isinstance(source, Reference) and first in _LIBRARIES and self.scope.module is not None:
@@ -216,7 +221,7 @@ class Interpreter(Functions):
                     self.scope.names |= {n: v for n, v in source.module.names.items() if not n.startswith("_")}
                 continue
             value = self.member(source, alias.name)
-            is_folder = isinstance(source, Reference) and self.repository.has_folder(first, here)
+            is_folder = isinstance(source, Reference) and self.repository.has_folder(first, self.here)
             if (value is UNKNOWN and not isinstance(source, Reference)) or is_folder:  # a module of a package
                 inner = self.import_module(f"{package}.{alias.name}" if package else alias.name, node.level)
                 value = inner if isinstance(inner, ModuleValue) else value

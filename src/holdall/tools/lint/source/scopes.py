@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, algorithm_by_import, whole
-from holdall.tools.lint.source import containers, environments, frameworks, library, spaces
+from holdall.tools.lint.source import arrays, containers, environments, frameworks, library, spaces
 from holdall.tools.lint.source.arrays import ReturnedValues
 from holdall.tools.lint.source.repository import Module
 from holdall.tools.lint.source.values import (
@@ -343,7 +343,7 @@ class Names:
             case SpaceInfo():
                 return spaces.space_member(base, name)
             case ArrayValue():
-                return library.array_member(base, name)
+                return arrays.array_member(base, name)
             case ReturnedValues():  # older environments return the observation alone
                 return self.member(base.observation, name, node)
             case str() if name in {"parent", "parents"}:

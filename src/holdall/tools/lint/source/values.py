@@ -250,6 +250,14 @@ class CallArguments:
             raise NotKnownError
         return number
 
+    def behind(self, count: int) -> CallArguments:
+        """Return all arguments but the first ones."""
+        return CallArguments(self.values[count:], self.named, self.is_complete)
+
+    def all_named(self) -> dict[str, Any]:
+        """Return all arguments by name, those that have none by their position."""
+        return {str(at): value for at, value in enumerate(self.values)} | self.named
+
     def by_name(self, positional: tuple[str, ...]) -> dict[str, tuple[Any, ast.AST | None]]:
         """Return all arguments by name, each with its expression."""
         pairs = enumerate(zip(positional, self.values, strict=False))
