@@ -468,7 +468,7 @@ def _unit_base(training: TrainingReader, node: ast.expr) -> int | None:
     """Return 1024 or 1000, whose power the whole divisor of an expression is."""
     divisor = 1.0
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv):
-        value = training.evaluator.value(node.right)
+        value = training.value(node.right)
         if not isinstance(value, int | float) or value <= 0:
             return None
         divisor *= value

@@ -143,7 +143,7 @@ def shared_memory_too_small(script: Script, training: TrainingReader, machine: M
         if not script.dotted(call.func).endswith("AsyncVectorEnv") or machine.shm_bytes is None:
             continue
         shares, made = argument_of(call, "shared_memory"), training.environments(call)
-        if shares is not None and training.evaluator.value(shares) is not True:
+        if shares is not None and training.value(shares) is not True:
             continue
         wanted = made.observation.nbytes * made.number if made.observation and made.number else 0
         if wanted > machine.shm_bytes:
@@ -197,7 +197,7 @@ def _counts(training: TrainingReader, names: set[str], function: str = "") -> It
                 value = given
             case ast.Call(args=[given]) if function and training.script.dotted(node.func) == function:
                 value = given
-        numbers = candidates(training.evaluator.value(value)) if value is not None else ()
+        numbers = candidates(training.value(value)) if value is not None else ()
         if numbers:
             yield node, max(numbers)
 

@@ -216,7 +216,7 @@ def pickle_copies_arrays(script: Script, training: TrainingReader, machine: Mach
         given = argument_of(call, "protocol", 2)
         if any(k.arg is None for k in call.keywords) or (given is None and machine.python >= _DEFAULT_IS_ENOUGH):
             continue
-        number = 4 if given is None else whole(training.evaluator.value(given))
+        number = 4 if given is None else whole(training.value(given))
         if number is None or not 0 <= number < _PROTOCOL:
             continue
         used = "the default protocol (4)" if given is None else f"protocol {number}"

@@ -122,7 +122,9 @@ def _composed(repository: Any, here: str, folder: PurePath, name: str, depth: in
         for named, chosen in entry.items() if isinstance(entry, dict) else [("", entry)]:
             group = str(named).removeprefix("override ").lstrip("/").partition("@")[0]
             inner = _composed(repository, here, folder / group, str(chosen), depth + 1)
-            is_global = not group or repository.says("@package _global_", str(folder / group / f"{chosen}.yaml"), here)
+            is_global = not group or "@package _global_" in repository.text_of(
+                str(folder / group / f"{chosen}.yaml"), here
+            )
             _merge(merged, inner if is_global else {group: inner})
     _merge(merged, {key: value for key, value in data.items() if key not in {"defaults", "hydra"}})
     return merged

@@ -65,6 +65,8 @@ def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST)
         return interpreter.library_start(arguments.values[0], arguments.behind(1))
     if last in _STARTED and "target" in arguments.named:
         return InstanceValue(Reference(dotted), {}, dict(arguments.named), node, interpreter.path)
+    if dotted.endswith("multiprocessing.get_context"):
+        return Reference("multiprocessing")
     if dotted in _HARDWARE:
         interpreter.is_soft = True
         return _HARDWARE[dotted]
@@ -80,8 +82,6 @@ def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST)
 
 
 def _other(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
-    if dotted.endswith("multiprocessing.get_context"):
-        return Reference("multiprocessing")
     if dotted.endswith("Manager.register"):
         interpreter.managed[str(arguments.get(0, "typeid"))] = arguments.get(1, "callable")
         return None

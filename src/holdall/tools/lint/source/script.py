@@ -43,16 +43,17 @@ class _ChildFields(dict[type[ast.AST], tuple[str, ...]]):
 _CHILD_FIELDS = _ChildFields()
 
 
-def subtree(root: ast.AST) -> list[ast.AST]:
-    """Return a node and all below it but contexts and operators, those above before those below."""
+def subtree(root: ast.AST, parents: dict[ast.AST, ast.AST] | None = None) -> list[ast.AST]:
+    """Return a node and all below it but contexts and operators, those above before those below; note their parents."""
     nodes = [root]
     for node in nodes:  # grows as children are found
         for name in _CHILD_FIELDS[type(node)]:
             value = getattr(node, name, None)
-            if type(value) is list:
-                nodes += [child for child in value if isinstance(child, ast.AST)]
-            elif isinstance(value, ast.AST):
-                nodes.append(value)
+            children = value if type(value) is list else (value,)
+            below = [child for child in children if isinstance(child, ast.AST)]
+            nodes += below
+            if parents is not None:
+                parents |= dict.fromkeys(below, node)
     return nodes
 
 
@@ -81,18 +82,7 @@ class Script:
     @cached_property
     def _parents(self) -> dict[ast.AST, ast.AST]:
         parents: dict[ast.AST, ast.AST] = {}
-        nodes: list[ast.AST] = [self.tree]
-        for node in nodes:  # grows as children are found
-            for name in _CHILD_FIELDS[type(node)]:
-                value = getattr(node, name, None)
-                if type(value) is list:
-                    for child in value:
-                        if isinstance(child, ast.AST):
-                            parents[child] = node
-                            nodes.append(child)
-                elif isinstance(value, ast.AST):
-                    parents[value] = node
-                    nodes.append(value)
+        subtree(self.tree, parents)
         return parents
 
     @cached_property
