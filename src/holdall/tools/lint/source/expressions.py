@@ -367,11 +367,11 @@ class Expressions(Names):
                 UNKNOWN if inner is None else replace(inner, observation=None, action=None)
             )  # a wrapper from elsewhere
         if name == "reshape" and called is UNKNOWN and (axes := arrays.fixed_shape(arguments.values)) is not None:
-            return ArrayValue(axes, None, frozenset({node}))  # nothing but arrays has this method
+            return ArrayValue.new(node, axes, None)  # nothing but arrays has this method
         if name == "astype" and called is UNKNOWN and (dtype := arrays.dtype_of(arguments.get(0, "dtype"))) is not None:
-            return ArrayValue(None, dtype, frozenset({node}))
+            return ArrayValue.new(node, None, dtype)
         if name == "mean" and called is UNKNOWN and "axis" in arguments.named:
-            return ArrayValue(None, np.dtype(np.float64), frozenset({node}))
+            return ArrayValue.new(node, None, "float64")
         if name == "run":
             return frameworks.session_result(arguments, node)
         if name.startswith("suggest_"):

@@ -150,7 +150,7 @@ def _doom(interpreter: Any, game: InstanceValue, name: str, arguments: CallArgum
     kind = str(game.attributes.get("screen_format", ""))
     flat = (height, width) if kind.endswith("8") else (height, width, 3)
     shape = (3, height, width) if kind.startswith("C") else flat if kind else None
-    shown = ArrayValue(shape, UINT8, frozenset({node}))
+    shown = ArrayValue.new(node, shape, UINT8)
     depth = replace(shown, shape=(height, width) if kind else None)
     state = {"screen_buffer": shown, "depth_buffer": depth, "labels_buffer": depth, "automap_buffer": shown}
     return InstanceValue(Reference("vizdoom.GameState"), state, node=node)

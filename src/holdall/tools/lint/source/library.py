@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from math import prod
 from pathlib import PurePath
@@ -70,14 +71,12 @@ def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST)
     if dotted in _HARDWARE:
         interpreter.is_soft = True
         return _HARDWARE[dotted]
-    try:
+    with suppress(NotKnownError):
         for follow in (_builtin,) if dotted.startswith("builtins.") else _FOLLOWS:
             found = follow(interpreter, dotted, arguments, node)
             if found is not NotImplemented:
                 is_told = "config" in arguments.named and isinstance(found, Environments)
                 return frameworks.configured(found, arguments.named["config"]) if is_told else found
-    except NotKnownError:
-        pass
     return UNKNOWN
 
 
@@ -365,7 +364,8 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
             found = environments.instance_method(interpreter, instance, name, arguments, node)
             return UNKNOWN if found is NotImplemented else found
         case InstanceValue():
-            return _object_method(interpreter, owner, name, arguments, node)
+            with suppress(NotKnownError):
+                return _object_method(interpreter, owner, name, arguments, node)
     return UNKNOWN
 
 

@@ -53,6 +53,11 @@ class ArrayValue:
         """Bytes that are in memory as long as the array is; 0 if they are not known."""
         return max(self.nbytes or 0, self.held) if self.nbytes else 0
 
+    @classmethod
+    def new(cls, node: object, shape: Any = None, dtype: Any = None, **more: Any) -> ArrayValue:
+        """Return an array in memory of its own; a dtype may be given by its name."""
+        return cls(shape, np.dtype(dtype) if isinstance(dtype, str) else dtype, frozenset({node}), **more)
+
     def made_by(self, node: object, **changes: Any) -> ArrayValue:
         """Return an array in memory of its own, which a copy or a calculation made."""
         return replace(self, origins=frozenset({node}), shared_frames=1, held=0, **changes)
