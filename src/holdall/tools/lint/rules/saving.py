@@ -103,10 +103,7 @@ def loads_beside_old_buffer(script: Script, training: TrainingReader, machine: M
         model.load_replay_buffer("buffer.pkl")
         model.learn(1_000_000)
     """
-    if any(
-        isinstance(n, ast.Attribute) and n.attr == "replay_buffer" and isinstance(n.ctx, ast.Store)
-        for n in script.nodes
-    ):
+    if any(one.attr == "replay_buffer" and isinstance(one.ctx, ast.Store) for one in script.of_kind(ast.Attribute)):
         return
     runs = {run.place: run for run in training.runs}
     for loaded in training.recorded("load_replay_buffer"):

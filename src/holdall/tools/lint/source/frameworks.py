@@ -89,13 +89,6 @@ def _sb3(interpreter: Any, dotted: str, last: str, arguments: CallArguments, nod
     return NotImplemented
 
 
-def start_model(interpreter: Any, instance: InstanceValue, dotted: str, arguments: CallArguments) -> None:
-    """Record a model of a class of the program that extends one of Stable-Baselines3's."""
-    instance.arguments["call"] = arguments
-    instance.attributes.setdefault("env", arguments.get(1, "env", None))
-    interpreter.record("model", instance, arguments, instance.node or interpreter.anchor, dotted=dotted)
-
-
 def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Return what a method of a library's object returns."""
     if name in {"learn", "load_replay_buffer", "save_replay_buffer", "save"}:

@@ -175,6 +175,11 @@ class InstanceValue:
         """The full name of its class; a class of the program has only its own."""
         return self.made_of.dotted if isinstance(self.made_of, Reference) else self.made_of.node.name
 
+    def method(self, name: str) -> FunctionValue | None:
+        """Return a method of its class, if that is one of the program."""
+        found = self.made_of.find(name) if isinstance(self.made_of, ClassValue) else None
+        return found if isinstance(found, FunctionValue) else None
+
 
 class AttributeTable(TableValue):
     """`vars(instance)`, or `instance.__dict__`: what is put into it becomes an attribute."""
