@@ -77,17 +77,6 @@ _MAKES = re.compile(
 """A script without any of these makes no model and no buffer."""
 
 
-class SeenValues:
-    """Constants of one script: what its expressions are, whenever they are reached."""
-
-    def __init__(self, interpreter: Interpreter) -> None:
-        self._interpreter = interpreter
-
-    def value(self, node: ast.expr | None) -> object:
-        """Return what an expression is, as far as it is certain."""
-        return plain(self._interpreter.seen(node))
-
-
 def plain(value: Any) -> object:
     """Return a value as rules read it: constants, references, sequences of them."""
     match value:
@@ -132,10 +121,9 @@ class TrainingReader:
         interpreter.run()
         return interpreter
 
-    @cached_property
-    def evaluator(self) -> SeenValues:
-        """The values of the script's expressions."""
-        return SeenValues(self.interpreter)
+    def value(self, node: ast.expr | None) -> object:
+        """Return what an expression of the script is, as far as it is certain, whenever it is reached."""
+        return plain(self.interpreter.seen(node))
 
     def recorded(self, *what: str) -> list[ProgramEvent]:
         """Return what the program makes or does, once for each object and line."""
@@ -225,7 +213,7 @@ class TrainingReader:
         """Yield what an expression, or one that it names, divides by; 0 for what is not known."""
         for part in subtree(node):
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.FloorDiv | ast.Div):
-                yield whole(self.evaluator.value(part.right)) or 0
+                yield whole(self.value(part.right)) or 0
             elif isinstance(part, ast.Name | ast.Attribute) and depth < _DEEPEST:
                 value = self.script.assigned(part) if isinstance(part, ast.Name) else self.script.attribute_node(part)
                 if value is not None:
