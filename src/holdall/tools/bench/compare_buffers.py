@@ -148,12 +148,8 @@ def _measure_round(
     setup: BufferSetup, file: Path, count: int, on_progress: Callable[[float], None], *, checks: bool
 ) -> dict[str, Any]:
     task = {"setup_name": setup.name, "file": str(file), "transitions": count, "checks": checks}
-    found: dict[str, Any] = {}
-    for message in bench.messages(bench.module_command("tools.bench.compare_buffers", json.dumps(task))):
-        found = message.get("result", found)
-        if "done" in message:
-            on_progress(message["done"] / message["total"])
-    return found
+    lines = bench.messages(bench.module_command("tools.bench.compare_buffers", json.dumps(task)))
+    return bench.result_of(lines, lambda one: on_progress(one["done"] / one["total"]) if "done" in one else None)
 
 
 def summarise_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench import ChildError, OnProgress, header_of, run_task
+from holdall.tools.bench import ChildError, OnProgress, header_of, result_of, run_task
 from holdall.tools.bench.settings import BenchSettings, Calibration
 from holdall.tools.report import BENCH_FORMAT, JsonLine, results
 from holdall.units import counted, format_bytes
@@ -93,12 +93,8 @@ def _run(
         return replace(run, reason=why)
     task = settings.task(planned.buffer, size.size, size.batch_size, settings.timesteps, planned.seed)
     start = time.perf_counter()
-    found: dict[str, Any] = {}
     try:
-        for message in run_task(task):
-            found = message.get("result", found)
-            if "phase" in message:
-                on_progress(_share(message))
+        found = result_of(run_task(task), lambda message: on_progress(_share(message)) if "phase" in message else None)
     except ChildError as error:
         return replace(run, status="failed", reason=str(error), seconds=time.perf_counter() - start)
     names = ("steps", "filled", "steps_per_second", "peaks", "bytes_per_transition", "checkpoint")

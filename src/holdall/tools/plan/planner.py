@@ -7,6 +7,7 @@ Invariant: every recommendation went through the same arithmetic as the run itse
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -133,16 +134,11 @@ def largest_num_envs(spec: Spec, known: PlanInputs) -> int | None:
 
 def largest_int(fits: Callable[[int], bool], top: int = _LARGEST_SIZE) -> int:
     """Return the largest number for which `fits` holds, if it holds up to there; 0 if not even for 1."""
-    if not fits(1):
-        return 0
-    good, bad = 1, 2
+    bad = 1
     while bad <= top and fits(bad):
-        good, bad = bad, 2 * bad
-    bad = min(bad, top + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+        bad *= 2
+    tried = range(bad // 2 + 1, min(bad, top + 1))  # what is up to half of `bad` fits
+    return bad // 2 + bisect_left(tried, True, key=lambda size: not fits(size))
 
 
 def cheapest_change(spec: Spec, known: PlanInputs) -> SuggestedChange | None:

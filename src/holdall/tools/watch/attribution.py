@@ -237,9 +237,9 @@ class ProcFile:
 
     name: ClassVar[str]
 
-    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
+    def __init__(self, pid: int) -> None:
         try:
-            self._file: int | None = os.open(proc / str(pid) / self.name, os.O_RDONLY)
+            self._file: int | None = os.open(f"/proc/{pid}/{self.name}", os.O_RDONLY)
         except OSError:
             self._file = None
 
@@ -340,9 +340,7 @@ def _group_and_name(mapping: Mapping, code: set[str]) -> tuple[str, str]:
     return "other", f"file {file}"
 
 
-def bss_ranges(
-    pid: int, libraries: list[tuple[Mapping, str]], proc: Path = Path("/proc")
-) -> Iterator[tuple[int, int, str]]:
+def bss_ranges(pid: int, libraries: list[tuple[Mapping, str]]) -> Iterator[tuple[int, int, str]]:
     """Yield the ranges of library variables without bytes in the file, and the library's name.
 
     The kernel does not name them; the ELF header has their length.
@@ -351,7 +349,7 @@ def bss_ranges(
     for mapping, name in libraries:
         first.setdefault(mapping.name, (mapping.start, name))
     for file, (start, name) in first.items():
-        fixed, zeroed = _bss_segments(proc / str(pid) / "root" / file.removeprefix("/"))
+        fixed, zeroed = _bss_segments(Path(f"/proc/{pid}/root/{file.removeprefix('/')}"))
         for after_file, end in zeroed:
             base = 0 if fixed else start
             yield _page_up(base + after_file), _page_up(base + end), name
@@ -383,9 +381,9 @@ def _page_up(address: int) -> int:
     return -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def stack_ranges(pid: int, found: list[Mapping], proc: Path = Path("/proc")) -> dict[int, tuple[int, int]]:
+def stack_ranges(pid: int, found: list[Mapping]) -> dict[int, tuple[int, int]]:
     """Return the range of every thread's stack, by the mapping's start; it has a guard page or a stack pointer."""
-    most = _longest_stack(proc / str(pid) / "limits")
+    most = _longest_stack(Path(f"/proc/{pid}/limits"))
     ranges = {}
     for below, here in pairwise(found):
         is_guard = below.permissions.startswith("---") and below.nbytes <= _LARGEST_GUARD_BYTES
@@ -393,7 +391,7 @@ def stack_ranges(pid: int, found: list[Mapping], proc: Path = Path("/proc")) -> 
             # The kernel joins neighbours: what lies behind the stack is no part of it.
             ranges[here.start] = (here.start, min(here.end, here.start + most - below.nbytes))
     starts = [one.start for one in found]
-    for pointer in _stack_pointers(proc / str(pid) / "task"):
+    for pointer in _stack_pointers(Path(f"/proc/{pid}/task")):
         at = bisect.bisect_right(starts, pointer) - 1
         here = found[at]
         is_inside = at >= 0 and here.start <= pointer < here.end and here.nbytes <= most + _LARGEST_GUARD_BYTES

@@ -199,12 +199,12 @@ def _worker_name(worker: psutil.Process) -> str:
     return next((helper for helper in _HELPER_PROCESSES if helper in line), worker.name())[:40]
 
 
-def gpu_memory(pid: int, torch: dict[str, int], sysfs: Path = Path("/sys/class/drm")) -> GpuMemory | None:
+def gpu_memory(pid: int, torch: dict[str, int]) -> GpuMemory | None:
     """Return what a process holds on its GPU; None if it holds nothing there, or that is unknown.
 
     NVML and sysfs report what the driver counts; torch reports its own pool through the agent.
     """
-    driver = _nvidia(pid) or (_amd(sysfs) if torch else None)
+    driver = _nvidia(pid) or (_amd() if torch else None)
     if not torch and driver is None:
         return None
     used, total = driver or (None, torch.get("limit"))
@@ -240,9 +240,9 @@ def _nvml() -> Any:
     return nvml
 
 
-def _amd(sysfs: Path) -> tuple[int, int] | None:
+def _amd() -> tuple[int, int] | None:
     """Return what the first AMD GPU holds, of all processes, and its size."""
-    for used in sorted(sysfs.glob("card*/device/mem_info_vram_used")):
+    for used in sorted(Path("/sys/class/drm").glob("card*/device/mem_info_vram_used")):
         try:
             total = int((used.parent / "mem_info_vram_total").read_text(encoding="ascii"))
             return int(used.read_text(encoding="ascii")), total
