@@ -55,7 +55,7 @@ def wished_threads() -> int | None:
 def _quota() -> float | None:
     """Read the share of cores that a control group is given; None if it has no limit."""
     try:
-        most, period = (_text(_QUOTA) or " ".join(map(_text, _QUOTA_V1))).split()
+        most, period = (read_text(_QUOTA) or " ".join(map(read_text, _QUOTA_V1))).split()
         return int(most) / int(period) if most not in {"max", "-1"} else None
     except (ValueError, ZeroDivisionError):  # no such control group, or none that says so
         return None
@@ -171,7 +171,7 @@ def _directories(process: Path) -> Iterator[tuple[Path, _Files]]:
 def _paths(file: Path) -> dict[str, str]:
     """Read the path in every hierarchy, by controller; version 2 has none: the empty name."""
     paths = {}
-    for line in _text(file).splitlines():
+    for line in read_text(file).splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path))
     return paths
@@ -179,7 +179,7 @@ def _paths(file: Path) -> dict[str, str]:
 
 def _mounts(file: Path) -> Iterator[tuple[Path, str, str, set[str]]]:
     """Yield mount point, root, kind and options of the mounted control group hierarchies."""
-    for line in _text(file).splitlines():
+    for line in read_text(file).splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.partition(" ")
         if kind in {"cgroup", "cgroup2"}:
@@ -188,19 +188,18 @@ def _mounts(file: Path) -> Iterator[tuple[Path, str, str, set[str]]]:
 
 
 def _stat(file: Path, name: str) -> int:
-    for line in _text(file).splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
+    """Return the number behind a name, in a file of names and numbers; 0 if it is not there."""
+    found = (line.split() for line in read_text(file).splitlines() if line.startswith(name))
+    return next((int(words[1]) for words in found if words[0] == name), 0)
 
 
 def _number(file: Path) -> int | None:
-    text = _text(file).strip()
+    text = read_text(file).strip()
     return int(text) if text.isdigit() else None  # "max": no limit
 
 
-def _text(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """Return what a small file of the system holds; nothing if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -273,10 +272,7 @@ class HeldReader:
 def peak_bytes(pid: int | None = None) -> int:
     """Return the most that was resident since the process began, or since `begin_peak`."""
     if LINUX:
-        for line in _file(pid, "status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        return held_bytes(pid).resident
+        return _stat(_file(pid, "status"), "VmHWM:") * 1024 or held_bytes(pid).resident
     info = psutil.Process(pid).memory_info()
     if hasattr(info, "peak_wset"):  # Windows
         return int(info.peak_wset)

@@ -26,7 +26,7 @@ from typing import Any, TextIO
 import psutil
 
 from holdall.errors import HoldallError
-from holdall.machine import begin_peak, held_bytes, peak_bytes
+from holdall.machine import begin_peak, held_bytes, peak_bytes, read_text
 from holdall.threads import usable_cores
 
 _CHANNEL: dict[str, TextIO] = {}
@@ -159,8 +159,8 @@ def version_of(distribution: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
+    if not (text := read_text(Path("/proc/cpuinfo"))):
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "unknown"
+    )

@@ -21,7 +21,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Self
 
-from holdall.machine import Mapping, mappings
+from holdall.machine import Mapping, mappings, read_text
 from holdall.tools.watch.agent_files import AgentReport, Region
 from holdall.tools.watch.reading import GROUPS, AttributedPart
 from holdall.units import format_bytes
@@ -405,30 +405,18 @@ def _may_be_stack(mapping: Mapping) -> bool:
 
 
 def _longest_stack(limits: Path) -> int:
-    try:
-        found = _STACK_LIMIT.search(limits.read_text(encoding="ascii", errors="replace"))
-    except OSError:
-        found = None
+    found = _STACK_LIMIT.search(read_text(limits))
     if found is None:
         return 8 * 2**20
     return int(found[1]) if found[1].isdigit() else _UNLIMITED_STACK_BYTES
 
 
-def _stack_pointers(tasks: Path) -> list[int]:
-    """Return the stack pointers of threads that wait in the kernel; those that run have none to show."""
-    pointers = []
-    try:
-        threads = list(tasks.iterdir())
-    except OSError:
-        return []
-    for thread in threads:
-        try:
-            words = (thread / "syscall").read_text(encoding="ascii").split()
-        except OSError:  # no right to trace the process, or the thread ended
-            continue
+def _stack_pointers(tasks: Path) -> Iterator[int]:
+    """Yield the stack pointers of threads that wait in the kernel; those that run have none to show."""
+    for thread in tasks.glob("*/syscall"):
+        words = read_text(thread).split()  # nothing: no right to trace the process, or the thread ended
         if len(words) >= 2 and words[0] != "running":
-            pointers.append(int(words[-2], 16))
-    return pointers
+            yield int(words[-2], 16)
 
 
 class ProcessMemory(ProcFile):
