@@ -106,8 +106,8 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     settings = {"budget": BUDGET, "prefer": "memory", "spill_dir": str(folder / "spilled")}
     task |= {"buffer": "holdall", "checkpoint": str(checkpoint), "buffer_kwargs": settings}
     saved = CheckpointFingerprint(**_train(console, task, is_killed=True)["saved"])
-    size = format_bytes(saved.checkpoint_bytes)
-    console.print(f"  checkpoint at step {saved.step}: {size}, safe on disk after {saved.seconds:.1f} s; then kill -9")
+    written = f"{format_bytes(saved.checkpoint_bytes)}, safe on disk after {saved.seconds:.1f} s"
+    console.print(f"  checkpoint at step {saved.step}: {written}; then kill -9")
 
     heading(4, "Resume, and watch the memory while it fills")
     messages_by_kind = _train(console, task | {"resumes": True, "record": str(record), "limit": fitted.limit_bytes})

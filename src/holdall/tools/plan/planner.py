@@ -82,19 +82,15 @@ def resized(spec: Spec, size: int) -> Spec:
 
 def capacity_table(spec: Spec, known: PlanInputs) -> list[CapacityRow]:
     """Lay capacities beside each other, from the one that was asked for down."""
-    sizes = sorted({max(int(size_of(spec) * share), 1) for share in _TABLE_SHARES}, reverse=True)
-    return [_row(resized(spec, size), known) for size in sizes]
-
-
-def _row(spec: Spec, known: PlanInputs) -> CapacityRow:
-    layout = spec.layout()
-    return CapacityRow(
-        size_of(spec),
-        layout.nbytes,
-        known.verdict(spec, holdall=False),
-        None if known.need is None else known.need.need(layout.transitions),
-        None if known.need is None else known.verdict(spec, holdall=True),
-    )
+    rows = []
+    for size in sorted({max(int(size_of(spec) * share), 1) for share in _TABLE_SHARES}, reverse=True):
+        one = resized(spec, size)
+        layout = one.layout()
+        ours: tuple[int | None, FitVerdict | None] = (None, None)
+        if known.need is not None:
+            ours = known.need.need(layout.transitions), known.verdict(one, holdall=True)
+        rows.append(CapacityRow(size, layout.nbytes, known.verdict(one, holdall=False), *ours))
+    return rows
 
 
 def share_profiles(spec: Spec, known: PlanInputs) -> list[ShareProfile]:

@@ -58,7 +58,9 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
         "last_bytes": int(pss[-1]) if len(pss) else None,
         "limit_bytes": None if limit is None else int(limit[0]),
         "groups": {name: int(values[-1]) for name, values in recording.groups.items() if len(values)},
-        "groups_at_peak": _groups_at_peak(recording),
+        "groups_at_peak": {
+            name: sum(int(part.resident) for part in recording.parts if part.group == name) for name in recording.groups
+        },
         "buffers": [
             {"name": part.name, "resident_bytes": int(part.resident), "allocated_bytes": _whole(part.allocated),
              "fill": part.fill}
@@ -75,13 +77,6 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
             for verdict in recording.graded()
         ],
     }  # fmt: skip
-
-
-def _groups_at_peak(recording: Recording) -> dict[str, int]:
-    found = dict.fromkeys(recording.groups, 0)
-    for part in recording.parts:
-        found[part.group] += int(part.resident)
-    return found
 
 
 def _whole(value: float | None) -> int | None:

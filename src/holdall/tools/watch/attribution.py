@@ -13,7 +13,7 @@ import mmap
 import os
 import re
 import struct
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -29,7 +29,7 @@ from holdall.units import format_bytes
 _LARGE_MAPPING_BYTES = 8 * 2**20
 """A mapping without a name of at least this length is a part of its own, if the process has no agent."""
 
-_HEAP, _STACK, _BLOCK = "heap", "stack", "block"
+_HEAP, _BLOCK = "heap", "block"
 
 
 class _PartSums(dict[tuple[str, str], AttributedPart]):
@@ -52,7 +52,7 @@ class _Claim:
 
     start: int
     end: int
-    kind: str  # _HEAP, _STACK, _BLOCK, or a group
+    kind: str  # _HEAP, _BLOCK, or a group
     region: Region | None = None
 
 
@@ -73,33 +73,31 @@ def attribute_memory(pid: int, report: AgentReport | None, arrays: Sequence[Regi
     plain = [one for one in found if one.start not in whole]
     libraries = [(mapping, name) for mapping, group, name in named if group == "libraries"]
     claims = _claims(pid, found, libraries, [*arrays, *(() if report is None else report.regions)])
-    heap = nameless = named_heap = in_blocks = 0
+    nameless, taken = 0, Counter[str]()
     with PageMap(pid) as pages, ProcessMemory(pid) as memory:
         if report is not None:
             claims = _with_malloc_blocks(claims, plain, memory)
         for mapping, here in _by_mapping(plain, claims):
-            taken, left = _assign_resident(mapping, here, pages, sums)
-            heap += taken[_HEAP]
-            named_heap += taken["named in heap"]
-            in_blocks += taken[_BLOCK]
-            nameless += left
+            left = _assign_resident(mapping, here, pages, sums, taken)
             if report is None and left and mapping.nbytes >= _LARGE_MAPPING_BYTES:
                 name = f"mapping of {format_bytes(mapping.nbytes)}, {100 * left / mapping.nbytes:.0f} % touched"
                 sums.add("unattributed", name, left, mapping.nbytes)
-                nameless -= left
+            else:
+                nameless += left
         is_readable = memory.is_readable
-    allocated = sum(claim.end - claim.start for claim in claims if claim.kind == _BLOCK)
     group = "torch" if ("libraries", "torch") in sums else "python"
-    _split_heap(heap, named_heap, report, group, sums)
-    if report is not None and report.python is not None:
-        objects = min(report.python.taken, nameless)
-        sums.add("python", "objects", objects, report.python.taken)
-        nameless -= objects
-    if not is_readable and report is not None and report.heap is not None:
-        allocated = _blocks_by_total(report.heap.mapped, claims)
-        in_blocks = min(allocated, nameless)
-        nameless -= in_blocks
+    _split_heap(taken, report, group, sums)
     if report is not None:
+        if report.python is not None:
+            objects = min(report.python.taken, nameless)
+            sums.add("python", "objects", objects, report.python.taken)
+            nameless -= objects
+        in_blocks = taken[_BLOCK]
+        allocated = sum(claim.end - claim.start for claim in claims if claim.kind == _BLOCK)
+        if not is_readable and report.heap is not None:
+            allocated = _blocks_by_total(report.heap.mapped, claims)
+            in_blocks = min(allocated, nameless)
+            nameless -= in_blocks
         sums.add(group, "large blocks without a name", in_blocks, allocated)
     sums.add("unattributed", "memory without a name", nameless, nameless)
     return sums.in_order()
@@ -107,9 +105,9 @@ def attribute_memory(pid: int, report: AgentReport | None, arrays: Sequence[Regi
 
 def _claims(pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], known: list[Region]) -> list[_Claim]:
     claims = [_Claim(start, end, _HEAP) for start, end in heap_ranges(found)]
-    claims += [_Claim(start, end, _STACK) for start, end in stack_ranges(pid, found).values()]
-    zeroed = bss_ranges(pid, libraries)
-    regions = [Region("libraries", name, start, end - start, in_heap=False) for start, end, name in zeroed]
+    stacks = [("stacks", "threads", *ends) for ends in stack_ranges(pid, found).values()]
+    zeroed = [("libraries", name, start, end) for start, end, name in bss_ranges(pid, libraries)]
+    regions = [Region(group, name, start, end - start, in_heap=False) for group, name, start, end in stacks + zeroed]
     claims += [_Claim(one.address, one.address + one.nbytes, one.group, one) for one in [*regions, *known]]
     return sorted(claims, key=lambda claim: claim.start)
 
@@ -142,10 +140,9 @@ def _by_mapping(plain: list[Mapping], claims: list[_Claim]) -> Iterable[tuple[Ma
 
 
 def _assign_resident(
-    mapping: Mapping, claims: list[_Claim], pages: PageMap, sums: _PartSums
-) -> tuple[defaultdict[str, int], int]:
-    """Give every claim its touched bytes; return what the heap got, and what nobody claimed."""
-    taken: defaultdict[str, int] = defaultdict(int)
+    mapping: Mapping, claims: list[_Claim], pages: PageMap, sums: _PartSums, taken: Counter[str]
+) -> int:
+    """Give every claim its touched bytes, counted in `taken` by kind; return what nobody claimed."""
     left = mapping.proportional
     outer = [claim for claim in claims if claim.region is None]
     inner = [claim for claim in claims if claim.region is not None]
@@ -163,10 +160,8 @@ def _assign_resident(
         touched = min(max(touched - (in_heap if claim.kind == _HEAP else 0), 0), left)
         left -= touched
         taken[claim.kind] += touched
-        if claim.kind == _STACK:
-            sums.add("stacks", "threads", touched, claim.end - claim.start)
-    taken["named in heap"] = in_heap
-    return taken, left
+    taken["named in heap"] += in_heap
+    return left
 
 
 def _without_overlaps(claims: list[_Claim]) -> Iterable[_Claim]:
@@ -192,13 +187,14 @@ def _touched(mapping: Mapping, claim: _Claim, pages: PageMap, *, is_alone: bool)
     return resident * mapping.proportional // mapping.resident
 
 
-def _split_heap(heap: int, named: int, report: AgentReport | None, group: str, sums: _PartSums) -> None:
+def _split_heap(taken: Counter[str], report: AgentReport | None, group: str, sums: _PartSums) -> None:
     """Separate what live objects take from what the C library keeps."""
+    heap = taken[_HEAP]
     if report is None or report.heap is None:
         if heap:
             sums.add(group, "C heap, in use and kept", heap, heap)
         return
-    live = min(max(report.heap.in_use - named, 0), heap)
+    live = min(max(report.heap.in_use - taken["named in heap"], 0), heap)
     sums.add(group, "C heap in use", live, live)
     sums.add("heap_retained", "free, kept by the C library", heap - live, report.heap.free)
 
