@@ -224,7 +224,8 @@ class CheckpointMirror:
             self._last = max(self._target.reader.numbers(), default=0)
         target, manifest = self._target, job.manifest
         # The same number as on the disk, unless the store has come further: a run that lost its disk begins at 1 again.
-        number = max(manifest.number, next_number(target.reader, self._last, manifest.writer_id))
+        numbers = target.reader.numbers()
+        number = max(manifest.number, next_number(target.reader, numbers, self._last, manifest.writer_id))
         manifest = replace(manifest, number=number)
         target.mark(manifest.files)
         self._upload(target, manifest)

@@ -389,11 +389,9 @@ class CheckpointReader(ABC):
             raise CheckpointError(f"{self.url} has no checkpoint {number}; {self.check}")
         return raw, f"{self.url}/{name}"
 
-    def newest(self, above: int = 0) -> Manifest | None:
-        """Return the newest manifest above a number that is one: any file may bear any number."""
-        for number in self.numbers():
-            if number <= above:
-                break
+    def newest(self, numbers: Iterable[int]) -> Manifest | None:
+        """Return the first of some manifests, newest first, that is one: any file may bear any number."""
+        for number in numbers:
             try:
                 return self.manifest(number)
             except (DamageError, CheckpointError) as error:

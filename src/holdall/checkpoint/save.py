@@ -89,17 +89,10 @@ class Snapshot:
 class SaveHandle:
     """A save under way."""
 
-    def __init__(
-        self,
-        url: str,
-        interrupt: Callable[[], None],
-        wait_for_mirror: Callable[[int, float | None], None] | None = None,
-        waiting: Waiting | None = None,
-    ) -> None:
-        self.url = url
-        self._interrupt = interrupt
-        self._waiting = waiting or Waiting(url)
-        self._wait_for_mirror = wait_for_mirror
+    def __init__(self, saver: Saver, mirror: CheckpointMirror | None) -> None:
+        self.url = saver.url
+        self._saver = saver
+        self._mirror = mirror
         self._ended = threading.Event()
         self._outcome: Checkpoint | BaseException | None = None
 
@@ -119,24 +112,26 @@ class SaveHandle:
         """Wait as long as the save gets on; cancel it if it does not for `timeout` seconds. Return the checkpoint."""
         began = time.monotonic()
         while not self._ended.wait(_LOOK_S):
-            if time.monotonic() - self._waiting.stuck_since(began) >= timeout:
+            if time.monotonic() - self._saver.waiting.stuck_since(began) >= timeout:
                 self.cancel()
                 return self.result(_CANCELLED_S)
         return self.result()
 
     def mirrored(self, timeout: float | None = None) -> Checkpoint:
         """Wait until the checkpoint, or a newer one, stands in the mirror too, and return it."""
-        if self._wait_for_mirror is None:
+        if self._mirror is None:
             raise ArgumentError("mirrored() was called, but the save had no mirror; call save(path, mirror=url)")
         began = time.monotonic()
         checkpoint = self.result(timeout)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        self._wait_for_mirror(checkpoint.number, left)
+        self._mirror.wait(checkpoint.number, left)
         return checkpoint
 
     def cancel(self) -> None:
         """Give this save up, and its copy in the mirror: wherever it is, its `result` raises. Later saves go on."""
-        self._interrupt()
+        self._saver.cancel(self)
+        if self._mirror is not None:
+            self._mirror.cancel()
 
     def end(self, outcome: Checkpoint | BaseException) -> None:
         """End it, well or not."""
@@ -210,23 +205,24 @@ class _SaveJob:
     mirror: CheckpointMirror | None
 
 
-def next_number(reader: CheckpointReader, last: int, writer_id: str) -> int:
+def next_number(reader: CheckpointReader, numbers: list[int], last: int, writer_id: str) -> int:
     """Return the number of a writer's next checkpoint.
 
     A writer whose number was taken by another stops for good: what it wrote may have been collected meanwhile.
 
     Args:
+        numbers: Those that are there.
         last: The newest number when the writer came, or its own last one.
         writer_id: The writer's name.
     """
-    found = reader.newest(above=last)
+    found = reader.newest(number for number in numbers if number > last)
     if found is not None and found.writer_id != writer_id:
         raise FencedError(
             f"{reader.url} holds checkpoint {found.number}, which another writer made since {last}; save to a place of "
             "its own, or load what is there"
         )
-    number, taken = 1 + (last if found is None else found.number), set(reader.numbers())
-    while number in taken:
+    number = 1 + (last if found is None else found.number)
+    while number in numbers:
         number += 1
     if number > _MOST_NUMBER:
         raise CheckpointError(
@@ -251,8 +247,8 @@ class Saver:
         self._may_collect = True  # whether files may be there that no checkpoint names
         self._mirrors: dict[str, CheckpointMirror] = {}
         self._saving: SnapshotWriter | None = None  # begun by blocks that were written ahead
-        self._waiting = Waiting(url)
-        self._thread = JobThread("holdall-saver", self._waiting, self._work)
+        self.waiting = Waiting(url)
+        self._thread = JobThread("holdall-saver", self.waiting, self._work)
         self.in_order = threading.RLock()  # held from a snapshot until it is queued: an older one never comes later
 
     def rows_saved(self) -> dict[int, RowsKey]:
@@ -270,8 +266,7 @@ class Saver:
         is_queued = False
         try:
             behind = None if mirror is None else self._mirror(mirror, snapshot)
-            wait = None if behind is None else behind.wait
-            handle = SaveHandle(self.url, lambda: self._cancel(handle, behind), wait, self._waiting)
+            handle = SaveHandle(self, behind)
             with left(self._thread.lock):
                 self._thread.put(_SaveJob(snapshot, handle, keep, progress, behind))
                 is_queued = True
@@ -313,7 +308,8 @@ class Saver:
         if target is not None:
             target.close()
 
-    def _cancel(self, handle: SaveHandle, mirror: CheckpointMirror | None) -> None:
+    def cancel(self, handle: SaveHandle) -> None:
+        """Give up the save of a handle, whether it waits or is under way."""
         with left(self._thread.lock):
             jobs, at_work = self._thread.jobs, self._thread.at_work
             queued = [job for job in jobs if isinstance(job, _SaveJob) and job.handle is handle]
@@ -321,12 +317,10 @@ class Saver:
             jobs.clear()
             jobs.extend(others)
             if isinstance(at_work, _SaveJob) and at_work.handle is handle:
-                self._waiting.give_up()
+                self.waiting.give_up()
         for job in queued:
             job.snapshot.drop()
             handle.end(CheckpointError(f"the save to {self.url} was cancelled before it began"))
-        if mirror is not None:
-            mirror.cancel()
 
     def _work(self, job: _SaveJob | list[FullBlock]) -> None:
         """Make a checkpoint, or write blocks for the next one; if that fails, the next one will say so."""
@@ -354,13 +348,15 @@ class Saver:
         transitions = job.snapshot.transitions
         with disk_errors_explained(self.url, "written to"):
             target = self._opened()
-            number = next_number(target.reader, self._last, target.writer_id)
+            numbers = target.reader.numbers()
+            number = next_number(target.reader, numbers, self._last, target.writer_id)
             saving, self._saving = self._saving or SnapshotWriter(target, self._records, self._coder), None
-            manifest = saving.run(job.snapshot, number, reporting(job.progress, self._waiting))
+            manifest = saving.run(job.snapshot, number, reporting(job.progress, self.waiting))
         self._last = number
         if job.mirror is not None and job.keep is not None:
             job.mirror.send(manifest, job.keep)
-        self._collect(target, job.keep)
+        if self._may_collect or job.keep is None or len(numbers) >= job.keep:
+            self._collect(target, job.keep)
         return Checkpoint(
             url=self.url,
             number=number,
@@ -384,9 +380,9 @@ class Saver:
         if self._target is not None and not self._target.is_there():
             self._let_go()
         if self._target is None:
-            target = open_writer(self.url, self._waiting)
+            target = open_writer(self.url, self.waiting)
             try:
-                newest = target.reader.newest()
+                newest = target.reader.newest(target.reader.numbers())
                 self._last = 0 if newest is None else newest.number
                 self._may_collect = bool(target.reader.file_sizes())
                 if is_remote(self.url):
@@ -401,10 +397,9 @@ class Saver:
     def _collect(self, target: CheckpointWriter, keep: int | None) -> None:
         """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
         try:
-            if self._may_collect or keep is None or len(target.reader.numbers()) > keep:
-                mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
-                target.collect(keep, set(self._records.files).union(*mirrored))
-                self._may_collect = False
+            mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
+            target.collect(keep, set(self._records.files).union(*mirrored))
+            self._may_collect = False
         except OSError as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
 
