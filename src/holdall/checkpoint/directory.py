@@ -42,7 +42,7 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-_TEMPORARY, _CLOSED = ".tmp", -1
+_TEMPORARY = ".tmp"
 _LEFT_BEHIND = re.compile(rf"({DATA_NAME.pattern}|(FORMAT|{MANIFEST_NAME.pattern})\.[0-9a-f]{{16}})\.tmp")
 _BYTES_AT_ONCE = 4 * 2**20
 """A write to a slow disk can be watched, and given up, at this grain; what is read may be much less than was asked."""
@@ -202,14 +202,36 @@ def _opened(path: Path, flags: int) -> int:
     return file
 
 
-def write_whole(disk: FileSystem, path: Path, content: Buffer) -> None:
-    """Write a file that must not exist yet, and sync its bytes."""
-    file = disk.create(path)
+def create_whole(disk: FileSystem, path: Path, content: Buffer, writer_id: str, *, is_locked: bool) -> bool:
+    """Make a file in one step where none is, durable when this returns; return whether it was done.
+
+    Args:
+        is_locked: Whether nobody else can make it at the same time.
+    """
+    temporary = path.with_name(f"{path.name}.{writer_id}{_TEMPORARY}")
+    file = disk.create(temporary)
     try:
-        disk.write(file, content)
-        disk.sync(file)
+        try:
+            disk.write(file, content)
+            disk.sync(file)
+        finally:
+            disk.close(file)
+        try:
+            disk.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in NO_LINKS or not is_locked:
+                raise
+            # A file system without links: renaming is as atomic, and the lock keeps others out.
+            if path.name in disk.names(path.parent):
+                return False
+            disk.rename(temporary, path)
     finally:
-        disk.close(file)
+        with contextlib.suppress(OSError):
+            disk.unlink(temporary)
+    disk.sync_directory(path.parent)
+    return True
 
 
 def read_error(path: Path, error: OSError) -> HoldallError:
@@ -366,8 +388,8 @@ class DirectoryFile:
             self._disk.unlink(self._temporary)
 
     def _close(self) -> None:
-        file, self._file = self._file, _CLOSED
-        if file != _CLOSED:
+        file, self._file = self._file, -1
+        if file >= 0:
             self._disk.close(file)
 
 
@@ -422,18 +444,13 @@ class DirectoryWriter(CheckpointWriter):
 
         All that it names is looked for first: somebody may have removed it since it was written.
         """
-        final = self._manifests / manifest_name(manifest.number)
-        temporary = final.with_name(f"{final.name}.{self.writer_id}{_TEMPORARY}")
         self._disk.sync_directory(self._segments)
         self._require_all(manifest)
-        raw = encode(manifest)
-        try:
-            write_whole(self._disk, temporary, raw)
-            self._publish(temporary, final)
-        finally:
-            with contextlib.suppress(OSError):
-                self._disk.unlink(temporary)
-        self._disk.sync_directory(self._manifests)
+        path, raw = self._manifests / manifest_name(manifest.number), encode(manifest)
+        if not create_whole(self._disk, path, raw, self.writer_id, is_locked=True):
+            raise FencedError(
+                f"{path} is there already: another writer saves to {self.url}; save to a place of its own"
+            )
         self.reader.outlines.remember(raw, manifest)
 
     def unclaimed(self) -> tuple[dict[str, int], set[str]]:
@@ -474,25 +491,7 @@ class DirectoryWriter(CheckpointWriter):
         path, is_there = self._root / "FORMAT", "FORMAT" in self.reader.names(".")
         if (is_there or self.reader.numbers()) and self.reader.require():
             return
-        temporary = path.with_name(f"FORMAT.{self.writer_id}{_TEMPORARY}")
-        write_whole(self._disk, temporary, format_text())
         if is_there:
             self._disk.size(path)  # refuses what is no file
             self._disk.unlink(path)
-        self._disk.rename(temporary, path)
-        self._disk.sync_directory(self._root)
-
-    def _publish(self, temporary: Path, final: Path) -> None:
-        """Give the manifest its number, which only one writer can."""
-        taken = FencedError(f"{final} is there already: another writer saves to {self.url}; save to a place of its own")
-        try:
-            self._disk.link(temporary, final)
-        except FileExistsError as error:
-            raise taken from error
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            # A file system without links: renaming is as atomic, and the lock keeps others out.
-            if final.name in self._disk.names(final.parent):
-                raise taken from error
-            self._disk.rename(temporary, final)
+        create_whole(self._disk, path, format_text(), self.writer_id, is_locked=True)

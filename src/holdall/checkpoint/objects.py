@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdall.background import Reminder, Waiting
-from holdall.checkpoint.directory import FileSystem, write_whole
+from holdall.checkpoint.directory import FileSystem, create_whole
 from holdall.checkpoint.manifest import is_remote, new_writer_id
 from holdall.errors import CheckpointError, DamageError, HoldallError, MissingPackageError
 from holdall.storage import Buffer
@@ -345,19 +345,10 @@ class FileObjects:
 
     def create(self, key: str, content: Buffer) -> bool:
         """Make a file where none is; return whether it was done. It is durable then."""
-        temporary = self._root / f"{new_writer_id()}.tmp"
         try:
-            write_whole(self._disk, temporary, content)
-            try:
-                self._disk.link(temporary, self._root / key)
-            except FileExistsError:
-                return False
-            finally:
-                self._disk.unlink(temporary)
-            self._disk.sync_directory(self._root)
+            return create_whole(self._disk, self._root / key, content, new_writer_id(), is_locked=False)
         except OSError as error:
             raise CheckpointError(f"{self.url} cannot be written to ({error}); make room, or check the disk") from error
-        return True
 
     def get(self, key: str, _most_bytes: int) -> bytes | None:
         """Return a file's bytes; None if it is not there."""
