@@ -50,7 +50,7 @@ class ShardData:
     """All rows of a shard, and what draws from it depend on.
 
     Args:
-        words: The memory's schema, see `holdall.json_state.schema_words`.
+        words: The memory's schema, see `holdall.schema.schema_words`.
         capacity: Most rows held.
         lock: The shard's own.
         neighbours: Shards on a machine, this one counted; together they keep decoded what a memory there would.

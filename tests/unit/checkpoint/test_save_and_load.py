@@ -27,7 +27,7 @@ from holdall import (
     ReplayMemory,
     Uniform,
 )
-from holdall.checkpoint import saved_records as merge
+from holdall.checkpoint import place, write
 from holdall.checkpoint.manifest import is_remote, normalized_url, signed
 from holdall.storage import snapshot
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
@@ -225,8 +225,8 @@ def test_frequent_saves_do_not_leave_ever_more_files(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader keeps all of them open, and may not have a thousand."""
-    monkeypatch.setattr(merge, "MOST_FILES", 12)
-    monkeypatch.setattr(merge, "_FILES_LEFT", 4)
+    monkeypatch.setattr(write, "MOST_FILES", 12)
+    monkeypatch.setattr(place, "_FILES_LEFT", 4)
     monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 300)
     for _ in range(20):
         trainer.add(30)
