@@ -21,8 +21,9 @@ from gymnasium import spaces
 from holdall import HoldallError, ReplayMemory
 from holdall.checkpoint.directory import DirectoryReader
 from holdall.checkpoint.manifest import Ref, signed, signed_text
+from holdall.sampling import unpack_state
 from holdall.storage.records import MAGIC, PREAMBLE, Record, pack, unpack
-from holdall.storage.saved_store import unpack_logs, unpack_rows, unpack_state
+from holdall.storage.snapshot import unpack_logs, unpack_rows
 
 from .nursery import LANES, SPACE, add
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
 from holdall.native import native_kernels
-from holdall.storage import choosing, records, segment
+from holdall.storage import choosing, own_folder, records, segment
 from holdall.storage import sealer as seal
 from holdall.storage.blocks import Extent, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
@@ -205,7 +205,7 @@ def test_training_goes_on_when_the_folder_is_deleted(tmp_path: Path) -> None:
         assert film.memory.first_id == 0
         assert film.memory.report().failure == ""
         assert (folder / "lock").exists(), "whoever is killed now leaves a folder that is swept"
-        records._sweep(place)
+        own_folder._sweep(place)
         assert list(folder.glob("*.seg")), "and who is not, one that is not"
     assert not list(place.iterdir())
 

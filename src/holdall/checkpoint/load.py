@@ -39,7 +39,7 @@ from holdall.checkpoint.manifest import (
 from holdall.checkpoint.write import SavedRecords
 from holdall.errors import CheckpointError, DamageError
 from holdall.machine import memory_limits
-from holdall.sampling import Sampler, Uniform
+from holdall.sampling import Sampler, Uniform, unpack_state
 from holdall.schema import Leaf, Schema, dtype_of, schema_of
 from holdall.storage import (
     CarriedSlices,
@@ -63,7 +63,6 @@ from holdall.storage import (
     unpack_piece,
     unpack_rows,
     unpack_slices,
-    unpack_state,
 )
 from holdall.units import malformed_refused, require_count, require_flag, require_number
 

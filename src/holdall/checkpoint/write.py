@@ -27,6 +27,7 @@ from holdall.checkpoint.attached import file_pieces
 from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
 from holdall.checkpoint.place import CheckpointWriter, NewFile, adopt, compact
 from holdall.errors import CheckpointError, DamageError
+from holdall.sampling import pack_state
 from holdall.schema import Bytes, dtype_name
 from holdall.storage import (
     PIECE_BYTES,
@@ -47,7 +48,6 @@ from holdall.storage import (
     pack_piece,
     pack_rows,
     pack_slices,
-    pack_state,
     stored,
 )
 

@@ -9,9 +9,12 @@ from holdall.sampling.draw import (
     Uniform,
     checked_priorities,
     childs_generator,
+    decode_state,
     drawn_from,
+    encode_state,
     generator_of,
     generator_state,
+    pack_state,
     require_enough,
     required_sampler,
     restored_generator,
@@ -19,6 +22,7 @@ from holdall.sampling.draw import (
     sampler_to_resume,
     sampler_words,
     set_priorities,
+    unpack_state,
 )
 from holdall.sampling.episodic import ComposedSampler, Hindsight, Likelihood, NStep, RolloutSequences, Sequence
 from holdall.sampling.prioritized import Prioritized

@@ -7,6 +7,7 @@ A sampler of single transitions (Uniform, Prioritized) can be passed as `by` to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -18,7 +19,9 @@ from holdall.background import fork_number
 from holdall.batch import Draw, Validity, ids_of_any_shape, require_held
 from holdall.errors import ArgumentError, CheckpointError, DamageError, TransitionIdError
 from holdall.sampling.row_order import LANE, Flags, Ids, RowOrder
-from holdall.schema import as_array
+from holdall.schema import as_array, dtype_name, dtype_of
+from holdall.storage import Buffer, CompressedParts, Read, Record, array_of, parsed, require_kind, unparsed
+from holdall.units import count_of
 
 State = dict[str, Any]
 """Arrays and plain numbers by name."""
@@ -381,3 +384,86 @@ def childs_generator(generator: np.random.Generator) -> np.random.Generator:
     """
     words = generator.integers(0, 2**32, 8, np.uint32)
     return np.random.default_rng([*words.tolist(), fork_number()])
+
+
+# ---------------------------------------------------------------- what draws depend on, as a record
+
+_STATE = "state"
+_SAFE = 2**53
+_MOST_DEPTH = 32
+
+
+def encode_state(value: Any, arrays: list[NDArray[Any]], what: str, depth: int = 0) -> Any:
+    """Return what JSON can hold; arrays are appended to `arrays` and named by their place there."""
+    if depth > _MOST_DEPTH:
+        raise CheckpointError(f"{what} is nested deeper than {_MOST_DEPTH}; make it flatter")
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) and not key.startswith("$") for key in value):
+            raise CheckpointError(f"{what} has keys that are no text, or begin with $; name them otherwise")
+        return {key: encode_state(child, arrays, f"{what}[{key!r}]", depth + 1) for key, child in value.items()}
+    if isinstance(value, list | tuple):
+        return [encode_state(child, arrays, what, depth + 1) for child in value]
+    if isinstance(value, np.ndarray):
+        return _array_words(value, arrays, "$array", what)
+    if isinstance(value, bytes):
+        return _array_words(np.frombuffer(value, np.uint8), arrays, "$bytes", what)
+    return _scalar_words(value.item() if isinstance(value, np.generic) else value, what)
+
+
+def _array_words(value: NDArray[Any], arrays: list[NDArray[Any]], kind: str, what: str) -> Any:
+    if value.dtype.kind not in "biuf":
+        raise CheckpointError(f"{what} holds an array of {value.dtype}; only numbers can be saved")
+    arrays.append(np.asarray(value, value.dtype.newbyteorder("<")))
+    return {kind: len(arrays) - 1, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+
+
+def _scalar_words(value: Any, what: str) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return value if -_SAFE < value < _SAFE else {"$int": hex(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": value.hex()}
+    raise CheckpointError(f"{what} holds a {type(value).__name__}; numbers, text, arrays, dicts and lists can be saved")
+
+
+def decode_state(value: Any, arrays: Mapping[int, bytes | NDArray[np.uint8]], depth: int = 0) -> Any:
+    """Return what `encode_state` was given; lists stand for tuples too."""
+    if depth > _MOST_DEPTH:
+        raise DamageError("a saved state is nested too deeply to be one of holdall's")
+    if isinstance(value, list):
+        return [decode_state(child, arrays, depth + 1) for child in value]
+    if not isinstance(value, dict):
+        return value
+    if "$int" in value:
+        return int(value["$int"], 16)
+    if "$float" in value:
+        return float.fromhex(value["$float"])
+    if "$bytes" in value:
+        return bytes(arrays[value["$bytes"]])
+    if "$array" in value:
+        rows = np.frombuffer(arrays[value["$array"]], dtype_of(value["dtype"]))
+        return rows.reshape([int(length) for length in value["shape"]]).copy()
+    return {key: decode_state(child, arrays, depth + 1) for key, child in value.items()}
+
+
+def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
+    """Return a tree of numbers, text and arrays as a record."""
+    arrays: list[NDArray[Any]] = []
+    words = encode_state(state, arrays, "the memory's state")
+    parts = CompressedParts()
+    for number, array in enumerate(arrays):
+        parts.put(str(number), array)
+    parts.content["tree"] = unparsed(words)
+    return parts.packed(_STATE, {"sizes": [array.nbytes for array in arrays]})
+
+
+def unpack_state(record: Record, read: Read) -> dict[str, Any]:
+    """Read a tree back."""
+    require_kind(record, _STATE, read)
+    sizes = [count_of(nbytes) for nbytes in record.head["sizes"]]
+    arrays = {i: array_of(record, str(i), read, np.dtype(np.uint8), (nbytes,)) for i, nbytes in enumerate(sizes)}
+    tree = decode_state(parsed(record.part("tree", read)), arrays)
+    if not isinstance(tree, dict):
+        raise DamageError(f"the state at byte {record.start} is no tree")
+    return tree

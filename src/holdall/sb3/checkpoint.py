@@ -30,11 +30,10 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from holdall.checkpoint import SaveHandle, attached_files
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.replay import ReplayMemory
-from holdall.sampling import Prioritized, generator_state, restored_generator
+from holdall.sampling import Prioritized, decode_state, encode_state, generator_state, restored_generator
 from holdall.sb3.her import HerReplayBuffer
 from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
-from holdall.storage import decode_state, encode_state
 from holdall.units import require_count
 
 EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]]

@@ -1,6 +1,6 @@
 """Storage: one transition's way into memory and out again.
 
-    ticks -> codec, blocks -> slices -> snapshot, rings -> records, segment -> tiers, sealer -> tick_store -> store
+    ticks -> codec, blocks -> slices, records -> snapshot, rings -> segment -> tiers, sealer -> tick_store -> store
 
 Other packages import the names below, and kernels (`Kernels`, `Coder`) are handed in: storage knows no loop of its own.
 """
@@ -57,40 +57,28 @@ from holdall.storage.pairs import PairTables, decode_pairs, encode_pairs, train_
 from holdall.storage.records import (
     SLICES,
     Buffer,
+    CompressedParts,
     Read,
     Record,
     SpillFolder,
+    array_of,
     codec_of,
     codec_words,
     numbers,
     pack,
     pack_dictionary,
+    pack_file,
     pack_slices,
     parsed,
+    require_kind,
     unpack,
     unpack_dictionary,
+    unpack_file,
     unpack_slices,
     unparsed,
 )
 from holdall.storage.remote_file import AwaitedFile, Demand, bring, bring_places, bring_slices
-from holdall.storage.rings import new_ring
 from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
-from holdall.storage.saved_store import (
-    PIECE_BYTES,
-    Like,
-    decode_state,
-    encode_state,
-    pack_file,
-    pack_logs,
-    pack_piece,
-    pack_rows,
-    pack_state,
-    unpack_file,
-    unpack_logs,
-    unpack_piece,
-    unpack_rows,
-    unpack_state,
-)
 from holdall.storage.sealed_segment import (
     Encoder,
     EncoderCodecs,
@@ -113,22 +101,28 @@ from holdall.storage.slices import (
     lies_direct,
 )
 from holdall.storage.snapshot import (
+    PIECE_BYTES,
     Apart,
     FrozenRows,
     FrozenStore,
-    FullBlock,
+    Like,
     LiveRows,
     OpenSlices,
     RowChunk,
     StoreContent,
-    UnchangedStore,
     copy_held,
     is_settled,
-    last_rows,
+    new_ring,
+    pack_logs,
+    pack_piece,
+    pack_rows,
     put_rows,
     rows_of,
+    unpack_logs,
+    unpack_piece,
+    unpack_rows,
 )
-from holdall.storage.store import Store
+from holdall.storage.store import FullBlock, Store, UnchangedStore, last_rows
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import (
     NO_ROOM,

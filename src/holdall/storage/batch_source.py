@@ -220,7 +220,7 @@ class RowTable:
     def columns(self) -> NDArray[np.int64]:
         """Describe all columns as they are now, see `COLUMN_FIELDS`; cursors come last."""
         for i, ring in enumerate(self._small):
-            following = ring.kept_apart.held if ring.paired is None else ring.paired
+            following = ring.kept_apart if ring.paired is None else ring.paired
             if self._following[i] is not following:
                 self._table[2 * i : 2 * i + 2] = _described(ring)
                 self._following[i] = following
@@ -241,7 +241,7 @@ class RowTable:
 
 def _described(ring: ObservationRing) -> list[list[int]]:
     """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
-    (rows, paired, _), nbytes, apart = ring.flat(), ring.leaf.nbytes, ring.kept_apart.held
+    (rows, paired, _), nbytes, apart = ring.flat(), ring.leaf.nbytes, ring.kept_apart
     start, runs = address(rows), [0, 0] if ring.runs is None else [ring.runs[0].address, ring.runs[1]]
     obs = [start, nbytes, 0, 0, 0, 0, 0, 0, *runs]
     if paired is not None:

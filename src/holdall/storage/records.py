@@ -6,38 +6,32 @@ A file is a sequence of records, each of which describes itself:
 
 Invariant: nothing that was read is trusted. The preamble and the head have checksums, every size is held against the
 file's before anything is allocated, and a part is handed out only if its own checksum fits. A block counts as one on
-disk only when all of it was written. What dead processes left there is removed: folders and files of the disk tier's
-names, through no link. Nobody but this user enters such a folder.
+disk only when all of it was written.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-import re
-import secrets
 import struct
-import sys
-import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, NewerFormatError, SpillError
-from holdall.schema import Bytes
+from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
 from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.own_folder import OwnFolder
 from holdall.units import count_of, malformed_refused, require_path
-
-if sys.platform != "win32":
-    import fcntl
 
 MAGIC = b"holdall\x01"
 """Seven letters and the version of the format."""
@@ -183,6 +177,93 @@ def _byte_orders(dtype: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
     return np.dtype(dtype).newbyteorder("<"), np.dtype(dtype)
 
 
+# ---------------------------------------------------------------- parts that are compressed
+
+FILE = "file"
+_WORTH_IT, _FRAME_HEAD_BYTES = 0.9, 18
+_MOST_RAW_BYTES = 2**31
+"""Of all parts of a record as they were before they were compressed; none of holdall's comes near."""
+
+
+class CompressedParts:
+    """The parts of a record to be written, each compressed if that pays and there is time for it."""
+
+    def __init__(self, *, compresses: bool = True) -> None:
+        self._compresses, self._raw_bytes = compresses, 0
+        self.content: dict[str, Buffer] = {}
+        self.coded: list[str] = []
+
+    def put(self, name: str, array: NDArray[Any]) -> None:
+        """Add an array, in little-endian order."""
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        raw = little.reshape(-1).view(np.uint8).data
+        small = zstandard.ZstdCompressor(level=1).compress(raw) if self._compresses else raw
+        if len(small) < _WORTH_IT * raw.nbytes:
+            self.content[name] = small
+            self.coded.append(name)
+            self._raw_bytes += raw.nbytes
+        else:
+            self.content[name] = raw
+
+    def packed(self, kind: str, head: Mapping[str, Any]) -> list[Buffer]:
+        """Return the record; its head says which parts are compressed."""
+        if self._raw_bytes > _MOST_RAW_BYTES:
+            raise CheckpointError(f"{self._raw_bytes} bytes of {kind} are more than one record takes; use fewer lanes")
+        return pack(kind, {**head, "coded": self.coded}, self.content, frozenset())
+
+
+def array_of(record: Record, name: str, read: Read, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
+    """Read a part as an array whose shape and dtype are known."""
+    nbytes, raw = prod(shape) * dtype.itemsize, record.part(name, read)
+    if name in record.head["coded"]:
+        raw = _inflated(raw, nbytes, record)
+    if len(raw) != nbytes:
+        raise DamageError(
+            f"part {name!r} of the {record.kind} record at byte {record.start} has {len(raw)} bytes, not {nbytes}"
+        )
+    little = np.frombuffer(raw, dtype.newbyteorder("<")).reshape(shape)
+    return little.astype(dtype, copy=False)
+
+
+def _inflated(raw: bytes, nbytes: int, record: Record) -> bytes:
+    try:
+        # Looked at before anything is allocated: a few bytes may claim any size.
+        if zstandard.frame_content_size(raw) != nbytes:
+            raise DamageError(
+                f"the {record.kind} record at byte {record.start} claims another size than it should have"
+            )
+        return zstandard.ZstdDecompressor().decompress(raw, max_output_size=nbytes)
+    except zstandard.ZstdError as error:
+        raise DamageError(f"the {record.kind} record at byte {record.start} cannot be decompressed") from error
+
+
+def require_kind(record: Record, kind: str, read: Read) -> None:
+    """Refuse a record of another kind, or one whose parts claim too much, before any of them is decompressed."""
+    coded = record.head.get("coded", [])
+    if record.kind != kind or not isinstance(coded, list):
+        raise DamageError(f"a record of kind {record.kind!r} stands where one of kind {kind!r} should")
+    starts = [part.start for name, part in record.parts.items() if name in coded]
+    try:
+        sizes = [zstandard.frame_content_size(read(start, _FRAME_HEAD_BYTES)) for start in starts]
+    except zstandard.ZstdError as error:
+        raise DamageError(f"the {kind} record at byte {record.start} cannot be decompressed") from error
+    if sum(sizes) > _MOST_RAW_BYTES:
+        raise DamageError(f"the {kind} record at byte {record.start} claims to hold {sum(sizes)} bytes")
+
+
+def pack_file(content: bytes) -> list[Buffer]:
+    """Return a piece of a trainer's own file as a record."""
+    return pack(FILE, {}, {"content": content}, frozenset())
+
+
+def unpack_file(record: Record, read: Read) -> bytes:
+    """Read a piece of a trainer's own file."""
+    require_kind(record, FILE, read)
+    return record.part("content", read)
+
+
+# ---------------------------------------------------------------- blocks of slices
+
 SLICES, DICTIONARY = "slices", "dictionary"
 _MOST_DICTIONARY_BYTES = 16 * 2**20
 _MOST_SETTING = 2**32 - 1
@@ -230,7 +311,7 @@ def unpack_slices(
     return _coded_of(record, read, dictionaries, Extent(file, units.start, units.nbytes, checks, record.start))
 
 
-def unpack_slices_whole(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], coder: Coder) -> Coded:
+def unpack_coded(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], coder: Coder) -> Coded:
     """Read a block with its units, and hold each of them against its checksum."""
     units, checks = _units_of(record, read)
     data = np.frombuffer(read(units.start, units.nbytes), np.uint8)
@@ -300,9 +381,6 @@ def _transform_of(*settings: Any) -> Transform:
 
 # ---------------------------------------------------------------- the disk tier
 
-_FOLDER = re.compile(r"\.?holdall-spill-[0-9a-f]{16}")
-_LOCK = "lock"
-_SPILLED = re.compile(r"[0-9]{8}\.seg")
 _FILE_BYTES = 64 * 2**20
 _FILES = 64
 """A file takes at least _FILE_BYTES, and this share of all that was written if that is more: so the number of open
@@ -321,35 +399,24 @@ class SpillFolder:
     def __init__(self, spill_dir: str | os.PathLike[str], coder: Coder) -> None:
         self._coder = coder
         self._place = Path(require_path("spill_dir", spill_dir))
-        self._path = self._place / f"holdall-spill-{secrets.token_hex(8)}"
         self._open: _OpenFile | None = None
         self._files = 0
         self._written = 0
         try:
-            self._place.mkdir(parents=True, exist_ok=True)
-            self._locks = [_locked_folder(self._path)]
-            _sweep(self._place)
+            self._folder = OwnFolder(self._place)
         except OSError as error:
             raise ArgumentError(
                 f"spill_dir ({self._place}) cannot be written to ({error.strerror}); name a directory that can"
             ) from error
-        self._process = os.getpid()
-        self._remove = weakref.finalize(self, _remove, self._path, self._locks, self._process)
-
-    def _leave_parents_folder(self) -> None:
-        """In a forked child, write to a folder of its own; what the parent wrote so far can be read from here."""
-        self._process, self._locks, self._open = os.getpid(), [], None
-        self._path = self._place / f"holdall-spill-{secrets.token_hex(8)}"
-        self._remove.detach()
-        self._remove = weakref.finalize(self, _remove, self._path, self._locks, self._process)
 
     def write(self, sealed: SealedSlices) -> SealedSlices:
         """Write a block to a file and return it as it is read from there."""
         data = sealed.coded.data
         if isinstance(data, Extent):
             return sealed
-        if self._process != os.getpid():
-            self._leave_parents_folder()
+        if self._folder.process != os.getpid():  # a forked child writes to its own, and reads what the parent wrote
+            self._open = None
+            self._folder.leave_to_parent()
         checks = self._coder.checksums(data, sealed.coded.offsets)
         try:
             file = self._file()
@@ -371,7 +438,7 @@ class SpillFolder:
     def close(self) -> None:
         """Delete the folder; blocks that are being read stay readable until then where the system allows it."""
         self._finish_file()
-        self._remove()
+        self._folder.remove()
 
     def _finish_file(self) -> None:
         if self._open is not None:
@@ -382,9 +449,7 @@ class SpillFolder:
         """Return the file that blocks are written to, a new one if the last is full."""
         if self._open is None or self._open.end >= max(_FILE_BYTES, self._written // _FILES):
             self._finish_file()
-            if self._place.is_dir() and not self._path.is_dir():  # somebody cleared it
-                self._locks.append(_locked_folder(self._path))
-            self._open = _OpenFile(self._path / f"{self._files:08d}.seg")
+            self._open = _OpenFile(self._folder.path_in_use() / f"{self._files:08d}.seg")
             self._files += 1
         return self._open
 
@@ -429,67 +494,3 @@ class _OpenFile:
         os.fdatasync(self.file.descriptor)
         os.posix_fadvise(self.file.descriptor, self._settled, self.end - self._settled, os.POSIX_FADV_DONTNEED)
         self._settled = self.end
-
-
-def _locked_folder(path: Path, tries: int = 16) -> int:
-    """Make a folder with a lock file, held for as long as this process, or its children, live."""
-    # Under its name only once it is locked: a folder that nobody locks is swept, even one that is just being made.
-    unlocked = path.with_name(f".{path.name}")
-    unlocked.mkdir(0o700, exist_ok=True)
-    descriptor = None
-    try:
-        descriptor = _take_lock(unlocked, is_patient=True)
-        unlocked.rename(path)
-    except FileNotFoundError:
-        if descriptor is not None:
-            os.close(descriptor)
-        if not tries:
-            raise
-        return _locked_folder(path, tries - 1)
-    return descriptor
-
-
-def _take_lock(folder: Path, *, is_patient: bool) -> int:
-    """Lock a folder, by a file that is made if it is not there."""
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-    descriptor = os.open(folder / _LOCK, flags, 0o600)
-    try:
-        if sys.platform != "win32":
-            fcntl.flock(descriptor, fcntl.LOCK_EX if is_patient else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.path.samestat(os.fstat(descriptor), (folder / _LOCK).lstat()):
-                raise FileNotFoundError(f"{folder}: who swept it had the lock before, and there is another one now")
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _sweep(place: Path) -> None:
-    """Delete the folders of processes that died, those without a lock and those that never got their name as well."""
-    if sys.platform == "win32":
-        return
-    for folder in place.iterdir():
-        if _FOLDER.fullmatch(folder.name) is None or folder.is_symlink():
-            continue
-        with contextlib.suppress(OSError):  # another one's, or gone by now
-            descriptor = _take_lock(folder, is_patient=False)
-            try:
-                _clear(folder)
-            finally:
-                os.close(descriptor)
-
-
-def _clear(folder: Path) -> None:
-    """Delete a folder, unless somebody put something else into it; its lock comes last, for one that is killed."""
-    with contextlib.suppress(OSError):
-        for path in [path for path in folder.iterdir() if _SPILLED.fullmatch(path.name)]:
-            path.unlink(missing_ok=True)
-        (folder / _LOCK).unlink(missing_ok=True)
-        folder.rmdir()
-
-
-def _remove(folder: Path, locks: list[int], process: int) -> None:
-    if process == os.getpid():
-        _clear(folder)
-    for lock in locks:
-        os.close(lock)

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from holdall.report import FieldReport, field_name
 from holdall.schema import Array, Leaf, Schema
-from holdall.storage.blocks import reserve
 from holdall.storage.column_plan import rows_to_look_at
 from holdall.storage.columns import NEVER, ColumnRuns
 from holdall.storage.slices import Window, WindowScout, as_bytes
-from holdall.storage.snapshot import Apart, LiveRows, Ring, RowsById, put_rows, rows_of
+from holdall.storage.snapshot import Apart, LiveRows, Ring, new_ring, put_rows, rows_of
 from holdall.storage.ticks import Arguments, FlatField, Kernels, Tick, TickWriter
 
 if TYPE_CHECKING:
@@ -89,12 +88,6 @@ def row_bytes(schema: Schema, small: Iterable[Leaf]) -> int:
 # ---------------------------------------------------------------- one field
 
 
-def new_ring(ticks: int, lanes: int, leaf: Leaf) -> Array:
-    """Reserve a ring of `ticks` rows per lane; untouched pages cost nothing."""
-    rows = reserve(ticks * lanes * leaf.nbytes)
-    return rows.view(leaf.dtype).reshape(ticks, lanes, *leaf.shape)
-
-
 class ObservationRing(LiveRows):
     """A short observation field that keeps each observation once.
 
@@ -112,7 +105,7 @@ class ObservationRing(LiveRows):
         self.shape, self.dtype = self._rows.shape, self._rows.dtype
         self.runs: tuple[ColumnRuns, int] | None = None  # and which of their rings this is
         self.paired: Array | None = None
-        self.kept_apart = RowsById(leaf)
+        self.kept_apart = Apart.none_of(leaf)
 
     def flat(self) -> FlatField:
         """Return where ticks are written."""
@@ -129,8 +122,8 @@ class ObservationRing(LiveRows):
         differs = np.flatnonzero((as_bytes(standing, self._lanes) != as_bytes(obs, self._lanes)).any(axis=1))
         if not differs.size:
             return
-        self.kept_apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
-        self.kept_apart.append(tick * self._lanes + differs, standing[differs])
+        kept = self.kept_apart.since((tick + 2 - self._ring_ticks) * self._lanes)
+        self.kept_apart = kept.appended(tick * self._lanes + differs, standing[differs])
         kept_ticks = min(tick + 1, self._ring_ticks - 1)
         if len(self.kept_apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
             self.pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
@@ -149,7 +142,7 @@ class ObservationRing(LiveRows):
             return rows_of(self.paired, first, end)
         rows = self.rows(first + 1, end + 1)
         ids = np.arange(first * self._lanes, end * self._lanes)
-        self.kept_apart.replace(rows.reshape(len(ids), *self.leaf.shape), ids)
+        self.kept_apart.write_over(rows.reshape(len(ids), *self.leaf.shape), ids)
         return rows
 
     def view(self, first: int, end: int) -> Array:
@@ -161,7 +154,7 @@ class ObservationRing(LiveRows):
     def read_from(self, runs: ColumnRuns | None, number: int) -> None:
         """Look for rows in runs, or in the ring alone, from now on."""
         self.runs = None if runs is None else (runs, number)
-        self.kept_apart.held = replace(self.kept_apart.held)  # a `RowTable` sees that it is another object
+        self.kept_apart = replace(self.kept_apart)  # a `RowTable` sees that it is another object
 
     @property
     def is_shared(self) -> bool:
@@ -170,8 +163,9 @@ class ObservationRing(LiveRows):
 
     def arrays(self) -> list[Array]:
         """Return the arrays that the field lies in."""
+        paired, kept = [] if self.paired is None else [self.paired], self.kept_apart
         packed = [] if self.runs is None or self.runs[1] else self.runs[0].arrays()
-        return [self._rows, *([] if self.paired is None else [self.paired]), *self.kept_apart.arrays(), *packed]
+        return [self._rows, *paired, kept.ids, kept.rows, *packed]
 
     def bytes_of(self, rows: int) -> int:
         """Bytes that so many rows take, with the next observations that are kept apart and their ids."""
@@ -222,7 +216,7 @@ class ObservationRing(LiveRows):
         if self.paired is not None and following is not None:
             put_rows(self.paired, first_tick, following)
         if self.paired is None and apart is not None:
-            self.kept_apart.append(*apart)
+            self.kept_apart = self.kept_apart.appended(*apart)
 
     def pair(self, first_tick: int, next_tick: int) -> None:
         """Give next observations a ring of their own, with those of the ticks [first_tick, next_tick) in it."""
@@ -233,7 +227,7 @@ class ObservationRing(LiveRows):
         paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
         put_rows(paired, first_tick, self.following(first_tick, next_tick))
         self.paired = paired
-        self.kept_apart = RowsById(self.leaf)
+        self.kept_apart = Apart.none_of(self.leaf)
 
 
 # ---------------------------------------------------------------- all of them
@@ -416,7 +410,7 @@ class Rings:
 
     def apart(self) -> dict[str, Apart]:
         """Return the next observations that are kept apart now, by column."""
-        return {f"obs.{i}": ring.kept_apart.held for i, ring in self.small.items() if ring.is_shared}
+        return {f"obs.{i}": ring.kept_apart for i, ring in self.small.items() if ring.is_shared}
 
     def copy(self, first: int, end: int) -> dict[str, Array]:
         """Copy the rows of ticks [first, end), next observations too; and invalid lanes if there are any."""

@@ -24,7 +24,6 @@ from holdall.schema import Array, Leaf
 from holdall.storage.batch_source import RECORD_FIELDS, Places
 from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.codec_choice import COST_CAPS
-from holdall.storage.rings import new_ring
 from holdall.storage.sealer import Sealer
 from holdall.storage.slices import (
     ClosedPart,
@@ -36,6 +35,7 @@ from holdall.storage.slices import (
     as_bytes,
     lies_direct,
 )
+from holdall.storage.snapshot import new_ring
 from holdall.storage.ticks import Kernels
 
 _TINY_BYTES = 256

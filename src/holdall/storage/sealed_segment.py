@@ -24,11 +24,10 @@ from holdall.schema import Array, Bytes, Leaf, Schema, dtype_of
 from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock, reserve
 from holdall.storage.codec import Codec, Dictionary, Method, Transform, stored
 from holdall.storage.codec_choice import COST_CAPS, choose
-from holdall.storage.records import Record, codec_of, codec_words, pack_slices, unpack, unpack_slices_whole
+from holdall.storage.records import Record, codec_of, codec_words, pack_slices, require_kind, unpack, unpack_coded
 from holdall.storage.rings import FLAG, TINY_BYTES
-from holdall.storage.saved_store import ROWS, Like, pack_logs, pack_rows, require_kind, unpack_logs, unpack_rows
 from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window, WindowSearches
-from holdall.storage.snapshot import RowChunk
+from holdall.storage.snapshot import ROWS, Like, RowChunk, pack_logs, pack_rows, unpack_logs, unpack_rows
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import Arguments, FastTick, FlatField, Kernels, SlicedTick, Tick, TickWriter, packed_rows
 from holdall.units import count_of as counted
@@ -144,7 +143,7 @@ def unpack_segment(
             raise DamageError(f"a segment claims {ticks!r} ticks of {lanes} lanes; nothing of it is used")
         chunk = unpack_rows(rows, read, first_tick, ticks, like)
         leaves = [schema.observation.leaves[i] for i in _large_leaves(like)]
-        coded = [unpack_slices_whole(record, read, dictionaries, coder) for record in slices]
+        coded = [unpack_coded(record, read, dictionaries, coder) for record in slices]
         blocks = [KeptBlock(each.codec.transform.slice_bytes, each.count, CarriedSlices(each)) for each in coded]
         segment = SealedSegment(chunk, tuple(unpack_logs(logs, read, lanes, leaves, blocks)))
         for i, part in zip(segment.large, segment.parts, strict=True):

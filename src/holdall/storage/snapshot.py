@@ -1,25 +1,28 @@
-"""Snapshots: all that a store holds, at one moment.
+"""Snapshots: all that a store holds at one moment, for checkpoints and pickles; and its rows and logs as records.
 
-In:  rings that go on being written to, and segments.  Out: chunks of rows, and what checkpoints and pickles hold.
-Invariant: a chunk holds the rows of its moment, whatever is written over them before it is taken.
+In:  rings that go on being written to, and segments.  Out: chunks of rows, what a store consists of, records of them.
+Invariant: a chunk holds the rows of its moment, whatever is written over them before it is taken. A record is read only
+as what it says it is.
 """
 
 from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, NamedTuple, Union
+from typing import Any, Union
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import HoldallError
-from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.blocks import SliceBlock
+from holdall.errors import DamageError
+from holdall.schema import Array, Bytes, Leaf, dtype_name, dtype_of
+from holdall.storage.blocks import SliceBlock, reserve
+from holdall.storage.records import Buffer, CompressedParts, Read, Record, array_of, require_kind
 from holdall.storage.slices import ClosedPart, OpenPart, Segment, Window
+from holdall.units import count_of
 
 Ring = Union[Array, "LiveRows"]
 _CHUNK_BYTES = 2**19
@@ -57,77 +60,65 @@ class RowChunk:
         return RowChunk(first, self.ticks - skipped, columns, apart)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Apart:
-    """Next observations that are kept apart, at the moment of a snapshot; what is appended later lies behind `end`."""
+    """Next observations that are kept apart, under ascending transition ids: appended at the end, dropped at the front.
+
+    It never changes, so that a snapshot may hold it, and an interrupt leaves the one before or all of the next. What is
+    appended lies behind `end`, in the same arrays while they have room.
+    """
 
     ids: NDArray[np.int64]
     rows: Array
     first: int
     end: int
 
-    def between(self, first_id: int, end_id: int) -> tuple[NDArray[np.int64], Array]:
-        """Return those of a range of ids."""
-        ids = self.ids[self.first : self.end]
-        start, stop = np.searchsorted(ids, [first_id, end_id]) + self.first
-        return self.ids[start:stop], self.rows[start:stop]
-
-
-class RowsById:
-    """Rows under ascending transition ids: appended at the end, dropped at the front.
-
-    What is held is one object, replaced in one step: an interrupt leaves what was there before or all of the new.
-    """
-
-    def __init__(self, leaf: Leaf) -> None:
-        self._leaf = leaf
-        self.held = Apart(np.empty(0, np.int64), np.empty((0, *leaf.shape), leaf.dtype), 0, 0)
+    @classmethod
+    def none_of(cls, leaf: Leaf) -> Apart:
+        """Begin without any."""
+        return cls(np.empty(0, np.int64), np.empty((0, *leaf.shape), leaf.dtype), 0, 0)
 
     def __len__(self) -> int:
-        return self.held.end - self.held.first
+        return self.end - self.first
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows and ids held, and of the room kept for more."""
-        return self.held.ids.nbytes + self.held.rows.nbytes
+        return self.ids.nbytes + self.rows.nbytes
 
-    def arrays(self) -> list[Array]:
-        """Return the arrays of ids and rows."""
-        return [self.held.ids, self.held.rows]
-
-    def append(self, ids: NDArray[np.int64], rows: Array) -> None:
-        """Add rows whose ids are higher than all before; those of the same ids or higher ones are replaced."""
-        held, count = self.held, len(ids)
-        first, end = held.first, held.end
-        if count and end > first and held.ids[end - 1] >= ids[0]:
-            end = first + int(np.searchsorted(held.ids[first:end], ids[0]))
-        all_ids, all_rows = held.ids, held.rows
-        if end + count > len(all_ids) or end < held.end:  # what is replaced stays as it is for snapshots that hold it
+    def appended(self, ids: NDArray[np.int64], rows: Array) -> Apart:
+        """Return it with rows whose ids are higher than all before; those of the same ids or higher ones go."""
+        count, first, end, all_ids, all_rows = len(ids), self.first, self.end, self.ids, self.rows
+        if count and end > first and all_ids[end - 1] >= ids[0]:
+            end = first + int(np.searchsorted(all_ids[first:end], ids[0]))
+        if end + count > len(all_ids) or end < self.end:  # what is replaced stays as it is for snapshots that hold it
             needed = end - first + count
             room = needed + needed // 4 + 16
-            all_ids, all_rows = np.empty(room, np.int64), np.empty((room, *self._leaf.shape), self._leaf.dtype)
-            all_ids[: end - first], all_rows[: end - first] = held.ids[first:end], held.rows[first:end]
+            all_ids, all_rows = np.empty(room, np.int64), np.empty((room, *rows.shape[1:]), self.rows.dtype)
+            all_ids[: end - first], all_rows[: end - first] = self.ids[first:end], self.rows[first:end]
             first, end = 0, end - first
         all_ids[end : end + count], all_rows[end : end + count] = ids, rows
-        self.held = Apart(all_ids, all_rows, first, end + count)
+        return Apart(all_ids, all_rows, first, end + count)
 
-    def drop_before(self, first_id: int) -> None:
-        """Forget rows of ids below `first_id`."""
-        held = self.held
-        gone = int(np.searchsorted(held.ids[held.first : held.end], first_id))
-        if gone:
-            self.held = replace(held, first=held.first + gone)
+    def since(self, first_id: int) -> Apart:
+        """Return it without rows of ids below one."""
+        gone = int(np.searchsorted(self.ids[self.first : self.end], first_id))
+        return replace(self, first=self.first + gone) if gone else self
 
-    def replace(self, rows: Array, ids: NDArray[np.int64]) -> None:
+    def between(self, first_id: int, end_id: int) -> tuple[NDArray[np.int64], Array]:
+        """Return those of a range of ids."""
+        start, stop = np.searchsorted(self.ids[self.first : self.end], [first_id, end_id]) + self.first
+        return self.ids[start:stop], self.rows[start:stop]
+
+    def write_over(self, rows: Array, ids: NDArray[np.int64]) -> None:
         """Overwrite those of `rows` whose id is held here."""
-        first, end = self.held.first, self.held.end
-        if first == end:
+        if self.first == self.end:
             return
-        held = self.held.ids[first:end]
+        held = self.ids[self.first : self.end]
         place = held.searchsorted(ids)
         found = (held.take(place, mode="clip") == ids).nonzero()[0]
         if found.size:
-            rows[found] = self.held.rows[first + place[found]]
+            rows[found] = self.rows[self.first + place[found]]
 
 
 class LiveRows(ABC):
@@ -308,26 +299,10 @@ def is_settled(number: int, chunk_ticks: int, next_tick: int) -> bool:
     return (number + 1) * chunk_ticks + SETTLED_TICKS <= next_tick
 
 
-def chunks_of(
-    columns: Mapping[str, Ring], apart: Mapping[str, Apart], first_tick: int, next_tick: int, lanes: int
-) -> list[RowChunk]:
-    """Return the rows of ticks [first_tick, next_tick) as views of rings, where they stand there: one or two chunks."""
-    ring_ticks = len(next(iter(columns.values())))
-    wrap = min(next_tick, first_tick - first_tick % ring_ticks + ring_ticks)
-    return [
-        RowChunk(
-            first,
-            end - first,
-            {name: _view(ring, first, end) for name, ring in columns.items()},
-            {name: rows.between(first * lanes, end * lanes) for name, rows in apart.items()},
-        )
-        for first, end in ((first_tick, wrap), (wrap, next_tick))
-        if end > first
-    ]
-
-
-def _view(ring: Ring, first: int, end: int) -> Array:
-    return ring.view(first, end) if isinstance(ring, LiveRows) else ring[first % len(ring) :][: end - first]
+def new_ring(ticks: int, lanes: int, leaf: Leaf) -> Array:
+    """Reserve a ring of `ticks` rows per lane; untouched pages cost nothing."""
+    rows = reserve(ticks * lanes * leaf.nbytes)
+    return rows.view(leaf.dtype).reshape(ticks, lanes, *leaf.shape)
 
 
 def rows_of(ring: Ring, first: int, end: int) -> Array:
@@ -348,13 +323,6 @@ def copy_held(rows: Array, to: Array) -> None:
     milliseconds, and who makes a snapshot has the memory's lock, too.
     """
     to.reshape(-1).view(np.uint8).data[:] = rows.reshape(-1).view(np.uint8).data
-
-
-def last_rows(ids: NDArray[np.int64], columns: Mapping[str, Any]) -> tuple[NDArray[np.int64], dict[str, Any]]:
-    """Return every id once, and copies of the last rows that each has."""
-    unique, from_the_end = np.unique(ids[::-1], return_index=True)
-    last = len(ids) - 1 - from_the_end
-    return unique, {name: rows[last] for name, rows in columns.items()}
 
 
 def put_rows(ring: Array, first: int, rows: Array) -> None:
@@ -386,13 +354,6 @@ class OpenSlices:
         return cls(part, closed.block, slice_bytes, slices, part.shortest * part.lanes)
 
 
-class FullBlock(NamedTuple):
-    """A block that takes no more slices, in the form in which it stays for now."""
-
-    block: SliceBlock
-    is_direct: bool  # its slices lie in memory in place of a log
-
-
 @dataclass(frozen=True, slots=True)
 class StoreContent:
     """All that a store holds at one moment, but for its rows, which follow chunk by chunk."""
@@ -421,19 +382,99 @@ class FrozenStore(StoreContent):
     transitions: int
 
 
-class UnchangedStore:
-    """Refuses to be pickled once its store was written to: what was written before is not of one moment then."""
+# ---------------------------------------------------------------- as records
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self._next_tick, self._rewrites = store.next_tick, store.rewrites
+ROWS, LOGS, PIECE = "rows", "logs", "piece"
+PIECE_BYTES = 4 * 2**20
+Like = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
-    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
-        store = self._store
-        if (store.next_tick, store.rewrites) != (self._next_tick, self._rewrites):
-            raise HoldallError(
-                f"the memory was added to while it was pickled ({store.next_tick - self._next_tick} ticks, and "
-                f"{store.rewrites - self._rewrites} updates), so what was written is not one moment; throw it away, "
-                "hold the threads that write, and save again"
-            )
-        return bool, ()
+
+def pack_rows(chunk: RowChunk, *, compresses: bool = True) -> list[Buffer]:
+    """Return a chunk of rows as a record."""
+    parts = CompressedParts(compresses=compresses)
+    for name, column in chunk.columns.items():
+        parts.put(name, column)
+    for name, (ids, rows) in chunk.apart.items():
+        parts.put(f"{name}/ids", ids)
+        parts.put(f"{name}/apart", rows)
+    columns = [[name, dtype_name(array.dtype), list(array.shape[1:])] for name, array in chunk.columns.items()]
+    apart = {name: len(ids) for name, (ids, _) in chunk.apart.items()}
+    head = {"first_tick": chunk.first_tick, "ticks": chunk.ticks, "columns": columns, "apart": apart}
+    return parts.packed(ROWS, head)
+
+
+def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: Like) -> RowChunk:
+    """Read a chunk of rows whose ticks and columns are known."""
+    require_kind(record, ROWS, read)
+    head = record.head
+    columns = [[name, dtype_name(dtype), list(shape)] for name, (shape, dtype) in like.items()]
+    if (head["first_tick"], head["ticks"]) != (first_tick, ticks) or sorted(head["columns"]) != sorted(columns):
+        raise DamageError(f"the rows at byte {record.start} are of other ticks or columns than the manifest says")
+    found = {name: array_of(record, name, read, dtype, (ticks, *shape)) for name, (shape, dtype) in like.items()}
+    apart = {}
+    for name, count in head["apart"].items():
+        (lanes, *shape), dtype = like[name]
+        count_of(count, ticks * lanes)
+        ids = array_of(record, f"{name}/ids", read, np.dtype(np.int64), (count,))
+        ascending = (np.diff(ids) > 0).all() and (count == 0 or first_tick * lanes <= ids[0])
+        if not ascending or (count and ids[-1] >= (first_tick + ticks) * lanes):
+            raise DamageError(f"the rows at byte {record.start} keep ids apart that are not in order")
+        apart[name] = ids, array_of(record, f"{name}/apart", read, dtype, (count, *shape))
+    return RowChunk(first_tick, ticks, found, apart)
+
+
+def pack_logs(parts: Sequence[ClosedPart], *, compresses: bool = True) -> list[Buffer]:
+    """Return the logs of a segment as a record."""
+    written = CompressedParts(compresses=compresses)
+    fields = []
+    for number, part in enumerate(parts):
+        if part.log is not None:
+            written.put(f"log.{number}", part.log)
+        log = None if part.log is None else dtype_name(part.log.dtype)
+        counts = {"log_rows": part.log_rows, "slices": part.slice_count, "steps": part.steps}
+        fields.append({"window": part.window.words(), "log": log, **counts, "new_slices": part.new_slices})
+    return written.packed(LOGS, {"fields": fields})
+
+
+def unpack_logs(
+    record: Record, read: Read, lanes: int, leaves: Sequence[Leaf], blocks: Sequence[Any]
+) -> list[ClosedPart]:
+    """Read the logs of a segment, field by field; `blocks` are the blocks that they name."""
+    require_kind(record, LOGS, read)
+    fields = record.head["fields"]
+    if len(fields) != len(leaves) or len(blocks) != len(leaves):
+        raise DamageError(f"the logs at byte {record.start} are of {len(fields)} fields, not {len(leaves)}")
+    parts = []
+    for number, (words, leaf, block) in enumerate(zip(fields, leaves, blocks, strict=True)):
+        window = Window.of_words(words["window"], leaf)
+        rows, count, steps, new = (count_of(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
+        if block.slice_bytes != window.slice_bytes or count > block.used:
+            raise DamageError(f"the logs at byte {record.start} name another block than their own")
+        log: Any = None
+        if words["log"] is not None:
+            dtype = dtype_of(words["log"])
+            if dtype not in (np.uint16, np.uint32):
+                raise DamageError(f"the logs at byte {record.start} are numbers of {dtype}")
+            log = array_of(record, f"log.{number}", read, dtype, (rows, lanes))
+        elif rows * lanes != count or block.sealed is not None:
+            raise DamageError(f"the logs at byte {record.start} count {rows} rows and {count} slices")
+        parts.append(ClosedPart(window, log, rows, block, count, steps, new))
+    return parts
+
+
+def pack_piece(slices: NDArray[np.uint8], slice_bytes: int, first: int) -> list[Buffer]:
+    """Return some slices of a block that is still being filled as a record."""
+    parts = CompressedParts()
+    parts.put("slices", slices)
+    return parts.packed(PIECE, {"slice_bytes": slice_bytes, "first": first, "count": slices.size // slice_bytes})
+
+
+def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most: int) -> NDArray[np.uint8]:
+    """Read some slices of a block, from number `first` on."""
+    require_kind(record, PIECE, read)
+    count = count_of(record.head["count"])
+    most = min(most, max(1, PIECE_BYTES // slice_bytes))
+    if (record.head["slice_bytes"], record.head["first"]) != (slice_bytes, first) or count > most:
+        raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
+    found: NDArray[np.uint8] = array_of(record, "slices", read, np.dtype(np.uint8), (count * slice_bytes,))
+    return found

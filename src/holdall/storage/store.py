@@ -1,5 +1,8 @@
-"""The store, whole: what it adopts and hands out, and what it accounts for.
+"""The store, whole: how rows are read and written again, what it adopts and hands out, and what it accounts for.
 
+    read(ids)        rows of small fields, and places of large ones
+    rewrite(ids)     flags and extras of transitions that are held
+    content()        all of it, for pickles, sharing memory with the store
     adopt(segment)   ticks that were sealed elsewhere; `segment_at` hands such out
     report()         where the bytes of every field are
 
@@ -9,23 +12,166 @@ travels, over the network or to a journal, is a `SealedSegment`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from holdall.errors import HoldallError
 from holdall.report import FieldReport, field_name
-from holdall.schema import Array
+from holdall.schema import Array, Bytes
+from holdall.storage.batch_source import BatchReader, BatchSource, Places, Rows, RowSources, RowTable, fresh_bytes
+from holdall.storage.blocks import SliceBlock
 from holdall.storage.rings import CURSOR_BYTES
-from holdall.storage.saved_store import SavedStore
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.segment import Segments
 from holdall.storage.slices import AnyPart, ClosedPart, Segment, Window
-from holdall.storage.snapshot import RowChunk, rows_of
+from holdall.storage.snapshot import Apart, FrozenRows, LiveRows, Ring, RowChunk, StoreContent, rows_of
+from holdall.storage.tick_store import TickStore
+from holdall.storage.ticks import StepRuns
+from holdall.storage.tiers import NO_LIMIT
 
 
-class Store(SavedStore):
+class FullBlock(NamedTuple):
+    """A block that takes no more slices, in the form in which it stays for now."""
+
+    block: SliceBlock
+    is_direct: bool  # its slices lie in memory in place of a log
+
+
+class Store(TickStore):
     """All fields of a memory. Not locked: the memory that owns it is."""
+
+    _table: RowTable | None = None
+
+    @cached_property
+    def batch_reader(self) -> BatchReader:
+        """A short way to draw batches; made with the first one."""
+        staging = self._budget.staging_bytes // 2  # the rest: other batches
+        is_changed = self.large_segments.index.is_changed
+        return self._kernels.new_batch_reader(self._lock, self.repair, is_changed, staging, self._budget.threads)
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """The first id that is held, and the one behind the last."""
+        return self.first_tick * self._lanes, self.next_tick * self._lanes
+
+    @property
+    def row_table(self) -> RowTable:
+        """How rows are copied from rings: another object when fields lie elsewhere."""
+        table, cursors = self._table, self.large_segments.cursors
+        if table is None or not table.fits(self._rings, cursors):
+            table = self._table = RowTable(self._rings, cursors)
+        return table
+
+    def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
+        """Copy the small fields of `ids`, all of them held, and find the large ones.
+
+        Args:
+            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
+        """
+        held, large, table = self.held, tuple(self._large), self.row_table
+        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
+        columns = table.read(self._kernels, wanted, held, take)
+        found = partial(Places.found, self._kernels, segments, wanted)
+        places = found(columns[-len(large) :], self._lanes) if large else None
+        return table.rows(columns, large, places)
+
+    def offer_batches(self, rows: int) -> None:
+        """Have batches of up to so many rows drawn in one call from now on, if there is such a way."""
+        segments, reader = self.large_segments, self.batch_reader
+        if segments.blocks_on_disk or self._rings.reward is None or not reader.needs(rows):
+            return
+        ticks = max(self._not_before, self._first_large), self._capacity_ticks
+        reader.offer(BatchSource.of(self.sources(), self._rings, self._writer, ticks), rows)
+
+    def sources(self) -> RowSources:
+        """Return what batches are read from, as it is now."""
+        held, segments, table = self.held, self.large_segments, self.row_table
+        cursors, index = segments.cursors, segments.index
+        rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
+        return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
+
+    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell real transitions from lanes that made none."""
+        return self._rings.are_valid(ids)
+
+    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell the last transitions of episodes."""
+        return np.asarray(np.logical_or(*self._rings.flags(ids)))
+
+    def rewards(self, ids: NDArray[np.int64]) -> Array:
+        """Copy the rewards of `ids`, of any shape."""
+        return self._rings.rewards(ids)
+
+    def outcomes(self, ids: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Copy rewards and flags of `ids`, of any shape."""
+        return self._rings.rewards(ids), *self._rings.flags(ids)
+
+    def extra(self, number: int, ids: NDArray[np.int64]) -> Array:
+        """Copy one extra of `ids`, of any shape."""
+        return self._rings.extra(number, ids)
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every lane made a transition in every tick held."""
+        return self._rings.invalid is None or self._rings.count_invalid(self.first_tick, self.next_tick) == 0
+
+    def write_steps(self, runs: StepRuns, first: int) -> None:
+        """Write the step `first`, and those behind it that need nothing done in between."""
+        (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
+        if writer.has_runs and runs.steps.valid is None and not (self._snapshots.pending or segments.searches.scouts):
+            most = segments.ticks_in_a_piece if self.sealer is not None and self.sealer.waiting else NO_LIMIT
+            written, sliced = runs.write(first, writer, self._rings, segments, self._large, most)
+        if not written:
+            self.write(runs.steps.cut(first))
+        elif sliced is not None:
+            self.after_write(sliced)
+        self._pack(self.next_tick)
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so much waits for the sealer that no tick should come."""
+        return self.sealer is not None and self.sealer.is_crowded(self.large_segments.open_bytes())
+
+    def relieve(self, nbytes: int) -> None:
+        """Hold that much less as the worker gets to it: raw blocks are sealed and spilled, and nothing is evicted."""
+        self._change(lambda: self._tiers.relieve(nbytes))
+        self._settle(may_evict=False)
+
+    def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
+        """Overwrite how transitions ended."""
+        self.flags_changed += 1
+        self.rewrite(*last_rows(ids, {"terminated.0": terminated, "truncated.0": truncated}))
+
+    def rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
+        """Write rows of some columns again; they are copies, see `last_rows`, since the next call may have to do so."""
+        self.rewrites += 1
+        self.repair.do(partial(self._rewrite, ids, columns))
+
+    def _rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
+        self._snapshots.before_rewrite(ids, tuple(columns), self.chunk_ticks)
+        self._rings.rewrite(ids, columns)
+
+    def content(self) -> StoreContent:
+        """Return all but the rows, sharing memory with the store; what is added later does not change it."""
+        return StoreContent(**self._content([part.closed() for part in self.large_segments.open.parts]))
+
+    def rows(self) -> list[RowChunk]:
+        """Return the rows of all ticks held, in order, sharing memory with the rings."""
+        return chunks_of(self._columns(), self._rings.apart(), self.first_tick, self.next_tick, self._lanes)
+
+    def take_again(self, rows: FrozenRows, number: int, version: int) -> RowChunk | None:
+        """Return a chunk of a snapshot's rows that was thought to be saved; None if it was written over since."""
+        return self._snapshots.take_again(rows, number, version, self.next_tick)
+
+    def full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
+        """Return the full blocks of large fields that are not known yet nor about to be sealed, newest first."""
+        full = _full_blocks(self.large_segments, is_known) if self._large else []
+        return [block for block in full if not self._tiers.is_changing(block.block)]
 
     def forget_before(self, tick: int) -> None:
         """Drop the ticks before one."""
@@ -181,3 +327,62 @@ def describe_parts(parts: Sequence[AnyPart], window: Window) -> str:
         return found
     kinds = sorted({each.codec.describe() for each in sealed})
     return f"{found}; {len(sealed)} of {len(closed)} segments sealed by {', '.join(kinds)}"
+
+
+def _full_blocks(segments: Segments, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
+    """Return the blocks that are full, newest first, back to a segment that is known."""
+    found: dict[int, FullBlock] = {}
+    filling = {id(part.block) for part in segments.open.parts}
+    for segment in reversed(segments.closed):
+        new = [part for part in segment.parts if id(part.block) not in filling and not is_known(part.block)]
+        if not new:
+            break
+        found |= {id(part.block): FullBlock(part.block, part.log is None) for part in new}
+    return list(found.values())
+
+
+def chunks_of(
+    columns: Mapping[str, Ring], apart: Mapping[str, Apart], first_tick: int, next_tick: int, lanes: int
+) -> list[RowChunk]:
+    """Return the rows of ticks [first_tick, next_tick) as views of rings, where they stand there: one or two chunks."""
+    ring_ticks = len(next(iter(columns.values())))
+    wrap = min(next_tick, first_tick - first_tick % ring_ticks + ring_ticks)
+    return [
+        RowChunk(
+            first,
+            end - first,
+            {name: _view(ring, first, end) for name, ring in columns.items()},
+            {name: rows.between(first * lanes, end * lanes) for name, rows in apart.items()},
+        )
+        for first, end in ((first_tick, wrap), (wrap, next_tick))
+        if end > first
+    ]
+
+
+def _view(ring: Ring, first: int, end: int) -> Array:
+    return ring.view(first, end) if isinstance(ring, LiveRows) else ring[first % len(ring) :][: end - first]
+
+
+def last_rows(ids: NDArray[np.int64], columns: Mapping[str, Any]) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    """Return every id once, and copies of the last rows that each has."""
+    unique, from_the_end = np.unique(ids[::-1], return_index=True)
+    last = len(ids) - 1 - from_the_end
+    return unique, {name: rows[last] for name, rows in columns.items()}
+
+
+class UnchangedStore:
+    """Refuses to be pickled once its store was written to: what was written before is not of one moment then."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._next_tick, self._rewrites = store.next_tick, store.rewrites
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        store = self._store
+        if (store.next_tick, store.rewrites) != (self._next_tick, self._rewrites):
+            raise HoldallError(
+                f"the memory was added to while it was pickled ({store.next_tick - self._next_tick} ticks, and "
+                f"{store.rewrites - self._rewrites} updates), so what was written is not one moment; throw it away, "
+                "hold the threads that write, and save again"
+            )
+        return bool, ()

@@ -1,38 +1,51 @@
 """The store: every field of every transition held, each where it costs least.
 
-    write(tick)      rings and segments take a tick; blocks that are full go to the tiers
-    read(ids)        rows of small fields, and places of large ones
+    write(tick)         rings and segments take a tick; blocks that are full go to the tiers
+    freeze(), thaw()    all of it at one moment, for checkpoints
 
-What is done with all of it at once is in saved_store.py, for checkpoints and pickles, and in store.py, for shards.
+How it is read, and what else is done with all of it, is in store.py.
 Invariant: what is read under an id is, bit for bit, what was written under it. Control goes one way: the store asks
 the segments which blocks are full or dropped, the tiers what to do with them, and the sealer what became of them.
 A signal handler may raise between any two instructions: a tick is then written whole or not at all, and everything else
-that a call was in the middle of is undone or finished by the next call, see `Repair`.
+that a call was in the middle of is undone or finished by the next call, see `Repair`. What is frozen never changes.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, partial
+from math import prod
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.schema import Array, Bytes, Schema
-from holdall.storage.batch_source import BatchReader, BatchSource, Places, Rows, RowSources, RowTable, fresh_bytes
+from holdall.schema import Array, Schema
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.records import SpillFolder
 from holdall.storage.rings import CURSOR_BYTES, TINY_BYTES, Rings, field_layouts
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
-from holdall.storage.slices import Window, WindowScout
-from holdall.storage.snapshot import RowSnapshots
-from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Kernels, SlicedTick, StepRuns, Tick, TickWriter
+from holdall.storage.slices import ClosedPart, Segment, Window, WindowScout
+from holdall.storage.snapshot import (
+    FrozenRows,
+    FrozenStore,
+    OpenSlices,
+    Ring,
+    RowChunk,
+    RowSnapshots,
+    StoreContent,
+    chunk_ticks_of,
+    put_rows,
+)
+from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Kernels, SlicedTick, Tick, TickWriter
 from holdall.storage.tiers import NO_LIMIT, Budget, Tiers
+
+_SNAPSHOT_S = 0.003
+"""For so long no codec is chosen: a snapshot takes less, if it has Python's lock to itself."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -128,19 +141,11 @@ class TickStore:
         self._spare_bytes: int | None = None  # that may wait for it, see `Sealer`
         self._may_hurry = True  # whether it may seal quickly
         self._snapshots = RowSnapshots(self._lanes)
-        self._table: RowTable | None = None
 
     @cached_property
     def fast_tick(self) -> FastTick:
         """A short way to write ticks; made with the first one."""
         return self._kernels.new_fast_tick(self._lock, self.repair)
-
-    @cached_property
-    def batch_reader(self) -> BatchReader:
-        """A short way to draw batches; made with the first one."""
-        staging = self._budget.staging_bytes // 2  # the rest: other batches
-        is_changed = self.large_segments.index.is_changed
-        return self._kernels.new_batch_reader(self._lock, self.repair, is_changed, staging, self._budget.threads)
 
     def _end_batches(self) -> None:
         """Draw no batches the short way until it is described again: rows lie elsewhere, or are about to."""
@@ -224,18 +229,6 @@ class TickStore:
         self._pack(self.next_tick)
         return ticks
 
-    def write_steps(self, runs: StepRuns, first: int) -> None:
-        """Write the step `first`, and those behind it that need nothing done in between."""
-        (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
-        if writer.has_runs and runs.steps.valid is None and not (self._snapshots.pending or segments.searches.scouts):
-            most = segments.ticks_in_a_piece if self.sealer is not None and self.sealer.waiting else NO_LIMIT
-            written, sliced = runs.write(first, writer, self._rings, segments, self._large, most)
-        if not written:
-            self.write(runs.steps.cut(first))
-        elif sliced is not None:
-            self.after_write(sliced)
-        self._pack(self.next_tick)
-
     def after_write(self, sliced: SlicedTick) -> None:
         """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
         segments, now = self.large_segments, self.next_tick
@@ -300,11 +293,6 @@ class TickStore:
             self.sealer = Sealer(self._kernels.coder, cap, threads, self._on_sealed, write)
         return self.sealer
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether so much waits for the sealer that no tick should come."""
-        return self.sealer is not None and self.sealer.is_crowded(self.large_segments.open_bytes())
-
     def wait_for_room(self) -> None:
         """Wait until a tick may come, see `Sealer.wait_for_room`; not under the lock. A short way looks by itself."""
         sealer, segments = self.sealer, self.large_segments
@@ -366,72 +354,6 @@ class TickStore:
             )  # fmt: skip
 
     @property
-    def held(self) -> tuple[int, int]:
-        """The first id that is held, and the one behind the last."""
-        return self.first_tick * self._lanes, self.next_tick * self._lanes
-
-    @property
-    def row_table(self) -> RowTable:
-        """How rows are copied from rings: another object when fields lie elsewhere."""
-        table, cursors = self._table, self.large_segments.cursors
-        if table is None or not table.fits(self._rings, cursors):
-            table = self._table = RowTable(self._rings, cursors)
-        return table
-
-    def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
-        """Copy the small fields of `ids`, all of them held, and find the large ones.
-
-        Args:
-            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
-        """
-        held, large, table = self.held, tuple(self._large), self.row_table
-        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
-        columns = table.read(self._kernels, wanted, held, take)
-        found = partial(Places.found, self._kernels, segments, wanted)
-        places = found(columns[-len(large) :], self._lanes) if large else None
-        return table.rows(columns, large, places)
-
-    def offer_batches(self, rows: int) -> None:
-        """Have batches of up to so many rows drawn in one call from now on, if there is such a way."""
-        segments, reader = self.large_segments, self.batch_reader
-        if segments.blocks_on_disk or self._rings.reward is None or not reader.needs(rows):
-            return
-        ticks = max(self._not_before, self._first_large), self._capacity_ticks
-        reader.offer(BatchSource.of(self.sources(), self._rings, self._writer, ticks), rows)
-
-    def sources(self) -> RowSources:
-        """Return what batches are read from, as it is now."""
-        held, segments, table = self.held, self.large_segments, self.row_table
-        cursors, index = segments.cursors, segments.index
-        rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
-        return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
-
-    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell real transitions from lanes that made none."""
-        return self._rings.are_valid(ids)
-
-    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell the last transitions of episodes."""
-        return np.asarray(np.logical_or(*self._rings.flags(ids)))
-
-    def rewards(self, ids: NDArray[np.int64]) -> Array:
-        """Copy the rewards of `ids`, of any shape."""
-        return self._rings.rewards(ids)
-
-    def outcomes(self, ids: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_], NDArray[np.bool_]]:
-        """Copy rewards and flags of `ids`, of any shape."""
-        return self._rings.rewards(ids), *self._rings.flags(ids)
-
-    def extra(self, number: int, ids: NDArray[np.int64]) -> Array:
-        """Copy one extra of `ids`, of any shape."""
-        return self._rings.extra(number, ids)
-
-    def relieve(self, nbytes: int) -> None:
-        """Hold that much less as the worker gets to it: raw blocks are sealed and spilled, and nothing is evicted."""
-        self._change(lambda: self._tiers.relieve(nbytes))
-        self._settle(may_evict=False)
-
-    @property
     def _fixed_bytes(self) -> int:
         """What rings and cursors take once all of their rows were written."""
         row_bytes = self._rings.row_bytes + CURSOR_BYTES * len(self._large)
@@ -470,14 +392,90 @@ class TickStore:
         return (self.next_tick - first) * self._lanes - self._rings.count_invalid(first, self.next_tick)
 
     @property
-    def all_valid(self) -> bool:
-        """Whether every lane made a transition in every tick held."""
-        return self._rings.invalid is None or self._rings.count_invalid(self.first_tick, self.next_tick) == 0
-
-    @property
     def reward_dtype(self) -> np.dtype[Any] | None:
         """Of all rewards: that of the first."""
         return None if self._rings.reward is None else self._rings.reward.dtype
+
+    def _content(self, open_parts: list[ClosedPart]) -> dict[str, Any]:
+        """All but the rows, by name; closed segments by reference, since they never change."""
+        segments, first = self.large_segments, self.large_segments.open.first_tick
+        opened = Segment(first, self.next_tick - first, open_parts)
+        held = [*segments.closed, opened] if opened.ticks and self._large else list(segments.closed)
+        shared = {i: ring for i, ring in self._rings.small.items() if ring.is_shared}
+        return {
+            "first_tick": self.first_tick, "next_tick": self.next_tick, "large": list(self._large),
+            "windows": list(segments.windows), "searches": segments.searches.state(), "segments": held,
+            "newest": {i: ring.newest_next(self.next_tick) for i, ring in shared.items() if self.next_tick},
+            "paired": [i for i in self._rings.small if i not in shared],
+            "scouts": {str(i): scout.state() for i, scout in self._rings.scouts.items()},
+            "reward_dtype": self.reward_dtype, "has_invalid": self._rings.invalid is not None,
+        }  # fmt: skip
+
+    def freeze(self, saved: Mapping[int, tuple[int, tuple[str, ...]]]) -> FrozenStore:
+        """Return what is held now; `release` when its rows were read.
+
+        Args:
+            saved: Chunks of rows that are not needed, by number: the version and the columns in which they were saved.
+        """
+        if self.sealer is not None:
+            self.sealer.queue.away_until = time.monotonic() + _SNAPSHOT_S
+        rows, versions = self._snapshots.freeze(
+            self._columns(), self._rings.apart(), self.first_tick, self.next_tick, self.chunk_ticks, saved
+        )
+        if rows.is_pending:
+            self.fast_tick.end()
+        opened = self.large_segments.open
+        parts = [part.closed() for part in opened.parts]
+        filling = [OpenSlices.of(*each) for each in zip(opened.parts, parts, strict=True)]
+        shown: dict[str, Any] = {"filling": filling, "open_tick": opened.first_tick, "transitions": self.transitions}
+        return FrozenStore(**self._content(parts), **shown, rows=rows, versions=versions)
+
+    def release(self, rows: FrozenRows) -> None:
+        """Forget a snapshot whose rows were read, or are not wanted any more."""
+        self._snapshots.release(rows)
+
+    def thaw(self, content: StoreContent, rows: Iterable[RowChunk] = ()) -> None:
+        """Take over what was frozen, in a store as it was made; more rows may follow with `take_rows`, oldest first."""
+        leaves = self._schema.observation.leaves
+        self._not_before = self._begun_at = content.first_tick
+        self._large = list(content.large)
+        self._writer = self._new_writer(content.first_tick, content.next_tick)
+        rings = self._rings
+        rings.keep(i for i in range(len(leaves)) if i not in self._large)
+        self._budget.choose(field_layouts(self._schema, self._ring_ticks, self._large))  # it may be another than here
+        sliced = [leaves[i] for i in self._large]
+        self.large_segments.thaw(self.next_tick, sliced, content.windows, content.segments, content.searches)
+        self._settle(may_evict=True)
+        rings.thaw(self.next_tick, self.first_tick, content.newest, content.paired, content.scouts)
+        if content.reward_dtype is not None:
+            rings.begin(content.reward_dtype, has_invalid=content.has_invalid)
+        for chunk in rows:
+            self.take_rows(chunk)
+
+    def take_rows(self, chunk: RowChunk) -> None:
+        """Take over the rows of some ticks; those that this store would not hold any more are passed over."""
+        held = chunk.since(self.first_tick, self._lanes)
+        if held is None:
+            return
+        self._end_batches()
+        self._rings.put(held.first_tick, held.columns, held.apart)
+        for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
+            put_rows(cursors, held.first_tick, held.columns[f"cursors.{i}"])
+        self._pack(held.first_tick + held.ticks)
+
+    @property
+    def chunk_ticks(self) -> int:
+        """Ticks whose rows are written to a checkpoint as one chunk."""
+        return chunk_ticks_of(sum(prod(ring.shape[1:]) * ring.dtype.itemsize for ring in self._columns().values()))
+
+    def columns_like(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Return the shape and dtype of one tick of every column."""
+        return {name: (ring.shape[1:], ring.dtype) for name, ring in self._columns().items()}
+
+    def _columns(self) -> dict[str, Ring]:
+        """All rings by name, those of cursors too: what a chunk of rows consists of."""
+        cursors = zip(self._large, self.large_segments.cursors, strict=True)
+        return self._rings.columns() | {f"cursors.{i}": ring for i, ring in cursors}
 
     def end_writing(self) -> None:
         """Write no more ticks the short way, and let go of the rings; under the lock."""
@@ -485,9 +483,10 @@ class TickStore:
             self.fast_tick.close()
 
     def close(self) -> None:
-        """End the sealer and delete what was spilled."""
-        if "batch_reader" in vars(self):
-            self.batch_reader.close()
+        """End all threads and delete what was spilled."""
+        reader: Any = vars(self).get("batch_reader")  # made with the first batch, see `Store`
+        if reader is not None:
+            reader.close()
         if self.sealer is not None:
             self.sealer.stop()
         if self._folder is not None:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from holdall.storage.rings import Rings
     from holdall.storage.segment import Segments
     from holdall.storage.slices import Cursors, OpenPart, Window
-    from holdall.storage.tick_store import Repair, TickStore
+    from holdall.storage.store import Store
+    from holdall.storage.tick_store import Repair
 
 
 class Tick(NamedTuple):
@@ -142,7 +143,7 @@ class StepsLeft:
     def __bool__(self) -> bool:
         return self._written < self._count
 
-    def write(self, store: TickStore) -> None:
+    def write(self, store: Store) -> None:
         """Write steps until none is left or blocks pile up; called under the lock. An interrupt waits for that."""
         before = store.next_tick - self._written
         try:
@@ -152,7 +153,7 @@ class StepsLeft:
             self._write_until_crowded(store, before)
             raise
 
-    def _write_until_crowded(self, store: TickStore, before: int) -> None:
+    def _write_until_crowded(self, store: Store, before: int) -> None:
         """Go on behind the last tick that the store counts: all since `before` are these steps."""
         while (done := store.next_tick - before) < self._count:
             store.write_steps(self._runs, done)

@@ -10,8 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError, DamageError
-from holdall.sampling import generator_state, restored_generator
-from holdall.storage import decode_state, encode_state
+from holdall.sampling import decode_state, encode_state, generator_state, restored_generator
 
 
 def there_and_back(value: Any) -> Any:

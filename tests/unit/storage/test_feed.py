@@ -14,7 +14,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.native import PortableCoder, chosen_kernels, native_kernels, numpy_codec, writing
+from holdall.native import PortableCoder, PortableKernels, chosen_kernels, native_kernels, numpy_codec, writing
 from holdall.native.writing import NativeCoder
 from holdall.schema import Bytes, Leaf
 from holdall.storage import choosing, sealer, segment
@@ -87,6 +87,7 @@ def memory_in_pieces(kernels: str, patch: pytest.MonkeyPatch) -> tuple[ReplayMem
 def memory_with(coder: PortableCoder, patch: pytest.MonkeyPatch, capacity: int = 5_000) -> ReplayMemory:
     patch.setenv("HOLDALL_KERNELS", "portable")
     patch.setattr("holdall.native.numpy_kernels.PortableCoder", lambda: coder)
+    patch.setattr("holdall.base_memory.kernels_for", lambda _wish: PortableKernels())
     return ReplayMemory(box((72, 72), "u1"), spaces.Discrete(2), capacity, budget=None)
 
 

@@ -14,7 +14,7 @@ from holdall.native import chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage import rings as ring
 from holdall.storage.rings import ObservationRing
-from holdall.storage.snapshot import RowsById
+from holdall.storage.snapshot import Apart
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import NOT_CONTINUED
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -155,42 +155,42 @@ def numbered(ids: NDArray[np.int64]) -> NDArray[Any]:
 
 def test_rows_by_id_overwrite_the_rows_of_their_ids_alone() -> None:
     """Ids that are not held keep the row that they have."""
-    held = RowsById(VECTOR)
-    held.append(np.array([3, 7, 8]), numbered(np.array([3, 7, 8])))
+    held = Apart.none_of(VECTOR)
+    held = held.appended(np.array([3, 7, 8]), numbered(np.array([3, 7, 8])))
     ids = np.array([8, 2, 3, 9, 8, 0])
     rows = np.full((6, 3), -1, "f4")
-    held.replace(rows, ids)
+    held.write_over(rows, ids)
     assert rows[:, 0].tolist() == [8, -1, 3, -1, 8, -1]
 
 
 def test_rows_by_id_forget_what_is_dropped() -> None:
     """A dropped id is as one that was never there."""
-    held = RowsById(VECTOR)
-    held.append(np.arange(10), numbered(np.arange(10)))
-    held.drop_before(4)
+    held = Apart.none_of(VECTOR)
+    held = held.appended(np.arange(10), numbered(np.arange(10)))
+    held = held.since(4)
     assert len(held) == 6
     rows = np.full((10, 3), -1, "f4")
-    held.replace(rows, np.arange(10))
+    held.write_over(rows, np.arange(10))
     assert rows[:, 0].tolist() == [-1, -1, -1, -1, 4, 5, 6, 7, 8, 9]
 
 
 def test_rows_by_id_agree_with_a_dict_over_a_long_run() -> None:
     """Appending and dropping at random, rows are those that a plain dict holds."""
     generator = np.random.default_rng(0)
-    held, plain = RowsById(SCALAR), dict[int, int]()
+    held, plain = Apart.none_of(SCALAR), dict[int, int]()
     first = upto = 0
     for _ in range(500):
         ids = upto + np.flatnonzero(generator.random(20) < 0.5)
         upto += 20
-        held.append(ids, ids * 5)
+        held = held.appended(ids, ids * 5)
         plain.update(zip(ids.tolist(), (ids * 5).tolist(), strict=True))
         if generator.random() < 0.3:
             first = int(generator.integers(first, upto + 5))
-            held.drop_before(first)
+            held = held.since(first)
             plain = {number: row for number, row in plain.items() if number >= first}
         asked = generator.integers(0, upto, 30)
         rows = np.full(30, -1)
-        held.replace(rows, asked)
+        held.write_over(rows, asked)
         assert rows.tolist() == [plain.get(number, -1) for number in asked.tolist()]
         assert len(held) == len(plain)
     assert held.nbytes < 16 * 4 * 500
@@ -199,5 +199,5 @@ def test_rows_by_id_agree_with_a_dict_over_a_long_run() -> None:
 def test_rows_by_id_with_nothing_in_them_change_nothing() -> None:
     """An empty table may be asked."""
     rows = np.full((2, 3), -1, "f4")
-    RowsById(VECTOR).replace(rows, np.array([0, 1]))
+    Apart.none_of(VECTOR).write_over(rows, np.array([0, 1]))
     assert (rows == -1).all()

@@ -21,7 +21,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory
-from holdall.native import NativeCoder, PortableCoder, ThreadPool, chosen_kernels, native_kernels
+from holdall.native import NativeCoder, PortableCoder, PortableKernels, ThreadPool, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage import choosing, segment
 from holdall.storage import sealer as seal
@@ -456,6 +456,7 @@ def memory_with(coder: PortableCoder | None, patch: pytest.MonkeyPatch, capacity
     if coder is not None:
         patch.setenv("HOLDALL_KERNELS", "portable")
         patch.setattr("holdall.native.numpy_kernels.PortableCoder", lambda: coder)
+        patch.setattr("holdall.base_memory.kernels_for", lambda _wish: PortableKernels())
         patch.setattr(choosing, "choose", lambda *_: Codec(Method.LZ4, 0, Transform(576)))
     return ReplayMemory(SPACE, spaces.Discrete(2), capacity, budget=None)
 

@@ -22,12 +22,12 @@ from holdall.schema import Bytes
 from holdall.storage import records
 from holdall.storage.blocks import Coder, Extent, SealedSlices
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.own_folder import _take_lock
 from holdall.storage.records import (
     DICTIONARY,
     SLICES,
     Record,
     SpillFolder,
-    _take_lock,
     unpack,
     unpack_dictionary,
     unpack_slices,
@@ -340,7 +340,7 @@ def test_what_is_left_of_a_folder_is_swept_too(tmp_path: Path) -> None:
     (tmp_path / names[2] / "notes.txt").write_text("mine")
     (tmp_path / names[3] / "00000009.seg").symlink_to(tmp_path / names[2] / "notes.txt")
     folder = SpillFolder(tmp_path, CODERS[0])
-    assert {path.name for path in tmp_path.iterdir()} - {names[2]} == {folder._path.name}
+    assert {path.name for path in tmp_path.iterdir()} - {names[2]} == {folder._folder._path.name}
     assert [path.read_text() for path in (tmp_path / names[2]).iterdir()] == ["mine"]
     folder.close()
 
