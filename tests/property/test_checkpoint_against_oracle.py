@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdall import ReplayMemory
-from holdall.checkpoint import place, write
+from holdall.checkpoint import files, write
 from holdall.checkpoint import save as saver
 from holdall.storage import columns, segment, snapshot
 from holdall.storage import rings as ring
@@ -140,7 +140,7 @@ def limits(draw: st.DrawFn) -> list[tuple[object, str, int]]:
         (write, "_MOST_PIECES", draw(st.sampled_from([1, 3, 16]))),
         (write, "PIECE_BYTES", draw(st.sampled_from([10_000, 2**22]))),
         (write, "MOST_FILES", draw(st.sampled_from([1, 5, 200]))),
-        (place, "_FILES_LEFT", draw(st.sampled_from([0, 2]))),
+        (files, "_FILES_LEFT", draw(st.sampled_from([0, 2]))),
         (write, "FILE_BYTES", draw(st.sampled_from([100_000, 2**26]))),
     ]
 

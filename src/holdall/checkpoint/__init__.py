@@ -4,7 +4,7 @@
     load -> manifest (the newest that is whole) -> records, checked when they are read
 
 Beside this way stand `attached` (a trainer's own files), `autosave` (checkpoints at intervals, and their mirror),
-`place` (which files stay), `damage` (what is left of a damaged checkpoint) and `streams`: a memory over shards saves
+`files` (which of them stay), `damage` (what is left of a damaged checkpoint) and `streams`: a memory over shards saves
 the same way; it and other numbers of lanes are loaded through it.
 """
 

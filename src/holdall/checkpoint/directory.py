@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from holdall.checkpoint.files import NO_LINKS, CheckpointWriter, has_linked
 from holdall.checkpoint.manifest import (
     DATA_NAME,
     LEASE_S,
@@ -33,7 +34,6 @@ from holdall.checkpoint.manifest import (
     new_writer_id,
     require_whole,
 )
-from holdall.checkpoint.place import NO_LINKS, CheckpointWriter, has_linked
 from holdall.errors import CheckpointError, DamageError, FencedError, HoldallError
 from holdall.storage import Buffer, SegmentFile
 

@@ -115,14 +115,14 @@ class RecordFiles:
     """The files of a checkpoint, opened as they are needed and read by position."""
 
     def __init__(self, reader: CheckpointReader) -> None:
-        self._library = reader
+        self._reader = reader
         self._files: dict[str, tuple[SegmentFile, int]] = {}
 
     def open(self, name: str) -> tuple[SegmentFile, int]:
         """Return a file, and its bytes."""
         found = self._files.get(name)
         if found is None:
-            found = self._files[name] = self._library.open(name)
+            found = self._files[name] = self._reader.open(name)
         return found
 
     def expect(self, records: Iterable[tuple[Ref, int]]) -> None:

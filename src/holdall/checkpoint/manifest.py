@@ -1,4 +1,4 @@
-"""Manifests: one immutable file per checkpoint, which names everything that belongs to it.
+"""Manifests: one immutable file per checkpoint, which names everything that belongs to it; and those at one url.
 
 In:  what was written, and where.  Out: canonical JSON and a line with its sha256; and back.
 Invariant: what is decoded was checked: the sum, every name, every number against its neighbours.
@@ -319,7 +319,7 @@ def is_lost(error: OSError) -> bool:
 
 
 class CheckpointReader(ABC):
-    """The checkpoints of one place, to be read: of a directory, or of a prefix of an object store."""
+    """The checkpoints at one url, to be read: in a directory, or below a prefix of an object store."""
 
     kind, check = "file", "check the path"
     waiting: Waiting | None = None  # for a server that may not answer; who gives it up ends all reading
@@ -400,7 +400,7 @@ class CheckpointReader(ABC):
         return None
 
     def require(self, text: bytes | None = None) -> bool:
-        """Refuse a place that holds no checkpoints, or newer ones; return whether FORMAT is as it should be.
+        """Refuse a url that holds no checkpoints, or newer ones; return whether FORMAT is as it should be.
 
         Manifests say what they are as well: where there are some, a FORMAT that is damaged or gone is a warning.
 

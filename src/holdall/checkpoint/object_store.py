@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from holdall.background import LOAD_S, Waiting
+from holdall.checkpoint.files import CheckpointWriter
 from holdall.checkpoint.manifest import (
     DATA_NAME,
     LEASE_S,
@@ -35,7 +36,6 @@ from holdall.checkpoint.manifest import (
     new_writer_id,
 )
 from holdall.checkpoint.objects import PART_BYTES, Objects, sent, short
-from holdall.checkpoint.place import CheckpointWriter
 from holdall.errors import CheckpointError, FencedError
 from holdall.storage import AwaitedFile, Buffer, SegmentFile
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from holdall.background import CLOSE_S, JobThread, Waiting, left
 from holdall.checkpoint.attached import checked_files
 from holdall.checkpoint.directory import DirectoryWriter, disk_errors_explained
+from holdall.checkpoint.files import CheckpointWriter
 from holdall.checkpoint.manifest import CheckpointReader, is_remote, normalized_url
-from holdall.checkpoint.place import CheckpointWriter
 from holdall.checkpoint.write import Report, RowsKey, SavedRecords, SnapshotWriter
 from holdall.errors import ArgumentError, CheckpointError, FencedError
 from holdall.storage import Coder, FrozenRows, FrozenStore, FullBlock, RowChunk, SliceBlock

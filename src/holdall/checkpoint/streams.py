@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
+from holdall.checkpoint.files import CheckpointWriter, kept_and_stale
 from holdall.checkpoint.load import Loading, Restored, restored_state
 from holdall.checkpoint.manifest import (
     CheckpointReader,
@@ -37,7 +38,6 @@ from holdall.checkpoint.manifest import (
     shard_folder,
     shard_manifest,
 )
-from holdall.checkpoint.place import CheckpointWriter, kept_and_stale
 from holdall.checkpoint.save import Checkpoint, open_writer
 from holdall.checkpoint.write import SnapshotWriter
 from holdall.errors import DamageError

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from holdall.checkpoint.attached import file_pieces
+from holdall.checkpoint.files import CheckpointWriter, NewFile, adopt, compact
 from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
-from holdall.checkpoint.place import CheckpointWriter, NewFile, adopt, compact
 from holdall.errors import CheckpointError, DamageError
 from holdall.sampling import pack_state
 from holdall.schema import Bytes, dtype_name

@@ -1,10 +1,11 @@
-"""Places: what a writer of checkpoints offers, and how the files there are kept in order.
+"""Files of checkpoints: who writes them, and how they are kept in order.
 
     adopted    files of the disk tier get a second name, and are not copied
     compacted  records of many small files are copied to one
     collected  checkpoints that are not kept any more are removed, and files that none names
 
-In:  a place, and the records that a memory has there.  Out: the same records, perhaps in other files; bytes freed.
+In:  a directory or a store, and the records that a memory has there.  Out: the same records, perhaps in other files;
+bytes that were freed.
 Invariant: nothing is removed that a checkpoint names, or that a save under way is about to name.
 """
 
@@ -70,7 +71,7 @@ class CheckpointWriter(ABC):
         """Begin a file of records."""
 
     def is_there(self) -> bool:
-        """Whether the place is still the one that was opened: nobody removed it, or put another in its stead."""
+        """Whether what was opened still stands under its name: nobody removed it, or put another in its stead."""
         return True
 
     def adopt(self, _file: SegmentFile) -> tuple[str, int] | None:
