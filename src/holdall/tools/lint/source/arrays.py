@@ -271,8 +271,8 @@ def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, 
         case "astype" | "type":
             return array.made_by(node, dtype=dtype_of(arguments.get(0, "dtype")))
         case "float" | "double" | "half" | "long" | "int" | "byte":
-            wanted = np.dtype(_NAMES[name])
-            return array if array.dtype == wanted else array.made_by(node, dtype=wanted)
+            same = array.dtype == np.dtype(_NAMES[name])
+            return array if same else array.made_by(node, dtype=np.dtype(_NAMES[name]))
         case "to":
             target = arguments.get(0, "device")
             wanted = dtype_of(arguments.get(1, "dtype", None) or target)

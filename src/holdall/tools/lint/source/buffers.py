@@ -97,7 +97,7 @@ def _origin(made: Any) -> tuple[Any, Any]:
 
 
 def _name(interpreter: Any, origin: tuple[Any, Any]) -> str:
-    return str(interpreter.name_of(origin) or interpreter.name_of(origin[0]))
+    return str(interpreter.names.get(origin) or interpreter.names.get(origin[0], ""))
 
 
 def _alternatives(interpreter: Any, made: dict[Any, Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, library, shapes
+from holdall.tools.lint.source import arrays, containers, environments, frameworks, library, shapes
 from holdall.tools.lint.source.scopes import Names, Scope
 from holdall.tools.lint.source.values import (
     ArrayValue,
@@ -382,6 +382,14 @@ class Expressions(Names):
                 value.length = None
         return UNKNOWN
 
+    def called(self, value: Any) -> Any:
+        """Return what calling a value without arguments returns: a class, a function, a partial."""
+        value, node = likely(value), self.anchor or self.main.tree
+        if isinstance(value, InstanceValue) and value.kind == "functools.partial":
+            return self.call(value.arguments["call"], value.arguments["arguments"].behind(1), node)
+        is_called = isinstance(value, FunctionValue | ClassValue | BoundMethod | Reference)
+        return self.call(value, CallArguments(), node) if is_called else value
+
     def follow_callbacks(self, arguments: CallArguments, node: ast.AST) -> None:
         """Follow functions of the program that something else calls: with what a sensor saw, nobody knows when."""
         for value in (*arguments.values, *arguments.named.values()):
@@ -401,10 +409,6 @@ class Expressions(Names):
         if "array" in value.attributes and isinstance(value.made_of, Reference):
             return value.attributes["array"]
         return self.special(value, "__array__") if value.method("__array__") else value
-
-    def configured_argument(self, function: FunctionValue) -> Any:
-        """Return the configuration that a decorator hands to a function: hydra's, from its file."""
-        return command_line.configured_argument(self, function)
 
 
 def bounded(function: Callable[..., Any], *values: Any) -> Any:

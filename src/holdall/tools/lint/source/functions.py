@@ -187,9 +187,13 @@ class Functions(Expressions):
     def _bind(self, function: FunctionValue, given: CallArguments, owner: Any, scope: Scope) -> None:
         spec = function.node.args
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
-        is_method = owner is not None and not {"staticmethod"} & function.decorators
+        is_method = owner is not None and "staticmethod" not in function.decorators
         positional = [owner, *given.values] if is_method and names else list(given.values)
-        if not positional and function.wrapped and (configured := self.configured_argument(function)) is not None:
+        if (
+            not positional
+            and function.wrapped
+            and (configured := command_line.configured_argument(self, function)) is not None
+        ):
             positional = [configured]
         with_default = dict(zip(names[len(names) - len(function.defaults) :], function.defaults, strict=True))
         only_named = [one.arg for one in spec.kwonlyargs]
