@@ -438,22 +438,18 @@ def _repeated(left: Any, right: Any) -> Any:
     return None
 
 
-def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a kind
+def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:
     if isinstance(left, ArrayValue) and isinstance(op, ast.Gt | ast.GtE | ast.Lt | ast.LtE | ast.Eq | ast.NotEq):
         return left.made_by(node, dtype=np.dtype(np.bool_))
     if isinstance(op, ast.Is | ast.IsNot) and right is None:
         if left is UNKNOWN or isinstance(left, Reference):
             return UNKNOWN
         return (left is None) is isinstance(op, ast.Is)
-    items = known_items(right)
     if isinstance(op, ast.In | ast.NotIn):
-        if isinstance(right, TableValue) and right.is_complete and isinstance(left, _PLAIN):
-            return (left in right) is isinstance(op, ast.In)
-        if isinstance(left, str) and isinstance(right, str):
-            return bounded(_COMPARED[type(op)], left, right)
-        if items is None or not isinstance(left, _PLAIN) or not all(isinstance(one, _PLAIN) for one in items):
-            return UNKNOWN
-        return (left in items) is isinstance(op, ast.In)
+        is_table = isinstance(right, TableValue) and right.is_complete
+        held = right if is_table or isinstance(right, str) else known_items(right)
+        is_known = held is not None and (is_table or all(isinstance(one, _PLAIN) for one in held))
+        return bounded(_COMPARED[type(op)], left, held) if is_known and isinstance(left, _PLAIN) else UNKNOWN
     if isinstance(left, ListValue) and isinstance(right, ListValue):
         left, right = (tuple(known_items(one) or [one]) for one in (left, right))
         if not all(isinstance(one, _PLAIN) for one in (*left, *right)):
