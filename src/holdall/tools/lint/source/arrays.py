@@ -24,6 +24,7 @@ from holdall.tools.lint.source.values import (
     ListValue,
     TableValue,
     best_array,
+    each_part,
     filled_deque,
     known_items,
     length_of,
@@ -271,8 +272,8 @@ def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, 
         case "astype" | "type":
             return array.made_by(node, dtype=dtype_of(arguments.get(0, "dtype")))
         case "float" | "double" | "half" | "long" | "int" | "byte":
-            wanted = np.dtype(_NAMES[name])
-            return array if array.dtype == wanted else array.made_by(node, dtype=wanted)
+            same = array.dtype == np.dtype(_NAMES[name])
+            return array if same else array.made_by(node, dtype=np.dtype(_NAMES[name]))
         case "to":
             target = arguments.get(0, "device")
             wanted = dtype_of(arguments.get(1, "dtype", None) or target)
@@ -311,13 +312,9 @@ def copied(value: Any, node: ast.AST) -> Any:
     value = unwrapped(value)
     if isinstance(value, ArrayValue):
         return value.made_by(node)
-    if isinstance(value, tuple):
-        return tuple(copied(one, node) for one in value)
     if isinstance(value, ListValue) and not value.is_deque:
         return replace(value, items=[copied(one, node) for one in value.items])
-    if isinstance(value, OneOf):
-        return OneOf(tuple(copied(one, node) for one in value.values), value.conditions)
-    return value
+    return each_part(value, lambda one: copied(one, node))
 
 
 def unwrapped(value: Any) -> Any:

@@ -72,7 +72,8 @@ def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
         groups.setdefault(_owner(made), []).append(made)
     for owner, group in groups.items():
         unique = _alternatives(interpreter, {_origin(one): one for one in group})
-        rows = _leading(unique)
+        largest = max(unique, key=lambda one: one.value.nbytes).value.shape
+        rows = whole(largest[0]) if largest else None
         kept = [one for one in unique if rows is None or whole((one.value.shape or (None,))[0]) == rows]
         fields = [field for one in kept for field in _fields(interpreter, one, rows)]
         total = sum(one.value.nbytes * max(one.detail.get("times") or 1, 1) for one in kept)
@@ -97,7 +98,7 @@ def _origin(made: Any) -> tuple[Any, Any]:
 
 
 def _name(interpreter: Any, origin: tuple[Any, Any]) -> str:
-    return str(interpreter.name_of(origin) or interpreter.name_of(origin[0]))
+    return str(interpreter.names.get(origin) or interpreter.names.get(origin[0], ""))
 
 
 def _alternatives(interpreter: Any, made: dict[Any, Any]) -> list[Any]:
@@ -107,12 +108,6 @@ def _alternatives(interpreter: Any, made: dict[Any, Any]) -> list[Any]:
     for origin, one in ordered:
         kept.setdefault(_name(interpreter, origin) or origin, one)
     return [one for one in made.values() if one in kept.values()]
-
-
-def _leading(group: list[Any]) -> int | None:
-    """Return the first axis that the largest array has."""
-    largest = max(group, key=lambda one: one.value.nbytes)
-    return whole(largest.value.shape[0]) if largest.value.shape else None
 
 
 def _fields(interpreter: Any, made: Any, rows: int | None) -> list[StoredField]:

@@ -82,12 +82,16 @@ def configured_argument(interpreter: Any, function: FunctionValue) -> Any:
     made = next((one for one in function.wrapped or () if one.kind == "hydra.main"), None)
     if made is None:
         return None
-    folder = made.arguments.get("config_path", made.arguments.get("0", ""))
-    name = made.arguments.get("config_name", made.arguments.get("1", "config"))
+    given = made.arguments
+    folder, name = given.get("config_path", given.get("0", "")), given.get("config_name", given.get("1", "config"))
     if not isinstance(name, str):
         return None
-    folder = folder if isinstance(folder, str) else ""
-    return _hydra(interpreter, folder, name.removesuffix(".yaml"))
+    folder, name = folder if isinstance(folder, str) else "", name.removesuffix(".yaml")
+    if folder.endswith((".yaml", ".yml")):  # as older versions take it
+        folder, name = str(PurePath(folder).parent), PurePath(folder).stem
+    tried = (_composed(interpreter.repository, interpreter.here, PurePath(one), name) for one in (folder, ""))
+    found = next(filter(None, tried), None)
+    return from_data(found, found, attributes=True) if found else None
 
 
 def click_defaults(function: FunctionValue) -> Iterator[tuple[str, Any]]:
@@ -99,16 +103,6 @@ def click_defaults(function: FunctionValue) -> Iterator[tuple[str, Any]]:
             long = long or next((name for name in names if name.startswith("--")), "").partition("/")[0]
             flag = False if one.arguments.get("is_flag") is True else None
             yield long.lstrip("-").replace("-", "_"), one.arguments.get("default", flag)
-
-
-def _hydra(interpreter: Any, folder: str, name: str) -> Any:
-    """Read a configuration of hydra, with the files that its list of defaults names."""
-    if folder.endswith((".yaml", ".yml")):
-        file = PurePath(folder)  # as older versions take it
-        folder, name = str(file.parent), file.stem
-    tried = (_composed(interpreter.repository, interpreter.here, PurePath(one), name) for one in (folder, ""))
-    found = next(filter(None, tried), None)
-    return from_data(found, found, attributes=True) if found else None
 
 
 def _composed(repository: Any, here: str, folder: PurePath, name: str, depth: int = 0) -> dict[Any, Any]:

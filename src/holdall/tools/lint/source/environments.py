@@ -173,7 +173,7 @@ def _vector(interpreter: Any, vector: str, arguments: CallArguments, node: ast.A
     )  # fmt: skip
 
 
-def _sb3_vector(interpreter: Any, last: str, arguments: CallArguments, node: ast.AST) -> Environments:
+def _sb3_vector(interpreter: Any, last: str, arguments: CallArguments, node: ast.AST) -> Any:
     first, is_plain = arguments.likely(0, "env_id"), last == "make_vec_env"
     given = CallArguments.of(arguments.get(None, "env_kwargs", None))
     if isinstance(first, str):

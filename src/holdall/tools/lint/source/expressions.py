@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, library, shapes
+from holdall.tools.lint.source import arrays, containers, environments, frameworks, library, shapes
 from holdall.tools.lint.source.scopes import Names, Scope
 from holdall.tools.lint.source.values import (
     ArrayValue,
@@ -382,6 +382,14 @@ class Expressions(Names):
                 value.length = None
         return UNKNOWN
 
+    def called(self, value: Any) -> Any:
+        """Return what calling a value without arguments returns: a class, a function, a partial."""
+        value, node = likely(value), self.anchor or self.main.tree
+        if isinstance(value, InstanceValue) and value.kind == "functools.partial":
+            return self.call(value.arguments["call"], value.arguments["arguments"].behind(1), node)
+        is_called = isinstance(value, FunctionValue | ClassValue | BoundMethod | Reference)
+        return self.call(value, CallArguments(), node) if is_called else value
+
     def follow_callbacks(self, arguments: CallArguments, node: ast.AST) -> None:
         """Follow functions of the program that something else calls: with what a sensor saw, nobody knows when."""
         for value in (*arguments.values, *arguments.named.values()):
@@ -401,10 +409,6 @@ class Expressions(Names):
         if "array" in value.attributes and isinstance(value.made_of, Reference):
             return value.attributes["array"]
         return self.special(value, "__array__") if value.method("__array__") else value
-
-    def configured_argument(self, function: FunctionValue) -> Any:
-        """Return the configuration that a decorator hands to a function: hydra's, from its file."""
-        return command_line.configured_argument(self, function)
 
 
 def bounded(function: Callable[..., Any], *values: Any) -> Any:
@@ -434,22 +438,18 @@ def _repeated(left: Any, right: Any) -> Any:
     return None
 
 
-def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a kind
+def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:
     if isinstance(left, ArrayValue) and isinstance(op, ast.Gt | ast.GtE | ast.Lt | ast.LtE | ast.Eq | ast.NotEq):
         return left.made_by(node, dtype=np.dtype(np.bool_))
     if isinstance(op, ast.Is | ast.IsNot) and right is None:
         if left is UNKNOWN or isinstance(left, Reference):
             return UNKNOWN
         return (left is None) is isinstance(op, ast.Is)
-    items = known_items(right)
     if isinstance(op, ast.In | ast.NotIn):
-        if isinstance(right, TableValue) and right.is_complete and isinstance(left, _PLAIN):
-            return (left in right) is isinstance(op, ast.In)
-        if isinstance(left, str) and isinstance(right, str):
-            return bounded(_COMPARED[type(op)], left, right)
-        if items is None or not isinstance(left, _PLAIN) or not all(isinstance(one, _PLAIN) for one in items):
-            return UNKNOWN
-        return (left in items) is isinstance(op, ast.In)
+        is_table = isinstance(right, TableValue) and right.is_complete
+        held = right if is_table or isinstance(right, str) else known_items(right)
+        is_known = held is not None and (is_table or all(isinstance(one, _PLAIN) for one in held))
+        return bounded(_COMPARED[type(op)], left, held) if is_known and isinstance(left, _PLAIN) else UNKNOWN
     if isinstance(left, ListValue) and isinstance(right, ListValue):
         left, right = (tuple(known_items(one) or [one]) for one in (left, right))
         if not all(isinstance(one, _PLAIN) for one in (*left, *right)):

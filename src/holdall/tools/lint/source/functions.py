@@ -15,7 +15,6 @@ from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 from holdall.tools.lint.source import command_line, containers
-from holdall.tools.lint.source.arrays import ReturnedValues
 from holdall.tools.lint.source.expressions import Expressions
 from holdall.tools.lint.source.scopes import Scope
 from holdall.tools.lint.source.script import lengthened_by, shortened_by, subtree
@@ -32,6 +31,7 @@ from holdall.tools.lint.source.values import (
     TableValue,
     candidates_of,
     carried,
+    each_part,
     grouped_settings,
     joined_names,
     known_items,
@@ -175,21 +175,18 @@ class Functions(Expressions):
         if type(value) is TableValue:
             for key, one in value.items():
                 value[key] = self._made_by_call(function, one, call)
-        if isinstance(value, ReturnedValues):
-            return ReturnedValues(self._made_by_call(function, one, call) for one in value)
-        if type(value) is tuple:
-            return tuple(self._made_by_call(function, one, call) for one in value)
-        if isinstance(value, OneOf):
-            several = tuple(self._made_by_call(function, one, call) for one in value.values)
-            return OneOf(several, value.conditions)
-        return value
+        return each_part(value, lambda one: self._made_by_call(function, one, call))
 
     def _bind(self, function: FunctionValue, given: CallArguments, owner: Any, scope: Scope) -> None:
         spec = function.node.args
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
-        is_method = owner is not None and not {"staticmethod"} & function.decorators
+        is_method = owner is not None and "staticmethod" not in function.decorators
         positional = [owner, *given.values] if is_method and names else list(given.values)
-        if not positional and function.wrapped and (configured := self.configured_argument(function)) is not None:
+        if (
+            not positional
+            and function.wrapped
+            and (configured := command_line.configured_argument(self, function)) is not None
+        ):
             positional = [configured]
         with_default = dict(zip(names[len(names) - len(function.defaults) :], function.defaults, strict=True))
         only_named = [one.arg for one in spec.kwonlyargs]

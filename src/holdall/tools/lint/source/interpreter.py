@@ -19,7 +19,7 @@ from typing import Any
 
 from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, whole
-from holdall.tools.lint.source import environments, library
+from holdall.tools.lint.source import environments
 from holdall.tools.lint.source.functions import Functions
 from holdall.tools.lint.source.repository import Module, Repository
 from holdall.tools.lint.source.scopes import OutOfStepsError, Scope
@@ -102,14 +102,6 @@ class Interpreter(Functions):
     def here(self) -> str:
         """The path of the module that is followed."""
         return (self.scope.module or self.main).path
-
-    def called(self, value: Any) -> Any:
-        """Return what calling a value without arguments returns."""
-        return library.called_value(self, value)
-
-    def name_of(self, origin: object) -> str:
-        """Return the name that an array was given first."""
-        return self.names.get(origin, "")
 
     @property
     def last_environment(self) -> Environments | None:

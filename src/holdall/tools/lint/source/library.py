@@ -19,7 +19,6 @@ from holdall.tools.lint.source import arrays, command_line, containers, environm
 from holdall.tools.lint.source.values import (
     ArrayValue,
     AttributeTable,
-    BoundMethod,
     CallArguments,
     ClassValue,
     FunctionValue,
@@ -413,14 +412,3 @@ def suggested(name: str, arguments: Any) -> Any:
         return one_of((one, "") for one in choices) if choices else UNKNOWN
     ends = [whole(arguments.get(at, word)) for at, word in ((1, "low"), (2, "high"))]
     return UNKNOWN if None in ends or name != "suggest_int" else OneOf(tuple(ends))
-
-
-def called_value(interpreter: Any, value: Any) -> Any:
-    """Return what calling a value without arguments returns: a class, a function, a partial."""
-    value = likely(value)
-    node = interpreter.anchor or interpreter.main.tree
-    if isinstance(value, InstanceValue) and value.kind == "functools.partial":
-        return interpreter.call(value.arguments["call"], value.arguments["arguments"].behind(1), node)
-    if isinstance(value, FunctionValue | ClassValue | BoundMethod | Reference):
-        return interpreter.call(value, CallArguments(), node)
-    return value

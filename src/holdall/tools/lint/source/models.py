@@ -65,10 +65,9 @@ _CALLBACK_ARGUMENTS = {
 _BUFFER_ARGUMENTS = ("buffer_size", "observation_space", "action_space", "device", "n_envs", "optimize_memory_usage")
 _CALLBACK_SETTINGS = ("save_freq", "eval_freq", "save_replay_buffer")
 _POLICIES = {
-    "MultiInputActorCriticPolicy": "MultiInputPolicy",
-    "ActorCriticCnnPolicy": "CnnPolicy",
+    "MultiInputActorCriticPolicy": "MultiInputPolicy", "ActorCriticCnnPolicy": "CnnPolicy",
     "ActorCriticPolicy": "MlpPolicy",
-}
+}  # fmt: skip
 _MAKES = re.compile(
     r"stable_baselines3|sb3_contrib|[Rr]eplay|deque|torchrl|tianshou|elegantrl"
     r"|\b(?:np|numpy|torch|th)\.(?:zeros|empty|ones|full)\b|(?:memory|buffer|transitions|experience)\w*\.append"
@@ -109,10 +108,9 @@ class TrainingReader:
     @cached_property
     def _makes(self) -> bool:
         """Whether the script may make a model or a buffer: it says so, or it runs what modules beside it say."""
-        text = self.script.text
-        return _MAKES.search(text) is not None or (
-            self.script.is_run and self._repository.imports_match(_MAKES, text, self.script.path)
-        )
+        script = self.script
+        is_said = _MAKES.search(script.text) is not None
+        return is_said or (script.is_run and self._repository.imports_match(_MAKES, script.text, script.path))
 
     @cached_property
     def interpreter(self) -> Interpreter:
@@ -127,11 +125,8 @@ class TrainingReader:
 
     def recorded(self, *what: str) -> list[ProgramEvent]:
         """Return what the program makes or does, once for each object and line."""
-        kept: dict[tuple[int, str, ast.AST], ProgramEvent] = {}
-        for made in self.interpreter.made if self._makes else ():
-            if made.what in what:
-                kept[id(made.value), made.what, made.node] = made
-        return list(kept.values())
+        made = [one for one in (self.interpreter.made if self._makes else ()) if one.what in what]
+        return list({(id(one.value), one.what, one.node): one for one in made}.values())
 
     @cached_property
     def buffers(self) -> list[PlainBuffer]:

@@ -14,6 +14,7 @@ import re
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -80,15 +81,12 @@ class Repository:
     def tree(self, path: Path) -> ast.Module | None:
         """Parse a file; None if that is not possible."""
         if path not in self._trees:
-            self._trees[path] = self._parse(path) if len(self._trees) < _MOST_MODULES else None
+            is_read = len(self._trees) < _MOST_MODULES
+            self._trees[path] = None
+            with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+                if is_read and path.stat().st_size <= _MOST_BYTES:
+                    self._trees[path] = parse_quietly(path.read_bytes())
         return self._trees[path]
-
-    @staticmethod
-    def _parse(path: Path) -> ast.Module | None:
-        try:
-            return parse_quietly(path.read_bytes()) if path.stat().st_size <= _MOST_BYTES else None
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
 
     def find(self, dotted: str, level: int, importer: str) -> Path | None:
         """Return the file that an import means, if it is one of this repository."""
@@ -215,22 +213,25 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 def read_data(file: Path) -> Any:
     """Parse a data file by its ending; None if that is not possible."""
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            return None
         text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            return json.loads(text)
-        if file.suffix in {".ini", ".cfg"}:
-            parser = configparser.ConfigParser()
-            parser.read_string(text)
-            return {name: dict(parser[name]) for name in parser.sections()}
-        if file.suffix == ".toml":
-            return tomllib.loads(text)
-        import yaml  # noqa: PLC0415  an extra: scripts are read without it
-
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return _READERS.get(file.suffix, _read_yaml)(text) if file.stat().st_size <= _MOST_BYTES else None
     except Exception:
         return None
+
+
+def _read_yaml(text: str) -> Any:
+    import yaml  # noqa: PLC0415  an extra: scripts are read without it
+
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _read_ini(text: str) -> Any:
+    parser = configparser.ConfigParser()
+    parser.read_string(text)
+    return {name: dict(parser[name]) for name in parser.sections()}
+
+
+_READERS = {".json": json.loads, ".toml": tomllib.loads, ".ini": _read_ini, ".cfg": _read_ini}
 
 
 def parse_quietly(source: str | bytes) -> ast.Module:
@@ -241,12 +242,9 @@ def parse_quietly(source: str | bytes) -> ast.Module:
             return ast.parse(source)
         except SyntaxError:
             older = _of_python_3(source if isinstance(source, str) else source.decode(errors="replace"))
-            if older == source:
-                raise
-            try:
-                return ast.parse(older)
-            except (SyntaxError, ValueError):
-                pass
+            if older != source:
+                with suppress(SyntaxError, ValueError):
+                    return ast.parse(older)
             raise
 
 

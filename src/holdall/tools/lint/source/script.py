@@ -291,37 +291,25 @@ class Script:
 
     def _reaching(self, found: list[Binding], use: ast.Name) -> Binding | None:
         """Of several assignments in one scope, return the one that certainly holds at `use`."""
-        blocks = dict(self._blocks(use))
-        around = set(self.ancestors(use))
+        path = {parent: child for child, parent in self._around(use)}
         # An assignment does not hold yet in its own right-hand side; a loop's variable holds in its body.
-        before = [b for b in found if _position(b.node) < _position(use) and (b.loop or b.node not in around)]
-        certain = [b for b in before if b.node in around or self._stands_in(b.node, blocks)]
-        if not certain:
-            return None
-        last = max(certain, key=lambda b: _position(b.node))
-        if any(_position(b.node) > _position(last.node) for b in before):
+        before = [b for b in found if _position(b.node) < _position(use) and (b.loop or b.node not in path)]
+        last = max(before, key=lambda b: _position(b.node), default=None)
+        if last is None or not (last.node in path or self._is_passed(last.node, path)):
             return None  # a branch or loop in between may have changed it
-        repeated = [loop for loop in self.ancestors(use) if isinstance(loop, LOOPS)]
-        inside = {loop: [b for b in found if loop in self.ancestors(b.node)] for loop in repeated}
-        return None if any(members and last not in members for members in inside.values()) else last
+        loops = {loop for loop in path if isinstance(loop, LOOPS)} - set(self.ancestors(last.node))
+        changed = any(not loops.isdisjoint(self.ancestors(b.node)) for b in found)
+        return None if changed else last
 
-    def _blocks(self, node: ast.AST) -> Iterator[tuple[int, int]]:
-        """Yield the statement lists that a node is in, by identity, with its index in each."""
-        for child, parent in self._around(node):
-            yield from ((id(block), block.index(child)) for block in _statement_lists(parent) if child in block)
-            if isinstance(parent, _SCOPES) and parent is self.scope(node):
-                return
-
-    def _stands_in(self, node: ast.AST, blocks: dict[int, int]) -> bool:
+    def _is_passed(self, node: ast.AST, path: dict[ast.AST, ast.AST]) -> bool:
+        """Whether a node stands in a list of statements that a path leads through, and so was certainly run."""
         statement = next(a for a in (node, *self.ancestors(node)) if isinstance(a, ast.stmt))
         parent = self.parent(statement)
         # The body of a `with` runs as if its lines stood in the block around it.
-        while isinstance(parent, ast.With | ast.AsyncWith) and id(parent.body) not in blocks:
+        while isinstance(parent, ast.With | ast.AsyncWith) and parent not in path:
             statement, parent = parent, self.parent(parent)
-        for block in _statement_lists(parent):
-            if statement in block and id(block) in blocks:
-                return block.index(statement) < blocks[id(block)]
-        return False
+        lists = (getattr(parent, name, None) for name in ("body", "orelse", "finalbody"))
+        return any(isinstance(one, list) and statement in one and path.get(parent) in one for one in lists)
 
 
 def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
@@ -332,13 +320,6 @@ def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr
 
 def _position(node: ast.AST) -> tuple[int, int]:
     return (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
-
-
-def _statement_lists(node: ast.AST | None) -> Iterator[list[ast.stmt]]:
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(node, name, None)
-        if isinstance(block, list):
-            yield block
 
 
 def _targets(node: ast.AST, name: str) -> bool:

@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, NotKnownError, OneOf, Reference, whole
-from holdall.tools.lint.source.values import ArrayValue, ListValue, best_array, filled_deque, known_items, likely
+from holdall.tools.lint.source.values import (
+    ArrayValue,
+    ListValue,
+    best_array,
+    each_part,
+    filled_deque,
+    known_items,
+    likely,
+)
 
 _LENGTHS = (11, 13)  # that an axis is tried with if it is not known
 _MOST_ELEMENTS = 2**21
@@ -233,10 +241,8 @@ def _axes_together(name: str, given: list[Any]) -> list[Any]:
 
 def as_tensor(made: Any, sources: list[Any]) -> Any:
     """Return a result as torch has it: it makes float32 where numpy makes float64 of whole numbers."""
-    if isinstance(made, tuple):
-        return tuple(as_tensor(one, sources) for one in made)
     if not isinstance(made, ArrayValue):
-        return made
+        return each_part(made, lambda one: as_tensor(one, sources))
     is_wide = any(one.dtype == np.float64 for one in _arrays(sources))
     dtype = np.dtype(np.float32) if made.dtype == np.float64 and not is_wide else made.dtype
     return replace(made, dtype=dtype, is_tensor=True)

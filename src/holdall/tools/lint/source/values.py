@@ -374,6 +374,13 @@ def spread(function: Callable[..., Any], *values: Any) -> Any:
     return one_of(made, MOST_SETTINGS if isinstance(made[0][0], BoundMethod | TableValue) else MOST_CANDIDATES)
 
 
+def each_part(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a tuple, or several candidates, with each part changed; any other value as it is."""
+    if isinstance(value, OneOf):
+        return OneOf(tuple(map(change, value.values)), value.conditions)
+    return type(value)(map(change, value)) if isinstance(value, tuple) else value
+
+
 def known_items(value: Any) -> list[Any] | None:
     """Return the items of a list or tuple, if all of them are known."""
     if isinstance(value, tuple | list):
