@@ -1,4 +1,4 @@
-"""What batches are read from: the index of segments, places in them, a table of short rows; all of it for one call, too.
+"""What batches are read from: the index of segments, places in them, a table of short rows; and all of it at once.
 
 In:  where the fields of a memory lie.  Out: columns of rows; or a function that draws rows and returns new arrays.
 Invariant: what is drawn and returned is what the general way draws and returns. Whatever changes where fields lie ends
