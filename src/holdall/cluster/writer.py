@@ -280,8 +280,7 @@ class LaneGroup(ShardStreams):
     def __init__(self, terms: MemoryTerms, schema: Schema, lanes: slice, spread: int | None, first: int = -1) -> None:
         super().__init__(terms, spread, first)
         self.lanes, self._kernels = lanes, chosen_kernels()
-        most = _SEGMENT_ROWS if terms.limit or self._stay_rows else _MOST_ROWS
-        rows = max(1, most // schema.num_envs)
+        rows = max(1, (_SEGMENT_ROWS if terms.limit or self._stay_rows else _MOST_ROWS) // schema.num_envs)
         self.encoder = storage.Encoder(schema, schema.num_envs, rows, self._kernels)
         self._codecs = storage.EncoderCodecs(self.encoder, terms.prefer, partial(_agreed, self.roster))
         self._began = self.waited_s = 0.0
@@ -457,24 +456,21 @@ class Writer:
         with self._lock:
             self._require_open()
             leading = (len(reward), self._lanes)
-            self._extend(self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid))
-
-    def _extend(self, steps: storage.Tick) -> None:
-        """Add steps that were checked, one group of lanes after another; after an error go on where it came."""
-        stopped, first, taken = self._stopped_at
-        if not stopped or steps.digest() != stopped:
-            first = taken = 0
-        for number, group in enumerate(self._groups[first:], first):
-            part = steps.cut((slice(None), group.lanes))
-            try:
-                while taken < len(steps.reward):
-                    group.make_room(_GATHERED_S)
-                    taken += group.encoder.extend(part, taken)
-            except BaseException:
-                self._stopped_at = steps.digest(), number, taken
-                raise
-            taken = 0
-        self._stopped_at = b"", 0, 0
+            steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
+            stopped, first, taken = self._stopped_at
+            if not stopped or steps.digest() != stopped:
+                first = taken = 0
+            for number, group in enumerate(self._groups[first:], first):  # after an error it goes on where that came
+                part = steps.cut((slice(None), group.lanes))
+                try:
+                    while taken < len(steps.reward):
+                        group.make_room(_GATHERED_S)
+                        taken += group.encoder.extend(part, taken)
+                except BaseException:
+                    self._stopped_at = steps.digest(), number, taken
+                    raise
+                taken = 0
+            self._stopped_at = b"", 0, 0
 
     def flush(self) -> None:
         """Send what waits, and return when the shards have acknowledged everything."""
