@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from multiprocessing import util
 from typing import Any, Protocol, TypeVar
@@ -221,44 +222,40 @@ class Reminder:
 
 
 class JobThread:
-    """Calls `work` in a thread for as long as `has_work`; the thread is started when it is first needed.
+    """Does jobs one after another in a thread, which is started when it is first needed.
 
     Args:
-        work: Does the next job; it raises nothing.
-        has_work: Whether there is one; asked under `changed`.
+        work: Does a job; it raises nothing.
     """
 
-    def __init__(self, name: str, waiting: Waiting, work: Callable[[], None], has_work: Callable[[], bool]) -> None:
+    def __init__(self, name: str, waiting: Waiting, work: Callable[[Any], None]) -> None:
         self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)
+        self.changed = threading.Condition(self.lock)  # all that follows is read and changed under it
         self.waiting = waiting
+        self.jobs: deque[Any] = deque()
+        self.at_work: Any = None  # the job that is being done
         self.has_given_up = False  # at the end: what is left of the jobs fails
         self._is_ending = False
         self._name = name
         self._work = work
-        self._has_work = has_work
         self._thread: threading.Thread | None = None
-        self._is_at_work = False
         self._process = os.getpid()
 
     @property
     def is_busy(self) -> bool:
         """Whether a job is under way, or waits for its turn."""
-        return self._process == os.getpid() and (self._is_at_work or self._has_work())
+        return self._process == os.getpid() and (self.at_work is not None or bool(self.jobs))
 
-    @property
-    def is_forked(self) -> bool:
-        """Whether this is the child of a fork, which has what was queued, and nobody who does it."""
-        return self._process != os.getpid()
-
-    def wake(self) -> None:
-        """See to it that there is a thread; called under `changed`, before the job is queued."""
-        if self.is_forked:
-            self._thread, self._is_at_work, self._process = None, False, os.getpid()
+    def put(self, job: Any) -> None:
+        """Have a job done after those before it, unless no thread can be started; called under `changed`."""
+        if self._process != os.getpid():  # the child of a fork has what was queued, and nobody who does it
+            self._thread, self.at_work, self._process = None, None, os.getpid()
+            self.jobs.clear()
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()  # RuntimeError if there are too many: it is not alive then
             _watch_exit(self)
+        self.jobs.append(job)
         self.changed.notify_all()
 
     def end(self, timeout: float, began: float) -> None:
@@ -291,17 +288,22 @@ class JobThread:
     def _run(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self._is_ending or self._has_work(), _IDLE_S)
-                if not self._has_work():
-                    self._thread = None  # under the lock: who wakes it now starts another
+                self.changed.wait_for(lambda: self._is_ending or self.jobs, _IDLE_S)
+                if not self.jobs:
+                    self._thread = None  # under the lock: who puts a job now starts another
                     return
-                self._is_at_work = True
+            time.sleep(_YIELD_S)
+            with self.changed:
+                if not self.jobs:
+                    continue  # what there was has been cancelled
+                self.at_work = self.jobs.popleft()
+                if not self.has_given_up:
+                    self.waiting.begin()
             try:
-                time.sleep(_YIELD_S)
-                self._work()
+                self._work(self.at_work)
             finally:
                 with self.changed:
-                    self._is_at_work = False
+                    self.at_work = None
                     self.changed.notify_all()
 
 

@@ -20,9 +20,7 @@ from holdall.errors import ArgumentError
 _NO_LIMIT = 1 << 60
 """Version 1 writes a number near 2^63 where there is no limit."""
 LINUX = sys.platform.startswith("linux")
-_COUNTED = {
-    b"Rss:": 0, b"Pss:": 1, b"Private_Clean:": 2, b"Private_Dirty:": 2, b"Anonymous:": 3, b"Swap:": 4,
-}  # fmt: skip
+_COUNTED = {b"Rss:": 0, b"Pss:": 1, b"Private_Clean:": 2, b"Private_Dirty:": 2, b"Anonymous:": 3}
 """The lines of smaps that are read, and where they are added up."""
 _HEXADECIMAL = frozenset(bytes([digit]) for digit in b"0123456789abcdef")
 _MOST_THREADS = 8
@@ -57,12 +55,9 @@ def wished_threads() -> int | None:
 def _quota() -> float | None:
     """Read the share of cores that a control group is given; None if it has no limit."""
     try:
-        if _QUOTA.exists():
-            most, period = _QUOTA.read_text(encoding="ascii").split()
-        else:
-            most, period = (path.read_text(encoding="ascii").strip() for path in _QUOTA_V1)
+        most, period = (read_text(_QUOTA) or " ".join(map(read_text, _QUOTA_V1))).split()
         return int(most) / int(period) if most not in {"max", "-1"} else None
-    except (OSError, ValueError, ZeroDivisionError):  # no such control group, or none that says so
+    except (ValueError, ZeroDivisionError):  # no such control group, or none that says so
         return None
 
 
@@ -89,13 +84,11 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 _V2 = _Files("memory.max", "memory.current", "inactive_file", "file")
 
 
-def memory_limits(
-    budget_bytes: int | None = None, proc: Path = Path("/proc"), process: int | None = None
-) -> list[Limit]:
+def memory_limits(budget_bytes: int | None = None, process: int | None = None) -> list[Limit]:
     """Return every bound on host memory, the smallest first; of another process if that is named."""
     memory = psutil.virtual_memory()
     limits = [Limit("free memory of this machine", int(memory.available), int(memory.total))]
-    limits += control_groups(proc, process)
+    limits += control_groups(process=process)
     if budget_bytes is not None:
         limits.append(Limit("--budget", budget_bytes, budget_bytes))
     return sorted(limits, key=lambda limit: limit.free_bytes)
@@ -113,9 +106,9 @@ def control_groups(proc: Path = Path("/proc"), process: int | None = None) -> li
     return limits
 
 
-def page_cache(process: int | None = None, proc: Path = Path("/proc")) -> int | None:
+def page_cache(process: int) -> int | None:
     """Return what files take in the cache of a process's control group; None where it has none of its own."""
-    for directory, files in _directories(proc / ("self" if process is None else str(process))):
+    for directory, files in _directories(Path(f"/proc/{process}")):
         if (directory / "memory.stat").is_file():
             return _stat(directory / "memory.stat", files.cache)
     return None
@@ -178,7 +171,7 @@ def _directories(process: Path) -> Iterator[tuple[Path, _Files]]:
 def _paths(file: Path) -> dict[str, str]:
     """Read the path in every hierarchy, by controller; version 2 has none: the empty name."""
     paths = {}
-    for line in _text(file).splitlines():
+    for line in read_text(file).splitlines():
         _, controllers, path = line.split(":", 2)
         paths.update(dict.fromkeys(controllers.split(","), path))
     return paths
@@ -186,7 +179,7 @@ def _paths(file: Path) -> dict[str, str]:
 
 def _mounts(file: Path) -> Iterator[tuple[Path, str, str, set[str]]]:
     """Yield mount point, root, kind and options of the mounted control group hierarchies."""
-    for line in _text(file).splitlines():
+    for line in read_text(file).splitlines():
         before, _, after = line.partition(" - ")
         kind, _, options = after.partition(" ")
         if kind in {"cgroup", "cgroup2"}:
@@ -195,19 +188,18 @@ def _mounts(file: Path) -> Iterator[tuple[Path, str, str, set[str]]]:
 
 
 def _stat(file: Path, name: str) -> int:
-    for line in _text(file).splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return int(value)
-    return 0
+    """Return the number behind a name, in a file of names and numbers; 0 if it is not there."""
+    found = (line.split() for line in read_text(file).splitlines() if line.startswith(name))
+    return next((int(words[1]) for words in found if words[0] == name), 0)
 
 
 def _number(file: Path) -> int | None:
-    text = _text(file).strip()
+    text = read_text(file).strip()
     return int(text) if text.isdigit() else None  # "max": no limit
 
 
-def _text(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """Return what a small file of the system holds; nothing if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -219,9 +211,9 @@ class HeldMemory:
     """One process, at one moment."""
 
     resident: int
-    anonymous: int  # pages that no file backs: no other process can share them unless it was forked from this one
-    unique: int  # what would come free if the process ended now
     proportional: int  # pages that several processes share count in equal parts; sums over a process tree are true
+    unique: int  # what would come free if the process ended now
+    anonymous: int  # pages that no file backs: no other process can share them unless it was forked from this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,13 +223,10 @@ class Mapping:
     start: int
     end: int
     permissions: str
-    inode: int
     name: str  # a file, a name in brackets that the kernel gave, or nothing
     resident: int
     proportional: int
     unique: int
-    anonymous: int
-    swapped: int
 
     @property
     def nbytes(self) -> int:
@@ -250,11 +239,10 @@ def held_bytes(pid: int | None = None) -> HeldMemory:
     if not LINUX:
         info = psutil.Process(pid).memory_full_info()
         return HeldMemory(int(info.rss), int(info.uss), int(info.uss), int(info.uss))
-    sums = [0] * 5
+    sums = [0] * 4
     for line in _file(pid, "smaps_rollup").read_bytes().splitlines():
         _count(line, sums)
-    resident, proportional, unique, anonymous, _ = sums
-    return HeldMemory(resident, anonymous, unique, proportional)
+    return HeldMemory(*sums)
 
 
 def anonymous_bytes() -> int:
@@ -284,10 +272,7 @@ class HeldReader:
 def peak_bytes(pid: int | None = None) -> int:
     """Return the most that was resident since the process began, or since `begin_peak`."""
     if LINUX:
-        for line in _file(pid, "status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        return held_bytes(pid).resident
+        return _stat(_file(pid, "status"), "VmHWM:") * 1024 or held_bytes(pid).resident
     info = psutil.Process(pid).memory_info()
     if hasattr(info, "peak_wset"):  # Windows
         return int(info.peak_wset)
@@ -298,10 +283,10 @@ def peak_bytes(pid: int | None = None) -> int:
     return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # bytes on macOS
 
 
-def begin_peak(pid: int | None = None) -> bool:
-    """Reset a process's peak; False where the kernel does not allow it."""
+def begin_peak() -> bool:
+    """Reset this process's peak; False where the kernel does not allow it."""
     try:
-        _file(pid, "clear_refs").write_text("5", encoding="ascii")
+        _file(None, "clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return False
     return True
@@ -317,34 +302,16 @@ def mappings(pid: int | None = None) -> list[Mapping]:
 
 def _mappings(text: bytes) -> Iterator[Mapping]:
     header: list[bytes] = []
-    sums = [0] * 5
-    for line in text.splitlines():
-        if line[:1] in _HEXADECIMAL:  # a line of figures begins with a capital letter
-            if header:
-                yield _mapping(header, sums)
-            header, sums = line.split(None, 5), [0] * 5
-        else:
+    sums = [0] * 4
+    for line in [*text.splitlines(), b"0"]:
+        if line[:1] not in _HEXADECIMAL:  # a line of figures begins with a capital letter
             _count(line, sums)
-    if header:
-        yield _mapping(header, sums)
-
-
-def _mapping(header: list[bytes], sums: list[int]) -> Mapping:
-    start, _, end = header[0].partition(b"-")
-    name = header[5].decode("utf-8", "replace") if len(header) > 5 else ""
-    resident, proportional, unique, anonymous, swapped = sums
-    return Mapping(
-        start=int(start, 16),
-        end=int(end, 16),
-        permissions=header[1].decode("ascii", "replace"),
-        inode=int(header[4]),
-        name=name,
-        resident=resident,
-        proportional=proportional,
-        unique=unique,
-        anonymous=anonymous,
-        swapped=swapped,
-    )
+            continue
+        if header:
+            start, _, end = header[0].partition(b"-")
+            name = header[5].decode("utf-8", "replace") if len(header) > 5 else ""
+            yield Mapping(int(start, 16), int(end, 16), header[1].decode("ascii", "replace"), name, *sums[:3])
+        header, sums = line.split(None, 5), [0] * 4
 
 
 def _count(line: bytes, sums: list[int]) -> None:

@@ -155,7 +155,7 @@ class RolloutMemory:
         bootstrapped = (cut & ~ended).nonzero()[0]
         final = self._fit_final(final_obs, bootstrapped)
         if self._reward is None:
-            self._delivery.require(Leaf("reward", (), rewards.dtype))
+            self._delivery.target.require(Leaf("reward", (), rewards.dtype))
             self._reward = new_ring(self.num_steps, self.num_envs, Leaf("reward", (), rewards.dtype))
         self._final.drop_from(step * self.num_envs)  # of an `add` that was interrupted
         if observations is not None:

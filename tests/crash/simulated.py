@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdall.checkpoint.file_system import FileSystem
-from holdall.checkpoint.manifest import Buffer
+from holdall.checkpoint.directory import FileSystem
+from holdall.storage import Buffer
 
 ROOT = Path("/disk")
 FATES = ("lost", "zero", "half zero", "one byte", "half", "all but one byte", "complete")
@@ -138,8 +138,8 @@ class SimulatedDisk(FileSystem):
     def is_same(self, one: int, other: int) -> bool:
         return self._handles[one].node is self._handles[other].node
 
-    def read_at(self, file: int, start: int, nbytes: int) -> bytes:
-        return bytes(self._handles[file].node.content[start : start + nbytes])
+    def read(self, file: int, nbytes: int) -> bytes:
+        return bytes(self._handles[file].node.content[:nbytes])
 
     def lock(self, path: Path) -> int | None:
         if path in self._locked:

@@ -12,8 +12,8 @@ from gymnasium import spaces
 
 from holdall import HoldallError, ReplayMemory
 from holdall.checkpoint.directory import DirectoryReader
+from holdall.checkpoint.load import RecordFiles
 from holdall.checkpoint.manifest import Ref
-from holdall.checkpoint.saved_records import RecordFiles
 from holdall.storage import segment
 
 from .nursery import LANES, SPACE, add, require_right

@@ -15,7 +15,7 @@ from gymnasium import spaces
 
 from holdall import CheckpointError, HoldallError, ReplayMemory
 from holdall.checkpoint import directory as local
-from holdall.checkpoint.file_system import FileSystem
+from holdall.checkpoint.directory import FileSystem
 
 from .nursery import LANES, SPACE, add, require_right
 

@@ -22,8 +22,7 @@ from gymnasium import spaces
 from typer.testing import CliRunner
 
 from holdall import CheckpointError, DamageError, FencedError, HoldallError, ReplayMemory
-from holdall.checkpoint.directory import DirectoryReader
-from holdall.checkpoint.file_system import FileSystem
+from holdall.checkpoint.directory import DirectoryReader, FileSystem
 from holdall.checkpoint.manifest import LEASE_S, signed, signed_text
 from holdall.cli.checkpoint import checkpoint
 

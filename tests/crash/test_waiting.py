@@ -6,6 +6,7 @@ import contextlib
 import errno
 import inspect
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -127,7 +128,8 @@ def test_a_load_gives_a_store_up_that_answers_no_more(url: str, frozen: Any) -> 
     frozen()
     with pytest.raises(CheckpointError, match="given up after 1 s"):
         ReplayMemory.load(url, timeout=1)
-    reader.wait_on()
+    assert reader.waiting is not None
+    reader.waiting.limit_s = math.inf
     asking = threading.Thread(target=reader.numbers, daemon=True)
     asking.start()
     asking.join(2)

@@ -13,7 +13,7 @@ import pytest
 
 from holdall import ReplayMemory
 from holdall.checkpoint.directory import DirectoryReader
-from holdall.checkpoint.saved_records import RecordFiles
+from holdall.checkpoint.load import RecordFiles
 from holdall.testing import OracleMemory, assert_same_bits
 
 HERE = Path(__file__).parent

@@ -34,20 +34,19 @@ def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Pa
     assert "replay_buffer_class=ReplayBuffer" in first.code(one)
     assert f"buffer_size={one.capacity:_}" in first.code(one)
 
-    again = first.reopened(SearchSpace((90_000_000, 90_000_001), (16,), (1, 2), (1,)))
+    again = Search(SETTINGS, storage, SearchSpace((90_000_000, 90_000_001), (16,), (1, 2), (1,)))
     assert [found.number for found in again.trials()] == [one.number], "the storage remembers"
     (other,) = again.run(2, nothing)
     assert other.state == "pruned"
     assert other.reason.startswith("not started: the plan says ")
 
-    limited = replace(SETTINGS, limit_bytes=2**29)
     filling: dict[str, Any] = {"phase": "fill", "done": 30, "total": 100, "resident": 400 * 2**20}
-    tight = first.reopened(SMALL, limited)
-    tight._require_room(filling, base=380 * 2**20)
+    first.settings = replace(SETTINGS, limit_bytes=2**29)
+    first._require_room(filling, base=380 * 2**20)
     with pytest.raises(TrialStopped, match=r"stopped at 400\.0 MiB: 633\.3 MiB to come, of 512\.0 MiB"):
-        tight._require_room(filling, base=300 * 2**20)
+        first._require_room(filling, base=300 * 2**20)
     with pytest.raises(TrialStopped, match=r"600\.0 MiB"):
-        tight._require_room(filling | {"phase": "train", "resident": 600 * 2**20}, base=300 * 2**20)
+        first._require_room(filling | {"phase": "train", "resident": 600 * 2**20}, base=300 * 2**20)
 
 
 @pytest.mark.parametrize(

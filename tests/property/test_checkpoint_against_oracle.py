@@ -14,10 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdall import ReplayMemory
+from holdall.checkpoint import files, write
 from holdall.checkpoint import save as saver
-from holdall.checkpoint import saved_records as merge
-from holdall.checkpoint import saved_records as writing
-from holdall.checkpoint import write as save
 from holdall.storage import columns, segment, snapshot
 from holdall.storage import rings as ring
 from holdall.testing import OracleMemory, Stream, assert_same_bits
@@ -139,11 +137,11 @@ def limits(draw: st.DrawFn) -> list[tuple[object, str, int]]:
         (ring, "_RUN_BYTES", 1),
         (ring, "_LEAST_TICKS", draw(st.sampled_from([4, 64]))),
         (columns, "_WORTH", 4),  # rows are packed whether it pays or not
-        (save, "_MOST_PIECES", draw(st.sampled_from([1, 3, 16]))),
-        (save, "PIECE_BYTES", draw(st.sampled_from([10_000, 2**22]))),
-        (merge, "MOST_FILES", draw(st.sampled_from([1, 5, 200]))),
-        (merge, "_FILES_LEFT", draw(st.sampled_from([0, 2]))),
-        (writing, "FILE_BYTES", draw(st.sampled_from([100_000, 2**26]))),
+        (write, "_MOST_PIECES", draw(st.sampled_from([1, 3, 16]))),
+        (write, "PIECE_BYTES", draw(st.sampled_from([10_000, 2**22]))),
+        (write, "MOST_FILES", draw(st.sampled_from([1, 5, 200]))),
+        (files, "_FILES_LEFT", draw(st.sampled_from([0, 2]))),
+        (write, "FILE_BYTES", draw(st.sampled_from([100_000, 2**26]))),
     ]
 
 

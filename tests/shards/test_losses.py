@@ -11,6 +11,7 @@ import pytest
 import ray
 from gymnasium import spaces
 from numpy.typing import NDArray
+from ray.actor import ActorHandle
 
 from holdall import ArgumentError, Prioritized, ShardError
 from holdall.cluster import protocol
@@ -89,7 +90,13 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_shards_are_killed(durable:
     assert set(shards_of(batch.ids).tolist()) == {0, 1}
 
 
-def test_draws_go_on_without_a_shard_and_it_comes_back_as_another() -> None:
+@pytest.mark.parametrize("is_private_there", [True, False])
+def test_draws_go_on_without_a_shard_and_it_comes_back_as_another(
+    is_private_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Ray does not say how an actor is, but fails the calls to it."""
+    if not is_private_there:
+        monkeypatch.delattr(ActorHandle, "_get_local_state")
     with ReplayMemory(SPACE, ACTION, 40_000, shards=2, seed=1, patience_s=60.0) as memory:
         writer = memory.writer()
         numbered(writer, 0, 2_000)

@@ -18,8 +18,9 @@ import pytest
 import ray
 from gymnasium import spaces
 
-from holdall import ArgumentError, CheckpointError, FencedError, ShardError
+from holdall import ArgumentError, CheckpointError, FencedError, Sequence, ShardError
 from holdall.cluster import journal, roster
+from holdall.cluster import writer as writing
 from holdall.cluster.journal import journal_of
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
@@ -81,14 +82,70 @@ def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: Replay
         assert added < 2_000  # what waits is bounded
         for _ in range(2):
             with pytest.raises(ShardError, match="kept"):
-                other.extend(*steps(2_000, 4_000))
+                other.extend(*steps(2_000, 8_000))
+        assert other.unacknowledged_rows + other.waiting_rows < 5_000
     finally:
         shard.send_signal(signal.SIGCONT)
-    other.extend(*steps(2_000, 4_000))
-    other.extend(*steps(4_000, 4_100))  # another one is not taken for the first
+    other.extend(*steps(2_000, 8_000))
+    other.extend(*steps(8_000, 8_100))  # another one is not taken for the first
     writer.flush()
     other.flush()
-    assert held(memory) == [*range(added), *range(2_000, 4_100), 9_999, 9_999]
+    assert held(memory) == [*range(added), *range(2_000, 8_100), 9_999, 9_999]
+
+
+def rows_sent(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Have segments of a writer sent nowhere; return the list of their rows, which grows."""
+    sent: list[int] = []
+    for group in writer._groups:
+        monkeypatch.setattr(group, "send", lambda _stream, _payload, rows, _lease, stays: sent.append(rows))
+    return sent
+
+
+@pytest.mark.parametrize(("gathered_s", "rows"), [(1e9, 512), (0.0, 128)])
+def test_blocks_that_come_quickly_go_in_larger_segments(
+    gathered_s: float, rows: int, memory: ReplayMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps one by one do not, nor does anything that a limiter, or a sampler of episodes, counts in segments."""
+    monkeypatch.setattr(writing, "_GATHERED_S", gathered_s)
+    writer = memory.writer()
+    sent = rows_sent(writer, monkeypatch)
+    for number in range(40):
+        writer.extend(*steps(64 * number, 64 * number + 64))
+    writer.flush()
+    assert sent == [rows] * (40 * 64 // rows)
+    sent.clear()
+    for number in range(300):
+        add(writer, number)
+    writer.flush()
+    assert sent == [128, 128, 44]
+    changes: list[dict[str, Any]] = [{"limit": RateLimit(1.0, 1, 1e6)}, {"sampler": Sequence(4), "shard_rows": 400}]
+    for change in changes:
+        careful = Writer(memory._terms._replace(**change), 1)
+        sent = rows_sent(careful, monkeypatch)
+        monkeypatch.setattr(writing, "wait_for_grant", lambda *_: 0)
+        careful.extend(*steps(0, 1_000))
+        careful.flush()
+        assert sent == [128] * 7 + [104]
+
+
+@pytest.mark.parametrize("lanes", [100, 128, 129, 600])
+def test_a_writer_of_many_lanes_sends_whole_ticks(
+    lanes: int, memory: ReplayMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = memory.writer(num_envs=lanes)
+    sent, ticks = rows_sent(writer, monkeypatch), 7
+    rows, no = np.zeros((ticks, lanes, 3), np.float32), np.zeros((ticks, lanes), np.bool_)
+    block = rows, no.astype(np.int64), no.astype(np.float32), rows, no, no
+    for tick in range(ticks):
+        writer.add(*(part[tick] for part in block))
+    writer.flush()
+    assert sent == [lanes] * ticks
+    sent.clear()
+    monkeypatch.setattr(writing, "_GATHERED_S", 1e9)
+    writer.extend(*block)
+    writer.flush()
+    most = max(1, 512 // lanes)
+    assert sent == [lanes * most] * (ticks // most) + [lanes * (ticks % most)] * (ticks % most > 0)
 
 
 def test_a_writer_that_is_flushed_while_it_adds_sends_in_order(memory: ReplayMemory) -> None:
@@ -307,6 +364,7 @@ def test_the_limiter_says_what_it_waits_for(
         drawing = threading.Thread(target=lambda: memory.sample(1))
         drawing.start()
         wait_until(lambda: "0 transitions were added" in caplog.text and "no writer has asked" in caplog.text)
+        assert f"min_size={limit.min_size}" in caplog.text
         with memory.writer() as writer:
             add(writer, 0)
             add(writer, 1)

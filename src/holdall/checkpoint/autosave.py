@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,11 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from holdall.background import JobThread, Waiting, end_before_python, left
-from holdall.checkpoint.manifest import Manifest, next_number
+from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
-from holdall.errors import CheckpointError, ClosedError, HoldallError
+from holdall.checkpoint.save import next_number
+from holdall.errors import ArgumentError, CheckpointError, ClosedError, HoldallError
 from holdall.storage import Extent, FullBlock, SegmentFile, SliceBlock
+from holdall.units import require_count, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.save import SaveHandle, Saver
@@ -58,6 +59,16 @@ class SaveInterval(NamedTuple):
 
     seconds: float | None
     transitions: int | None
+
+    @classmethod
+    def checked(cls, seconds: float | None, transitions: int | None) -> SaveInterval:
+        """Check the arguments of `save_every`."""
+        if seconds is None and transitions is None:
+            raise ArgumentError("save_every was given neither seconds nor transitions; name one of them, or both")
+        return cls(
+            None if seconds is None else require_number("seconds", seconds, 0.01),
+            None if transitions is None else require_count("transitions", transitions, 1),
+        )
 
     @property
     def look_s(self) -> float:
@@ -146,9 +157,7 @@ class CheckpointMirror:
         self._objects = Objects(url, self._waiting)
         self._target: ObjectStoreWriter | None = None
         self._last = 0  # the newest checkpoint there when it was opened, or the last one that was sent
-        self._jobs: deque[_MirrorJob] = deque()
-        self._at_work: _MirrorJob | None = None
-        self._thread = JobThread("holdall-mirror", self._waiting, self._work, lambda: bool(self._jobs))
+        self._thread = JobThread("holdall-mirror", self._waiting, self._work)
         self._changed = self._thread.changed
         self._sent = 0
         self._error: BaseException | None = None
@@ -156,22 +165,19 @@ class CheckpointMirror:
     def send(self, manifest: Manifest, keep: int) -> None:
         """Have a checkpoint sent."""
         with self._changed:
-            if self._thread.is_forked:
-                self._jobs, self._at_work = deque(), None
+            self._thread.jobs.clear()  # the newest is enough
             try:
-                self._thread.wake()
+                self._thread.put(_MirrorJob(manifest, keep))
+                self._error = None
             except RuntimeError as error:  # raised by `wait`: the local checkpoint stands
                 self._error = CheckpointError(
                     f"checkpoint {manifest.number} could not be sent to {self._url} ({error})"
                 )
-                return
-            self._jobs.append(_MirrorJob(manifest, keep))
-            self._error = None
 
     def pinned(self) -> set[str]:
         """Name the files that are still to be sent."""
         with self._changed:
-            jobs = [*self._jobs, *([] if self._at_work is None else [self._at_work])]
+            jobs = filter(None, (*self._thread.jobs, self._thread.at_work))
             return {name for job in jobs for name in job.manifest.files}
 
     def wait(self, number: int, timeout: float | None) -> None:
@@ -185,8 +191,8 @@ class CheckpointMirror:
     def cancel(self) -> None:
         """Give up what is being sent, or about to be."""
         with left(self._thread.lock):
-            self._jobs.clear()
-            if self._at_work is not None:
+            self._thread.jobs.clear()
+            if self._thread.at_work is not None:
                 self._waiting.give_up()
             else:
                 self._error = self._error or CheckpointError(f"what was to be sent to {self._url} was cancelled")
@@ -200,14 +206,7 @@ class CheckpointMirror:
             if self._target is not None and not self._thread.is_busy:
                 self._target.close()
 
-    def _work(self) -> None:
-        with self._changed:
-            if not self._jobs:
-                return  # what there was has been cancelled
-            self._at_work = job = self._jobs.pop()
-            self._jobs.clear()
-            if not self._thread.has_given_up:
-                self._waiting.begin()
+    def _work(self, job: _MirrorJob) -> None:
         error: BaseException | None = None
         try:
             self._copy(job)
@@ -215,7 +214,7 @@ class CheckpointMirror:
             error = caught
             _LOG.warning("checkpoint %d could not be mirrored to %s (%s)", job.manifest.number, self._url, caught)
         with self._changed:
-            self._at_work, self._error = None, error
+            self._error = error
             self._sent = self._sent if error is not None else max(self._sent, job.manifest.number)
             self._changed.notify_all()
 
@@ -225,7 +224,8 @@ class CheckpointMirror:
             self._last = max(self._target.reader.numbers(), default=0)
         target, manifest = self._target, job.manifest
         # The same number as on the disk, unless the store has come further: a run that lost its disk begins at 1 again.
-        number = max(manifest.number, next_number(target.reader, self._last, manifest.writer_id))
+        numbers = target.reader.numbers()
+        number = max(manifest.number, next_number(target.reader, numbers, self._last, manifest.writer_id))
         manifest = replace(manifest, number=number)
         target.mark(manifest.files)
         self._upload(target, manifest)
@@ -258,11 +258,11 @@ class BackgroundFetch:
 
     Args:
         extents: Where they lie, in the order in which they are wanted.
-        interrupt: Ends all waiting for the store.
+        waiting: For the store.
     """
 
-    def __init__(self, extents: Iterable[Extent], interrupt: Callable[[], None]) -> None:
-        self._interrupt = interrupt
+    def __init__(self, extents: Iterable[Extent], waiting: Waiting) -> None:
+        self._waiting = waiting
         self._stopped = threading.Event()
         runs = [_BlockRange(weakref.ref(e.file), e.start, e.nbytes) for e in extents if e.file.is_awaited]
         self._thread: threading.Thread | None = None
@@ -283,7 +283,7 @@ class BackgroundFetch:
     def stop(self) -> None:
         """End it, and all waiting for the store."""
         self._stopped.set()
-        self._interrupt()
+        self._waiting.give_up()
         self.wait(_STOP_S)
 
 

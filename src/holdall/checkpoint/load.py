@@ -1,25 +1,42 @@
-"""Restoring: a checkpoint becomes a memory's content again.
+"""Loading: a checkpoint becomes a memory's content again.
 
 In:  a manifest and the files that it names.  Out: what a store takes over, and rows chunk by chunk.
-Invariant: everything is checked before it is used. Full blocks stay where they are and are read when they are sampled
-from, slice by slice, each against its own checksum; all the rest is read and checked now.
+Invariant: everything is checked before it is used; a record is read only if it is the very one that the manifest names.
+Full blocks stay where they are and are read when they are sampled from, slice by slice, each against its own checksum;
+all the rest is read and checked now.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from holdall.checkpoint.directory import open_reader
-from holdall.checkpoint.file_system import CheckpointReader, disk_errors_explained
-from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, SegmentEntry, is_lost, require_whole
-from holdall.checkpoint.saved_records import Attached, LostTicks, RecordFiles, SavedRecords, blank_parts, blank_rows
+from holdall.background import LOAD_S, Waiting
+from holdall.checkpoint.attached import Attached
+from holdall.checkpoint.directory import DirectoryReader, disk_errors_explained
+from holdall.checkpoint.manifest import (
+    BlockEntry,
+    CheckpointReader,
+    Chunk,
+    Manifest,
+    Ref,
+    SegmentEntry,
+    is_lost,
+    is_remote,
+    normalized_url,
+    require_whole,
+)
+from holdall.checkpoint.write import SavedRecords
 from holdall.errors import CheckpointError, DamageError
 from holdall.machine import memory_limits
 from holdall.sampling import Sampler, Uniform, unpack_state
@@ -27,11 +44,10 @@ from holdall.schema import Leaf, Schema, dtype_of, schema_of
 from holdall.storage import (
     CarriedSlices,
     ClosedPart,
+    Demand,
     Dictionary,
-    Extent,
     KeptBlock,
     Like,
-    Read,
     Record,
     RowChunk,
     Segment,
@@ -39,7 +55,9 @@ from holdall.storage import (
     Store,
     StoreContent,
     Window,
+    bring,
     reserve,
+    unpack,
     unpack_dictionary,
     unpack_logs,
     unpack_piece,
@@ -53,26 +71,129 @@ if TYPE_CHECKING:
     from holdall.checkpoint.streams import LoadedMemory
 
 _LOG = logging.getLogger("holdall")
-_HEAD_BYTES, _FREE_BYTES = 2**11, 2**30
+_HEAD_BYTES, _READ_AHEAD_BYTES, _FREE_BYTES = 2**11, 2**15, 2**30
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound="LoadedMemory")
 
 
-@dataclass(slots=True)
-class Restored:
-    """What a memory is made of again."""
+def open_reader(
+    url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, timeout: float = LOAD_S
+) -> CheckpointReader:
+    """Return the checkpoints at a url or path, to be read.
 
-    url: str
-    manifest: Manifest
-    schema: Schema
-    content: StoreContent | None  # None: the transitions were added to the memory already
-    state: dict[str, Any]
-    attached: Attached
-    saved: SavedRecords | None = None  # None: the next save begins from nothing
-    rows: Callable[[Like], Iterator[RowChunk]] = lambda _like: iter(())
-    blocks: list[Extent] = field(default_factory=list)  # of full blocks, newest first
-    interrupt: Callable[[], None] = lambda: None  # ends all waiting for an object store
+    Args:
+        cache_dir: Where what is read of an object store lies meanwhile; None: where temporary files do.
+        timeout: An object store that does not answer for so many seconds is given up.
+    """
+    location = normalized_url(url)
+    if is_remote(location):
+        from holdall.checkpoint.object_store import ObjectStoreReader  # noqa: PLC0415  not for a local path
+        from holdall.checkpoint.objects import Objects  # noqa: PLC0415
+
+        return ObjectStoreReader(Objects(location, Waiting(location, timeout)), cache_dir)
+    return DirectoryReader(Path(location))
+
+
+class ReadAhead:
+    """A file whose next bytes were read in one go: a record's head and its small parts mostly lie in them."""
+
+    def __init__(self, file: SegmentFile, start: int, nbytes: int) -> None:
+        self.file = file
+        self._start = start
+        self._raw = file.read(start, nbytes)
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Read from a position; shorter at the file's end."""
+        first = start - self._start
+        if first >= 0 and first + nbytes <= len(self._raw):
+            return self._raw[first : first + nbytes]
+        return self.file.read(start, nbytes)
+
+
+class RecordFiles:
+    """The files of a checkpoint, opened as they are needed and read by position."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+        self._files: dict[str, tuple[SegmentFile, int]] = {}
+
+    def open(self, name: str) -> tuple[SegmentFile, int]:
+        """Return a file, and its bytes."""
+        found = self._files.get(name)
+        if found is None:
+            found = self._files[name] = self._reader.open(name)
+        return found
+
+    def expect(self, records: Iterable[tuple[Ref, int]]) -> None:
+        """Have the first bytes of records that will be read brought near, all of them at once."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for ref, nbytes in records:
+            ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, nbytes)))
+        demands = []
+        for name, wanted in ranges.items():
+            with contextlib.suppress(DamageError, CheckpointError):  # reading it raises the error
+                demands.append(Demand(self.open(name)[0], *np.array(wanted, np.int64).T))
+        if any(demand.file.is_awaited for demand in demands):
+            bring(demands)
+            return
+        for file, starts, ends in demands:
+            file.bring(starts, ends)
+
+    def record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, ReadAhead]:
+        """Read the head of a record, which must be the very one that the manifest names.
+
+        Args:
+            ahead_bytes: What will be needed of it, or about as much.
+        """
+        file, nbytes = self.open(ref.file)
+        ahead = ReadAhead(file, ref.start, min(ref.nbytes, ahead_bytes))
+        record = unpack(ahead.read, ref.start, nbytes)
+        body = sum(part.nbytes for part in record.parts.values())
+        head = ahead.read(ref.start, record.nbytes - body)
+        if record.nbytes != ref.nbytes or hashlib.sha256(head).hexdigest()[:32] != ref.digest:
+            raise DamageError(f"the record at byte {ref.start} of {file.path} is another than the manifest names")
+        return record, ahead
+
+    def state(self, ref: Ref) -> dict[str, Any]:
+        """Read what was saved besides the transitions."""
+        record, file = self.record(ref)
+        return unpack_state(record, file.read)
+
+
+class Restored:
+    """What a memory is made of again: all but its rows, which follow, and its full blocks, which stay.
+
+    Args:
+        capacity_ticks: Ticks that the memory holds; None: as many as before. The oldest are passed over.
+    """
+
+    keeps_all = True  # see `damage.Salvage`, which may lose ticks
+
+    def __init__(self, manifest: Manifest, reader: CheckpointReader, capacity_ticks: int | None = None) -> None:
+        self.url, self.manifest, self.files = reader.url, manifest, RecordFiles(reader)
+        self.schema = schema_of(manifest.schema)
+        held = capacity_ticks or manifest.capacity_ticks
+        self.first_tick = first = max(manifest.first_tick, manifest.next_tick - held)
+        self.segments = [entry for entry in manifest.segments if entry.first_tick + entry.ticks > first]
+        self.chunks = [chunk for chunk in manifest.rows if chunk.first_tick + chunk.ticks > first]
+        self.state: dict[str, Any] = {}
+        self.attached = Attached(RecordFiles(reader.reopened()), manifest.attached)
+        self.content: StoreContent | None = None  # None: it is not read, or is in the memory already
+        self.saved: SavedRecords | None = None  # None: the next save begins from nothing
+        self.blocks: dict[int, KeptBlock] = {}  # by number in the manifest, each read once
+        self._dictionaries: dict[str, Dictionary] = {}
+        self._raw_bytes = 0  # of blocks that are read whole
+        self._waiting = reader.waiting
+
+    def read(self) -> None:
+        """Read state and content, and note what need not be saved again."""
+        self._expect()
+        self.state = self.files.state(self.manifest.state)
+        for name, ref in self.manifest.dictionaries.items():
+            self.read_dictionary(name, ref)
+        self.content = self._content(self.state["store"])
+        self.saved = self._saved() if self.keeps_all else None
 
     def fill(self, store: Store) -> None:
         """Put the content into a store as it was made."""
@@ -86,49 +207,84 @@ class Restored:
             self.saved.adopt_rows(self.manifest.rows, store.chunk_ticks, tuple(columns), self.manifest.next_tick)
 
     def fetch_the_rest(self) -> BackgroundFetch | None:
-        """Begin to fetch the blocks that lie in an object store; None if there are none."""
-        if not any(extent.file.is_awaited for extent in self.blocks):
+        """Begin to fetch the blocks that lie in an object store, newest first; None if there are none."""
+        segments = [] if self.content is None else self.content.segments
+        blocks = {id(part.block): part.block for segment in reversed(segments) for part in segment.parts}
+        extents = [extent for block in blocks.values() if (extent := block.extent) is not None]
+        if self._waiting is None or not any(extent.file.is_awaited for extent in extents):
             return None
         from holdall.checkpoint.autosave import BackgroundFetch  # noqa: PLC0415  for object stores only
 
-        return BackgroundFetch(self.blocks, self.interrupt)
+        return BackgroundFetch(extents, self._waiting)
 
+    def _expect(self) -> None:
+        """Have everything fetched that loading reads."""
+        manifest = self.manifest
+        blocks = [manifest.blocks[number] for number in sorted({n for entry in self.segments for n in entry.blocks})]
+        whole = [manifest.state, *manifest.dictionaries.values()]
+        whole += [chunk.ref for chunk in self.chunks] + [entry.ref for entry in self.segments]
+        whole += [ref for block in blocks if len(block.refs) > 1 for ref in block.refs]
+        indexes = [(block.refs[0], _index_bytes(block)) for block in blocks if len(block.refs) == 1]
+        self.files.expect([*((ref, ref.nbytes) for ref in whole), *indexes])
 
-@dataclass(slots=True)
-class _LoadedBlocks:
-    """Blocks as they are read, each once."""
+    def read_dictionary(self, name: str, ref: Ref) -> None:
+        """Read a dictionary that blocks name."""
+        record, file = self.files.record(ref)
+        self._dictionaries[name] = unpack_dictionary(record, file.file)
 
-    files: RecordFiles
-    manifest: Manifest
-    dictionaries: dict[str, Dictionary] = field(default_factory=dict)
-    found: dict[int, KeptBlock] = field(default_factory=dict)
-    checked: set[int] = field(default_factory=set)
-    raw_bytes: int = 0  # of blocks that are read whole
+    def _content(self, words: Any) -> StoreContent:
+        observed, lanes, next_tick = self.schema.observation.leaves, self.schema.num_envs, self.manifest.next_tick
+        large, paired = [int(i) for i in words["large"]], [int(i) for i in words["paired"]]
+        if sorted(set(large)) != sorted(large) or not set(large) <= set(range(len(observed))):
+            raise DamageError(f"the large fields {large} are not those of {len(observed)} leaves")
+        leaves = [observed[i] for i in large]
+        segments = [Segment(entry.first_tick, entry.ticks, self.parts(entry, leaves)) for entry in self.segments]
+        if leaves and next_tick:
+            ends = segments[-1].first_tick + segments[-1].ticks if segments else -1
+            if ends != next_tick or segments[0].first_tick > self.first_tick:
+                raise DamageError(f"the segments end at tick {ends}, not at {next_tick}, or begin too late")
+        newest = {i: rows for i in range(len(observed)) if (rows := words["newest"].get(str(i))) is not None}
+        for i, rows in newest.items():
+            if rows.shape != (lanes, *observed[i].shape) or rows.dtype != observed[i].dtype.newbyteorder("<"):
+                raise DamageError(f"the newest rows of leaf {i} are of {rows.dtype} and {rows.shape}")
+        small = set(range(len(observed))) - set(large)
+        if next_tick and (set(newest) | set(paired) != small or set(newest) & set(paired)):
+            raise DamageError("the small fields are not those of the schema")
+        return StoreContent(
+            first_tick=self.first_tick,
+            next_tick=next_tick,
+            large=large,
+            windows=[Window.of_words(window, leaf) for window, leaf in zip(words["windows"], leaves, strict=True)],
+            segments=segments,
+            searches=words["searches"] or {"scouts": {}, "in_vain": {}, "rest": {}},
+            newest=newest,
+            paired=paired,
+            scouts=dict(words["scouts"]),
+            reward_dtype=None if words["reward_dtype"] is None else dtype_of(words["reward_dtype"]),
+            has_invalid=bool(words["has_invalid"]) or not self.keeps_all,
+        )
 
-    def block(self, number: int) -> KeptBlock:
+    def parts(self, entry: SegmentEntry, leaves: list[Leaf]) -> list[ClosedPart]:
+        """Read a segment's logs, and what is read now of the blocks that it names."""
+        with malformed_refused(f"the segment of tick {entry.first_tick}"):
+            record, file = self.files.record(entry.ref)
+            named = [self._block(number) for number in entry.blocks]
+            return unpack_logs(record, file.read, self.schema.num_envs, leaves, named)
+
+    def _block(self, number: int) -> KeptBlock:
         """Return a block; full ones stay in their file."""
-        if number not in self.found:
+        if number not in self.blocks:
             entry = self.manifest.blocks[number]
             record, file = self.files.record(entry.refs[0], _index_bytes(entry))
-            if record.kind == "piece":
-                self.found[number] = self._filled(entry)
-            else:
-                self.found[number] = self._full(entry, record, file.file, file.read)
-        return self.found[number]
-
-    def require_units(self, number: int) -> None:
-        """Read a block whole and hold every unit against its sum."""
-        block = self.found[number]
-        if number not in self.checked and block.sealed is not None and block.extent is not None:
-            block.extent.bring()
-            for unit in range(len(block.sealed.coded.offsets) - 1):
-                block.sealed.coded.unit(unit)
-        self.checked.add(number)
+            is_filled = record.kind == "piece"
+            self.blocks[number] = self._filled(entry) if is_filled else self._full(entry, record, file)
+        return self.blocks[number]
 
     def _filled(self, entry: BlockEntry) -> KeptBlock:
-        self.raw_bytes += entry.slices * entry.slice_bytes
-        if self.raw_bytes > _FREE_BYTES and self.raw_bytes > min(limit.total_bytes for limit in memory_limits()):
-            raise CheckpointError(errno.ENOMEM, f"{self.raw_bytes} bytes of raw slices do not fit; lower capacity")
+        """Read a block that was written in pieces."""
+        self._raw_bytes += entry.slices * entry.slice_bytes
+        if self._raw_bytes > _FREE_BYTES and self._raw_bytes > min(limit.total_bytes for limit in memory_limits()):
+            raise CheckpointError(errno.ENOMEM, f"{self._raw_bytes} bytes of raw slices do not fit; lower capacity")
         arena = reserve(entry.slices * entry.slice_bytes)
         done = 0
         for ref in entry.refs:
@@ -140,79 +296,47 @@ class _LoadedBlocks:
             raise DamageError(f"a block of {entry.slices} slices has {done}")
         return KeptBlock(entry.slice_bytes, entry.slices, arena)
 
-    def _full(self, entry: BlockEntry, record: Record, file: SegmentFile, read: Read) -> KeptBlock:
-        coded = unpack_slices(record, file, self.dictionaries, read)
-        if (
-            coded.count != entry.slices
-            or coded.codec.transform.slice_bytes != entry.slice_bytes
-            or len(entry.refs) != 1
-        ):
-            raise DamageError(f"the block at byte {record.start} of {file.path} is another than the manifest says")
+    def _full(self, entry: BlockEntry, record: Record, ahead: ReadAhead) -> KeptBlock:
+        coded = unpack_slices(record, ahead.file, self._dictionaries, ahead.read)
+        said = (entry.slices, entry.slice_bytes, 1)
+        if said != (coded.count, coded.codec.transform.slice_bytes, len(entry.refs)):
+            where = f"the block at byte {record.start} of {ahead.file.path}"
+            raise DamageError(f"{where} is another than the manifest says")
         return KeptBlock(entry.slice_bytes, entry.slices, CarriedSlices(coded))
 
+    def rows(self, like: Like) -> Iterator[RowChunk]:
+        """Read the rows of all ticks."""
+        self.require_rows()
+        for chunk in self.chunks:
+            yield self.chunk(chunk, like)
 
-def restored(
-    manifest: Manifest, reader: CheckpointReader, capacity_ticks: int | None, losses: LostTicks | None = None
-) -> Restored:
-    """Read a checkpoint: all but its rows, which follow, and its full blocks, which stay.
+    def require_rows(self) -> None:
+        """Refuse a checkpoint that does not have the rows of all ticks; chunks follow each other without a gap."""
+        first = self.chunks[0].first_tick if self.chunks else self.first_tick
+        if first > self.first_tick:
+            raise DamageError(f"the rows of ticks {self.first_tick} to {first} are missing")
+        end = self.chunks[-1].first_tick + self.chunks[-1].ticks if self.chunks else self.first_tick
+        if end != self.manifest.next_tick:
+            raise DamageError(f"the rows end at tick {end}, not at {self.manifest.next_tick}")
 
-    Args:
-        capacity_ticks: Ticks that the memory holds; None: as many as before. The oldest are passed over.
-        losses: Takes down what is damaged, instead of refusing the checkpoint; blocks are then read whole, to know.
-    """
-    with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
-        schema = schema_of(manifest.schema)
-        files = RecordFiles(reader)
-        held = capacity_ticks or manifest.capacity_ticks
-        first_tick = max(manifest.first_tick, manifest.next_tick - held)
-        _expect(manifest, files, first_tick)
-        record, file = files.record(manifest.state)
-        state = unpack_state(record, file.read)
-        blocks = _LoadedBlocks(files, manifest, _dictionaries(manifest, files, losses))
-        content = _content(manifest, schema, state["store"], blocks, first_tick, losses)
-        return Restored(
-            url=reader.url,
-            manifest=manifest,
-            schema=schema,
-            content=content,
-            state=state,
-            attached=Attached(RecordFiles(reader.reopened()), manifest.attached),
-            saved=None if losses is not None else _saved(manifest, blocks, first_tick),
-            rows=lambda like: _rows(manifest, files, first_tick, like, losses),
-            blocks=_extents(content.segments),
-            interrupt=reader.interrupt,
-        )
+    def chunk(self, chunk: Chunk, like: Like) -> RowChunk:
+        """Read one chunk of rows."""
+        with malformed_refused(f"the rows of tick {chunk.first_tick}"):
+            record, file = self.files.record(chunk.ref)
+            saved = {entry[0] for entry in record.head["columns"]}
+            present = {name: kind for name, kind in like.items() if name in saved or name != "invalid.0"}
+            return unpack_rows(record, file.read, chunk.first_tick, chunk.ticks, present)
 
-
-def _dictionaries(manifest: Manifest, files: RecordFiles, losses: LostTicks | None) -> dict[str, Dictionary]:
-    """Read the dictionaries; blocks that name one that is lost are lost."""
-    found = {}
-    for name, ref in manifest.dictionaries.items():
-        try:
-            record, file = files.record(ref)
-            found[name] = unpack_dictionary(record, file.file)
-        except (DamageError, CheckpointError) as error:
-            if losses is None or not is_lost(error):
-                raise
-    return found
-
-
-def restored_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
-    """Read only what was saved besides the transitions."""
-    with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
-        record, file = RecordFiles(reader).record(manifest.state)
-        return unpack_state(record, file.read)
-
-
-def _expect(manifest: Manifest, files: RecordFiles, first_tick: int) -> None:
-    """Have everything fetched that loading reads."""
-    rows = [chunk.ref for chunk in manifest.rows if chunk.first_tick + chunk.ticks > first_tick]
-    segments = [entry for entry in manifest.segments if entry.first_tick + entry.ticks > first_tick]
-    blocks = [manifest.blocks[number] for number in sorted({n for entry in segments for n in entry.blocks})]
-    in_pieces = [ref for block in blocks if len(block.refs) > 1 for ref in block.refs]
-    whole = [manifest.state, *manifest.dictionaries.values(), *rows, *(entry.ref for entry in segments), *in_pieces]
-    indexes = [(block.refs[0], _index_bytes(block)) for block in blocks if len(block.refs) == 1]
-    files.expect([*((ref, ref.nbytes) for ref in whole), *indexes])
+    def _saved(self) -> SavedRecords:
+        """Say what lies there of the memory, so that the next save writes only what is new."""
+        manifest = self.manifest
+        saved = SavedRecords(files=dict(manifest.files), dictionaries=dict(manifest.dictionaries))
+        saved.logs = {entry.first_tick: entry.ref for entry in self.segments}
+        for number, block in self.blocks.items():
+            saved.blocks[block] = manifest.blocks[number].refs
+            if block.sealed is None:
+                saved.split.add(block)
+        return saved
 
 
 def _index_bytes(block: BlockEntry) -> int:
@@ -220,142 +344,20 @@ def _index_bytes(block: BlockEntry) -> int:
     return _HEAD_BYTES + 8 * block.slices
 
 
-def _content(
-    manifest: Manifest, schema: Schema, words: Any, blocks: _LoadedBlocks, first_tick: int, losses: LostTicks | None
-) -> StoreContent:
-    observed = schema.observation.leaves
-    large = [int(i) for i in words["large"]]
-    if sorted(set(large)) != sorted(large) or not set(large) <= set(range(len(observed))):
-        raise DamageError(f"the large fields {large} are not those of {len(observed)} leaves")
-    leaves = [observed[i] for i in large]
-    segments = _segments(manifest, blocks, leaves, schema.num_envs, first_tick, losses)
-    newest = _newest(words["newest"], observed, schema.num_envs)
-    paired = [int(i) for i in words["paired"]]
-    small = set(range(len(observed))) - set(large)
-    if manifest.next_tick and (set(newest) | set(paired) != small or set(newest) & set(paired)):
-        raise DamageError("the small fields are not those of the schema")
-    return StoreContent(
-        first_tick=first_tick,
-        next_tick=manifest.next_tick,
-        large=large,
-        windows=[Window.of_words(window, leaf) for window, leaf in zip(words["windows"], leaves, strict=True)],
-        segments=segments,
-        searches=words["searches"] or {"scouts": {}, "in_vain": {}, "rest": {}},
-        newest=newest,
-        paired=paired,
-        scouts=dict(words["scouts"]),
-        reward_dtype=None if words["reward_dtype"] is None else dtype_of(words["reward_dtype"]),
-        has_invalid=bool(words["has_invalid"]) or losses is not None,
-    )
+def restored(
+    manifest: Manifest, reader: CheckpointReader, capacity_ticks: int | None, kind: type[Restored] = Restored
+) -> Restored:
+    """Read a checkpoint: all but its rows, which follow, and its full blocks, which stay."""
+    with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
+        found = kind(manifest, reader, capacity_ticks)
+        found.read()
+        return found
 
 
-def _segments(
-    manifest: Manifest, blocks: _LoadedBlocks, leaves: list[Leaf], lanes: int, first_tick: int, losses: LostTicks | None
-) -> list[Segment[ClosedPart]]:
-    segments = []
-    for entry in manifest.segments:
-        if entry.first_tick + entry.ticks <= first_tick:
-            continue
-        try:
-            parts = _parts(entry, blocks, lanes, leaves, is_thorough=losses is not None)
-        except (DamageError, CheckpointError) as error:
-            if losses is None or not is_lost(error):
-                raise
-            losses.lose(entry.first_tick, entry.ticks, str(error))
-            parts = blank_parts(leaves, lanes)
-        segments.append(Segment(entry.first_tick, entry.ticks, parts))
-    if leaves and manifest.next_tick:
-        ends = segments[-1].first_tick + segments[-1].ticks if segments else -1
-        if ends != manifest.next_tick or segments[0].first_tick > first_tick:
-            raise DamageError(f"the segments end at tick {ends}, not at {manifest.next_tick}, or begin too late")
-    return segments
-
-
-def _newest(saved: Any, observed: Sequence[Leaf], lanes: int) -> dict[int, Any]:
-    newest = {}
-    for i, leaf in enumerate(observed):
-        rows = saved.get(str(i))
-        if rows is not None:
-            if rows.shape != (lanes, *leaf.shape) or rows.dtype != leaf.dtype.newbyteorder("<"):
-                raise DamageError(f"the newest rows of leaf {i} are of {rows.dtype} and {rows.shape}")
-            newest[i] = rows
-    return newest
-
-
-def _parts(
-    entry: SegmentEntry, blocks: _LoadedBlocks, lanes: int, leaves: list[Leaf], *, is_thorough: bool
-) -> list[ClosedPart]:
-    with malformed_refused(f"the segment of tick {entry.first_tick}"):
-        record, file = blocks.files.record(entry.ref)
-        named = [blocks.block(number) for number in entry.blocks]
-        if is_thorough:
-            for number in entry.blocks:
-                blocks.require_units(number)
-        return unpack_logs(record, file.read, lanes, leaves, named)
-
-
-def _rows(
-    manifest: Manifest, files: RecordFiles, first_tick: int, like: Like, losses: LostTicks | None
-) -> Iterator[RowChunk]:
-    done = first_tick
-    for chunk in manifest.rows:
-        if chunk.first_tick + chunk.ticks <= first_tick:
-            continue
-        if chunk.first_tick > done:
-            raise DamageError(f"the rows of ticks {done} to {chunk.first_tick} are missing")
-        if losses is None:
-            yield _chunk(files, chunk, like)
-        done = chunk.first_tick + chunk.ticks
-    if done != manifest.next_tick:
-        raise DamageError(f"the rows end at tick {done}, not at {manifest.next_tick}")
-    if losses is not None:
-        yield from _rows_left(manifest, files, first_tick, like, losses)
-
-
-def _chunk(files: RecordFiles, chunk: Chunk, like: Like) -> RowChunk:
-    with malformed_refused(f"the rows of tick {chunk.first_tick}"):
-        record, file = files.record(chunk.ref)
-        saved = {entry[0] for entry in record.head["columns"]}
-        present = {name: kind for name, kind in like.items() if name in saved or name != "invalid.0"}
-        return unpack_rows(record, file.read, chunk.first_tick, chunk.ticks, present)
-
-
-def _rows_left(
-    manifest: Manifest, files: RecordFiles, first_tick: int, like: Like, losses: LostTicks
-) -> Iterator[RowChunk]:
-    """Read rows; where they are damaged, the ticks are lost, and so is the one before: its next observations."""
-    entries = [chunk for chunk in manifest.rows if chunk.first_tick + chunk.ticks > first_tick]
-    found: set[int] = set()
-    for chunk in entries:  # once to know what is lost, since a chunk may be lost to the one before it
-        try:
-            _chunk(files, chunk, like)
-        except (DamageError, CheckpointError) as error:
-            if not is_lost(error):
-                raise
-            losses.lose(chunk.first_tick - 1, chunk.ticks + 1, str(error))
-            found.add(chunk.first_tick)
-    for chunk in entries:
-        is_blank = chunk.first_tick in found
-        rows = blank_rows(chunk.first_tick, chunk.ticks, like) if is_blank else _chunk(files, chunk, like)
-        yield losses.marked(rows, int(manifest.schema["num_envs"]))
-
-
-def _extents(segments: list[Segment[ClosedPart]]) -> list[Extent]:
-    blocks = {id(part.block): part.block for segment in reversed(segments) for part in segment.parts}
-    return [extent for block in blocks.values() if (extent := block.extent) is not None]
-
-
-def _saved(manifest: Manifest, blocks: _LoadedBlocks, first_tick: int) -> SavedRecords:
-    """Say what lies there of the memory, so that the next save writes only what is new."""
-    saved = SavedRecords(files=dict(manifest.files), dictionaries=dict(manifest.dictionaries))
-    for number, block in blocks.found.items():
-        saved.blocks[block] = manifest.blocks[number].refs
-        if block.sealed is None:
-            saved.split.add(block)
-    saved.logs = {
-        entry.first_tick: entry.ref for entry in manifest.segments if entry.first_tick + entry.ticks > first_tick
-    }
-    return saved
+def restored_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
+    """Read only what was saved besides the transitions."""
+    with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
+        return RecordFiles(reader).state(manifest.state)
 
 
 def attached_files(url: str | os.PathLike[str]) -> Attached:
@@ -427,7 +429,8 @@ class Loading(Generic[_M]):
         require_flag("recover", self.recover)
         reader = open_reader(url, self.settings["spill_dir"], timeout)
         memory = self._newest(reader)
-        reader.wait_on()
+        if reader.waiting is not None:
+            reader.waiting.limit_s = math.inf  # what is sampled waits until the store answers, or is given up
         return memory
 
     def _newest(self, reader: CheckpointReader) -> _M:
@@ -461,15 +464,17 @@ class Loading(Generic[_M]):
 
     def as_saved(self, manifest: Manifest, reader: CheckpointReader, capacity: int | None, *, is_final: bool) -> _M:
         """Load a memory in the lanes in which it was saved; one that is not final is only read."""
-        lost = LostTicks() if self.recover else None
+        kind: type[Restored] = Restored
+        if self.recover:
+            from holdall.checkpoint.damage import Salvage  # noqa: PLC0415  for damaged checkpoints only
+
+            kind = Salvage
         ticks = None if capacity is None else int(capacity) // int(manifest.schema["num_envs"])
-        found = restored(manifest, reader, ticks, lost)
+        found = restored(manifest, reader, ticks, kind)
         if not is_final:
             found.saved = None
         memory = self.make(found.schema, ticks or manifest.capacity_ticks, is_final=is_final)
         self.restore_into(memory, found, self.sampler if is_final else Uniform())
-        if lost is not None:
-            lost.report(reader.url, manifest.number)
         return memory
 
     def restore_into(self, memory: _M, found: Restored, sampler: Sampler | None) -> None:

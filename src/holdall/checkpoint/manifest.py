@@ -1,4 +1,4 @@
-"""Manifests: one immutable file per checkpoint, which names everything that belongs to it.
+"""Manifests: one immutable file per checkpoint, which names everything that belongs to it; and those at one url.
 
 In:  what was written, and where.  Out: canonical JSON and a line with its sha256; and back.
 Invariant: what is decoded was checked: the sum, every name, every number against its neighbours.
@@ -15,17 +15,16 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from holdall.background import Waiting
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
-from holdall.storage import parsed, unparsed
+from holdall.storage import SegmentFile, parsed, unparsed
 from holdall.units import count_of as counted
 from holdall.units import malformed_refused, require_path, text_of
-
-if TYPE_CHECKING:
-    from holdall.checkpoint.file_system import CheckpointReader
 
 FORMAT = "holdall checkpoint"
 VERSION = 1
@@ -220,11 +219,6 @@ class Outlines:
         return manifest
 
 
-def numbers_of(names: Iterable[str]) -> list[int]:
-    """Return the numbers of the manifests among some file names, newest first."""
-    return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
-
-
 def _require_readable(words: Any) -> None:
     if words["format"] != FORMAT:
         raise DamageError(f"it is of the format {words['format']!r}, none of holdall's")
@@ -294,11 +288,24 @@ def _in_order(runs: Any) -> Any:
     return runs
 
 
-MOST_FORMAT_BYTES, MOST_NUMBER, _MOST_OUTLINES = 4096, 10**16 - 1, 64
+MOST_FORMAT_BYTES, _MOST_OUTLINES = 4096, 64
 LEASE_S = 3600.0
 """For so long, a file that no manifest names may belong to a save under way, and stays."""
 
-Buffer = bytes | bytearray | memoryview
+
+def new_writer_id() -> str:
+    """Name a writer: without it, one that comes after a crash would use the same names again."""
+    return secrets.token_hex(8)
+
+
+def data_names(writer_id: str) -> Iterator[str]:
+    """Name files of records, one after another."""
+    return (f"{writer_id}-{sequence:016x}.seg" for sequence in itertools.count(1))
+
+
+def format_text() -> bytes:
+    """Return the content of FORMAT."""
+    return signed(json.dumps({"format": FORMAT, "min_reader": VERSION, "version": VERSION}, sort_keys=True).encode())
 
 
 def is_lost(error: OSError) -> bool:
@@ -311,141 +318,122 @@ def is_lost(error: OSError) -> bool:
     return error.errno in (None, errno.ENOENT) and not isinstance(error, FencedError)
 
 
-def newest_manifest(reader: CheckpointReader, numbers: Iterable[int]) -> Manifest | None:
-    """Return the first of some manifests, newest first, that is one: any file may bear any number."""
-    for number in numbers:
+class CheckpointReader(ABC):
+    """The checkpoints at one url, to be read: in a directory, or below a prefix of an object store."""
+
+    kind, check = "file", "check the path"
+    waiting: Waiting | None = None  # for a server that may not answer; who gives it up ends all reading
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.outlines = Outlines()
+
+    @abstractmethod
+    def names(self, folder: str) -> Iterable[str]:
+        """List a folder."""
+
+    @abstractmethod
+    def read(self, name: str, most_bytes: int) -> bytes | None:
+        """Read a file whole; None if it is not there, DamageError if it has more bytes than that."""
+
+    @abstractmethod
+    def file_sizes(self) -> dict[str, int]:
+        """Return the bytes of every file of records that is there, by name."""
+
+    @abstractmethod
+    def open(self, name: str) -> tuple[SegmentFile, int]:
+        """Open a file of records, to be read by position; return it and its bytes."""
+
+    @abstractmethod
+    def below(self, folder: str) -> CheckpointReader:
+        """Return the checkpoints of one shard."""
+
+    @abstractmethod
+    def top(self) -> CheckpointReader:
+        """Return the checkpoints two folders above."""
+
+    def reopened(self) -> CheckpointReader:
+        """Return the same checkpoints, with a waiting of their own."""
+        return self
+
+    @property
+    def shard_folder(self) -> str | None:
+        """The folder in which these checkpoints stand, if it is a shard's."""
+        folder = "/".join(re.split(r"[/\\]", self.url)[-2:])
+        return folder if SHARD_FOLDER.fullmatch(folder) else None
+
+    def above(self) -> CheckpointReader | None:
+        """Return the checkpoints whose manifests may name those here; None if these are no shard's."""
+        top = None if self.shard_folder is None else self.top()
+        return top if top is not None and (top.numbers() or top.read("FORMAT", MOST_FORMAT_BYTES) is not None) else None
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the manifests that are there, newest first."""
+        return sorted(
+            (int(name[:16]) for name in self.names("manifests") if MANIFEST_NAME.fullmatch(name)), reverse=True
+        )
+
+    def manifest(self, number: int) -> Manifest:
+        """Read a manifest; DamageError if it is none, CheckpointError if it is not there."""
+        return decode(*self._manifest(number), number)
+
+    def outline(self, number: int) -> Manifest:
+        """Read a manifest, perhaps without its records."""
+        return self.outlines.of(*self._manifest(number), number)
+
+    def _manifest(self, number: int) -> tuple[bytes, str]:
+        """Return a manifest's bytes and name."""
+        name = f"manifests/{manifest_name(number)}"
+        raw = self.read(name, MOST_MANIFEST_BYTES)
+        if raw is None:
+            raise CheckpointError(f"{self.url} has no checkpoint {number}; {self.check}")
+        return raw, f"{self.url}/{name}"
+
+    def newest(self, numbers: Iterable[int]) -> Manifest | None:
+        """Return the first of some manifests, newest first, that is one: any file may bear any number."""
+        for number in numbers:
+            try:
+                return self.manifest(number)
+            except (DamageError, CheckpointError) as error:
+                if not is_lost(error):
+                    raise
+        return None
+
+    def require(self, text: bytes | None = None) -> bool:
+        """Refuse a url that holds no checkpoints, or newer ones; return whether FORMAT is as it should be.
+
+        Manifests say what they are as well: where there are some, a FORMAT that is damaged or gone is a warning.
+
+        Args:
+            text: Of FORMAT, if it was read already.
+        """
         try:
-            return reader.manifest(number)
+            self._require_format(text or self.read("FORMAT", MOST_FORMAT_BYTES))
         except (DamageError, CheckpointError) as error:
-            if not is_lost(error):
+            if not is_lost(error) or not self.numbers():
                 raise
-    return None
+            _LOG.warning(
+                "%s: FORMAT is damaged or gone; its manifests say what it holds, and the next save writes it again",
+                self.url,
+            )
+            return False
+        return True
 
-
-def last_number(reader: CheckpointReader) -> int:
-    """Return the number of the newest checkpoint; 0 if there is none."""
-    found = newest_manifest(reader, reader.numbers())
-    return 0 if found is None else found.number
-
-
-def next_number(reader: CheckpointReader, last: int, writer_id: str) -> int:
-    """Return the number of a writer's next checkpoint.
-
-    A writer whose number was taken by another stops for good: what it wrote may have been collected meanwhile.
-
-    Args:
-        last: The newest number when the writer came, or its own last one.
-        writer_id: The writer's name.
-    """
-    numbers = reader.numbers()
-    found = newest_manifest(reader, (number for number in numbers if number > last))
-    if found is not None and found.writer_id != writer_id:
-        raise FencedError(
-            f"{reader.url} holds checkpoint {found.number}, which another writer made since {last}; save to a place of "
-            "its own, or load what is there"
-        )
-    number = 1 + (last if found is None else found.number)
-    while number in numbers:
-        number += 1
-    if number > MOST_NUMBER:
-        raise CheckpointError(
-            f"{reader.url} holds checkpoint {number - 1}, the last that there is; save to a place of its own"
-        )
-    return number
-
-
-def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], dict[int, Manifest | None]]:
-    """Return outlines of checkpoints that stay, the last `keep` that are whole and all since, and of those that go.
-
-    Those of a shard stay for as long as a manifest above names them, whatever `keep` says. Newer ones than the newest
-    that is named stay too: a save over shards is about to name them. What is damaged goes, and is None. If one cannot
-    be read, or is of a newer format, an error says so: nobody knows what it names.
-
-    Args:
-        keep: None: what a manifest above does not name, or will.
-    """
-    above, numbers = reader.above(), reader.numbers()
-    stays = set(numbers)
-    if above is not None:
-        shards = [shard for number in above.numbers() for shard in above.manifest(number).shards]
-        named = {shard.number for shard in shards if reader.url.endswith(f"/{shard.folder}")}
-        stays = {number for number in numbers if number in named or number > max(named, default=0)}
-        keep = None
-    kept: list[Manifest] = []
-    stale: dict[int, Manifest | None] = {}
-    whole, sizes = 0, reader.file_sizes()
-    for number in numbers:
+    def _require_format(self, raw: bytes | None) -> None:
+        if raw is None:
+            missing = f"{self.url} holds no checkpoints: there is no FORMAT {self.kind} in it; {self.check}"
+            raise CheckpointError(missing)
         try:
-            found: Manifest | None = reader.outline(number)
-        except DamageError as error:
-            if isinstance(error, NewerFormatError) or error.errno is not None:
-                raise
-            found = None
-        except CheckpointError:
-            if number in reader.numbers():
-                raise
-            continue  # another collector removed it just now
-        if found is not None and number in stays and (keep is None or whole < keep):
-            kept.append(found)
-            whole += _is_whole(found, reader, sizes)
-        else:
-            stale[number] = found
-    return kept, stale
-
-
-def new_writer_id() -> str:
-    """Name a writer: without it, one that comes after a crash would use the same names again."""
-    return secrets.token_hex(8)
-
-
-def data_name(writer_id: str, sequence: int) -> str:
-    """Name a file of records."""
-    return f"{writer_id}-{sequence:016x}.seg"
-
-
-def format_text() -> bytes:
-    """Return the content of FORMAT."""
-    return signed(json.dumps({"format": FORMAT, "min_reader": VERSION, "version": VERSION}, sort_keys=True).encode())
-
-
-def require_format(reader: CheckpointReader, read: Callable[[], bytes]) -> bool:
-    """Refuse a url that is none of holdall's, or newer than this reader; return whether FORMAT is as it should be.
-
-    Manifests say what they are as well: where there are some, a FORMAT that is damaged or gone is a warning.
-    """
-    try:
-        _require_known(read(), reader.url)
-    except (DamageError, CheckpointError) as error:
-        if not is_lost(error) or not reader.numbers():
-            raise
-        _LOG.warning(
-            "%s: FORMAT is damaged or gone; its manifests say what it holds, and the next save writes it again",
-            reader.url,
-        )
-        return False
-    return True
-
-
-def _require_known(raw: bytes, url: str) -> None:
-    try:
-        words = parsed(signed_text(raw))
-        known = words["format"] == FORMAT and type(words["min_reader"]) is int
-    except (DamageError, ValueError, KeyError, TypeError, RecursionError):
-        known = False
-    if not known:
-        raise DamageError(f"{url}: its FORMAT file is damaged, or none of holdall's; choose another place")
-    if words["min_reader"] > VERSION:
-        raise NewerFormatError(
-            f"{url} needs a reader of version {words['min_reader']}, this one has {VERSION}; upgrade it"
-        )
-
-
-def _is_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> bool:
-    try:
-        require_whole(manifest, reader, sizes)
-    except (DamageError, CheckpointError):
-        return False
-    return True
+            words = parsed(signed_text(raw))
+            known = words["format"] == FORMAT and type(words["min_reader"]) is int
+        except (DamageError, ValueError, KeyError, TypeError, RecursionError):
+            known = False
+        if not known:
+            raise DamageError(f"{self.url}: its FORMAT file is damaged, or none of holdall's; choose another place")
+        if words["min_reader"] > VERSION:
+            raise NewerFormatError(
+                f"{self.url} needs a reader of version {words['min_reader']}, this one has {VERSION}; upgrade it"
+            )
 
 
 def require_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> None:

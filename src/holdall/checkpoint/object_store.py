@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import tempfile
 import time
@@ -22,71 +21,46 @@ from pathlib import Path
 from typing import Any
 
 from holdall.background import LOAD_S, Waiting
+from holdall.checkpoint.files import CheckpointWriter
 from holdall.checkpoint.manifest import (
     DATA_NAME,
     LEASE_S,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
-    SHARD_FOLDER,
-    Buffer,
+    CheckpointReader,
     Manifest,
-    Outlines,
-    data_name,
-    decode,
+    data_names,
     encode,
     format_text,
-    kept_and_stale,
     manifest_name,
     new_writer_id,
-    numbers_of,
-    require_format,
 )
-from holdall.checkpoint.objects import PART_BYTES, Objects, StoredObject, sent, short
+from holdall.checkpoint.objects import PART_BYTES, Objects, sent, short
 from holdall.errors import CheckpointError, FencedError
-from holdall.storage import AwaitedFile, SegmentFile
+from holdall.storage import AwaitedFile, Buffer, SegmentFile
 
 _LOG = logging.getLogger("holdall")
 
 
-class ObjectStoreReader:
+class ObjectStoreReader(CheckpointReader):
     """Checkpoints in an object store, to be read."""
 
+    kind, check = "object", "check the url"
+
     def __init__(self, objects: Objects, cache_dir: str | os.PathLike[str] | None = None) -> None:
-        self.url = objects.url
+        super().__init__(objects.url)
+        self.waiting = objects.waiting
         self._objects = objects
         self._cache_dir = cache_dir
         self._sizes: dict[str, int] = {}
-        self.outlines = Outlines()
 
-    def require(self) -> bool:
-        """Refuse a prefix that holds no checkpoints; return whether FORMAT says that it does."""
-        return require_format(self, self._format)
+    def names(self, folder: str) -> Iterable[str]:
+        """List a folder."""
+        return self._objects.sizes(folder)
 
-    def _format(self) -> bytes:
-        raw = self._objects.get("FORMAT", MOST_FORMAT_BYTES)
-        if raw is None:
-            raise CheckpointError(f"{self.url} holds no checkpoints: there is no FORMAT object in it; check the url")
-        return raw
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of the manifests that are there, newest first."""
-        return numbers_of(self._objects.sizes("manifests"))
-
-    def manifest(self, number: int) -> Manifest:
-        """Read a manifest."""
-        return decode(*self._manifest(number), number)
-
-    def outline(self, number: int) -> Manifest:
-        """Read a manifest, perhaps without its records."""
-        return self.outlines.of(*self._manifest(number), number)
-
-    def _manifest(self, number: int) -> tuple[bytes, str]:
-        """Return a manifest's bytes and name."""
-        key = f"manifests/{manifest_name(number)}"
-        raw = self._objects.get(key, MOST_MANIFEST_BYTES)
-        if raw is None:
-            raise CheckpointError(f"{self.url} has no checkpoint {number}")
-        return raw, f"{self.url}/{key}"
+    def read(self, name: str, most_bytes: int) -> bytes | None:
+        """Read an object whole; None if it is not there, DamageError if it has more bytes than that."""
+        return self._objects.get(name, most_bytes)
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
@@ -112,28 +86,16 @@ class ObjectStoreReader:
         return AwaitedFile(Path(f"{self.url}/{key}"), descriptor, nbytes, partial(self._objects.ranges, key)), nbytes
 
     def reopened(self) -> ObjectStoreReader:
-        """Return the same checkpoints; `interrupt` does not end reading them."""
+        """Return the same checkpoints, with a waiting of their own."""
         return ObjectStoreReader(Objects(self.url, Waiting(self.url, LOAD_S)), self._cache_dir)
 
     def below(self, folder: str) -> ObjectStoreReader:
         """Return the checkpoints of one shard."""
         return ObjectStoreReader(self._objects.elsewhere(f"{self.url}/{folder}"), self._cache_dir)
 
-    def above(self) -> ObjectStoreReader | None:
-        """Return the checkpoints whose manifests may name those here."""
-        if not SHARD_FOLDER.fullmatch("/".join(self.url.split("/")[-2:])):
-            return None
-        top = self._objects.elsewhere(self.url.rsplit("/", 2)[0])
-        above = ObjectStoreReader(top, self._cache_dir)
-        return above if top.get("FORMAT", MOST_FORMAT_BYTES) is not None or above.numbers() else None
-
-    def wait_on(self) -> None:
-        """Wait for the store from now on until it answers, or is interrupted."""
-        self._objects.waiting.limit_s = math.inf
-
-    def interrupt(self) -> None:
-        """Give up waiting for the store."""
-        self._objects.waiting.give_up()
+    def top(self) -> ObjectStoreReader:
+        """Return the checkpoints two folders above."""
+        return ObjectStoreReader(self._objects.elsewhere(self.url.rsplit("/", 2)[0]), self._cache_dir)
 
 
 class ObjectStoreFile:
@@ -263,7 +225,7 @@ async def _renewed_for_good(mark: weakref.ref[WriterMark]) -> None:
         del held
 
 
-class ObjectStoreWriter:
+class ObjectStoreWriter(CheckpointWriter):
     """A prefix of an object store that this writer holds, as far as the store lets it."""
 
     behind_bytes = 16 * 2**20
@@ -274,7 +236,7 @@ class ObjectStoreWriter:
         self.writer_id = new_writer_id()
         self.reader = ObjectStoreReader(self._objects)
         self._mark = WriterMark(self._objects)
-        self._sequence = 0
+        self._names = data_names(self.writer_id)
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
         self._require_format()
         self.is_fenced = self._objects.honours_conditions()
@@ -287,16 +249,7 @@ class ObjectStoreWriter:
     def new_file(self) -> ObjectStoreFile:
         """Begin a file of records."""
         self._mark.set(self.writer_id)
-        self._sequence += 1
-        return ObjectStoreFile(self._objects, data_name(self.writer_id, self._sequence))
-
-    def is_there(self) -> bool:
-        """Say yes: a prefix is there as soon as something is put below it."""
-        return True
-
-    def adopt(self, file: SegmentFile) -> None:
-        """Nothing of a disk can be taken over by a store."""
-        return
+        return ObjectStoreFile(self._objects, next(self._names))
 
     def mark(self, names: Iterable[str]) -> None:
         """Keep others from removing files, whether they are there or not."""
@@ -335,46 +288,36 @@ class ObjectStoreWriter:
         self.reader.outlines.remember(content, manifest)
         self._mark.release()  # a collector that looked before the manifest was there saw that the mark holds
 
-    def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
-        """Remove all but the last `keep` checkpoints, and the files that none of them nor `in_use` names.
+    def unclaimed(self) -> tuple[dict[str, int], set[str]]:
+        """Return the files of records, and those of them that no save under way can be about to name.
 
-        Of other writers' files those go that were there before this writer's last manifest: their writers want a number
-        that is taken, and will be refused. Without a manifest of its own, it removes only what is older than a lease,
-        of writers whose mark is, too; and what only checkpoints name that go: nobody names that again. Files are
-        listed first, and manifests last: what is named meanwhile stays.
+        Of other writers' files these are the ones that were there before this writer's last manifest: their writers
+        want a number that is taken, and will be refused. Without a manifest of its own, only those are that are older
+        than a lease, of writers whose mark is, too.
         """
         found = self._objects.listed("segments")
-        old = self._collectable(found)
-        kept, stale = kept_and_stale(self.reader, keep)
-        named = set(in_use).union(*(manifest.files for manifest in kept))
-        old |= {name for manifest in stale.values() if manifest is not None for name in manifest.files if name in found}
-        self._objects.delete([f"manifests/{manifest_name(number)}" for number in stale])
-        unnamed = sorted(old - named)
-        self._objects.delete([f"segments/{name}" for name in unnamed])
-        return sum(found[name].nbytes for name in unnamed)
-
-    def _require_format(self) -> None:
-        raw = self._objects.get("FORMAT", MOST_FORMAT_BYTES)
-        if raw is None:
-            self._objects.create("FORMAT", format_text())
-        elif not require_format(self.reader, lambda: raw):
-            self._objects.put("FORMAT", format_text())
-
-    def _collectable(self, found: dict[str, StoredObject]) -> set[str]:
-        """Name the files that no save under way can be about to name."""
+        sizes = {name: entry.nbytes for name, entry in found.items()}
         names = {name for name in found if DATA_NAME.fullmatch(name)}
         own = {name for name in names if self._seen is not None and name.startswith(self.writer_id)}
         if self._seen is not None and self.is_fenced:
-            return own | names & self._seen
+            return sizes, own | names & self._seen
         marks, limit = self._objects.listed("writers"), self._objects.time() - timedelta(seconds=LEASE_S)
         at_work = {name for name, mark in marks.items() if mark.modified >= limit}
         self._objects.delete([f"writers/{name}" for name in marks.keys() - at_work])
-        return own | {name for name in names if found[name].modified < limit and name.partition("-")[0] not in at_work}
+        old = {name for name in names if found[name].modified < limit and name.partition("-")[0] not in at_work}
+        return sizes, own | old
+
+    def remove(self, folder: str, names: Iterable[str]) -> None:
+        """Remove objects."""
+        self._objects.delete([f"{folder}/{name}" for name in names])
+
+    def _require_format(self) -> None:
+        raw = self.reader.read("FORMAT", MOST_FORMAT_BYTES)
+        if raw is None:
+            self._objects.create("FORMAT", format_text())
+        elif not self.reader.require(raw):
+            self._objects.put("FORMAT", format_text())
 
     def close(self) -> None:
         """Let others remove what this writer put and did not name."""
         self._mark.remove()
-
-    def interrupt(self) -> None:
-        """Give up waiting for the store."""
-        self._objects.waiting.give_up()

@@ -1,5 +1,7 @@
 """Requests to an object store: each is sent in the background and tried until it is answered, or given up.
 
+At the end, what journals need of a store, in a directory as well: numbered files that are each made once.
+
 In:  keys and bytes.  Out: objects, of s3://, gs:// and az:// through obstore; errors of one line.
 Invariant: a server that is away costs time alone. Who waits can give up at any moment, also in the middle of a request.
 """
@@ -16,11 +18,14 @@ from concurrent import futures
 from datetime import datetime, timedelta
 from functools import partial
 from multiprocessing import util
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdall.background import Reminder, Waiting
-from holdall.checkpoint.manifest import Buffer, new_writer_id
+from holdall.checkpoint.directory import FileSystem, create_whole
+from holdall.checkpoint.manifest import is_remote, new_writer_id
 from holdall.errors import CheckpointError, DamageError, HoldallError, MissingPackageError
+from holdall.storage import Buffer
 
 if TYPE_CHECKING:
     import asyncio
@@ -317,3 +322,108 @@ def _cause(error: BaseException) -> str:
 def short(error: BaseException) -> str:
     """Return the first line of an error; the client adds many lines of its own insides."""
     return str(error).strip().partition("\n")[0].partition(": <")[0][:200]
+
+
+# ---------------------------------------------------------------- files that are made once
+
+_SLOT = re.compile(r"[0-9a-f]{16}\.slot")
+_MOST_SLOT_BYTES = 2**30
+_REQUEST_S = 0.2
+
+
+class FileObjects:
+    """The files of a directory, with those calls of `Objects` that make each of them once."""
+
+    def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
+        self.url, self._root, self._disk = str(root), root, disk or FileSystem()
+        try:
+            for folder in (*reversed(root.parents), root):
+                if not folder.exists() and self._disk.make_directory(folder):
+                    self._disk.sync_directory(folder.parent)
+        except OSError as error:
+            raise CheckpointError(f"{root} cannot be made ({error}); check the path and its permissions") from error
+
+    def create(self, key: str, content: Buffer) -> bool:
+        """Make a file where none is; return whether it was done. It is durable then."""
+        try:
+            return create_whole(self._disk, self._root / key, content, new_writer_id(), is_locked=False)
+        except OSError as error:
+            raise CheckpointError(f"{self.url} cannot be written to ({error}); make room, or check the disk") from error
+
+    def get(self, key: str, _most_bytes: int) -> bytes | None:
+        """Return a file's bytes; None if it is not there."""
+        try:
+            return (self._root / key).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{self.url}/{key} cannot be read ({error})") from error
+
+    def names(self) -> list[str]:
+        """Return the names of what is there."""
+        return self._disk.names(self._root)
+
+    def folders(self) -> list[str]:
+        """Return the names of the folders right below."""
+        return [each.name for each in self._root.iterdir() if each.is_dir()]
+
+    def delete(self, keys: list[str]) -> None:
+        """Remove files; some may be gone already."""
+        for key in keys:
+            (self._root / key).unlink(missing_ok=True)
+
+    def honours_conditions(self) -> bool:
+        """Whether making a file twice fails the second time: every file system makes a link once."""
+        return True
+
+
+class Slots:
+    """Numbered files, on a disk or in an object store, that are each created once and never written again.
+
+    Of several that create one at a time, one succeeds.
+    """
+
+    def __init__(self, objects: Objects | FileObjects) -> None:
+        self._objects, self.url = objects, objects.url
+        # How long to wait for more to write before the next one is created: a request costs time and money.
+        self.batching_s = _REQUEST_S if isinstance(objects, Objects) else 0.0
+
+    @classmethod
+    def at(cls, url: str | os.PathLike[str], *folders: str) -> Slots:
+        """Return those in a folder below a url or path."""
+        return cls(objects_at(url, *folders))
+
+    def require_fencing(self) -> None:
+        """Refuse a place where a number could be created twice: some stores take conditions, and do not keep them."""
+        if not self._objects.honours_conditions():
+            raise CheckpointError(
+                f"{self.url} ignores conditions, so a shard that was taken for dead looks like its "
+                "successor; use a store that has conditional puts, or durability='memory' and checkpoints"
+            )
+
+    def numbers(self) -> list[int]:
+        """Return the numbers that are there, in order."""
+        return sorted(int(name[:16], 16) for name in self._objects.names() if _SLOT.fullmatch(name))
+
+    def create(self, number: int, content: bytes) -> bool:
+        """Create a slot; False if another stands there, and not one of an earlier try whose answer was lost."""
+        return self._objects.create(_name(number), content) or self.read(number) == content
+
+    def read(self, number: int) -> bytes | None:
+        """Return the bytes of a slot; None if it is not there: slots may be removed at any time."""
+        return self._objects.get(_name(number), _MOST_SLOT_BYTES)
+
+    def delete(self, numbers: list[int]) -> None:
+        """Remove slots."""
+        self._objects.delete([_name(number) for number in numbers])
+
+
+def _name(number: int) -> str:
+    return f"{number:016x}.slot"
+
+
+def objects_at(url: str | os.PathLike[str], *folders: str) -> Objects | FileObjects:
+    """Return what lies in a folder below a url or path."""
+    if is_remote(url):
+        return Objects("/".join((os.fspath(url).rstrip("/"), *folders)))
+    return FileObjects(Path(os.fspath(url)).joinpath(*folders))

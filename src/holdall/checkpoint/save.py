@@ -12,33 +12,26 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from holdall.background import CLOSE_S, JobThread, Waiting, left
-from holdall.checkpoint.directory import DirectoryWriter
-from holdall.checkpoint.file_system import CheckpointWriter, disk_errors_explained
-from holdall.checkpoint.manifest import (
-    ATTACHMENT_NAME,
-    is_remote,
-    last_number,
-    newest_manifest,
-    next_number,
-    normalized_url,
-)
-from holdall.checkpoint.saved_records import RowsKey, SavedRecords
-from holdall.checkpoint.write import Report, ShardsSnapshot, Snapshot, SnapshotWriter
-from holdall.errors import ArgumentError, CheckpointError
-from holdall.storage import Coder, FullBlock, SliceBlock
-from holdall.units import require_count, require_number
+from holdall.checkpoint.attached import checked_files
+from holdall.checkpoint.directory import DirectoryWriter, disk_errors_explained
+from holdall.checkpoint.files import CheckpointWriter
+from holdall.checkpoint.manifest import CheckpointReader, is_remote, normalized_url
+from holdall.checkpoint.write import Report, RowsKey, SavedRecords, SnapshotWriter
+from holdall.errors import ArgumentError, CheckpointError, FencedError
+from holdall.storage import Coder, FrozenRows, FrozenStore, FullBlock, RowChunk, SliceBlock
+from holdall.units import require_count
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import Autosave, CheckpointMirror
+    from holdall.checkpoint.streams import ShardsSnapshot
 
-
+_MOST_NUMBER = 10**16 - 1
 _LOOK_S = 0.1
 _CANCELLED_S = 5.0
 """How long a save that was cancelled has to end."""
@@ -62,23 +55,46 @@ class Checkpoint:
     seconds: float
 
 
+@dataclass(slots=True)
+class Snapshot:
+    """All that a checkpoint holds, at the moment of `save`."""
+
+    store: FrozenStore | None  # None once its parts are being written, so that they can be freed one by one
+    schema: dict[str, Any]
+    capacity_ticks: int
+    state: dict[str, Any]  # of sampler and generator, and what else the owner wants back
+    attach: Mapping[str, Path | bytes]
+    lock: threading.Lock  # of the memory: rows are read under it
+    release: Callable[[FrozenRows], None]
+    take_again: Callable[[FrozenRows, int, int], RowChunk | None] = lambda _rows, _number, _version: None
+    """Returns a chunk of rows that was thought to be saved, in a version; None if it was written over since."""
+
+    @property
+    def transitions(self) -> int:
+        """How many it holds, before it is written."""
+        return 0 if self.store is None else self.store.transitions
+
+    def write(self, writer: SnapshotWriter) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Write all of it; return its state, and what the manifest says of the rest."""
+        return writer.write_store(self)
+
+    def drop(self) -> None:
+        """Let the memory go on without it, if it was not written."""
+        store, self.store = self.store, None
+        if store is not None:
+            with self.lock:
+                self.release(store.rows)
+
+
 class SaveHandle:
     """A save under way."""
 
-    def __init__(
-        self,
-        url: str,
-        interrupt: Callable[[], None],
-        wait_for_mirror: Callable[[int, float | None], None] | None = None,
-        waiting: Waiting | None = None,
-    ) -> None:
-        self.url = url
-        self._interrupt = interrupt
-        self._waiting = waiting or Waiting(url)
-        self._wait_for_mirror = wait_for_mirror
+    def __init__(self, saver: Saver, mirror: CheckpointMirror | None) -> None:
+        self.url = saver.url
+        self._saver = saver
+        self._mirror = mirror
         self._ended = threading.Event()
-        self._checkpoint: Checkpoint | None = None
-        self._error: BaseException | None = None
+        self._outcome: Checkpoint | BaseException | None = None
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -88,43 +104,38 @@ class SaveHandle:
         """Wait until the checkpoint is safe, and return it; raise what went wrong if it is not."""
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the checkpoint at {self.url} was not complete after {timeout} s; it goes on")
-        if self._error is not None:
-            raise self._error
-        if self._checkpoint is None:
-            raise CheckpointError(f"the checkpoint at {self.url} ended without a result; report this")
-        return self._checkpoint
+        if not isinstance(self._outcome, Checkpoint):
+            raise self._outcome or CheckpointError(f"the checkpoint at {self.url} ended without a result; report this")
+        return self._outcome
 
     def finish(self, timeout: float = CLOSE_S) -> Checkpoint:
         """Wait as long as the save gets on; cancel it if it does not for `timeout` seconds. Return the checkpoint."""
         began = time.monotonic()
         while not self._ended.wait(_LOOK_S):
-            if time.monotonic() - self._waiting.stuck_since(began) >= timeout:
+            if time.monotonic() - self._saver.waiting.stuck_since(began) >= timeout:
                 self.cancel()
                 return self.result(_CANCELLED_S)
         return self.result()
 
     def mirrored(self, timeout: float | None = None) -> Checkpoint:
         """Wait until the checkpoint, or a newer one, stands in the mirror too, and return it."""
-        if self._wait_for_mirror is None:
+        if self._mirror is None:
             raise ArgumentError("mirrored() was called, but the save had no mirror; call save(path, mirror=url)")
         began = time.monotonic()
         checkpoint = self.result(timeout)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        self._wait_for_mirror(checkpoint.number, left)
+        self._mirror.wait(checkpoint.number, left)
         return checkpoint
 
     def cancel(self) -> None:
         """Give this save up, and its copy in the mirror: wherever it is, its `result` raises. Later saves go on."""
-        self._interrupt()
+        self._saver.cancel(self)
+        if self._mirror is not None:
+            self._mirror.cancel()
 
-    def succeed(self, checkpoint: Checkpoint) -> None:
-        """End well."""
-        self._checkpoint = checkpoint
-        self._ended.set()
-
-    def fail(self, error: BaseException) -> None:
-        """End badly."""
-        self._error = error
+    def end(self, outcome: Checkpoint | BaseException) -> None:
+        """End it, well or not."""
+        self._outcome = outcome
         self._ended.set()
 
 
@@ -144,29 +155,7 @@ def checked_save(
     if progress is not None and not callable(progress):
         raise ArgumentError(f"progress ({progress!r}) must be a function of text and bytes; pass one, or None")
     require_mirror(mirror, location)
-    if attach is not None and not isinstance(attach, Mapping):
-        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
-    return location, {_checked_name(name): _checked_content(name, content) for name, content in (attach or {}).items()}
-
-
-def _checked_name(name: Any) -> str:
-    if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
-        raise ArgumentError(
-            f"attach has the name {name!r}; use letters, digits, '_', '-', '.', and '/' between parts that begin with "
-            "none of the last two"
-        )
-    return name
-
-
-def _checked_content(name: str, content: Any) -> Path | bytes:
-    if isinstance(content, bytes | bytearray | memoryview):
-        return bytes(content)
-    if isinstance(content, str | os.PathLike):
-        path = Path(content)
-        if path.is_file():
-            return path
-        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is no file; write it first, or pass its bytes")
-    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}; pass bytes or the path of a file")
+    return location, {} if attach is None else checked_files(attach)
 
 
 def open_writer(url: str | os.PathLike[str], waiting: Waiting | None = None) -> CheckpointWriter:
@@ -205,7 +194,8 @@ def _takes_three(progress: Callable[..., None]) -> bool:
     return True
 
 
-class _SaveJob(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _SaveJob:
     """A checkpoint to be made."""
 
     snapshot: Snapshot | ShardsSnapshot
@@ -215,35 +205,50 @@ class _SaveJob(NamedTuple):
     mirror: CheckpointMirror | None
 
 
+def next_number(reader: CheckpointReader, numbers: list[int], last: int, writer_id: str) -> int:
+    """Return the number of a writer's next checkpoint.
+
+    A writer whose number was taken by another stops for good: what it wrote may have been collected meanwhile.
+
+    Args:
+        numbers: Those that are there.
+        last: The newest number when the writer came, or its own last one.
+        writer_id: The writer's name.
+    """
+    found = reader.newest(number for number in numbers if number > last)
+    if found is not None and found.writer_id != writer_id:
+        raise FencedError(
+            f"{reader.url} holds checkpoint {found.number}, which another writer made since {last}; save to a place of "
+            "its own, or load what is there"
+        )
+    number = 1 + (last if found is None else found.number)
+    while number in numbers:
+        number += 1
+    if number > _MOST_NUMBER:
+        raise CheckpointError(
+            f"{reader.url} holds checkpoint {number - 1}, the last that there is; save to a place of its own"
+        )
+    return number
+
+
 class Saver:
     """Writes checkpoints to one url.
 
     Args:
-        open_writer: Opens the url for writing; called in the background, with the first save.
         saved: What lies there of the memory already, if it was loaded from there.
     """
 
-    def __init__(
-        self,
-        url: str,
-        open_writer: Callable[[Waiting], CheckpointWriter],
-        coder: Coder,
-        saved: SavedRecords | None = None,
-    ) -> None:
+    def __init__(self, url: str, coder: Coder, saved: SavedRecords | None = None) -> None:
         self.url = url
-        self._open_target = open_writer
         self._coder = coder
         self._records = saved or SavedRecords()
-        self._target: CheckpointWriter | None = None
+        self._target: CheckpointWriter | None = None  # opened with the first save
         self._last = 0  # the newest checkpoint when the url was opened, or this saver's own last one
+        self._may_collect = True  # whether files may be there that no checkpoint names
         self._mirrors: dict[str, CheckpointMirror] = {}
         self._saving: SnapshotWriter | None = None  # begun by blocks that were written ahead
-        self._ahead: list[FullBlock] = []
-        self._jobs: deque[_SaveJob] = deque()
-        self._at_work: _SaveJob | None = None
-        self._waiting = Waiting(url)
-        self._thread = JobThread("holdall-saver", self._waiting, self._work, lambda: bool(self._jobs or self._ahead))
-        self._changed = self._thread.changed
+        self.waiting = Waiting(url)
+        self._thread = JobThread("holdall-saver", self.waiting, self._work)
         self.in_order = threading.RLock()  # held from a snapshot until it is queued: an older one never comes later
 
     def rows_saved(self) -> dict[int, RowsKey]:
@@ -258,21 +263,16 @@ class Saver:
         Args:
             keep: How many checkpoints stay. None: what the manifest above names, or will name; for shards.
         """
-        if mirror is not None and isinstance(snapshot, ShardsSnapshot):
-            raise ArgumentError(f"mirror ({mirror!r}) is for a memory without shards; save to the object store itself")
         is_queued = False
         try:
-            behind = None if mirror is None else self._mirror(mirror)
-            wait = None if behind is None else behind.wait
-            handle = SaveHandle(self.url, lambda: self._cancel(handle, behind), wait, self._waiting)
+            behind = None if mirror is None else self._mirror(mirror, snapshot)
+            handle = SaveHandle(self, behind)
             with left(self._thread.lock):
-                self._leave_to_parent()
-                self._thread.wake()
-                self._jobs.append(_SaveJob(snapshot, handle, keep, progress, behind))
+                self._thread.put(_SaveJob(snapshot, handle, keep, progress, behind))
                 is_queued = True
         finally:
             if not is_queued:
-                self._drop(snapshot)
+                snapshot.drop()
         return handle
 
     def write_ahead(self, full_blocks: Callable[[Callable[[SliceBlock], bool]], list[FullBlock]]) -> None:
@@ -282,15 +282,11 @@ class Saver:
             full_blocks: Returns those that are not known already.
         """
         with left(self._thread.lock):
-            if self._thread.is_busy:
-                return
-            self._leave_to_parent()
-            saving = self._saving
-            known = self._records.blocks.__contains__ if saving is None else saving.knows
-            ahead = full_blocks(known)[::-1]
-            if ahead:
-                self._thread.wake()
-                self._ahead = ahead
+            if not self._thread.is_busy:
+                saving = self._saving
+                known = self._records.blocks.__contains__ if saving is None else saving.knows
+                if ahead := full_blocks(known)[::-1]:
+                    self._thread.put(ahead)
 
     def close(self, timeout: float = CLOSE_S, began: float | None = None) -> None:
         """Wait for every save, and let another writer in; see `JobThread.end`."""
@@ -301,70 +297,66 @@ class Saver:
             for mirror in self._mirrors.values():
                 mirror.close(timeout, began)
             if not self._thread.is_busy:  # else a disk hangs: its writer goes with the program
-                saving, self._saving = self._saving, None
-                if saving is not None:
-                    saving.abandon()
-                target, self._target = self._target, None
-                if target is not None:
-                    target.close()
+                self._let_go()
 
-    def _leave_to_parent(self) -> None:
-        """Forget, in the child of a fork, what its parent does."""
-        if self._thread.is_forked:
-            self._jobs, self._ahead, self._at_work = deque(), [], None
+    def _let_go(self) -> None:
+        """Throw away what was written ahead, and let another writer in."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.abandon()
+        target, self._target = self._target, None
+        if target is not None:
+            target.close()
 
-    def _cancel(self, handle: SaveHandle, mirror: CheckpointMirror | None) -> None:
+    def cancel(self, handle: SaveHandle) -> None:
+        """Give up the save of a handle, whether it waits or is under way."""
         with left(self._thread.lock):
-            queued = [job for job in self._jobs if job.handle is handle]
-            self._jobs = deque(job for job in self._jobs if job.handle is not handle)
-            if self._at_work is not None and self._at_work.handle is handle:
-                self._waiting.give_up()
+            jobs, at_work = self._thread.jobs, self._thread.at_work
+            queued = [job for job in jobs if isinstance(job, _SaveJob) and job.handle is handle]
+            others = [job for job in jobs if job not in queued]
+            jobs.clear()
+            jobs.extend(others)
+            if isinstance(at_work, _SaveJob) and at_work.handle is handle:
+                self.waiting.give_up()
         for job in queued:
-            self._drop(job.snapshot)
-            handle.fail(CheckpointError(f"the save to {self.url} was cancelled before it began"))
-        if mirror is not None:
-            mirror.cancel()
+            job.snapshot.drop()
+            handle.end(CheckpointError(f"the save to {self.url} was cancelled before it began"))
 
-    def _work(self) -> None:
-        """Do what is next."""
-        with self._changed:
-            ahead, self._ahead = self._ahead, []
-            job = self._at_work = self._jobs.popleft() if self._jobs else None
-            if not self._thread.has_given_up:
-                self._waiting.begin()
+    def _work(self, job: _SaveJob | list[FullBlock]) -> None:
+        """Make a checkpoint, or write blocks for the next one; if that fails, the next one will say so."""
+        if isinstance(job, _SaveJob):
+            try:
+                checkpoint = self._written(job)
+            except BaseException as error:  # raised by the handle; training goes on
+                self._may_collect = True
+                _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
+                job.snapshot.drop()
+                job.handle.end(error)
+            else:
+                job.handle.end(checkpoint)
+            return
         try:
-            if job is not None:
-                self._do(job)
-            elif ahead:  # else what there was has been cancelled
-                self._write_ahead(ahead)
-        finally:
-            with self._changed:
-                self._at_work = None
-
-    def _do(self, job: _SaveJob) -> None:
-        try:
-            checkpoint = self._written(job)
-        except BaseException as error:  # raised by the handle; training goes on
-            _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
-            self._drop(job.snapshot)
-            job.handle.fail(error)
-        else:
-            job.handle.succeed(checkpoint)
+            with disk_errors_explained(self.url, "written to"):
+                self._saving = self._saving or SnapshotWriter(self._opened(), self._records, self._coder)
+                self._saving.write_ahead(job)
+        except Exception as error:
+            self._saving, self._may_collect = None, True
+            _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
 
     def _written(self, job: _SaveJob) -> Checkpoint:
         began = time.perf_counter()
-        store = None if isinstance(job.snapshot, ShardsSnapshot) else job.snapshot.store
-        transitions = 0 if store is None else store.transitions
-        del store  # its parts are freed as they are written
+        transitions = job.snapshot.transitions
         with disk_errors_explained(self.url, "written to"):
             target = self._opened()
-            number = next_number(target.reader, self._last, target.writer_id)
+            numbers = target.reader.numbers()
+            number = next_number(target.reader, numbers, self._last, target.writer_id)
             saving, self._saving = self._saving or SnapshotWriter(target, self._records, self._coder), None
-            manifest = saving.run(job.snapshot, number, reporting(job.progress, self._waiting))
+            manifest = saving.run(job.snapshot, number, reporting(job.progress, self.waiting))
         self._last = number
         if job.mirror is not None and job.keep is not None:
             job.mirror.send(manifest, job.keep)
-        self._collect(target, job.keep)
+        if self._may_collect or job.keep is None or len(numbers) >= job.keep:
+            self._collect(target, job.keep)
         return Checkpoint(
             url=self.url,
             number=number,
@@ -374,40 +366,27 @@ class Saver:
             seconds=time.perf_counter() - began,
         )
 
-    def _write_ahead(self, blocks: list[FullBlock]) -> None:
-        """Write blocks for the next checkpoint; if that fails, it will say so."""
-        try:
-            with disk_errors_explained(self.url, "written to"):
-                if self._saving is None:
-                    self._saving = SnapshotWriter(self._opened(), self._records, self._coder)
-                self._saving.write_ahead(blocks)
-        except Exception as error:
-            self._saving = None
-            _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
-
-    def _mirror(self, url: str) -> CheckpointMirror:
+    def _mirror(self, url: str, snapshot: Snapshot | ShardsSnapshot) -> CheckpointMirror:
+        if not isinstance(snapshot, Snapshot):
+            raise ArgumentError(f"mirror ({url!r}) is for a memory without shards; save to the object store itself")
         require_mirror(url, self.url)
-        found = self._mirrors.get(url)
-        if found is None:
+        if url not in self._mirrors:
             from holdall.checkpoint.autosave import CheckpointMirror  # noqa: PLC0415  needs object stores
 
-            found = self._mirrors[url] = CheckpointMirror(url, Path(self.url) / "segments")
-        return found
+            self._mirrors[url] = CheckpointMirror(url, Path(self.url) / "segments")
+        return self._mirrors[url]
 
     def _opened(self) -> CheckpointWriter:
         if self._target is not None and not self._target.is_there():
-            saving, self._saving = self._saving, None
-            if saving is not None:
-                saving.abandon()
-            target, self._target = self._target, None
-            target.close()
+            self._let_go()
         if self._target is None:
-            target = self._open_target(self._waiting)
+            target = open_writer(self.url, self.waiting)
             try:
-                self._last = last_number(target.reader)
+                newest = target.reader.newest(target.reader.numbers())
+                self._last = 0 if newest is None else newest.number
+                self._may_collect = bool(target.reader.file_sizes())
                 if is_remote(self.url):
                     # What was loaded may have been collected since: only what the newest checkpoint names is safe.
-                    newest = newest_manifest(target.reader, target.reader.numbers())
                     self._records.keep_only({} if newest is None else newest.files)
             except BaseException:
                 target.close()
@@ -420,17 +399,9 @@ class Saver:
         try:
             mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
             target.collect(keep, set(self._records.files).union(*mirrored))
+            self._may_collect = False
         except OSError as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
-
-    @staticmethod
-    def _drop(snapshot: Snapshot | ShardsSnapshot) -> None:
-        if isinstance(snapshot, ShardsSnapshot):
-            return
-        store, snapshot.store = snapshot.store, None
-        if store is not None:
-            with snapshot.lock:
-                snapshot.release(store.rows)
 
 
 class Savers:
@@ -444,7 +415,7 @@ class Savers:
         """Return the saver to a url; `saved` is what lies there of a memory that was loaded from it."""
         saver = self._savers.get(url)
         if saver is None:
-            saver = self._savers[url] = Saver(url, lambda waiting: open_writer(url, waiting), self._coder, saved)
+            saver = self._savers[url] = Saver(url, self._coder, saved)
         return saver
 
     def every(
@@ -457,17 +428,11 @@ class Savers:
         mirror: str | None,
     ) -> Autosave:
         """Save a memory at intervals from now on, see `ReplayMemory.save_every`."""
-        if seconds is None and transitions is None:
-            raise ArgumentError("save_every was given neither seconds nor transitions; name one of them, or both")
-        pause = None if seconds is None else require_number("seconds", seconds, 0.01)
-        if transitions is not None:
-            require_count("transitions", transitions, 1)
-        kept = require_count("keep", keep, 1)
-        location, _ = checked_save(url, None, None, mirror)
         from holdall.checkpoint.autosave import Autosave, SaveInterval  # noqa: PLC0415  not for every memory
 
-        how = {"keep": kept, "mirror": mirror}
-        return Autosave(memory, self.to(location), how, SaveInterval(pause, transitions))
+        interval = SaveInterval.checked(seconds, transitions)
+        how = {"keep": require_count("keep", keep, 1), "mirror": mirror}
+        return Autosave(memory, self.to(checked_save(url, None, None, mirror)[0]), how, interval)
 
     def close(self, timeout: float = CLOSE_S) -> None:
         """Wait for all that is being saved; raise if something did not get on for `timeout` seconds."""

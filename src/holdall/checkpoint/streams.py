@@ -19,19 +19,27 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.file_system import CheckpointReader, CheckpointWriter
+from holdall.checkpoint.files import CheckpointWriter, kept_and_stale
 from holdall.checkpoint.load import Loading, Restored, restored_state
-from holdall.checkpoint.manifest import Manifest, kept_and_stale, normalized_url, shard_folder, shard_manifest
-from holdall.checkpoint.save import open_writer
-from holdall.checkpoint.saved_records import Attached, RecordFiles
+from holdall.checkpoint.manifest import (
+    CheckpointReader,
+    Manifest,
+    ShardEntry,
+    normalized_url,
+    shard_folder,
+    shard_manifest,
+)
+from holdall.checkpoint.save import Checkpoint, open_writer
+from holdall.checkpoint.write import SnapshotWriter
 from holdall.errors import DamageError
 from holdall.sampling import Sampler, WriterRun
 from holdall.schema import Array, Schema
@@ -263,6 +271,33 @@ def _leaves(batch: Batch, schema: Schema) -> list[Array]:
     ]
 
 
+@dataclass(slots=True)
+class ShardsSnapshot:
+    """What a checkpoint of a memory over shards holds besides the shards' own checkpoints."""
+
+    schema: dict[str, Any]
+    capacity_ticks: int
+    state: dict[str, Any]
+    attach: Mapping[str, Path | bytes]
+    wait: Callable[[], Mapping[int, Checkpoint]]
+    """Waits for the saves of all shards that were begun with this one, each to `shard_url`; returns them by number."""
+    transitions: int = 0  # beside those of shards
+
+    def write(self, writer: SnapshotWriter) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Name the checkpoints of all shards, which are complete by then."""
+        writer.phase = "shards"
+        shards = []
+        for shard, saved in sorted(self.wait().items()):
+            writer.wrote(saved.bytes_written)
+            folder = shard_folder(shard)
+            commit = writer.target.reader.below(folder).manifest(saved.number).commit
+            shards.append(ShardEntry(folder, saved.number, commit, saved.transitions, saved.bytes_total))
+        return self.state, {"first_tick": 0, "next_tick": 0, "shards": tuple(shards)}
+
+    def drop(self) -> None:
+        """Nothing: it holds nothing of a memory."""
+
+
 def shard_url(url: str | os.PathLike[str], shard: int) -> str:
     """Return where a shard of a memory saves its own checkpoints."""
     return f"{normalized_url(url)}/{shard_folder(shard)}"
@@ -312,8 +347,8 @@ def converted(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader
     finally:
         for source in sources:
             source.close()
-    attached = Attached(RecordFiles(reader.reopened()), manifest.attached)
-    found = Restored(reader.url, manifest, new_schema, None, state, attached)
+    found = Restored(manifest, reader)
+    found.state = state
     loading.restore_into(memory, found, loading.sampler)
     return memory
 

@@ -1,8 +1,8 @@
 """Writing: a snapshot becomes records, and the records a checkpoint.
 
 In:  a snapshot, and what lies there already.  Out: the manifest, committed.
-Invariant: what is held in memory beyond the snapshot's own references is one record at a time. Whatever fails, the
-saved names nothing that is not there, and the checkpoints before are as they were.
+Invariant: what is held in memory beyond the snapshot's own references is one record at a time. `SavedRecords` names
+only what lies in files that are complete. Whatever fails, the checkpoints before are as they were.
 
 Rows come first, since the memory goes on writing over them; then the blocks that are still being filled, since they
 pin their arenas; then full blocks, oldest first, since they are the next to be evicted.
@@ -10,21 +10,22 @@ pin their arenas; then full blocks, oldest first, since they are the next to be 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import secrets
-import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from holdall.checkpoint.file_system import CheckpointWriter
-from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry, ShardEntry, shard_folder
-from holdall.checkpoint.saved_records import PartialBlock, RecordWriter, SavedRecords, adoptable, compacted, ref_of
+from holdall.checkpoint.attached import file_pieces
+from holdall.checkpoint.files import CheckpointWriter, NewFile, adopt, compact
+from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
 from holdall.errors import CheckpointError, DamageError
 from holdall.sampling import pack_state
 from holdall.schema import Bytes, dtype_name
@@ -35,7 +36,6 @@ from holdall.storage import (
     Coded,
     Coder,
     Extent,
-    FrozenRows,
     FrozenStore,
     FullBlock,
     OpenSlices,
@@ -52,75 +52,171 @@ from holdall.storage import (
 )
 
 if TYPE_CHECKING:
-    from holdall.checkpoint.save import Checkpoint
+    from holdall.checkpoint.save import Snapshot
+    from holdall.checkpoint.streams import ShardsSnapshot
 
 _MOST_PIECES = 16
 """Pieces of a block being filled, after which it is written again as one."""
 _MOST_SPLIT = 8
 """Full blocks that may stay in the pieces in which they were saved."""
-_FILE_PIECE_BYTES = 16 * 2**20
+MOST_FILES = 192
+"""Files that a checkpoint may name; beyond that, records of the smallest are copied to one."""
+FILE_BYTES = 64 * 2**20
+_FILES = 64
+"""A file takes FILE_BYTES, or this share of what was written if that is more, so that a reader can open them all."""
 
 Report = Callable[[str, int, int], None]
 """Gets what is written now, the bytes written so far, and the bytes in all, as far as they are known."""
 
 
+class RecordWriter:
+    """Appends records to a file, and begins the next when it is full.
+
+    Args:
+        wrote: Called with every record's bytes.
+    """
+
+    def __init__(self, target: CheckpointWriter, wrote: Callable[[int], None]) -> None:
+        self.files: dict[str, int] = {}
+        self._target = target
+        self._wrote = wrote
+        self._file: NewFile | None = None
+        self._written = 0
+
+    def append(self, record: Sequence[Buffer]) -> Ref:
+        """Write a record; it is durable once the writer is finished and a manifest committed."""
+        if self._file is not None and self._file.nbytes >= max(FILE_BYTES, self._written // _FILES):
+            self.finish()
+        if self._file is None:
+            self._file = self._target.new_file()
+        file, start = self._file, self._file.nbytes
+        for buffer in record:
+            file.write(buffer)
+        nbytes = file.nbytes - start
+        self._written += nbytes
+        self._wrote(nbytes)
+        digest = hashlib.sha256(bytes(record[0]) + bytes(record[1])).hexdigest()[:32]
+        return Ref(file.name, start, nbytes, digest)
+
+    def settle(self) -> None:
+        """Bring what was written so far out of the way: it will be a while before the file is finished."""
+        if self._file is not None and self._file.nbytes >= self._target.behind_bytes:
+            self.finish()
+        elif self._file is not None:
+            self._file.settle()
+
+    def finish(self) -> None:
+        """Make the file that is being written complete."""
+        if self._file is not None:
+            self._file.finish()
+            self.files[self._file.name] = self._file.nbytes
+            self._file = None
+
+    def abandon(self) -> None:
+        """Throw the file that is being written away."""
+        if self._file is not None:
+            self._file.abandon()
+            self._file = None
+
+
+RowsKey = tuple[int, tuple[str, ...]]
+"""How often rows of a chunk were written again, and its columns."""
+
+
+class PartialBlock(NamedTuple):
+    """What was written of a block that is still being filled."""
+
+    refs: tuple[Ref, ...] = ()
+    slices: int = 0
+
+
 @dataclass(slots=True)
-class Snapshot:
-    """All that a checkpoint holds, at the moment of `save`."""
+class SavedRecords:
+    """All records that lie at a url already."""
 
-    store: FrozenStore | None  # None once its parts are being written, so that they can be freed one by one
-    schema: dict[str, Any]
-    capacity_ticks: int
-    state: dict[str, Any]  # of sampler and generator, and what else the owner wants back
-    attach: Mapping[str, Path | bytes]
-    lock: threading.Lock  # of the memory: rows are read under it
-    release: Callable[[FrozenRows], None]
-    take_again: Callable[[FrozenRows, int, int], RowChunk | None] = lambda _rows, _number, _version: None
-    """Returns a chunk of rows that was thought to be saved, in a version; None if it was written over since."""
+    files: dict[str, int] = field(default_factory=dict)
+    rows: dict[int, tuple[RowsKey, Chunk]] = field(default_factory=dict)  # by number of the chunk
+    logs: dict[int, Ref] = field(default_factory=dict)  # by a closed segment's first tick
+    blocks: weakref.WeakKeyDictionary[SliceBlock, tuple[Ref, ...]] = field(default_factory=weakref.WeakKeyDictionary)
+    filling: weakref.WeakKeyDictionary[object, PartialBlock] = field(default_factory=weakref.WeakKeyDictionary)
+    split: weakref.WeakSet[SliceBlock] = field(default_factory=weakref.WeakSet)  # full blocks in pieces
+    dictionaries: dict[str, Ref] = field(default_factory=dict)  # by the sha256 of their content
 
+    def rows_saved(self) -> dict[int, RowsKey]:
+        """Name the chunks of rows that are there."""
+        return {number: key for number, (key, _) in self.rows.items()}
 
-@dataclass(slots=True)
-class ShardsSnapshot:
-    """What a checkpoint of a memory over shards holds besides the shards' own checkpoints."""
+    def merge(self, fresh: SavedRecords) -> None:
+        """Take over what was written since, now that its files are finished."""
+        # New dicts: the training thread may be looking at the old ones.
+        self.files = self.files | fresh.files
+        self.rows = self.rows | fresh.rows
+        self.logs = self.logs | fresh.logs
+        self.dictionaries = self.dictionaries | fresh.dictionaries
+        self.blocks.update(fresh.blocks)
+        self.filling = fresh.filling
+        self.split.update(fresh.split)
 
-    schema: dict[str, Any]
-    capacity_ticks: int
-    state: dict[str, Any]
-    attach: Mapping[str, Path | bytes]
-    wait: Callable[[], Mapping[int, Checkpoint]]
-    """Waits for the saves of all shards that were begun with this one, each to `shard_url`; returns them by number."""
+    def forget_before(self, tick: int) -> None:
+        """Forget what ended before a tick; blocks are forgotten with the memory's own."""
+        self.rows = {n: entry for n, entry in self.rows.items() if entry[1].first_tick + entry[1].ticks > tick}
+        for first, following in itertools.pairwise(sorted(self.logs)):
+            if following <= tick:
+                del self.logs[first]
 
+    def refs(self) -> list[Ref]:
+        """Return all of them; blocks may be freed by another thread meanwhile."""
+        refs = [chunk.ref for _, chunk in self.rows.values()]
+        refs += [*self.logs.values(), *self.dictionaries.values()]
+        refs += [ref for written in list(self.blocks.values()) for ref in written]
+        return refs + [ref for filled in list(self.filling.values()) for ref in filled.refs]
 
-class _Pending(NamedTuple):
-    """A full block that may have to be written."""
+    def adopt_rows(self, chunks: Iterable[Chunk], chunk_ticks: int, columns: tuple[str, ...], next_tick: int) -> None:
+        """Take over the chunks of rows of a memory that was loaded."""
+        for chunk in chunks:
+            number = chunk.first_tick // chunk_ticks
+            is_whole = chunk.first_tick + chunk.ticks == (number + 1) * chunk_ticks
+            if is_whole and is_settled(number, chunk_ticks, next_tick):
+                self.rows[number] = ((0, columns), chunk)
 
-    number: int  # in the manifest
-    full: FullBlock
+    def keep_only(self, sizes: dict[str, int]) -> None:
+        """Forget what lies in files that are not there any more, or not in full."""
+        gone = {name for name, nbytes in self.files.items() if sizes.get(name, -1) < nbytes}
+        if not gone:
+            return
+        self.files = {name: nbytes for name, nbytes in self.files.items() if name not in gone}
+        self.rows = {n: entry for n, entry in self.rows.items() if entry[1].ref.file not in gone}
+        self.logs = {first: ref for first, ref in self.logs.items() if ref.file not in gone}
+        self.dictionaries = {name: ref for name, ref in self.dictionaries.items() if ref.file not in gone}
+        for block in [block for block, refs in self.blocks.items() if any(ref.file in gone for ref in refs)]:
+            del self.blocks[block]
+        for key in [key for key, f in self.filling.items() if any(ref.file in gone for ref in f.refs)]:
+            del self.filling[key]
 
 
 class SnapshotWriter:
     """One checkpoint that is being written; it may begin before the snapshot is taken."""
 
     def __init__(self, target: CheckpointWriter, saved: SavedRecords, coder: Coder) -> None:
-        self._target = target
-        self._owner = self._records = saved
-        self._fresh = SavedRecords()
+        self.target = target
+        self._records = saved
+        self._fresh = SavedRecords()  # what is written now; it goes before what was
         self._coder = coder
         self._report: Report = lambda _phase, _bytes, _total: None
-        self._phase = "blocks"
+        self.phase = "blocks"
         self.bytes_written = self._bytes_left = 0  # left: of what the snapshot holds that is new, about
         # What stays for long, and what the next checkpoint replaces, lie in files of their own: a file goes as a whole.
-        self._lasting = RecordWriter(target, self._wrote)
-        self._pieces = RecordWriter(target, self._wrote)
-        self._brief = RecordWriter(target, self._wrote)
-
-    @property
-    def _writers(self) -> tuple[RecordWriter, ...]:
-        return self._lasting, self._pieces, self._brief
+        self._writers = tuple(RecordWriter(target, self.wrote) for _ in range(3))
+        self._lasting, self._pieces, self._brief = self._writers
 
     def knows(self, block: SliceBlock) -> bool:
         """Whether a block was written, now or before."""
-        return block in self._records.blocks or block in self._fresh.blocks
+        return self._known("blocks", block) is not None
+
+    def _known(self, what: str, key: Any) -> Any:
+        """Return where something lies, as far as it was written; None if it was not."""
+        found = getattr(self._fresh, what).get(key)
+        return getattr(self._records, what).get(key) if found is None else found
 
     def write_ahead(self, blocks: Iterable[FullBlock]) -> None:
         """Write blocks that are full, for a snapshot to come."""
@@ -142,17 +238,12 @@ class SnapshotWriter:
         self._report = report
         try:
             self._forget_missing()
-            if isinstance(snapshot, ShardsSnapshot):
-                manifest = self._write_shards(snapshot, number)
-            else:
-                manifest = self._write(snapshot, number)
+            manifest = self._finished(snapshot, number, *snapshot.write(self))
             self._report("commit", self.bytes_written, self.bytes_written)
-            self._target.commit(manifest)
+            self.target.commit(manifest)
         except BaseException:
             self.abandon()
             raise
-        self._owner.take_over(self._records)
-        self._records = self._owner
         self._records.merge(self._fresh)
         self._records.forget_before(manifest.first_tick)
         self._records.keep_only(manifest.files)  # others may collect what no manifest names
@@ -160,13 +251,14 @@ class SnapshotWriter:
 
     def _forget_missing(self) -> None:
         """Look what is there: what others removed since it was written is written again."""
-        sizes = self._target.reader.file_sizes()
+        sizes = self.target.reader.file_sizes()
         for writer in self._writers:
             self._fresh.files |= writer.files
-        for records in (self._owner, self._fresh):
+        for records in (self._records, self._fresh):
             records.keep_only(sizes)
 
-    def _write(self, snapshot: Snapshot, number: int) -> Manifest:
+    def write_store(self, snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Write what a memory holds; return its state, and what the manifest says of the rest."""
         store = snapshot.store
         if store is None:
             raise CheckpointError("a snapshot was saved twice; report this")
@@ -175,12 +267,24 @@ class SnapshotWriter:
         snapshot.store = None
         unsettled = self._write_rows(store, snapshot)
         self._records.forget_before(store.first_tick)
-        self._records = compacted(self._records, self._target.reader, self._lasting)
+        if len({ref.file for ref in self._records.refs()}) > MOST_FILES:
+            compact(self._records, self._fresh, self.target.reader, self._lasting)
         blocks: list[BlockEntry] = []
         segments, pending = self._write_logs(store, blocks)
         store = replace(store, segments=[], filling=[])  # each block is freed once it is written
         self._write_blocks(pending, blocks)
-        attached = self._write_files(snapshot.attach)
+        known = self._records.rows | self._fresh.rows
+        rows = tuple(unsettled[n] if n in unsettled else known[n][1] for n in _chunk_numbers(store))
+        ticks = {"first_tick": store.first_tick, "next_tick": store.next_tick}
+        return state, {**ticks, "rows": rows, "segments": tuple(segments), "blocks": tuple(blocks)}
+
+    def _finished(
+        self, snapshot: Snapshot | ShardsSnapshot, number: int, state: dict[str, Any], content: dict[str, Any]
+    ) -> Manifest:
+        """Write what every checkpoint has, finish all files, and name them."""
+        self.phase = "files"
+        pieces = {name: file_pieces(given) for name, given in snapshot.attach.items()}
+        attached = {name: tuple(self._brief.append(pack_file(piece)) for piece in of) for name, of in pieces.items()}
         state_ref = self._brief.append(pack_state(state))
         for writer in self._writers:
             writer.finish()
@@ -188,54 +292,23 @@ class SnapshotWriter:
         manifest = Manifest(
             number=number,
             commit=secrets.token_hex(16),
-            writer_id=self._target.writer_id,
+            writer_id=self.target.writer_id,
             time=time.time(),
-            first_tick=store.first_tick,
-            next_tick=store.next_tick,
             capacity_ticks=snapshot.capacity_ticks,
             schema=snapshot.schema,
             files={},
             state=state_ref,
-            rows=self._chunks(store, unsettled),
-            segments=tuple(segments),
-            blocks=tuple(blocks),
             dictionaries=self._records.dictionaries | self._fresh.dictionaries,
             attached=attached,
+            **content,
         )
         known = self._records.files | self._fresh.files
         names = dict.fromkeys(ref.file for ref in manifest.refs)
         return replace(manifest, files={name: known[name] for name in names})
 
-    def _write_shards(self, snapshot: ShardsSnapshot, number: int) -> Manifest:
-        """Name the checkpoints of all shards, which are complete by then."""
-        self._phase = "shards"
-        shards = []
-        for shard, saved in sorted(snapshot.wait().items()):
-            self._wrote(saved.bytes_written)
-            folder = shard_folder(shard)
-            commit = self._target.reader.below(folder).manifest(saved.number).commit
-            shards.append(ShardEntry(folder, saved.number, commit, saved.transitions, saved.bytes_total))
-        attached = self._write_files(snapshot.attach)
-        state = self._brief.append(pack_state(snapshot.state))
-        self._brief.finish()
-        return Manifest(
-            number=number,
-            commit=secrets.token_hex(16),
-            writer_id=self._target.writer_id,
-            time=time.time(),
-            first_tick=0,
-            next_tick=0,
-            capacity_ticks=snapshot.capacity_ticks,
-            schema=snapshot.schema,
-            files=dict(self._brief.files),
-            state=state,
-            attached=attached,
-            shards=tuple(shards),
-        )
-
     def _write_rows(self, store: FrozenStore, snapshot: Snapshot) -> dict[int, Chunk]:
         """Write the rows that are new; return those that will have to be written again."""
-        self._phase = "rows"
+        self.phase = "rows"
         rows, wanted = store.rows, set(store.rows.wanted)
         unsettled: dict[int, Chunk] = {}
         try:
@@ -246,7 +319,7 @@ class SnapshotWriter:
                 elif number in self._records.rows:
                     continue
                 else:
-                    chunk = self._row_chunk_again(store, number, snapshot)
+                    chunk = self._rows_again(store, number, snapshot)
                 if is_settled(number, rows.chunk_ticks, store.next_tick):
                     key = (store.versions.get(number, 0), tuple(chunk.columns))
                     ref = self._lasting.append(pack_rows(chunk))
@@ -259,21 +332,16 @@ class SnapshotWriter:
                 snapshot.release(rows)
         return unsettled
 
-    def _row_chunk_again(self, store: FrozenStore, number: int, snapshot: Snapshot) -> RowChunk:
+    def _rows_again(self, store: FrozenStore, number: int, snapshot: Snapshot) -> RowChunk:
         """Return rows that were saved, and are gone from the store: they stand in the memory, most likely."""
         with snapshot.lock:
             chunk = snapshot.take_again(store.rows, number, store.versions.get(number, 0))
         if chunk is None:
             raise CheckpointError(
-                f"{self._target.url} lost files of earlier checkpoints, and what they held was overwritten since then; "
+                f"{self.target.url} lost files of earlier checkpoints, and what they held was overwritten since then; "
                 "save again: everything is written then"
             )
         return chunk
-
-    def _chunks(self, store: FrozenStore, unsettled: dict[int, Chunk]) -> tuple[Chunk, ...]:
-        """Name the chunks of all rows, written now or before."""
-        known = self._records.rows | self._fresh.rows
-        return tuple(unsettled[n] if n in unsettled else known[n][1] for n in _chunk_numbers(store))
 
     def _new_bytes(self, store: FrozenStore, attach: Mapping[str, Path | bytes]) -> int:
         """Return the bytes that are about to be written, without heads, logs and sampler."""
@@ -288,12 +356,14 @@ class SnapshotWriter:
             nbytes += 0 if self.knows(block) else raw if sealed is None else sealed.nbytes
         return nbytes
 
-    def _write_logs(self, store: FrozenStore, blocks: list[BlockEntry]) -> tuple[list[SegmentEntry], deque[_Pending]]:
+    def _write_logs(
+        self, store: FrozenStore, blocks: list[BlockEntry]
+    ) -> tuple[list[SegmentEntry], deque[tuple[int, FullBlock]]]:
         """Write logs, and the blocks that are still being filled; return the blocks that are full, oldest first."""
-        self._phase = "logs"
+        self.phase = "logs"
         filling = {id(each.block): each for each in store.filling}
         numbers: dict[int, int] = {}
-        pending: deque[_Pending] = deque()
+        pending: deque[tuple[int, FullBlock]] = deque()
         entries = []
         for segment in store.segments:
             for part in segment.parts:
@@ -304,13 +374,12 @@ class SnapshotWriter:
                 if id(block) in filling:
                     blocks.append(self._write_filling(filling[id(block)]))
                 else:
-                    pending.append(_Pending(len(blocks), FullBlock(block, part.log is None)))
+                    pending.append((len(blocks), FullBlock(block, part.log is None)))
                     blocks.append(BlockEntry(block.slice_bytes, block.used, ()))
             if segment.first_tick == store.open_tick:
                 ref = self._brief.append(pack_logs(segment.parts))
             else:
-                known = self._records.logs.get(segment.first_tick)
-                ref = self._lasting.append(pack_logs(segment.parts)) if known is None else known
+                ref = self._known("logs", segment.first_tick) or self._lasting.append(pack_logs(segment.parts))
                 self._fresh.logs[segment.first_tick] = ref
             named = tuple(numbers[id(part.block)] for part in segment.parts)
             entries.append(SegmentEntry(segment.first_tick, segment.ticks, ref, named))
@@ -319,7 +388,7 @@ class SnapshotWriter:
     def _write_filling(self, filling: OpenSlices) -> BlockEntry:
         """Write what is new in a block that is still being filled."""
         count = filling.slices.size // filling.slice_bytes
-        done = self._records.filling.get(filling.key, PartialBlock())
+        done = self._known("filling", filling.key) or PartialBlock()
         if len(done.refs) >= _MOST_PIECES or done.slices > count:
             done = PartialBlock()
         settled = filling.slices[: filling.settled * filling.slice_bytes]
@@ -339,9 +408,12 @@ class SnapshotWriter:
             refs.append(writer.append(pack_piece(slices[start * slice_bytes : end * slice_bytes], slice_bytes, start)))
         return refs
 
-    def _write_blocks(self, pending: deque[_Pending], blocks: list[BlockEntry]) -> None:
-        self._phase = "blocks"
-        self._adopt_files(pending)
+    def _write_blocks(self, pending: deque[tuple[int, FullBlock]], blocks: list[BlockEntry]) -> None:
+        self.phase = "blocks"
+        spilled = [full.block for _, full in pending if full.block.extent is not None and not self.knows(full.block)]
+        for codec in adopt(spilled, self.target, self._fresh) if spilled else ():
+            self._write_dictionary(codec)
+        del spilled
         while pending:
             number, full = pending.popleft()
             blocks[number] = replace(blocks[number], refs=self._write_block(full))
@@ -349,7 +421,7 @@ class SnapshotWriter:
     def _write_block(self, full: FullBlock) -> tuple[Ref, ...]:
         """Write a full block, unless it is there; say where it is."""
         block, is_direct = full
-        refs = self._records.blocks.get(block) or self._fresh.blocks.get(block)
+        refs: tuple[Ref, ...] | None = self._known("blocks", block)
         if refs is None and is_direct:
             slices = block.arena[: block.used * block.slice_bytes]
             refs = tuple(self._write_pieces(self._lasting, slices, block.slice_bytes, 0))
@@ -358,33 +430,19 @@ class SnapshotWriter:
         self._fresh.blocks[block] = refs
         return refs
 
-    def _adopt_files(self, pending: Iterable[_Pending]) -> None:
-        """Take over files of this disk in which full blocks lie, most of them spilled."""
-        for file, blocks in adoptable(full.block for _, full in pending if not self.knows(full.block)):
-            adopted = self._target.adopt(file)
-            if adopted is None:
-                continue
-            name, nbytes = adopted
-            self._fresh.files[name] = nbytes
-            for block, extent in blocks:
-                self._fresh.blocks[block] = (ref_of(extent, name, nbytes),)
-                if block.sealed is not None:
-                    self._write_dictionary(block.sealed.codec)
-
     def _write_dictionary(self, codec: Codec) -> None:
         """Write the dictionary of a codec, unless it is there."""
         dictionary = codec.dictionary
-        if dictionary is not None:
-            name = dictionary.name
-            if name not in self._records.dictionaries and name not in self._fresh.dictionaries:
-                self._fresh.dictionaries[name] = self._lasting.append(pack_dictionary(dictionary))
+        if dictionary is not None and self._known("dictionaries", dictionary.name) is None:
+            self._fresh.dictionaries[dictionary.name] = self._lasting.append(pack_dictionary(dictionary))
 
     def _write_rest(self, block: SliceBlock) -> tuple[Ref, ...]:
         """Write what is new in a block that was saved while it was filled; nothing if it is better written whole.
 
         Such a block has to be read whole when it is loaded, so there may be only a few.
         """
-        arena, done = block.arena, self._records.filling.get(block)
+        arena = block.arena
+        done: PartialBlock | None = self._known("filling", block)
         if done is None or not arena.size or len(self._records.split) + len(self._fresh.split) >= _MOST_SPLIT:
             return ()
         self._fresh.split.add(block)
@@ -412,27 +470,11 @@ class SnapshotWriter:
         self._write_dictionary(coded.codec)
         return pack_slices(coded, checks)
 
-    def _write_files(self, attach: Mapping[str, Path | bytes]) -> dict[str, tuple[Ref, ...]]:
-        self._phase = "files"
-        return {name: tuple(self._write_file(content)) for name, content in attach.items()}
-
-    def _write_file(self, content: Path | bytes) -> list[Ref]:
-        if isinstance(content, bytes):
-            starts = range(0, max(len(content), 1), _FILE_PIECE_BYTES)
-            return [self._brief.append(pack_file(content[start : start + _FILE_PIECE_BYTES])) for start in starts]
-        refs: list[Ref] = []
-        with content.open("rb") as file:
-            for number in itertools.count():
-                piece = file.read(_FILE_PIECE_BYTES)
-                if not piece and number:
-                    return refs
-                refs.append(self._brief.append(pack_file(piece)))
-        return refs
-
-    def _wrote(self, nbytes: int) -> None:
+    def wrote(self, nbytes: int) -> None:
+        """Count what was written, and report it."""
         self.bytes_written += nbytes
         self._bytes_left = max(0, self._bytes_left - nbytes)
-        self._report(self._phase, self.bytes_written, self.bytes_written + self._bytes_left)
+        self._report(self.phase, self.bytes_written, self.bytes_written + self._bytes_left)
 
 
 def _chunk_numbers(store: FrozenStore) -> range:

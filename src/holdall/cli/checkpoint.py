@@ -19,6 +19,8 @@ import tempfile
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -248,17 +250,8 @@ _Episode = dict[str, list[NDArray[Any]]]
 
 def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress = lambda _done, _all: None) -> int:
     """Write all transitions of a memory, lane by lane, as a local Minari dataset; return its episodes."""
-    minari = _minari()
+    minari, schema = _minari(), memory.schema
     path = _new_dataset_path(minari, dataset_id)
-    try:
-        return _exported(minari, memory, dataset_id, on_progress)
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)  # half a dataset is none, and would be in the way of the next try
-        raise
-
-
-def _exported(minari: Any, memory: ReplayMemory, dataset_id: str, on_progress: OnProgress) -> int:
-    schema = memory.schema
     settings = {
         "observation_space": _space_of(schema.observation),
         "action_space": _space_of(schema.action),
@@ -266,26 +259,29 @@ def _exported(minari: Any, memory: ReplayMemory, dataset_id: str, on_progress: O
     }
     dataset: Any = None
     count, done, held, buffers = 0, 0, 0, []
-    for episode in _episodes(memory):
-        observed = zip(episode["obs"], episode["next_obs"], strict=True)
-        buffers.append(
-            minari.data_collector.EpisodeBuffer(
-                observations=schema.observation.build([np.concatenate([rows, last[-1:]]) for rows, last in observed]),
-                actions=schema.action.build(episode["action"]),
-                rewards=episode["reward"][0],
-                terminations=episode["terminated"][0],
-                truncations=episode["truncated"][0],
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, path, ignore_errors=True)  # half a dataset is in the way of the next try
+        for episode in _episodes(memory):
+            observed = zip(episode["obs"], episode["next_obs"], strict=True)
+            buffers.append(
+                minari.data_collector.EpisodeBuffer(
+                    observations=schema.observation.build([np.concatenate([rows, end[-1:]]) for rows, end in observed]),
+                    actions=schema.action.build(episode["action"]),
+                    rewards=episode["reward"][0],
+                    terminations=episode["terminated"][0],
+                    truncations=episode["truncated"][0],
+                )
             )
-        )
-        done += len(episode["reward"][0])
-        on_progress(done, len(memory))
-        count, held = count + 1, held + sum(array.nbytes for arrays in episode.values() for array in arrays)
-        if held >= _FLUSH_BYTES:
-            dataset, held, buffers = _write_episodes(minari, dataset, dataset_id, buffers, settings), 0, []
-    if buffers:
-        _write_episodes(minari, dataset, dataset_id, buffers, settings)
-    if count == 0:
-        raise ArgumentError("the memory holds no transitions, so there is nothing to export; add some first")
+            done += len(episode["reward"][0])
+            on_progress(done, len(memory))
+            count, held = count + 1, held + sum(array.nbytes for arrays in episode.values() for array in arrays)
+            if held >= _FLUSH_BYTES:
+                dataset, held, buffers = _write_episodes(minari, dataset, dataset_id, buffers, settings), 0, []
+        if count == 0:
+            raise ArgumentError("the memory holds no transitions, so there is nothing to export; add some first")
+        if buffers:
+            _write_episodes(minari, dataset, dataset_id, buffers, settings)
+        undo.pop_all()
     return count
 
 
@@ -335,20 +331,21 @@ def _new_dataset_path(minari: Any, dataset_id: str) -> Path:
 def _episodes(memory: ReplayMemory) -> Iterator[_Episode]:
     """Yield runs of one lane's transitions that follow each other."""
     lanes = memory.num_envs
-    for lane in range(lanes):
+    for first in range(memory.first_id, memory.first_id + lanes):
         parts: list[_Episode] = []
-        for start in range(memory.first_id + lane, memory.next_id, lanes * _STEPS_AT_ONCE):
-            ids = np.arange(start, min(start + lanes * _STEPS_AT_ONCE, memory.next_id), lanes)
+        for start in range(first, memory.next_id, lanes * _STEPS_AT_ONCE):
+            # From the last one of the block before, which shows whether this block goes on from there.
+            ids = np.arange(max(start - lanes, first), min(start + lanes * _STEPS_AT_ONCE, memory.next_id), lanes)
             ids = ids[memory.are_valid(ids)]
             batch = _arrays(memory, ids)
-            cuts = _episode_starts(batch, ids, lanes)
-            for first, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
-                piece = {name: [rows[first:end] for rows in arrays] for name, arrays in batch.items()}
-                if parts and not _follows(parts[-1], piece):
+            begin = int(np.searchsorted(ids, start))
+            cuts = [row for row in _episode_starts(batch, ids, lanes) if row >= begin]
+            for row, end in pairwise([begin, *cuts, len(ids)]):
+                if row in cuts and parts:
                     yield _joined(parts)
                     parts = []
-                if end > first:
-                    parts.append(piece)
+                if end > row:
+                    parts.append({name: [rows[row:end] for rows in arrays] for name, arrays in batch.items()})
         if parts:
             yield _joined(parts)
 
@@ -365,16 +362,9 @@ def _episode_starts(batch: _Episode, ids: NDArray[np.int64], lanes: int) -> list
     """Name the rows of a batch that do not go on from the row before."""
     ends = batch["terminated"][0][:-1] | batch["truncated"][0][:-1] | (np.diff(ids) != lanes)
     for before, after in zip(batch["next_obs"], batch["obs"], strict=True):
-        old, new = (rows.reshape(len(rows), -1) for rows in (before[:-1], after[1:]))
+        old, new = (rows.reshape(len(rows), prod(rows.shape[1:])) for rows in (before[:-1], after[1:]))
         ends |= (np.ascontiguousarray(old).view(np.uint8) != np.ascontiguousarray(new).view(np.uint8)).any(axis=1)
-    return (np.flatnonzero(ends) + 1).tolist()
-
-
-def _follows(before: _Episode, after: _Episode) -> bool:
-    if not len(after["reward"][0]) or before["terminated"][0][-1] or before["truncated"][0][-1]:
-        return False
-    pairs = zip(before["next_obs"], after["obs"], strict=True)
-    return all(old[-1].tobytes() == new[0].tobytes() for old, new in pairs)
+    return [0, *(np.flatnonzero(ends) + 1).tolist()]
 
 
 def _joined(parts: list[_Episode]) -> _Episode:

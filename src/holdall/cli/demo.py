@@ -12,7 +12,7 @@ import importlib.util
 import json
 import shutil
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from holdall.cli import AsJson, OptText, Verbose, option
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.machine import Limit, memory_limits
+from holdall.machine import memory_limits
 from holdall.tools.bench import messages, module_command
 from holdall.tools.demo import CameraRover, CheckpointFingerprint, DemoResult
 from holdall.tools.plan.environments import run_probe
@@ -105,7 +105,9 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     heading(3, f"Train with holdall's under a budget of {BUDGET}, save a checkpoint half-way, and kill -9")
     settings = {"budget": BUDGET, "prefer": "memory", "spill_dir": str(folder / "spilled")}
     task |= {"buffer": "holdall", "checkpoint": str(checkpoint), "buffer_kwargs": settings}
-    saved = _train_until_killed(console, task)
+    saved = CheckpointFingerprint(**_train(console, task, is_killed=True)["saved"])
+    written = f"{format_bytes(saved.checkpoint_bytes)}, safe on disk after {saved.seconds:.1f} s"
+    console.print(f"  checkpoint at step {saved.step}: {written}; then kill -9")
 
     heading(4, "Resume, and watch the memory while it fills")
     messages_by_kind = _train(console, task | {"resumes": True, "record": str(record), "limit": fitted.limit_bytes})
@@ -141,14 +143,6 @@ def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -
             memory = latest_reading(Path(task["record"])).partition(", torch")[0] if "record" in task else ""
             bars.update(bar, completed=message["done"] / message["total"], memory=memory)
     return messages_by_kind
-
-
-def _train_until_killed(console: Console, task: dict[str, Any]) -> CheckpointFingerprint:
-    """Run a training until its checkpoint is safe, and kill it some steps later."""
-    saved = CheckpointFingerprint(**_train(console, task, is_killed=True)["saved"])
-    size = format_bytes(saved.checkpoint_bytes)
-    console.print(f"  checkpoint at step {saved.step}: {size}, safe on disk after {saved.seconds:.1f} s; then kill -9")
-    return saved
 
 
 def _check(steps: int, transitions: int) -> None:
@@ -190,15 +184,11 @@ def _measured() -> MeasuredCosts:
 def plan_fit(transitions: int, limit_bytes: int | None, measured: MeasuredCosts) -> DemoFit:
     """Plan the demo's training."""
     spec = _spec(transitions)
-    needs = [_known(measured, spec, 0).need_bytes(spec, holdall=holdall) for holdall in (False, True)]
+    known = PlanInputs(measured, MachineLimits(()), need_from_spaces(spec))
+    needs = [known.need_bytes(spec, holdall=holdall) for holdall in (False, True)]
     limit = sum(needs) // (2 * _ROUND_BYTES) * _ROUND_BYTES if limit_bytes is None else limit_bytes
-    known = _known(measured, spec, limit)
-    plain, own = (str(known.verdict(spec, holdall=holdall)) for holdall in (False, True))
+    plain, own = (str(known.within(limit).verdict(spec, holdall=holdall)) for holdall in (False, True))
     return DemoFit(limit, needs[0], plain, needs[1], own)
-
-
-def _known(measured: MeasuredCosts, spec: Spec, limit_bytes: int) -> PlanInputs:
-    return PlanInputs(measured, MachineLimits((Limit("--limit", limit_bytes, limit_bytes),)), need_from_spaces(spec))
 
 
 def latest_reading(record: Path) -> str:
@@ -210,23 +200,14 @@ def latest_reading(record: Path) -> str:
     except OSError:
         return ""
     for line in reversed(lines):
-        try:
+        with suppress(ValueError):  # it is being written
             reading = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(reading, dict) and reading.get("kind") == "reading":
-            return _reading_text(reading)
+            if reading["kind"] == "reading":
+                groups = ((name, [one for one in reading["parts"] if one["group"] == name]) for name in _SHOWN)
+                sums = {name: sum(one["resident"] for one in parts) for name, parts in groups}
+                shown = ", ".join(f"{name} {format_bytes(size)}" for name, size in sums.items() if size)
+                return f"{format_bytes(reading['pss'])}: {shown}"
     return ""
-
-
-def _reading_text(reading: dict[str, object]) -> str:
-    sums = dict.fromkeys(_SHOWN, 0)
-    parts = reading.get("parts")
-    for part in parts if isinstance(parts, list | tuple) else ():
-        if part["group"] in sums:
-            sums[part["group"]] += int(part["resident"])
-    shown = ", ".join(f"{group} {format_bytes(size)}" for group, size in sums.items() if size)
-    return f"{format_bytes(float(str(reading['pss'])))}: {shown}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from holdall.tools.plan.phases import LimitCheck, PhasePart, RunPhase, largest_p
 from holdall.tools.plan.planner import Plan, both_units, count_or_dash, make_plan
 from holdall.tools.report import charts
 from holdall.tools.report.charts import Child, Markup, joined, tag
-from holdall.tools.report.document import Card, Tile, cards, code, document, section, sentence, table, tiles, toned_word
+from holdall.tools.report.document import card, cards, code, document, section, sentence, table, tile, tiles, toned_word
 from holdall.units import format_bytes, parse_bytes
 
 _UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
@@ -282,17 +282,17 @@ def _verdict_badge(verdict: object) -> Markup:
 
 def _page_tiles(plan: Plan) -> Markup:
     check = max(plan.checks, key=lambda check: check.verdict)  # the one that decides
-    verdict = Tile("verdict", str(plan.verdict), check.what, _TONES[str(plan.verdict)])
-    needs = Tile("needs", format_bytes(check.need_bytes), f"at most {format_bytes(check.most_bytes)}")
-    return tiles([verdict, needs, Tile("free", format_bytes(check.limit.free_bytes), check.limit.name)])
+    verdict = tile("verdict", str(plan.verdict), check.what, _TONES[str(plan.verdict)])
+    needs = tile("needs", format_bytes(check.need_bytes), f"at most {format_bytes(check.most_bytes)}")
+    return tiles([verdict, needs, tile("free", format_bytes(check.limit.free_bytes), check.limit.name)])
 
 
 def _page_answer(plan: Plan) -> Markup:
     found: list[Child] = []
     if plan.change is not None:
-        found.append(cards([Card("info", plan.change.title, sentence(plan.change.why))]))
+        found.append(cards(card("info", plan.change.title, sentence(plan.change.why))))
     elif plan.verdict:
-        found.append(cards([Card("error", "No single change makes it fit here", "")]))
+        found.append(cards(card("error", "No single change makes it fit here", "")))
     title = "The cheapest change that makes it fit" if plan.change else "To paste"
     return section(title, *found, code(plan.code))
 
@@ -362,7 +362,7 @@ def _page_capacities(plan: Plan) -> Markup:
             cells += [both_units(row.holdall_bytes), _verdict_badge(row.holdall_verdict)]
         rows.append(cells)
     figures = table(heads + (["holdall's", "the run"] if holdall else []), rows, f"{name} against memory")
-    sizes = tiles(Tile(f"largest {what}", size) for what, size in plan.largest_sizes())
+    sizes = tiles(tile(f"largest {what}", size) for what, size in plan.largest_sizes())
     lead = (
         "Bytes are those of the buffer, verdicts those of the whole run. A largest size holds if nothing else changes."
     )

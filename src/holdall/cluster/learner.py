@@ -25,7 +25,7 @@ from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
 from holdall.cluster.answer import Answer, Deliverer, read_answer
 from holdall.cluster.protocol import LOSSES, Cluster, Ids, ShardCounters, received, rows_of, shards_of, this_machine
-from holdall.delivery import HostBatchJob
+from holdall.delivery import BatchJob
 from holdall.errors import CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Likelihood, Sampler, require_enough
 from holdall.schema import Array, put_together
@@ -353,9 +353,9 @@ class BatchesAhead:
         self._handed_out = 0  # of this draw
         self._lock = threading.Lock()
 
-    def __call__(self) -> HostBatchJob:
+    def __call__(self) -> BatchJob:
         """Start the next batch."""
-        return HostBatchJob(partial(self._drawing.finish, self.next()))
+        return BatchJob(partial(self._drawing.finish, self.next()))
 
     def next(self) -> Request:
         """Return the next batch."""

@@ -208,7 +208,7 @@ def wait_for_grant(
         now = time.monotonic()
         if now >= notice_at:
             notice_at = now + _NOTICE_AGAIN_S
-            _LOG.warning("%s has waited %.0f s for the limiter: %s", call, now - began, _waited_for(ask("limiter")))
+            _LOG.warning("%s has waited %.0f s for %s: %s", call, now - began, limit, _waited_for(ask("limiter")))
         time.sleep(_ASK_AGAIN_S)
         meanwhile()
     return int(grant)

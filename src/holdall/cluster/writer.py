@@ -32,7 +32,8 @@ from holdall.errors import ClosedError, FencedError, ShardError
 from holdall.native import chosen_kernels
 from holdall.schema import Schema, schema_of
 
-_SEGMENT_ROWS = 128
+_SEGMENT_ROWS, _MOST_ROWS, _GATHERED_S = 128, 512, 0.01
+"""Rows of a segment; and the most, of one that whole blocks of steps fill within so short a time."""
 _WAIT_S = 0.05
 _REASON_S, _END_S = 1.0, 10.0
 _MOST_UNDER_WAY, _MOST_BYTES_UNDER_WAY, _CROWDED_BYTES = 8, 16 * 2**20, 32 * 2**20
@@ -94,7 +95,7 @@ class SegmentStream:
     def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
         """Send a segment; it is kept until the shard has acknowledged it."""
         self.under_way.append(SentSegment(payload, rows, lease))
-        self.poll()
+        self._send()
 
     def flush(self) -> None:
         """Wait until every segment is acknowledged."""
@@ -278,22 +279,26 @@ class LaneGroup(ShardStreams):
     def __init__(self, terms: MemoryTerms, schema: Schema, lanes: slice, spread: int | None, first: int = -1) -> None:
         super().__init__(terms, spread, first)
         self.lanes, self._kernels = lanes, chosen_kernels()
-        rows = max(1, _SEGMENT_ROWS // schema.num_envs)
+        rows = max(1, (_SEGMENT_ROWS if terms.limit or self._stay_rows else _MOST_ROWS) // schema.num_envs)
         self.encoder = storage.Encoder(schema, schema.num_envs, rows, self._kernels)
         self._codecs = storage.EncoderCodecs(self.encoder, terms.prefer, partial(_agreed, self.roster))
-        self.waited_s = 0.0
+        self._began = self.waited_s = 0.0
 
     def short_way(self, lock: Any) -> Callable[..., int]:
         """Return a function that adds a tick if there is nothing else to do, see `storage.Encoder.short_way`."""
         return self.encoder.short_way(lock, _SEGMENT_ROWS // 2 if self._stay_rows else _SEGMENT_ROWS)
 
-    def make_room(self) -> None:
+    def make_room(self, gathers_s: float = 0.0) -> None:
         """Have room for one more tick; wait until shards take the segment that is full.
 
         One that is long enough, and ends with an episode, counts as full: the next one may go elsewhere.
+
+        Args:
+            gathers_s: How long one takes more steps, as far as it can, so that fewer are sent.
         """
-        may_end = self._stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
-        if self.encoder.is_full or (may_end and self.encoder.ends_episodes):
+        rows, may_end = self.encoder.rows, self._stay_rows and self.encoder.rows >= _SEGMENT_ROWS // 2
+        is_due = rows + self.encoder.lanes > _SEGMENT_ROWS and time.monotonic() >= self._began + gathers_s
+        if rows and (is_due or self.encoder.is_full or (may_end and self.encoder.ends_episodes)):
             self._send()
 
     def flush(self) -> None:
@@ -316,6 +321,7 @@ class LaneGroup(ShardStreams):
         stays = bool(self._stay_rows) and not self.encoder.ends_episodes
         payload = storage.pack_segment(self.encoder.close(codecs), self._kernels.coder)
         self.send(stream, payload, rows, lease, stays=stays)
+        self._began = time.monotonic()
 
 
 def _agreed(roster: Any, field: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
@@ -449,24 +455,21 @@ class Writer:
         with self._lock:
             self._require_open()
             leading = (len(reward), self._lanes)
-            self._extend(self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid))
-
-    def _extend(self, steps: storage.Tick) -> None:
-        """Add steps that were checked, one group of lanes after another; after an error go on where it came."""
-        stopped, first, taken = self._stopped_at
-        if not stopped or steps.digest() != stopped:
-            first = taken = 0
-        for number, group in enumerate(self._groups[first:], first):
-            part = steps.cut((slice(None), group.lanes))
-            try:
-                while taken < len(steps.reward):
-                    group.make_room()
-                    taken += group.encoder.extend(part, taken)
-            except BaseException:
-                self._stopped_at = steps.digest(), number, taken
-                raise
-            taken = 0
-        self._stopped_at = b"", 0, 0
+            steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
+            stopped, first, taken = self._stopped_at
+            if not stopped or steps.digest() != stopped:
+                first = taken = 0
+            for number, group in enumerate(self._groups[first:], first):  # after an error it goes on where that came
+                part = steps.cut((slice(None), group.lanes))
+                try:
+                    while taken < len(steps.reward):
+                        group.make_room(_GATHERED_S)
+                        taken += group.encoder.extend(part, taken)
+                except BaseException:
+                    self._stopped_at = steps.digest(), number, taken
+                    raise
+                taken = 0
+            self._stopped_at = b"", 0, 0
 
     def flush(self) -> None:
         """Send what waits, and return when the shards have acknowledged everything."""

@@ -16,7 +16,6 @@ from holdall.delivery.batches import (
     Delivery,
     DrawnRows,
     HostBatches,
-    HostBatchJob,
     ObservationAssembler,
 )
 from holdall.delivery.device import stream_to

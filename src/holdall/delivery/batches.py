@@ -10,9 +10,10 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +21,13 @@ from numpy.typing import NDArray
 from holdall.background import fork_safe, left
 from holdall.batch import Batch, Draw, Goals, device_of_jax, import_torch
 from holdall.errors import ArgumentError, DamageError
-from holdall.schema import Array, Bytes, Leaf, Schema
+from holdall.schema import Array, Bytes, Leaf, Schema, Tree
 from holdall.storage import ALIGNMENT_BYTES, Kernels, Places, Rows, Store, bring_places, fresh_bytes
 
 if TYPE_CHECKING:
     import torch
 
-    from holdall.delivery.device_assembly import MadeBatch, SlotDraw
-    from holdall.delivery.device_store import DeviceSnapshot, PinnedSnapshot
+    from holdall.delivery.device_assembly import SlotDraw
 
 
 _POOLED_BYTES = 1 << 16
@@ -42,39 +42,22 @@ _POOLED_SIZES = 16
 
 
 class BlockPool:
-    """Memory for batches: a block is handed out again when nothing refers to it any more.
+    """Memory for batches on the host: a block is handed out again when no array of it is left.
 
     Args:
-        allocate: Returns a block of so many bytes.
-        own: Returns an object that lives as long as any part of a block is used.
-        see: Returns what a caller sees of a block, given that object.
-        least_bytes: Smaller blocks are not kept, and are arrays on the host.
         most_bytes: Most bytes that are kept.
     """
 
-    def __init__(
-        self,
-        allocate: Callable[[int], Any],
-        own: Callable[[Any], Any],
-        see: Callable[[Any], Any],
-        least_bytes: int = 0,
-        most_bytes: int = 1 << 62,
-    ) -> None:
+    def __init__(self, most_bytes: int = 1 << 62) -> None:
         self.most = _POOLED_BLOCKS
-        self._allocate = allocate
-        self._own = own
-        self.see = see
-        self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
         self._lock: Any = fork_safe(threading.RLock())
 
-    def take(self, nbytes: int) -> Any:
+    def take(self, nbytes: int) -> Bytes:
         """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""
-        return fresh_bytes(nbytes) if nbytes < self._least_bytes else self.see(self.claim(nbytes))
-
-    def claim(self, nbytes: int) -> Any:
-        """Return the user of `nbytes` bytes: `see` shows them, as long as the user is referred to."""
+        if nbytes < _POOLED_BYTES:
+            return fresh_bytes(nbytes)
         if self._lock._is_owned():  # this thread was interrupted in it
             left(self._lock)
         with self._lock:
@@ -83,18 +66,17 @@ class BlockPool:
                 del self._blocks_by_size[next(iter(self._blocks_by_size))]  # the size that was not used for longest
             for block in blocks:
                 if block.user() is None:
-                    user = self._own(block.memory)
-                    block.user = weakref.ref(user)
-                    return user
-            memory = self._allocate(nbytes)
-            user = self._own(memory)
-            kept = sum(size * len(pooled) for size, pooled in self._blocks_by_size.items())
-            if len(blocks) < self.most and kept + nbytes <= self._most_bytes:
-                blocks.append(_PooledBlock(memory, weakref.ref(user)))
-            return user
+                    break
+            else:
+                block = _PooledBlock(fresh_bytes(nbytes).data)
+                if len(blocks) < self.most and self._kept_bytes() + nbytes <= self._most_bytes:
+                    blocks.append(block)
+            array = np.frombuffer(block.memory, np.uint8)  # every view of it refers to the array, not to the block
+            block.user = weakref.ref(array)
+            return array
 
     def arrays(self) -> list[Bytes]:
-        """Return what a pool on the host keeps for the next batches."""
+        """Return what is kept for the next batches."""
         with left(self._lock):
             return [np.asarray(block.memory) for blocks in self._blocks_by_size.values() for block in blocks]
 
@@ -102,44 +84,27 @@ class BlockPool:
     def nbytes(self) -> int:
         """Bytes kept for the next batches."""
         with left(self._lock):
-            return sum(size * len(blocks) for size, blocks in self._blocks_by_size.items())
+            return self._kept_bytes()
+
+    def _kept_bytes(self) -> int:
+        return sum(size * len(blocks) for size, blocks in self._blocks_by_size.items())
 
 
 class _PooledBlock:
-    """A block, and a weak reference to what keeps it in use."""
+    """A block, and a weak reference to the array that shows it."""
 
     __slots__ = ("memory", "user")
 
-    def __init__(self, memory: Any, user: weakref.ref[Any]) -> None:
+    def __init__(self, memory: memoryview) -> None:
         self.memory = memory
-        self.user = user
-
-
-def host_pool(most_bytes: int = 1 << 62) -> BlockPool:
-    """Make a pool of arrays on the host."""
-    return BlockPool(aligned_block, view_array, view_itself, _POOLED_BYTES, most_bytes)
-
-
-def aligned_block(nbytes: int) -> memoryview:
-    """Allocate bytes on the host from an aligned address on."""
-    return fresh_bytes(nbytes).data
-
-
-def view_array(block: memoryview) -> Bytes:
-    """Return a block as a new array: every view of the array refers to the array itself, not to the block."""
-    return np.frombuffer(block, np.uint8)
-
-
-def view_itself(array: Bytes) -> Bytes:
-    """Return what keeps a block in use: an array shows it, too."""
-    return array
+        self.user: Callable[[], Any] = lambda: None
 
 
 class ObservationAssembler:
     """Copies windows of slices into pooled memory: observations and next observations of a batch."""
 
     def __init__(self, kernels: Kernels, most_staged_bytes: int, threads: int | None = None) -> None:
-        self.staging = host_pool(most_staged_bytes)
+        self.staging = BlockPool(most_staged_bytes)
         self._threads = kernels.new_pool(threads)
         self._kernels = kernels
 
@@ -246,15 +211,23 @@ class Delivery:
 # ---------------------------------------------------------------- batches
 
 
+class MadeBatch(NamedTuple):
+    """A batch that a device was told to put together, and the event behind which it is there.
+
+    The event is None if the consumer's own stream does it.
+    """
+
+    batch: Batch
+    ready: Any
+
+
 class DrawnRows(NamedTuple):
     """All that a draw needs of the store, found in one go."""
 
     rows: Rows  # of the ids
     last: Rows | None  # of the last ids, if they are others
     outcomes: Rows | None  # of the transitions that become goals
-    on_device: DeviceSnapshot | None = None  # where the slices are on a device
-    pinned: PinnedSnapshot | None = None  # where a device may read them on the host
-    made: MadeBatch | None = None  # the batch itself, if the device was told to put it together already
+    made: MadeBatch | None = None  # the batch itself, but for its goals, if a device puts it together already
 
     @classmethod
     def of(cls, draw: Draw, store: Store, take: Callable[[int], Bytes]) -> DrawnRows:
@@ -265,6 +238,11 @@ class DrawnRows(NamedTuple):
             None if draw.goals is None else store.read(draw.goals.ids, take),
         )
 
+    @classmethod
+    def of_made(cls, batch: Batch, ready: Any = None) -> DrawnRows:
+        """Return nothing but a batch: no row is needed any more."""
+        return cls(None, None, None, MadeBatch(batch, ready))  # type: ignore[arg-type]  # see above
+
     def fetch(self) -> None:
         """Fetch what will be read of files that are still on their way here."""
         if self.rows.places is None:
@@ -274,17 +252,39 @@ class DrawnRows(NamedTuple):
                 bring_places(rows.places)
 
 
-class BatchJob(Protocol):
+class BatchJob:
     """A batch that was drawn and looked up, and is not put together yet."""
 
-    is_quick: bool
+    is_quick = False
     """Whether `work` only asks a device for something, which takes less time than to wake a thread for it."""
+
+    def __init__(self, make: Callable[[], Batch]) -> None:
+        self._make = make
+        self._batch: Batch | None = None
 
     def work(self) -> None:
         """Do what takes long, in any thread."""
+        self._batch = self._make()
 
     def receive(self) -> Batch:
         """Return the batch to the thread that will use it."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise DamageError("a batch was received before it was made; report this")
+        return batch
+
+
+class ReadyJob(BatchJob):
+    """A batch whose rows are on their way already: it is made when it is received."""
+
+    is_quick = True
+
+    def work(self) -> None:
+        """See `BatchJob`."""
+
+    def receive(self) -> Batch:
+        """See `BatchJob`."""
+        return self._make()
 
 
 class Batches(ABC):
@@ -317,9 +317,10 @@ class Batches(ABC):
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """Begin a batch; without the lock, in the thread that will use it."""
 
-    @abstractmethod
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """Make a batch at once."""
+        (job := self.start(draw, drawn)).work()
+        return job.receive()
 
     def rewritten(self, ids: NDArray[np.int64]) -> None:  # noqa: B027  most read the store itself
         """Take note that extras of some transitions were written again; under the memory's lock."""
@@ -329,13 +330,61 @@ class Batches(ABC):
         """Keep memory for so many batches in use, so that none of them needs new memory."""
 
     @property
-    @abstractmethod
     def pinned_bytes(self) -> int:
         """Bytes of pinned memory on the host."""
+        return 0
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  most have nothing of their own
         """End the threads, and release what is pinned."""
+
+
+class BatchForm:
+    """Puts arrays or tensors, one a leaf, into the nesting of a schema's spaces."""
+
+    def __init__(self, schema: Schema) -> None:
+        self._obs, self._action, self._extras = map(_nesting, (schema.observation, schema.action, schema.extras))
+
+    def batch(self, leaves: Sequence[list[Any]], reward: Any, *rest: Any, kind: type[Batch] = Batch) -> Batch:
+        """Make a batch.
+
+        Args:
+            leaves: Of observations, actions, next observations and extras.
+            rest: How transitions ended (terminated, truncated), ids, weights, and what else there is, see `Batch`.
+        """
+        obs, action, next_obs, extras = leaves
+        terminated, truncated, *others = rest
+        observed = self._obs(obs), self._action(action), reward, self._obs(next_obs)
+        return kind(*observed, terminated, truncated, self._extras(extras), *others)
+
+
+def _nesting(tree: Tree) -> Callable[[list[Any]], Any]:
+    """Return what puts one array a leaf into a space's nesting; quicker than the general way, where there is one."""
+    if isinstance(tree.structure, int):
+        return itemgetter(tree.structure)
+    keys = tree.keys
+    return tree.build if keys is None else lambda found: dict(zip(keys, found, strict=True))
+
+
+def goal_leaves(schema: Schema, goals: Goals) -> tuple[int, int]:
+    """Return which leaves of an observation show what was achieved, and the goal."""
+    keys = schema.observation.keys or ()
+    for key in (goals.achieved_key, goals.desired_key):
+        if key not in keys:
+            raise ArgumentError(
+                f"sampler: hindsight needs the key {key!r}, but the observation space has {list(keys)}; name the keys "
+                "with achieved_key and desired_key"
+            )
+    return keys.index(goals.achieved_key), keys.index(goals.desired_key)
+
+
+def rewards_for(schema: Schema, goals: Goals, achieved: Array, goal: Array, extras: list[Array]) -> Array:
+    """Ask the caller's function for the rewards of rows with other goals."""
+    rewards = np.asarray(goals.reward_fn(achieved, goal.copy(), schema.extras.build(extras)))
+    if rewards.shape != goals.rows.shape:
+        raise ArgumentError(
+            f"reward_fn returned an array of shape {rewards.shape} for {len(goals.rows)} rows; return one reward a row"
+        )
+    return rewards
 
 
 _ByLeaf = dict[int, Array] | list[Array]
@@ -345,7 +394,7 @@ class HostBatches(Batches):
     """Makes batches in arrays, and hands them over as they are or as tensors."""
 
     def __init__(self, schema: Schema, assembler: ObservationAssembler, delivery: Delivery) -> None:
-        self._schema = schema
+        self._schema, self._form = schema, BatchForm(schema)
         self._assembler = assembler
         self._delivery = delivery
 
@@ -353,14 +402,12 @@ class HostBatches(Batches):
 
     def of_arrays(self, draw: Draw, arrays: tuple[Array, ...]) -> Batch:
         """See `Batches`."""
-        schema, hand_over = self._schema, self._delivery.hand_over
-        given = [hand_over(array) for array in arrays]
-        reward = len(schema.action.leaves)
-        observed = reward + 3 + len(schema.extras.leaves)
-        return Batch(
-            schema.observation.build(given[observed::2]), schema.action.build(given[:reward]), given[reward],
-            schema.observation.build(given[observed + 1 :: 2]), given[reward + 1], given[reward + 2],
-            schema.extras.build(given[reward + 3 : observed]), draw.ids, hand_over(draw.weights),
+        given = [self._delivery.hand_over(array) for array in (*arrays, draw.weights)]
+        reward = len(self._schema.action.leaves)
+        observed = reward + 3 + len(self._schema.extras.leaves)
+        return self._form.batch(
+            (given[observed:-1:2], given[:reward], given[observed + 1 : -1 : 2], given[reward + 3 : observed]),
+            *given[reward : reward + 3], draw.ids, given[-1],
         )  # fmt: skip
 
     def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
@@ -369,31 +416,21 @@ class HostBatches(Batches):
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""
-        return HostBatchJob(partial(self.make, draw, drawn))
+        return BatchJob(partial(self.make, draw, drawn))
 
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """Copy the large fields, which takes no lock, and make the batch."""
         drawn.fetch()
-        schema, rows = self._schema, drawn.rows
-        last = drawn.last or rows
-        pairs = [self.observation_pair(drawn, leaf) for leaf in range(len(schema.observation.leaves))]
+        rows, last = drawn.rows, drawn.last or drawn.rows
+        pairs = [self.observation_pair(drawn, leaf) for leaf in range(len(self._schema.observation.leaves))]
         obs, next_obs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         reward = self.relabel_goals(draw, drawn, obs, next_obs)
         hand_over = self._delivery.hand_over
         deliver = hand_over if draw.ids.ndim == 1 else self._in_shape(draw.ids.shape)
-        return Batch(
-            obs=schema.observation.build([deliver(array) for array in obs]),
-            action=schema.action.build([deliver(array) for array in rows.action]),
-            reward=deliver(reward),
-            next_obs=schema.observation.build([deliver(array) for array in next_obs]),
-            terminated=deliver(last.terminated),
-            truncated=deliver(last.truncated),
-            extras=schema.extras.build([deliver(array) for array in rows.extras]),
-            ids=draw.ids,
-            weights=hand_over(draw.weights),
-            discount=None if draw.discount is None else hand_over(draw.discount),
-            mask=None if draw.mask is None else hand_over(draw.mask),
-        )
+        leaves = [[deliver(array) for array in arrays] for arrays in (obs, rows.action, next_obs, rows.extras)]
+        numbers = [deliver(array) for array in (reward, last.terminated, last.truncated)]
+        of_draw = [None if array is None else hand_over(array) for array in (draw.weights, draw.discount, draw.mask)]
+        return self._form.batch(leaves, *numbers, draw.ids, *of_draw)
 
     def _in_shape(self, leading: tuple[int, ...]) -> Callable[[Array], Any]:
         """Return what hands rows over as sequences."""
@@ -403,14 +440,6 @@ class HostBatches(Batches):
         """See `Batches`."""
         staging = self._assembler.staging
         staging.most = max(staging.most, batches + 1)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """See `Batches`."""
-        return 0
-
-    def close(self) -> None:
-        """Do nothing: threads and memory are the assembler's."""
 
     def observation_pair(self, drawn: DrawnRows, leaf: int) -> tuple[Array, Array]:
         """Return observations and next observations of one leaf."""
@@ -426,60 +455,16 @@ class HostBatches(Batches):
         field = rows.large.index(leaf)
         return self._assembler.assemble(rows.places, field, self._schema.observation.leaves[leaf], wanted)
 
-    def has_goals_among(self, draw: Draw, leaves: Collection[int]) -> bool:
-        """Whether a draw puts other goals into one of some leaves."""
-        goals = draw.goals
-        return goals is not None and any(self._leaf(k) in leaves for k in (goals.achieved_key, goals.desired_key))
-
     def relabel_goals(self, draw: Draw, drawn: DrawnRows, obs: _ByLeaf, next_obs: _ByLeaf) -> Array:
         """Return the rewards of a draw; put its other goals, if it has any, into rows that are not handed over yet."""
         reward = drawn.rows.reward if draw.reward is None else draw.reward
         goals = draw.goals
         if goals is None or drawn.outcomes is None or not goals.rows.size:
             return reward
-        achieved, desired = self._leaf(goals.achieved_key), self._leaf(goals.desired_key)
+        achieved, desired = goal_leaves(self._schema, goals)
         goal = self._pair(drawn.outcomes, achieved, wanted=(False, True))[1]
         for observed in (obs, next_obs):
             observed[desired][goals.rows] = goal
-        reward[goals.rows] = self._rewards_for(goals, next_obs[achieved][goals.rows], goal, drawn.rows.extras)
+        extras = [array[goals.rows] for array in drawn.rows.extras]
+        reward[goals.rows] = rewards_for(self._schema, goals, next_obs[achieved][goals.rows], goal, extras)
         return reward
-
-    def _rewards_for(self, goals: Goals, achieved: Array, goal: Array, extras: list[Array]) -> Array:
-        info = self._schema.extras.build([array[goals.rows] for array in extras])
-        rewards = np.asarray(goals.reward_fn(achieved, goal.copy(), info))
-        if rewards.shape != goals.rows.shape:
-            raise ArgumentError(
-                f"reward_fn returned an array of shape {rewards.shape} for {len(goals.rows)} rows; return one reward a "
-                "row"
-            )
-        return rewards
-
-    def _leaf(self, key: str) -> int:
-        keys = self._schema.observation.keys or ()
-        if key not in keys:
-            raise ArgumentError(
-                f"sampler: hindsight needs the key {key!r}, but the observation space has {list(keys)}; name the keys "
-                "with achieved_key and desired_key"
-            )
-        return keys.index(key)
-
-
-class HostBatchJob:
-    """A batch in arrays, or in tensors that share their memory."""
-
-    is_quick = False
-
-    def __init__(self, make: Callable[[], Batch]) -> None:
-        self._make = make
-        self._batch: Batch | None = None
-
-    def work(self) -> None:
-        """See `BatchJob`."""
-        self._batch = self._make()
-
-    def receive(self) -> Batch:
-        """See `BatchJob`."""
-        batch, self._batch = self._batch, None
-        if batch is None:
-            raise DamageError("a batch was received before it was made; report this")
-        return batch

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from holdall.delivery.device import cuda_library
 from holdall.errors import HoldallError
 
 _COMPILERS = ("libnvrtc.so.13", "libnvrtc.so.12", "nvrtc64_130_0.dll", "nvrtc64_120_0.dll")
-_DRIVERS = ("libcuda.so.1", "nvcuda.dll")
 _INVALID_CONTEXT = 201
 
 Launch = Callable[[tuple[int, int], tuple[int, int], int, Any], None]
@@ -35,7 +35,10 @@ class CudaProgram:
     """One source, compiled for one device."""
 
     def __init__(self, torch: Any, device: Any, source: str) -> None:
-        self._driver = _driver()
+        driver = cuda_library()
+        if driver is None:
+            raise CudaProgramError("no CUDA driver was found")
+        self._driver = driver
         torch.cuda.init()
         torch.zeros(1, device=device)  # makes the device's context
         self._context = ctypes.c_void_p()
@@ -83,19 +86,6 @@ class CudaProgram:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(code, ctypes.byref(text))
             raise CudaProgramError(f"the CUDA driver refuses {doing}: {(text.value or b'error').decode()} ({code})")
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    for file in _DRIVERS:
-        try:
-            driver = ctypes.CDLL(file)
-        except OSError:
-            continue
-        number, pointer = ctypes.c_uint, ctypes.c_void_p
-        driver.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-        return driver
-    raise CudaProgramError(f"no CUDA driver was found ({', '.join(_DRIVERS)})")
 
 
 _lock = threading.Lock()

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import os
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from holdall.delivery.batches import aligned_block, view_array
-from holdall.storage import ALIGNMENT_BYTES
+from holdall.storage import ALIGNMENT_BYTES, fresh_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -49,16 +52,7 @@ class DeviceStream:
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
         """Allocate memory on the device."""
-        tensor: torch.Tensor = self._torch.from_numpy(np.frombuffer(aligned_block(nbytes), np.uint8))
-        return tensor
-
-    def own(self, memory: torch.Tensor) -> Any:
-        """Return an object that lives as long as any tensor that `see` shows of memory."""
-        return view_array(memory.numpy().data)
-
-    def see(self, user: Any) -> torch.Tensor:
-        """Return the bytes of memory that somebody owns."""
-        tensor: torch.Tensor = self._torch.from_numpy(user)
+        tensor: torch.Tensor = self._torch.from_numpy(fresh_bytes(nbytes))
         return tensor
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
@@ -127,12 +121,6 @@ class DeviceStream:
     def unpin(self, start: int) -> None:
         """Undo `pin`."""
 
-    def view_host(self, start: int, nbytes: int) -> torch.Tensor:
-        """Return host memory as a tensor for the device; only the pinned part of it may be read."""
-        memory = ctypes.cast(start, ctypes.POINTER(ctypes.c_uint8))
-        tensor: torch.Tensor = self._torch.from_numpy(np.ctypeslib.as_array(memory, (nbytes,)))
-        return tensor
-
 
 class CudaStream(DeviceStream):
     """A CUDA device, reached over a stream of its own."""
@@ -150,7 +138,8 @@ class CudaStream(DeviceStream):
         # Torch's own way without the object, where it has it: this is asked for with every batch.
         self._current: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", self._current_stream)
         self.number = self._stream.cuda_stream
-        self._driver = found_driver(self.number)
+        library = cuda_library()
+        self._driver = None if library is None else CudaDriver(library, self.number)
         self.record_function = self._driver.record_function if self._driver else 0
         self.query_function = self._driver.query_function if self._driver else 0
         self._behind_consumer = self.new_event()[0]
@@ -164,15 +153,6 @@ class CudaStream(DeviceStream):
         """See `DeviceStream`."""
         tensor: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.device)
         tensor.record_stream(self._stream)
-        return tensor
-
-    def own(self, memory: torch.Tensor) -> Any:
-        """See `DeviceStream`."""
-        return _DeviceMemory(memory.data_ptr(), memory.numel(), memory)
-
-    def see(self, user: Any) -> torch.Tensor:
-        """See `DeviceStream`."""
-        tensor: torch.Tensor = self._torch.as_tensor(user, device=self.device)
         return tensor
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
@@ -262,17 +242,19 @@ class CudaStream(DeviceStream):
         return bool(event.query())
 
     def pin(self, start: int, nbytes: int) -> bool:
-        """See `DeviceStream`."""
-        return int(self._torch.cuda.cudart().cudaHostRegister(start, nbytes, 0)) == 0
+        """See `DeviceStream`; torch refuses what the device does not see under the host's addresses."""
+        if int(self._torch.cuda.cudart().cudaHostRegister(start, nbytes, 0)):
+            return False
+        try:
+            self._torch.as_tensor(_HostMemory(start, nbytes), device=self.device)
+        except RuntimeError:
+            self.unpin(start)
+            return False
+        return True
 
     def unpin(self, start: int) -> None:
         """See `DeviceStream`."""
         self._torch.cuda.cudart().cudaHostUnregister(start)
-
-    def view_host(self, start: int, nbytes: int) -> torch.Tensor:
-        """See `DeviceStream`."""
-        tensor: torch.Tensor = self._torch.as_tensor(_DeviceMemory(start, nbytes, None), device=self.device)
-        return tensor
 
 
 def stream_to(torch: Any, device: torch.device) -> DeviceStream:
@@ -309,21 +291,34 @@ class _OnStream:
         self._cuda.set_stream(self._before)
 
 
-class _DeviceMemory:
-    """Memory as torch takes it over without copying it; torch refers to this until the last tensor of it is gone."""
+class _HostMemory:
+    """Memory of the host, as torch takes it over without copying it."""
 
-    def __init__(self, start: int, nbytes: int, owner: torch.Tensor | None) -> None:
-        self._owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (start, False),
-            "strides": None,
-            "version": 2,
-        }
+    def __init__(self, start: int, nbytes: int) -> None:
+        described = {"shape": (nbytes,), "typestr": "|u1", "data": (start, False), "strides": None, "version": 2}
+        self.__cuda_array_interface__ = described
 
 
-_DRIVER_FILES = ("libcuda.so.1", "nvcuda.dll")
+def torch_dtype(torch: Any, dtype: np.dtype[Any]) -> Any:
+    """Return torch's name of a dtype."""
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
+@functools.cache
+def cuda_library() -> ctypes.CDLL | None:
+    """Return the CUDA driver; None where torch reaches its devices by another one."""
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    for file in ("libcuda.so.1", "nvcuda.dll"):
+        try:
+            library = ctypes.CDLL(file)
+            library.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, pointer, ctypes.c_size_t, pointer]
+            library.cuEventRecord.argtypes = [pointer] * 2
+            library.cuStreamWaitEvent.argtypes = [pointer, pointer, number]  # stream, event
+            library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+        except (OSError, AttributeError):
+            continue
+        return library
+    return None
 
 
 class CudaDriver:
@@ -334,14 +329,16 @@ class CudaDriver:
 
     def __init__(self, library: ctypes.CDLL, stream: int) -> None:
         self.stream = stream
-        self.copy_function = ctypes.cast(library.cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value or 0
-        self.record_function = ctypes.cast(library.cuEventRecord, ctypes.c_void_p).value or 0
-        self.query_function = ctypes.cast(library.cuEventQuery, ctypes.c_void_p).value or 0
-        self.record, self.wait = library.cuEventRecord, library.cuStreamWaitEvent
-        self.copy = library.cuMemcpyHtoDAsync_v2  # all of them return 0, or why they refuse
-        self.copy.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
-        self.record.argtypes = [ctypes.c_void_p] * 2
-        self.wait.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]  # stream, event
+        # All of them return 0, or why they refuse.
+        self.copy, self.record, self.wait = (
+            library.cuMemcpyHtoDAsync_v2,
+            library.cuEventRecord,
+            library.cuStreamWaitEvent,
+        )
+        self.copy_function, self.record_function, self.query_function = (
+            ctypes.cast(function, ctypes.c_void_p).value or 0
+            for function in (self.copy, self.record, library.cuEventQuery)
+        )
         self._push, self._pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
         self._context = ctypes.c_void_p()
         self._popped = ctypes.c_void_p()
@@ -362,16 +359,6 @@ class CudaDriver:
             yield
         finally:
             self._pop(ctypes.byref(self._popped))
-
-
-def found_driver(stream: int) -> CudaDriver | None:
-    """Return the driver, or None where torch reaches its devices by another one."""
-    for file in _DRIVER_FILES:
-        try:
-            return CudaDriver(ctypes.CDLL(file), stream)
-        except (OSError, AttributeError):
-            continue
-    return None
 
 
 class StagingSlot:
@@ -397,51 +384,79 @@ class StagingSlot:
 
     def _allocate(self, nbytes: int) -> None:
         self.host = self._stream.host_bytes(nbytes)
-        self.array = self.host.numpy()
+        self.array, self.start = self.host.numpy(), self.host.data_ptr()
 
 
-class StagingRing:
+class RecordedSlot(StagingSlot):
+    """Pinned memory with one event for all that reads it, which the driver, not torch, may record again."""
+
+    def __init__(self, stream: DeviceStream, number: int, nbytes: int) -> None:
+        self.event, self.event_number = stream.new_event()
+        super().__init__(stream, number, nbytes)
+
+    def was_given(self) -> None:
+        """Note that the device will read what is here, behind what stands in the calling thread's own stream."""
+        self._stream.record_again(self.event, self.event_number)
+        self.read = self.event
+
+
+Slot = TypeVar("Slot", bound=StagingSlot)
+
+
+class StagingRing(Generic[Slot]):
     """A few slots of pinned memory, filled in turn while the device still reads the ones before.
 
-    Slots are allocated when their turn first comes, and grow to what is asked for.
+    Slots are allocated when all others are still read, and grow to what is asked for. Pinned memory must not be used
+    for something else while a device may read it: when a ring is forgotten, the host waits.
 
     Args:
         slot: The kind of slot.
     """
 
-    def __init__(
-        self, stream: DeviceStream, slots: int = 2, slot_bytes: int = 0, *, slot: type[StagingSlot] = StagingSlot
-    ) -> None:
+    def __init__(self, stream: DeviceStream, slot: type[Slot], slots: int = 2, slot_bytes: int = 0) -> None:
         self._stream = stream
         self._count = slots
         self._slot_bytes = slot_bytes
         self._kind = slot
-        self._slots: list[StagingSlot] = []
-        self._turn = -1
+        self._slots: deque[Slot] = deque()  # the one that was used last comes last
+        self._process = os.getpid()
+        weakref.finalize(self, _wait_for_slots, self._slots, self._process)
 
-    def next_slot(self, nbytes: int = 0) -> StagingSlot:
+    def next_slot(self, nbytes: int = 0) -> Slot:
         """Return the next slot, with room for `nbytes`; set its `read` when the copies from it are started."""
-        self._turn = (self._turn + 1) % self._count
-        if self._turn == len(self._slots):
-            self._slots.append(self._kind(self._stream, self._turn, self._slot_bytes))
-        slot = self._slots[self._turn]
-        slot.make_room(nbytes)
-        return slot
+        slots = self._slots
+        if slots and (slots[0].read is None or self._stream.has_passed(slots[0].read)):
+            slots[0].read = None
+        elif len(slots) < self._count:
+            slots.appendleft(self._kind(self._stream, len(slots), self._slot_bytes))
+        slots.rotate(-1)
+        slots[-1].make_room(nbytes)
+        return slots[-1]
 
     def wait(self) -> None:
         """Wait until the device has read all of them."""
-        for slot in self._slots:
-            slot.make_room(0)
+        _wait_for_slots(self._slots, self._process)
+
+    @property
+    def events(self) -> list[Any]:
+        """Events behind all that may be read from here."""
+        return [slot.read for slot in self._slots if slot.read is not None]
 
     @property
     def last_read(self) -> Any:
         """The event behind the newest copy from here; None if there was none."""
-        return self._slots[self._turn].read if self._slots else None
+        return self._slots[-1].read if self._slots else None
 
     @property
     def nbytes(self) -> int:
         """Pinned bytes held."""
-        return sum(slot.host.numel() for slot in self._slots)
+        return sum(slot.host.numel() for slot in list(self._slots))
+
+
+def _wait_for_slots(slots: deque[Any], process: int) -> None:
+    """Wait until everything was read; a forked child has no part in the device."""
+    for slot in slots if process == os.getpid() else ():
+        slot.make_room(0)
 
 
 class DeviceScratch:

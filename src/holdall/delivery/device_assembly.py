@@ -4,25 +4,24 @@ In:  draws.  Out: batches, put together on the caller's own stream, or beside it
 The flow: native/assemble.c looks rows up, names their slices and copies short fields into pinned memory;
 `bring_slices` and `finish_batch` of native/device.cu do the rest.
 Invariant: the host never waits, but for pinned memory that it writes to again; nothing that a launch reads is changed
-or unpinned before that launch is done. Draws that need more (goals, slices that are compressed) are left to others.
+or unpinned before that launch is done. Slices that are compressed are left to others, and so are other goals.
 """
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.batch import Batch, Draw, require_in_range
-from holdall.delivery.batch_layout import BatchPlan
+from holdall.batch import Draw, require_in_range
+from holdall.delivery.batch_layout import KEPT_BLOCKS, BatchPlan
+from holdall.delivery.batches import MadeBatch
 from holdall.delivery.cuda_program import CudaProgramError
-from holdall.delivery.device import CudaStream, DeviceStream
+from holdall.delivery.device import CudaStream, DeviceStream, RecordedSlot, StagingRing
 from holdall.delivery.device_loops import device_program
-from holdall.delivery.device_store import DeviceSnapshot, PinnedSnapshot
+from holdall.delivery.device_store import SliceSnapshot
 from holdall.errors import DamageError
 from holdall.native import MOST_DEVICE_FIELDS, BatchRequestStruct, Refusal, SliceNamer, number_function
 from holdall.schema import Array, Schema
@@ -32,8 +31,6 @@ _KEPT_PLANS = 16
 """Kinds of batches whose layouts are kept."""
 _MOST_HEADS = 8
 """Batches whose pinned memory may still be read while the next one is looked up; then the host waits."""
-_KEPT_BLOCKS = 4
-"""Blocks of one kind of batch that are kept: one in use, one being filled, two for latecomers."""
 _SHARE, _SHARE_OF_MANY, _MANY_ROWS = 6, 32, 512
 """The device begins with this part of a batch while the rest is looked up: to fetch takes longer. Of many rows with
 less, since C goes on in pieces that grow."""
@@ -46,37 +43,6 @@ _MOST_SLICES = (1 << 31) - 1
 """What C numbers the places of a batch with."""
 _NO_CONTEXT = 201
 """The driver's error for a thread that is new to it."""
-
-Readable = DeviceSnapshot | PinnedSnapshot | None
-"""Where the device reads slices; None where there are none, or it cannot."""
-
-
-class MadeBatch(NamedTuple):
-    """A batch that the device was told to put together, and the event behind which it is there.
-
-    The event is None if the consumer's own stream does it.
-    """
-
-    batch: Batch
-    ready: Any
-
-
-class MadeJob:
-    """A batch that the device was told to put together already."""
-
-    is_quick = True
-
-    def __init__(self, stream: DeviceStream, made: MadeBatch) -> None:
-        self._stream, self._made = stream, made
-
-    def work(self) -> None:
-        """See `BatchJob`."""
-
-    def receive(self) -> Batch:
-        """See `BatchJob`; the consumer's stream, not the host, waits for what is under way."""
-        if self._made.ready is not None:
-            self._stream.let_consumer_wait(self._made.ready)
-        return self._made.batch
 
 
 class Launcher(NamedTuple):
@@ -101,24 +67,11 @@ class Launcher(NamedTuple):
         return cls(namer.launch_here, 1, 2, None) if stream.launches_here else None
 
 
-class _Head:
-    """Pinned memory in which a batch is described, and the event behind which it was read."""
-
-    def __init__(self, stream: DeviceStream, nbytes: int) -> None:
-        self.event, self.number = stream.new_event()
-        self.make_room(stream, nbytes)
-
-    def make_room(self, stream: DeviceStream, nbytes: int) -> None:
-        """Make so many bytes fit; nothing is read here any more."""
-        self.host, self.nbytes = stream.host_bytes(nbytes), nbytes
-        self.start = self.host.data_ptr()
-
-
 class _Description(NamedTuple):
     """What the requests of all plans name, and the version of the segments that it is of."""
 
     version: int
-    readable: Readable
+    readable: SliceSnapshot | None
     sources: RowSources
 
 
@@ -142,14 +95,12 @@ class DeviceAssembler:
         self._torch, self._stream, self._schema, self._namer = torch, stream, schema, namer
         self._launcher = launcher
         self.behind: Any = None
-        self.most_blocks = _KEPT_BLOCKS
-        self._heads: deque[_Head] = deque()  # the one that was used last comes last
+        self.most_blocks = KEPT_BLOCKS
+        self._heads = StagingRing(stream, RecordedSlot, _MOST_HEADS)  # batches are described there
         self._plans: dict[Any, BatchPlan] = {}
         self._plain: dict[int, BatchPlan] = {}  # by rows: of batches that are nothing but rows
         self._described: _Description | None = None
         self._under_way: deque[tuple[list[Any], _Description]] = deque()  # what is read until events have passed
-        # Pinned memory must not be used for something else while a device may read it, even if nobody closes this.
-        weakref.finalize(self, _wait_for_all, stream, self._heads, os.getpid())
 
     @classmethod
     def of(
@@ -161,10 +112,10 @@ class DeviceAssembler:
         launcher = Launcher.to(torch, stream, namer)
         return None if launcher is None else cls(torch, stream, schema, namer, launcher)
 
-    def assemble(self, draw: Draw, store: Store, readable: Readable, *, ahead: bool) -> MadeBatch | None:
-        """Have a batch put together; None if the device cannot do that by itself."""
+    def assemble(self, draw: Draw, store: Store, readable: SliceSnapshot | None, *, ahead: bool) -> MadeBatch | None:
+        """Have a batch put together, but for other goals; None if the device cannot do that by itself."""
         sources, last = store.sources(), draw.last_ids
-        if draw.goals is not None or not draw.ids.size or (readable is None and sources.large):
+        if not draw.ids.size or (readable is None and sources.large):
             return None
         if any(array is not None and array.size != draw.ids.size for array in (last, draw.reward)):
             return None
@@ -175,10 +126,10 @@ class DeviceAssembler:
         arrays = self._fill(plan, draw)
         return self._make(plan, draw.ids, sources.held, arrays[: 1 if last is None else 2], ahead=ahead)
 
-    def plain_plan(self, store: Store, readable: Readable, rows: int) -> BatchPlan | None:
-        """Return the plan of batches that are nothing but so many rows, if it describes the store as it is now."""
+    def plain_plan(self, store: Store, readable: SliceSnapshot | None, rows: int) -> BatchPlan | None:
+        """Return the plan of batches of so many rows, any of those held, if it describes the store as it is now."""
         plan, described = self._plain.get(rows), self._described
-        if plan is None or described is None or plan.described is not described:
+        if plan is None or described is None or plan.described is not described or not store.all_valid:
             return None
         is_now = described.version == store.large_segments.index.version and described.readable is readable
         return plan if is_now and plan.table is store.row_table else None
@@ -210,7 +161,8 @@ class DeviceAssembler:
         stream, request = self._stream, plan.request
         if self._under_way:
             self._let_go()
-        head, block = self._free_head(plan.pinned_bytes), plan.free_block(stream, self.most_blocks)
+        head, block = self._heads.next_slot(plan.pinned_bytes), plan.free_block(stream, self.most_blocks)
+        head.read = head.event  # which C records, whatever becomes of the batch
         if ahead:
             stream.wait_for_consumer()
             request.stream, self.behind = stream.number, head.event
@@ -220,7 +172,7 @@ class DeviceAssembler:
                     stream.let_consumer_wait(self.behind)
                 self.behind = None
             request.stream = stream.consumer()
-        request.head, request.event, request.block = head.start, head.number, block.start
+        request.head, request.event, request.block = head.start, head.event_number, block.start
         request.first_id, request.next_id = held
         plan.table.columns()  # so that they are those of now
         if not self._ask(request, asked, held):
@@ -259,7 +211,7 @@ class DeviceAssembler:
         if before is not None and before.version == found.version and before.readable is found.readable:
             return before
         if before is not None:  # launches may still read it
-            self._under_way.append(([head.event for head in self._heads], before))
+            self._under_way.append((self._heads.events, before))
         for plan in self._plans.values():
             plan.described = None
         self._described = found
@@ -272,30 +224,17 @@ class DeviceAssembler:
         request, sources, readable = plan.request, described.sources, described.readable
         for field, records in enumerate(sources.records):
             source, task = request.source[field], request.task.field[field]
-            found = None if readable is None else readable.source(field)
-            if found is None:
+            if readable is None or field not in readable.sources:
                 return False
-            task.base, starts = found
+            task.base, starts = readable.sources[field]
             source.starts, source.parts, source.part_count = address(starts), address(records), len(records)
             source.cursors = address(sources.cursors[field])
-            source.are_named = isinstance(readable, PinnedSnapshot)
-        request.most_blocks = _BLOCKS_ON_DEVICE if isinstance(readable, DeviceSnapshot) else _BLOCKS_OVER_BUS
+            source.are_named = not readable.is_on_device
+        is_there = readable is not None and readable.is_on_device
+        request.most_blocks = _BLOCKS_ON_DEVICE if is_there else _BLOCKS_OVER_BUS
         request.first_ticks, request.segments = address(sources.first_ticks), len(sources.first_ticks)
         request.ring_rows, plan.described = sources.ring_rows, described
         return True
-
-    def _free_head(self, nbytes: int) -> _Head:
-        """Return pinned memory that the device has read, and does not read any more."""
-        heads, stream = self._heads, self._stream
-        if not heads or not stream.has_passed(heads[0].event):
-            if len(heads) < _MOST_HEADS:
-                heads.appendleft(_Head(stream, nbytes))
-            else:
-                stream.synchronize(heads[0].event)
-        heads.rotate(-1)
-        if heads[-1].nbytes < nbytes:
-            heads[-1].make_room(stream, nbytes)
-        return heads[-1]
 
     def _fill(self, plan: BatchPlan, draw: Draw) -> list[Array]:
         """Say what to read; return the arrays that the request names."""
@@ -333,18 +272,12 @@ class DeviceAssembler:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of pinned memory."""
-        return sum(head.nbytes for head in list(self._heads))
+        return self._heads.nbytes
 
     def close(self) -> None:
         """Wait until the device has read everything."""
-        _wait_for_all(self._stream, self._heads, os.getpid())
+        self._heads.wait()
         self._under_way.clear()
         self._plans.clear()
         self._plain.clear()
         self._described = None
-
-
-def _wait_for_all(stream: DeviceStream, heads: deque[_Head], process: int) -> None:
-    """Wait until everything was read; a forked child has no part in the device."""
-    for head in heads if process == os.getpid() else ():
-        stream.synchronize(head.event)

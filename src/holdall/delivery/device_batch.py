@@ -4,15 +4,14 @@ In:  draws.  Out: batches whose tensors are views of one block on the device.
 Invariant: the host never waits for the device, but for pinned memory that it writes to again. A block is used again
 only when no tensor of it is left, and only after everything that the consumer asked for before.
 
-Names and places of slices are sent first, so that the bus is busy while small fields are packed; places are only used
-for slices that the device reads on the host by itself.
+What the device can read by itself it puts together by itself, see `device_assembly`. Of all else, the names of slices
+are sent first, so that the bus is busy while small fields are packed.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -20,23 +19,15 @@ from numpy.typing import NDArray
 
 from holdall.background import fork_safe, left
 from holdall.batch import Batch, Draw
-from holdall.delivery.batch_layout import (
-    BatchLayout,
-    BlockSpan,
-    DeviceBatch,
-    DeviceMove,
-    PackedField,
-    PinnedHead,
-    nesting,
-)
-from holdall.delivery.batches import Batches, BatchJob, BlockPool, DrawnRows, HostBatches
+from holdall.delivery.batch_layout import KEPT_BLOCKS, DeviceBlock, DeviceMove, PackedField, PinnedHead, SentLayout
+from holdall.delivery.batches import Batches, BatchJob, DrawnRows, HostBatches, MadeBatch, ReadyJob, goal_leaves
 from holdall.delivery.device import DeviceScratch, DeviceStream, StagingRing, StagingSlot
-from holdall.delivery.device_assembly import DeviceAssembler, MadeBatch, MadeJob, Readable, SlotDraw
-from holdall.delivery.device_store import DeviceSlices, DeviceSnapshot, PinnedArenas, PinnedSnapshot
+from holdall.delivery.device_assembly import DeviceAssembler, SlotDraw
+from holdall.delivery.device_store import DeviceSlices, PinnedArenas, SliceSnapshot
 from holdall.errors import DamageError
 from holdall.native import CopyPlan, Cut, Names, SliceNamer
 from holdall.sampling import Uniform
-from holdall.schema import Schema
+from holdall.schema import Array, Schema
 from holdall.storage import Kernels, Rows, Store
 
 if TYPE_CHECKING:
@@ -52,59 +43,43 @@ class _NamedSlices(NamedTuple):
 
     leaf: int
     cut: Cut
-    unique: int
-    word: torch.dtype
-    words: int  # of a slice
-    source: torch.Tensor | None = None  # on the device, as rows of words; None: the device reads them ...
-    on_host: torch.Tensor | None = None  # ... from here
+    source: torch.Tensor  # on the device, as rows of words
 
 
 class DeviceBatches(Batches):
     """Makes batches on one device.
 
     Args:
-        plain: Makes the same batches in arrays, and copies them over; goals that are images are relabelled there.
+        plain: Makes the same batches in arrays.
         kernels: Where the loops that name slices are not compiled, observations are sent whole.
     """
 
     def __init__(
-        self,
-        schema: Schema,
-        plain: HostBatches,
-        stream: DeviceStream,
-        kernels: Kernels,
-        torch: Any,
-        store_on_device: bool,
-        pins: bool,
-    ) -> None:
-        self.schema = schema
-        self.nested = [nesting(tree) for tree in (schema.observation, schema.action, schema.extras)]
-        self.plain = plain
-        self.stream = stream
-        self.blocks = BlockPool(stream.device_bytes, stream.own, stream.see)
-        self.torch = torch
+        self, schema: Schema, plain: HostBatches, stream: DeviceStream, kernels: Kernels, torch: Any,
+        store_on_device: bool, pins: bool,
+    ) -> None:  # fmt: skip
+        self.schema, self.plain, self.stream, self.torch = schema, plain, stream, torch
         self._namer: SliceNamer | None = kernels.namer()
-        named = self._namer is not None
-        self._slices = DeviceSlices(stream, kernels.coder) if named and store_on_device else None
-        self._arenas = PinnedArenas(stream) if named and pins and not store_on_device else None
-        self._pinned: tuple[int, PinnedSnapshot | None] = -1, None  # by the version of the segments
         self._assembler = DeviceAssembler.of(torch, stream, schema, self._namer)
-        self._rings: dict[int, StagingRing] = {}  # by leaf
+        is_read = self._assembler is not None
+        self._slices = DeviceSlices(stream, kernels.coder) if is_read and store_on_device else None
+        self._arenas = PinnedArenas(stream) if is_read and pins and not store_on_device else None
+        self._pinned: tuple[int, SliceSnapshot | None] = -1, None  # by the version of the segments
+        self._most_blocks = KEPT_BLOCKS
+        self._rings: dict[int, StagingRing[StagingSlot]] = {}  # by leaf
         self._scratch: dict[int, DeviceScratch] = {}  # by leaf: its unique slices, before they are stacked
         self._picked = DeviceScratch(stream)
-        self._under_way: deque[tuple[Any, DrawnRows]] = deque()  # batches that the device reads from the host
-        self._rows_on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by leaf: a span of arenas, and its rows
         self._lock: Any = fork_safe(threading.RLock())
-        self._layouts: dict[Any, BatchLayout] = {}
+        self._layouts: dict[Any, SentLayout] = {}
         self._layouts_lock: Any = fork_safe(threading.RLock())
 
     def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """See `Batches`: rows of a `Uniform` sampler, once a batch of so many rows was made."""
-        if type(sampler) is not Uniform or self._assembler is None:
+        held = store.held
+        if self._assembler is None or type(sampler) is not Uniform or held[1] - held[0] < count:
             return None
-        readable = self._readable(store)
-        plan = self._assembler.plain_plan(store, readable, count) if _reads_all(readable) else None
-        if plan is None or not store.all_valid or (held := store.held)[1] - held[0] < count:
+        plan = self._assembler.plain_plan(store, self._readable(store), count)
+        if plan is None:
             return None
         made = self._assembler.assemble_plain(plan, held, generator.integers(*held, size=count), ahead=False)
         return made.batch if isinstance(made, MadeBatch) else self._begin_otherwise(made, store).receive()
@@ -116,22 +91,23 @@ class DeviceBatches(Batches):
             is_filled = held[1] - held[0] >= rows.slots * lanes
         else:
             is_filled = held == (0, rows.filled * lanes)
-        if self._assembler is None or not is_filled or not store.all_valid:
+        if self._assembler is None or not is_filled:
             return None
-        readable = self._readable(store)
-        plan = self._assembler.plain_plan(store, readable, count) if _reads_all(readable) else None
+        plan = self._assembler.plain_plan(store, self._readable(store), count)
         if plan is None:
             return None
         made = self._assembler.assemble_plain(plan, held, rows, ahead=ahead)
-        return MadeJob(self.stream, made) if isinstance(made, MadeBatch) else self._begin_otherwise(made, store)
+        if isinstance(made, MadeBatch):
+            return ReadyJob(partial(self.hand_over, made))
+        return self._begin_otherwise(made, store)
 
     def _begin_otherwise(self, ids: NDArray[np.int64], store: Store) -> BatchJob:
         """Begin a batch of rows that the device cannot fetch by itself."""
         draw = Draw(ids, np.ones(len(ids), np.float32))
-        (job := self.start(draw, self._look_up(draw, store, self._readable(store)))).work()
+        (job := self.start(draw, self.plain.look_up(draw, store))).work()
         return job
 
-    def _readable(self, store: Store) -> Readable:
+    def _readable(self, store: Store) -> SliceSnapshot | None:
         """Return where the device reads slices now; arenas are looked at again when segments are others."""
         if self._slices is None:
             version = store.large_segments.index.version
@@ -146,41 +122,54 @@ class DeviceBatches(Batches):
 
     def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`."""
-        readable = self._readable(store)
-        if self._assembler is not None and _reads_all(readable):
-            made = self._assembler.assemble(draw, store, readable, ahead=ahead)
-            if made is not None:
-                return DrawnRows(None, None, None, made=made)  # type: ignore[arg-type]  # nothing else is needed
-        return self._look_up(draw, store, readable)
-
-    def _look_up(self, draw: Draw, store: Store, readable: Readable) -> DrawnRows:
-        """Find the rows of a batch whose slices are sent from here."""
-        on_device = readable if isinstance(readable, DeviceSnapshot) else None
-        pinned = readable if isinstance(readable, PinnedSnapshot) else None
-        return self.plain.look_up(draw, store)._replace(on_device=on_device, pinned=pinned)
+        made = None
+        if self._assembler is not None:
+            made = self._assembler.assemble(draw, store, self._readable(store), ahead=ahead)
+            if made is not None and draw.goals is None:
+                return DrawnRows.of_made(*made)
+        return self.plain.look_up(draw, store)._replace(made=made)
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`; the block is chosen here, behind everything that the consumer asked the device for."""
-        if drawn.made is not None:
-            return MadeJob(self.stream, drawn.made)
-        if self.plain.has_goals_among(draw, drawn.rows.large):
-            return self.plain.start(draw, drawn)
-        return _DeviceJob(self, draw, drawn)
+        goals = () if draw.goals is None else self._other_goals(draw, drawn)
+        if drawn.made is None:
+            return _DeviceJob(self, draw, drawn, goals)
+        return ReadyJob(partial(self.hand_over, drawn.made, draw, goals))
+
+    def _other_goals(self, draw: Draw, drawn: DrawnRows) -> tuple[Array, ...]:
+        """Return goals, those of next observations and rewards of a draw, of which the caller's function is asked."""
+        if draw.goals is None:
+            return ()
+        leaves = goal_leaves(self.schema, draw.goals)
+        if not drawn.rows.small.keys() >= set(leaves):
+            drawn.fetch()
+        pairs = {leaf: self.plain.observation_pair(drawn, leaf) for leaf in leaves}
+        obs, next_obs = ({leaf: pair[side] for leaf, pair in pairs.items()} for side in (0, 1))
+        reward = self.plain.relabel_goals(draw, drawn, obs, next_obs)
+        return obs[leaves[1]], next_obs[leaves[1]], reward
+
+    def hand_over(self, made: MadeBatch, draw: Draw | None = None, goals: tuple[Array, ...] = ()) -> Batch:
+        """Return a batch to its consumer, whose stream, not the host, waits for what is under way."""
+        batch, ready = made
+        if ready is not None:
+            self.stream.let_consumer_wait(ready)
+        if draw is not None and draw.goals is not None:
+            key = draw.goals.desired_key
+            for tensor, rows in zip((batch.obs[key], batch.next_obs[key], batch.reward), goals, strict=True):
+                tensor.copy_(self.torch.from_numpy(rows).view(tensor.shape))
+        return batch
 
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """See `Batches`."""
-        if drawn.made is not None:
-            return drawn.made.batch
-        job = self.start(draw, drawn)
-        job.work()
-        return job.receive()
+        made = drawn.made
+        return made.batch if made is not None and draw.goals is None else super().make(draw, drawn)
 
     def keep(self, batches: int) -> None:
         """See `Batches`."""
         self.plain.keep(batches)
-        self.blocks.most = max(self.blocks.most, batches + 1)
+        self._most_blocks = max(self._most_blocks, batches + 1)
         if self._assembler is not None:
-            self._assembler.most_blocks = max(self._assembler.most_blocks, batches + 1)
+            self._assembler.most_blocks = self._most_blocks
 
     @property
     def pinned_bytes(self) -> int:
@@ -193,10 +182,6 @@ class DeviceBatches(Batches):
 
     def close(self) -> None:
         """Wait until the device has read everything; then end the threads, and release what is pinned."""
-        with left(self._lock):
-            for event, _ in self._under_way:
-                self.stream.synchronize(event)
-            self._under_way.clear()
         self._pinned = self._pinned[0], None
         if self._assembler is not None:
             self._assembler.close()
@@ -205,21 +190,23 @@ class DeviceBatches(Batches):
         if self._namer is not None:
             self._namer.pool.dismiss()
 
-    def layout(self, rows: tuple[int, ...], cuts: dict[int, Cut | None], small: list[PackedField]) -> BatchLayout:
-        """Return the layout of batches like this one."""
-        key = (rows, tuple(cuts.items()), tuple((shown.shape, shown.array.dtype) for shown in small))
+    def room_for(
+        self, draw: Draw, cuts: dict[int, Cut | None], small: list[PackedField]
+    ) -> tuple[SentLayout, Any, Any]:
+        """Return the layout of such batches, a block that nobody else can see, and the batch in it."""
+        rows = draw.ids.shape
+        key = (rows, tuple(cuts.items()), tuple((field.name, field.shape, field.array.dtype) for field in small))
         if self._layouts_lock._is_owned():  # this thread was interrupted in it
             left(self._layouts_lock)
         with self._layouts_lock:
             layout = self._layouts.pop(key, None)
             if layout is None:
-                leaves = self.schema.observation.leaves
-                large = {position: (leaves[position], cut) for position, cut in cuts.items()}
-                layout = BatchLayout(self.stream, self._kind_of, rows, large, small)
+                layout = SentLayout(self.torch, self.schema, self.stream, rows, cuts, small)
             self._layouts[key] = layout
             if len(self._layouts) > _KEPT_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]  # the kind that was not used for longest
-        return layout
+            block = layout.free_block(self.stream, self._most_blocks)
+            return layout, block, layout.batch(draw.ids, block)
 
     def cuts(self, rows: Rows) -> dict[int, Cut | None]:
         """Return how the large fields are cut into slices that can be named; None for one that is sent whole."""
@@ -235,26 +222,20 @@ class DeviceBatches(Batches):
             head = job.layout.next_head()
             used = [head.slot]
             self.stream.wait_for(job.free)
-            while self._under_way and self.stream.has_passed(self._under_way[0][0]):
-                self._under_way.popleft()
             try:
                 self._send(job, head, used)
             except BaseException:
-                self.stream.synchronize(
-                    self.stream.record()
-                )  # copies that C started may still read what is about to go
+                self.stream.synchronize(self.stream.record())  # copies that C started may still read what goes now
                 raise
             job.ready = self.stream.record()
             if self._assembler is not None:
                 self._assembler.behind = job.ready
             for slot in used:
                 slot.read = job.ready
-            if job.drawn.pinned is not None:
-                self._under_way.append((job.ready, job.drawn))
 
     def _send(self, job: _DeviceJob, head: PinnedHead, used: list[StagingSlot]) -> None:
         """Send everything, the slowest first, and stack what is there."""
-        layout = job.layout
+        layout, block = job.layout, job.block.memory
         slices = []
         for leaf, cut in job.cuts.items():
             if cut is None:
@@ -262,17 +243,17 @@ class DeviceBatches(Batches):
             elif job.count:
                 slices.append(self._send_slices(job, leaf, cut, head, used))
         if slices:
-            job.block[layout.names_first :].copy_(head.named, non_blocking=True)
-            slices = [self._read_from_host(job, named) for named in slices]
-        head.pack(job.small)
-        job.block[layout.head_first : layout.names_first].copy_(head.fields, non_blocking=True)
+            block[layout.names_first :].copy_(head.named, non_blocking=True)
+        for place, field in zip(head.small, job.small, strict=True):
+            place[...] = field.array
+        block[layout.head_first : layout.names_first].copy_(head.fields, non_blocking=True)
         for named in slices:
             for move in layout.moves[named.leaf]:
-                self._stack(job, named, move)
+                self._stack(block, named, move)
 
     def _staging(self, leaf: int, nbytes: int) -> StagingSlot:
         if leaf not in self._rings:
-            self._rings[leaf] = StagingRing(self.stream)
+            self._rings[leaf] = StagingRing(self.stream, StagingSlot)
         return self._rings[leaf].next_slot(nbytes)
 
     def _send_whole(self, job: _DeviceJob, leaf: int) -> StagingSlot:
@@ -283,87 +264,60 @@ class DeviceBatches(Batches):
         for position, (array, span) in enumerate(zip(pair, job.layout.large[leaf], strict=True)):
             first = position * nbytes
             slot.array[first : first + nbytes] = array.reshape(-1).view(np.uint8)
-            job.block[span.first : span.end].copy_(slot.host[first : first + nbytes], non_blocking=True)
+            there = job.block.memory[span.first : span.first + span.nbytes]
+            there.copy_(slot.host[first : first + nbytes], non_blocking=True)
         return slot
 
     def _send_slices(
         self, job: _DeviceJob, leaf: int, cut: Cut, head: PinnedHead, used: list[StagingSlot]
     ) -> _NamedSlices:
-        """Name the slices of one field, and send those that the device neither has nor can read by itself."""
-        field, slice_bytes = job.large.index(leaf), cut[0] * cut[1]
-        word = self._widest(slice_bytes)
-        drawn, words = job.drawn, slice_bytes // word.itemsize
-        there = None if drawn.on_device is None else drawn.on_device.fields.get(field)
-        count = self._name(drawn, field, cut, head.names[leaf], None if there is None else there.bases)
-        named = _NamedSlices(leaf, cut, count, word, words)
-        if there is not None:
-            return named._replace(source=there.slices.view(word).view(-1, words))
-        namer, pinned, places = self._namer, drawn.pinned, drawn.rows.places
+        """Name the slices of one field, and send each of them once."""
+        drawn, field, slice_bytes = job.drawn, job.drawn.rows.large.index(leaf), cut[0] * cut[1]
+        namer, places = self._namer, drawn.rows.places
         if namer is None or places is None:
             raise DamageError("slices were to be named, but nothing names them here; report this")
+        count = self._name(namer, drawn, field, cut, head.names[leaf])
+        nbytes = count * slice_bytes
         scratch = self._scratch.setdefault(leaf, DeviceScratch(self.stream))
-        scratch.make_room(count * slice_bytes)
-        if pinned is not None and namer.where(pinned.starts[field], slice_bytes, word.itemsize, head.places[leaf]):
-            return named._replace(on_host=pinned.span)
-        slot = self._staging(leaf, count * slice_bytes)
+        scratch.make_room(nbytes)
+        slot = self._staging(leaf, nbytes)
         used.append(slot)
         # Every wave is on its way as soon as it is copied or decoded. Torch sends the last one, so that it knows how
         # long the memory is read from.
-        out = slot.array[: count * slice_bytes].reshape(count, slice_bytes)
+        out = slot.array[:nbytes].reshape(count, slice_bytes)
         function, stream = self.stream.copy_function(namer.send_here)
         with self.stream.driver_context():
             sent = namer.collect(places, field, out, CopyPlan(function, scratch.memory.data_ptr(), stream))
-        first, end = sent * slice_bytes, count * slice_bytes
-        scratch.memory[first:end].copy_(slot.host[first:end], non_blocking=True)
-        return named._replace(source=scratch.rows(word, words))
+        first = sent * slice_bytes
+        scratch.memory[first:nbytes].copy_(slot.host[first:nbytes], non_blocking=True)
+        word = self._widest(slice_bytes)
+        return _NamedSlices(leaf, cut, scratch.rows(word, slice_bytes // word.itemsize))
 
-    def _name(
-        self, drawn: DrawnRows, field: int, cut: Cut, names: tuple[Names, Names], bases: NDArray[np.int64] | None
-    ) -> int:
+    @staticmethod
+    def _name(namer: SliceNamer, drawn: DrawnRows, field: int, cut: Cut, names: tuple[Names, Names]) -> int:
         of_obs, of_next = names
         first, last = drawn.rows.places, None if drawn.last is None else drawn.last.places
-        if self._namer is None or first is None:
+        if first is None:
             return 0
-        self._namer.begin(0 if bases is not None else 2 * of_obs.size)
+        namer.begin(2 * of_obs.size)
         if last is None:
-            return self._namer.name(first, field, cut, of_obs, of_next, bases)
-        self._namer.name(first, field, cut, of_obs, None, bases)
-        return self._namer.name(last, field, cut, None, of_next, bases)
+            return namer.name(first, field, cut, of_obs, of_next)
+        namer.name(first, field, cut, of_obs, None)
+        return namer.name(last, field, cut, None, of_next)
 
-    def _read_from_host(self, job: _DeviceJob, named: _NamedSlices) -> _NamedSlices:
-        """Let the device read slices where they lie on the host, if it has not got them."""
-        word, words, span = named.word, named.words, named.on_host
-        if span is None:
-            return named
-        known, rows = self._rows_on_host.get(named.leaf, (None, None))
-        if known is not span:
-            whole = span[: span.numel() // word.itemsize * word.itemsize].view(word)
-            # A row begins with every word, so that one may begin wherever a slice does.
-            rows = whole.as_strided((whole.numel() - words + 1, words), (1, 1))
-            self._rows_on_host[named.leaf] = (span, rows)
-        places = job.seen_as(self.torch.int64).as_strided((named.unique,), (1,), job.layout.places[named.leaf].offset)
-        slices = self._scratch[named.leaf].rows(word, words)
-        self.torch.index_select(rows, 0, places, out=slices[: named.unique])
-        return named._replace(source=slices)
-
-    def _stack(self, job: _DeviceJob, named: _NamedSlices, move: DeviceMove) -> None:
-        """Put named slices side by side in the block, as windows."""
+    def _stack(self, block: torch.Tensor, named: _NamedSlices, move: DeviceMove) -> None:
+        """Put named slices side by side in a block, as windows."""
         (outer, run_bytes, window), source = named.cut, named.source
-        if source is None:
-            raise DamageError("slices were to be stacked before they were there; report this")
-        names = job.seen_as(self.torch.int32).as_strided((move.names,), (1,), move.names_offset)
-        word, words = named.word, named.words
+        names, out = move.names.of(block), block[move.first : move.first + move.nbytes]
         if outer == 1 or window == 1:
-            place = move.first // word.itemsize
-            out = job.seen_as(word).as_strided((move.names, words), (words, 1), place)
-            self.torch.index_select(source, 0, names, out=out)
+            self.torch.index_select(source, 0, names, out=out.view(source.dtype).view(-1, source.shape[1]))
             return
         self._picked.make_room(move.nbytes)
         picked = self._picked.memory[: move.nbytes]
-        self.torch.index_select(source, 0, names, out=picked.view(word).view(move.names, words))
+        self.torch.index_select(source, 0, names, out=picked.view(source.dtype).view(-1, source.shape[1]))
         run = self._widest(run_bytes)
         shape = (-1, window, outer, run_bytes // run.itemsize)
-        windows = job.block[move.first : move.first + move.nbytes].view(run).view(shape[0], outer, window, shape[3])
+        windows = out.view(run).view(shape[0], outer, window, shape[3])
         windows.copy_(picked.view(run).view(shape).permute(0, 2, 1, 3))
 
     def _widest(self, nbytes: int) -> Any:
@@ -372,85 +326,41 @@ class DeviceBatches(Batches):
         words = (torch.complex128, torch.int64, torch.int32, torch.int16)
         return next((word for word in words if nbytes % word.itemsize == 0), torch.uint8)
 
-    def _kind_of(self, dtype: np.dtype[Any]) -> torch.dtype:
-        kind: torch.dtype = self.torch.from_numpy(np.empty(0, dtype)).dtype
-        return kind
 
-
-def _reads_all(readable: Readable) -> bool:
-    """Whether the device may read all slices by itself: none is compressed, so far as is known here."""
-    return not isinstance(readable, PinnedSnapshot) or readable.is_whole
-
-
-class _DeviceJob:
+class _DeviceJob(BatchJob):
     """One batch on its way to a device."""
 
-    def __init__(self, batches: DeviceBatches, draw: Draw, drawn: DrawnRows) -> None:
-        self._batches = batches
-        self._draw = draw
-        self.drawn = drawn
+    def __init__(self, batches: DeviceBatches, draw: Draw, drawn: DrawnRows, goals: tuple[Array, ...]) -> None:
+        self._batches, self._draw, self._goals = batches, draw, goals
+        self.drawn, rows, last = drawn, drawn.rows, drawn.last or drawn.rows
         self.ready: Any = None
-        is_readable = drawn.on_device is not None or (drawn.pinned is not None and drawn.pinned.is_whole)
-        self.is_quick = batches.stream.is_asynchronous and (is_readable or not drawn.rows.large)
-        rows = drawn.rows
-        last = drawn.last or rows
-        self.large = rows.large
+        self.is_quick = batches.stream.is_asynchronous and not rows.large
         self.count = len(rows.reward)
         self.cuts = batches.cuts(rows)
-        obs = {leaf: pair[0] for leaf, pair in rows.small.items()}
-        next_obs = {leaf: pair[1] for leaf, pair in last.small.items()}
-        reward = batches.plain.relabel_goals(draw, drawn, obs, next_obs)
-        self._small_leaves = list(obs)
+        of_rows = {
+            "obs": [rows.small[leaf][0] for leaf in sorted(rows.small)],
+            "next_obs": [last.small[leaf][1] for leaf in sorted(last.small)],
+            "action": rows.action,
+            "extras": rows.extras,
+            "reward": [rows.reward if draw.reward is None else draw.reward],
+            "terminated": [last.terminated],
+            "truncated": [last.truncated],
+            "ended": [last.ended],
+        }
         shape = draw.ids.shape
-        fields = [*obs.values(), *next_obs.values(), *rows.action, *rows.extras]
-        fields += [reward, last.terminated, last.truncated, last.ended]
-        self.small = [PackedField(array, shape + array.shape[1:]) for array in fields]
-        of_rows = (draw.weights, draw.discount, draw.mask)
-        self.small += [PackedField(array, array.shape) for array in of_rows if array is not None]
-        self.layout = batches.layout(shape, self.cuts, self.small)
-        self.block = batches.blocks.take(self.layout.nbytes)
-        self._seen_as: dict[Any, torch.Tensor] = {}
+        self.small = [PackedField(name, a, shape + a.shape[1:]) for name, arrays in of_rows.items() for a in arrays]
+        of_draw = {name: getattr(draw, name) for name in ("weights", "discount", "mask")}
+        self.small += [PackedField(name, array, array.shape) for name, array in of_draw.items() if array is not None]
+        self.layout: SentLayout
+        self.block: DeviceBlock
+        self.layout, self.block, self._batch = batches.room_for(draw, self.cuts, self.small)
         self.free = batches.stream.record_consumer()
-
-    def seen_as(self, dtype: Any) -> torch.Tensor:
-        """See the whole block as elements of one dtype."""
-        seen = self._seen_as.get(dtype)
-        if seen is None:
-            seen = self._seen_as[dtype] = self.block.view(dtype)
-        return seen
 
     def work(self) -> None:
         """See `BatchJob`."""
-        if self.drawn.on_device is None:
-            self.drawn.fetch()
+        self.drawn.fetch()
         self._batches.fill(self)
 
     def receive(self) -> Batch:
-        """See `BatchJob`; the consumer's stream, not the host, waits for what is under way."""
-        draw, schema = self._draw, self._batches.schema
-        observed, acted, added = self._batches.nested
-        self._batches.stream.let_consumer_wait(self.ready)
-        small = iter([self._see(span) for span in self.layout.small])
-        obs, next_obs = (self._observation(side, small) for side in (0, 1))
-        return DeviceBatch(
-            obs=observed(obs),
-            action=acted([next(small) for _ in schema.action.leaves]),
-            next_obs=observed(next_obs),
-            extras=added([next(small) for _ in schema.extras.leaves]),
-            reward=next(small),
-            terminated=next(small),
-            truncated=next(small),
-            ended=next(small),
-            ids=draw.ids,
-            weights=next(small),
-            discount=None if draw.discount is None else next(small),
-            mask=None if draw.mask is None else next(small),
-        )
-
-    def _observation(self, side: int, small: Iterator[torch.Tensor]) -> list[torch.Tensor]:
-        leaves = {leaf: self._see(spans[side]) for leaf, spans in self.layout.large.items()}
-        leaves.update((leaf, next(small)) for leaf in self._small_leaves)
-        return [leaves[leaf] for leaf in range(len(leaves))]
-
-    def _see(self, span: BlockSpan) -> torch.Tensor:
-        return self.seen_as(span.kind).as_strided(span.shape, span.strides, span.offset)
+        """See `BatchJob`."""
+        return self._batches.hand_over(MadeBatch(super().receive(), self.ready), self._draw, self._goals)

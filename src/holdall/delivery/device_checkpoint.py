@@ -8,129 +8,24 @@ rows that come back show it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.delivery.device_fields import (
-    FLAG,
-    LOOKED_AT,
-    DeviceColumn,
-    DeviceRing,
-    Pairs,
-    WindowColumn,
-    Windows,
-    require_room,
-    windows_in,
-)
-from holdall.delivery.device_loops import TERMINATED, TRUNCATED, DeviceLoops, RowsOnDevice
-from holdall.errors import ArgumentError
-from holdall.schema import Array, Leaf, Schema
+from holdall.delivery.device_fields import LOOKED_AT, DeviceRing, Pairs, WindowColumn, windows_in
+from holdall.delivery.device_rings import DeviceRings
+from holdall.schema import Array
 from holdall.storage import Apart, put_rows, rows_of
 
-if TYPE_CHECKING:
-    import torch
 
+class SavedRings(DeviceRings):
+    """The rings of a store, which exchanges rows with the host."""
 
-class CheckpointedRings:
-    """The part of `DeviceRings` that allocates observations, and exchanges rows with the host."""
-
-    torch: Any
-    device: torch.device
-    schema: Schema
-    lanes: int
-    ring_ticks: int
-    small: dict[int, DeviceRing]
-    action: list[DeviceRing]
-    extras: list[DeviceRing]
-    reward: DeviceColumn | WindowColumn | None
-    invalid: DeviceColumn | None
-    _limit: int | None
-    _flags: torch.Tensor
-    _counts: torch.Tensor
-    _seen_free: NDArray[np.int64]
-    _loops: DeviceLoops
-
-    def __init__(self) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self._thawed: tuple[int, int, dict[int, Array]] = (0, 0, {})  # first tick, next tick, its observations
         self._awaited: list[tuple[int, Mapping[str, Array], Any]] = []  # rows that say too little about windows
-
-    def gather(self, ids: torch.Tensor, last_ids: torch.Tensor | None = None) -> RowsOnDevice:
-        """Read rows that are held, under ids on the device."""
-        return self._loops.read(ids, last_ids)
-
-    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
-        """Bring ids to the device."""
-        tensor: torch.Tensor = self.torch.from_numpy(np.array(ids).reshape(-1)).to(self.device)
-        return tensor
-
-    def _attach(self) -> None:
-        """Show the loops where everything is, and how many places are free."""
-        raise NotImplementedError
-
-    def _rest(self) -> None:
-        """Wait until the device has done everything."""
-        if self.device.type == "cuda":
-            self.torch.cuda.synchronize(self.device)
-
-    @property
-    def _next_tick(self) -> int:
-        raise NotImplementedError
-
-    def _first_held(self) -> int:
-        raise NotImplementedError
-
-    def lay_out(self, windows: Windows) -> None:
-        """Allocate the rings of observations; nothing was written yet."""
-        require = partial(require_room, self.torch, self.device, self.schema, self.ring_ticks - 1, self._limit, windows)
-        require()
-        try:
-            for i, leaf in enumerate(self.schema.observation.leaves):
-                self.small[i] = self._ring(leaf, is_pooled=True, window=windows.get(i), read=partial(self._observed, i))
-        except self.torch.OutOfMemoryError:
-            self.small.clear()
-            require(fits=False)
-
-    def _ring(self, leaf: Leaf, *, is_pooled: bool = False, **cut: Any) -> DeviceRing:
-        return DeviceRing(self.torch, self.device, leaf, self.lanes, self.ring_ticks, is_pooled=is_pooled, **cut)
-
-    def _observed(self, i: int, first: int, end: int) -> Array:
-        """Copy the observations of some ticks to the host."""
-        found = self.gather(self.to_device(np.arange(first * self.lanes, end * self.lanes))).rows[i]
-        array: Array = found.cpu().numpy().reshape(end - first, self.lanes, *found.shape[1:])
-        return array
-
-    def _grow(self, ring: DeviceRing, places: int) -> None:
-        """See that a pool has so many places free. The device is at rest."""
-        try:
-            while ring.pool is not None and len(ring.pool.free()) < places:
-                ring.pool.grow()
-        except self.torch.OutOfMemoryError as error:
-            raise ArgumentError(
-                f"store_device ({self.device}) has no room for more observations {ring.leaf.name!r} that no other step "
-                f"shows ({error}); nothing was added. Save the memory, and load it with a lower capacity"
-            ) from error
-
-    def _flag_column(self, bit: int) -> DeviceColumn:
-        return DeviceColumn(self.torch, self._flags.view(self.ring_ticks, self.lanes), FLAG.dtype, bit)
-
-    def columns(self) -> dict[str, Any]:
-        """Return all rings by name."""
-        columns: dict[str, Any] = {f"action.{i}": ring.column for i, ring in enumerate(self.action)}
-        columns |= {f"extras.{i}": ring.column for i, ring in enumerate(self.extras)}
-        if self.reward is not None:
-            columns["reward.0"] = self.reward
-        columns["terminated.0"], columns["truncated.0"] = self._flag_column(TERMINATED), self._flag_column(TRUNCATED)
-        if self.invalid is not None:
-            columns["invalid.0"] = self.invalid
-        for i, leaf in enumerate(self.schema.observation.leaves):
-            known, read = self.small.get(i), partial(self._observed, i)
-            columns[f"obs.{i}"] = (
-                WindowColumn(leaf, self.lanes, self.ring_ticks, read) if known is None else known.column
-            )
-        return columns
+        super().__init__(*arguments)
 
     def apart(self) -> dict[str, Apart]:
         """Return the next observations that are kept apart now, by column."""
@@ -140,7 +35,11 @@ class CheckpointedRings:
         for i, ring in self.small.items():
             if ring.pool is not None:
                 some = ids[ring.pool.apart[ids % ring.pool.cells] >= 0]
-                rows = self.gather(some).next_obs[i].cpu().numpy() if len(some) else np.empty((0, *ring.leaf.shape))
+                rows = (
+                    self.loops.read(some, None).next_obs[i].cpu().numpy()
+                    if len(some)
+                    else np.empty((0, *ring.leaf.shape))
+                )
                 kept[f"obs.{i}"] = Apart(some.cpu().numpy(), rows.astype(ring.leaf.dtype, copy=False), 0, len(some))
         return kept
 
@@ -211,7 +110,7 @@ class CheckpointedRings:
             ticks = min(len(obs) - done, int(self._seen_free[1 + i]) // self.lanes)
             some = self.torch.from_numpy(flat[done * self.lanes : (done + ticks) * self.lanes].copy()).to(self.device)
             has_previous = first + done > self._thawed[0]
-            self._loops.restore(first + done, {i: some}, ticks, has_previous=has_previous)
+            self.loops.restore(first + done, {i: some}, ticks, has_previous=has_previous)
             done += ticks
 
     def _unshared(self, first: int, i: int, obs: Array, following: Array) -> tuple[NDArray[np.int64], Array]:
@@ -229,7 +128,7 @@ class CheckpointedRings:
     def copy(self, first: int, end: int) -> dict[str, Array]:
         """Copy the rows of ticks [first, end) to the host, next observations too."""
         columns = {name: rows_of(ring, first, end) for name, ring in self.columns().items()}
-        found = self.gather(self.to_device(np.arange(first * self.lanes, end * self.lanes)))
+        found = self.loops.read(self.to_device(np.arange(first * self.lanes, end * self.lanes)), None)
         for i in self.small:
             columns[f"next.{i}"] = found.next_obs[i].cpu().numpy().reshape(columns[f"obs.{i}"].shape)
         return columns

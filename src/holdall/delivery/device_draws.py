@@ -54,7 +54,7 @@ class DeviceSampler:
         """Draw a recipe."""
         rings, sampler = self._rings, self._sampler
         if self.priorities is None:
-            ids, weights = rings.draw_ids(count, seed), rings.torch.ones(count, device=rings.device)
+            ids, weights = rings.loops.draw_ids(count, seed), rings.torch.ones(count, device=rings.device)
         else:
             ids, weights = self.priorities.draw(count, seed)
         if type(sampler) is NStep:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from holdall.delivery.device import torch_dtype
 from holdall.delivery.device_loops import DeviceField, DeviceWindow, typed_rows
 from holdall.delivery.torch_loops import put_places
 from holdall.errors import ArgumentError, DamageError
@@ -183,7 +184,7 @@ class DeviceRing:
         self.pool = ApartPool(torch, device, leaf.nbytes, lanes, cells) if is_pooled else None
         self.column: DeviceColumn | WindowColumn
         self.window: DeviceWindow | None = None
-        kind = torch.from_numpy(np.empty(0, leaf.dtype)).dtype
+        kind = torch_dtype(torch, leaf.dtype)
         if window is None or read is None:
             self.column = DeviceColumn(torch, typed_rows(self.rows, kind, (slots, lanes, *leaf.shape)), leaf.dtype)
         else:

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.delivery.batch_layout import DeviceBlock
+from holdall.delivery.batch_layout import KEPT_BLOCKS, BlockLayout, DeviceBlock
 from holdall.delivery.cuda_program import CudaProgram
 from holdall.delivery.device import stream_to
-from holdall.storage import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +38,8 @@ _MOST_THREADS = 256
 _COPIED_AT_ONCE_BYTES = 16
 _WORD_BYTES = 8
 _NO_CALL = -1
-_KEPT_PLANS = 4
+_KEPT_LAYOUTS = 4
 """Kinds of batches whose blocks are kept."""
-_KEPT_BLOCKS = 4
-"""Blocks of one kind of batch that are kept: one in use, one being filled, two for latecomers."""
 
 
 class Pool(Protocol):
@@ -200,14 +197,14 @@ class CudaLoops:
         self._last_stream = -1
         self._task = _Task()
         self._words = np.frombuffer(memoryview(self._task).cast("B"), np.int64)
-        self._plans: dict[tuple[int, int], _RowPlan] = {}
-        self._most_blocks = _KEPT_BLOCKS
+        self._layouts: dict[tuple[int, int], BlockLayout] = {}
+        self._most_blocks = KEPT_BLOCKS
 
     def attach(self, rings: RingsOnDevice) -> None:
         """See `DeviceLoops`."""
         self._rings, fields, task = rings, rings.fields, self._task
         if task.fields != len(fields):
-            self._plans.clear()
+            self._layouts.clear()
         first, width = _Task.field.offset // _WORD_BYTES, ctypes.sizeof(_Field) // _WORD_BYTES
         at = {name: first + i + width * np.arange(len(fields)) for i, name in enumerate(_FIELD_WORDS)}
         observed = sum(field.pool is not None for field in fields)
@@ -303,7 +300,7 @@ class CudaLoops:
     def _read(self, count: int, ids: int, last_ids: int) -> RowsOnDevice:
         """Read rows of ids at an address, or of ids that are drawn now."""
         block, task = self._block_for(count), self._task
-        self._words[self._targets] = block.targets
+        self._words[self._targets] = block.starts
         task.ids = ids or task.ids
         task.rows, task.last_ids = count, last_ids
         if count:
@@ -312,22 +309,16 @@ class CudaLoops:
         *next_obs, terminated, truncated, ones, drawn = found[fields:]
         return RowsOnDevice(drawn, found[:fields], next_obs, terminated, truncated, ones)
 
-    def _block_for(self, count: int) -> _RowBlock:
+    def _block_for(self, count: int) -> DeviceBlock:
         """Return memory for a batch that nobody else can see; blocks are used again on the same stream alone."""
         if self._torch.cuda.is_current_stream_capturing():
-            return _RowBlock(self._memory, _RowPlan(self._torch, self._rings.fields, count))
+            return DeviceBlock(self._memory, _row_layout(self._torch, self._rings.fields, count))
         key = (count, self._memory.current())
-        plan = self._plans.pop(key, None) or _RowPlan(self._torch, self._rings.fields, count)
-        self._plans[key] = plan
-        if len(self._plans) > _KEPT_PLANS:
-            del self._plans[next(iter(self._plans))]  # the kind that was not used for longest
-        for block in plan.blocks:
-            if block.is_free:
-                return block
-        block = _RowBlock(self._memory, plan)
-        if len(plan.blocks) < self._most_blocks and self._memory.count_uses is not None:
-            plan.blocks.append(block)
-        return block
+        layout = self._layouts.pop(key, None) or _row_layout(self._torch, self._rings.fields, count)
+        self._layouts[key] = layout
+        if len(self._layouts) > _KEPT_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]  # the kind that was not used for longest
+        return layout.free_block(self._memory, self._most_blocks)
 
     def keep(self, batches: int) -> None:
         """See `DeviceLoops`."""
@@ -349,40 +340,13 @@ def _word(name: str) -> int:
     return int(getattr(_Task, name).offset) // _WORD_BYTES
 
 
-class _RowPlan:
-    """Where the fields of batches of so many rows lie in one block: rows, next observations, flags, weights, ids."""
-
-    def __init__(self, torch: Any, fields: list[DeviceField], count: int) -> None:
-        observed = [field for field in fields if field.pool is not None]
-        self._spans: list[tuple[Any, tuple[int, ...], int]] = []
-        self.block_bytes = 0
-        for field in (*fields, *observed):
-            self._add(field.kind, (count, *field.shape), count * field.row_bytes)
-        for kind in (torch.bool, torch.bool, torch.float32, torch.int64):
-            self._add(kind, (count,), count * kind.itemsize)
-        self.blocks: list[_RowBlock] = []
-
-    def _add(self, kind: Any, shape: tuple[int, ...], nbytes: int) -> None:
-        self._spans.append((kind, shape, self.block_bytes))
-        self.block_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-    def tensors(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Show a block as its fields."""
-        found = []
-        for kind, shape, first in self._spans:
-            nbytes = int(np.prod(shape)) * kind.itemsize
-            found.append(typed_rows(memory[first : first + nbytes], kind, shape))
-        return found
-
-
-class _RowBlock(DeviceBlock):
-    """Memory for one batch, and where its fields begin."""
-
-    __slots__ = ("targets",)
-
-    def __init__(self, stream: Any, plan: _RowPlan) -> None:
-        super().__init__(stream, plan)
-        self.targets = np.array([tensor.data_ptr() for tensor in self.tensors], np.int64)
+def _row_layout(torch: Any, fields: list[DeviceField], count: int) -> BlockLayout:
+    """Lay out batches of so many rows: rows, next observations, flags, weights, ids."""
+    layout = BlockLayout()
+    for field in (*fields, *(field for field in fields if field.pool is not None)):
+        layout.spans.append(layout.add(field.kind, (count, *field.shape)))
+    layout.spans += [layout.add(kind, (count,)) for kind in (torch.bool, torch.bool, torch.float32, torch.int64)]
+    return layout
 
 
 def typed_rows(rows: torch.Tensor, kind: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

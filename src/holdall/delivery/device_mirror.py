@@ -10,19 +10,16 @@ Where a device has no compiler, or no room for all rows, slices are kept there a
 
 from __future__ import annotations
 
-import os
-import weakref
-from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
+from holdall.delivery.batch_layout import aligned
 from holdall.delivery.batches import BatchJob, DrawnRows, ObservationAssembler
-from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot
-from holdall.delivery.device_assembly import MadeBatch
+from holdall.delivery.device import RecordedSlot, StagingRing, torch_dtype
 from holdall.delivery.device_batch import DeviceBatches
 from holdall.delivery.device_fields import LOOKED_AT, windows_of
 from holdall.delivery.device_loops import PackedTicks, RowsOnDevice, typed_rows
@@ -31,7 +28,7 @@ from holdall.delivery.resident import ResidentBatches
 from holdall.errors import ArgumentError
 from holdall.sampling import Uniform
 from holdall.schema import Array, Schema
-from holdall.storage import ALIGNMENT_BYTES, Repair, Store, Tick
+from holdall.storage import Repair, Store, Tick
 
 if TYPE_CHECKING:
     import torch
@@ -46,22 +43,12 @@ _SHARE_OF_POOL = 8
 """Ticks that are sent at once take at most this part of the places for what is kept apart."""
 
 
-class _MirroredSlot(StagingSlot):
-    """Pinned memory, where it is copied to on the device, and one event for all copies."""
-
-    def __init__(self, stream: DeviceStream, number: int, nbytes: int) -> None:
-        self._event, self._event_number = stream.new_event()
-        super().__init__(stream, number, nbytes)
-
-    def was_given(self) -> None:
-        """Note that the device will read what is here, behind what stands in the calling thread's own stream."""
-        self._stream.record_again(self._event, self._event_number)
-        self.read = self._event
+class _MirroredSlot(RecordedSlot):
+    """Pinned memory, and where it is copied to on the device."""
 
     def _allocate(self, nbytes: int) -> None:
         super()._allocate(nbytes)
         self.there = self._stream.device_bytes(self.host.numel())
-        self.start = self.there.data_ptr()
 
 
 class MirroredBatches(ResidentBatches):
@@ -78,10 +65,8 @@ class MirroredBatches(ResidentBatches):
         self._deliver(schema)
         self._other, self._assembler = other, assembler
         self._stream, self._device = other.stream, other.stream.device
-        self._ids = StagingRing(self._stream, _ID_SLOTS, slot=_MirroredSlot)
-        self._ticks = StagingRing(self._stream, _STAGED, slot=_MirroredSlot)
-        # Pinned memory must not be used for something else while a device may read it, even if nobody closes this.
-        weakref.finalize(self, _wait_for_all, (self._ids, self._ticks), os.getpid())
+        self._ids = StagingRing(self._stream, _MirroredSlot, _ID_SLOTS)
+        self._ticks = StagingRing(self._stream, _MirroredSlot, _STAGED)
         self._repair, self._rewrites, self._kept = Repair(), 0, 0
         self._writer: DeviceTickWriter | None = None
         self._is_refused = self._device.type not in self.device_types
@@ -109,31 +94,30 @@ class MirroredBatches(ResidentBatches):
             found.rows[-1] = self._sent(draw.reward.reshape(-1, *self._schema.reward_shape))
         weights = draw.weights
         is_plain = weights.dtype == np.float32 and weights.size == len(found.ones) and (weights == 1).all()
-        batch = self._batch(found, draw.ids, found.ones if is_plain else self._sent(weights))
-        discount, mask = (None if array is None else self._sent(array) for array in (draw.discount, draw.mask))
-        batch = batch if discount is mask is None else replace(batch, discount=discount, mask=mask)
-        return DrawnRows(None, None, None, made=MadeBatch(batch, None))  # type: ignore[arg-type]  # nothing else is needed
+        of_draw = (None if array is None else self._sent(array) for array in (draw.discount, draw.mask))
+        of_rows = found.ones if is_plain else self._sent(weights)
+        return DrawnRows.of_made(self._batch(found, draw.ids, of_rows, *of_draw))
 
     def _gathered(self, ids: NDArray[np.int64], last_ids: NDArray[np.int64] | None) -> Any:
         """Have rows gathered; ids go through pinned memory that is not written to before they were read."""
-        slot, count = _next_slot(self._ids, 16 * ids.size), ids.size
+        slot, count = self._ids.next_slot(16 * ids.size), ids.size
         numbers = slot.array.view(np.int64)
         numbers[:count] = ids if ids.ndim == 1 else ids.reshape(-1)
         if last_ids is not None:
             numbers[count : 2 * count] = last_ids.reshape(-1)
         self._stream.send(slot.there, slot.host, 8 * count if last_ids is None else 16 * count)
-        where = slot.start
-        found = self._rings.gather_at(count, where, 0 if last_ids is None else where + 8 * count, slot.there)
+        where = slot.there.data_ptr()
+        found = self._rings.loops.read_at(count, where, 0 if last_ids is None else where + 8 * count, slot.there)
         slot.was_given()
         return found
 
     def _sent(self, array: Array) -> torch.Tensor:
         """Bring an array of a draw to the device, without a wait."""
-        slot, there = _next_slot(self._ticks, array.nbytes), self._stream.device_bytes(array.nbytes)
+        slot, there = self._ticks.next_slot(array.nbytes), self._stream.device_bytes(array.nbytes)
         slot.array[: array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self._stream.send(there, slot.host, array.nbytes)
         slot.was_given()
-        return typed_rows(there, self._other.torch.from_numpy(np.empty(0, array.dtype)).dtype, array.shape)
+        return typed_rows(there, torch_dtype(self._other.torch, array.dtype), array.shape)
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""
@@ -152,7 +136,7 @@ class MirroredBatches(ResidentBatches):
         self._kept = max(self._kept, batches)
         self._other.keep(batches)
         if self._writer is not None:
-            self._rings.keep_batches(batches)
+            self._rings.loops.keep(batches)
 
     @property
     def pinned_bytes(self) -> int:
@@ -161,7 +145,8 @@ class MirroredBatches(ResidentBatches):
 
     def close(self) -> None:
         """See `Batches`."""
-        _wait_for_all((self._ids, self._ticks), os.getpid())
+        self._ids.wait()
+        self._ticks.wait()
         self._other.close()
 
     # ------------------------------------------------------------ what is on the device
@@ -193,11 +178,11 @@ class MirroredBatches(ResidentBatches):
         except ArgumentError:
             self._is_refused = True
             return None
-        self._is_refused = self._device.type == "cuda" and not rings.is_one_step
+        self._is_refused = self._device.type == "cuda" and not rings.loops.is_one_step
         if self._is_refused:
             return None
         rings.begin(store.reward_dtype)
-        rings.keep_batches(self._kept)
+        rings.loops.keep(self._kept)
         self._rings, self._rewrites = rings, store.rewrites
         self._writer = rings.new_writer(None, (first, first), self._repair)
         return self._writer
@@ -228,8 +213,8 @@ class MirroredBatches(ResidentBatches):
     def _staged(self, tick: Tick, ticks: int) -> tuple[_MirroredSlot, PackedTicks]:
         """Bring some ticks to the device, in one copy."""
         rows = [*tick.obs, *tick.action, *tick.extras, tick.reward, *tick.next_obs, tick.terminated, tick.truncated]
-        ends = list(accumulate(-(-row.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for row in rows))
-        slot = _next_slot(self._ticks, ends[-1])
+        ends = list(accumulate(aligned(row.nbytes) for row in rows))
+        slot = self._ticks.next_slot(ends[-1])
         for row, begin in zip(rows, [0, *ends], strict=False):
             slot.array[begin : begin + row.nbytes] = row.reshape(-1).view(np.uint8)
         self._stream.send(slot.there, slot.host, ends[-1])
@@ -248,16 +233,6 @@ class MirroredBatches(ResidentBatches):
                 columns[f"extras.{k}"] = store.extra(k, ids)
             self._rings.rewrite(ids, columns)
         self._rewrites, self._rewritten = store.rewrites, []
-
-
-def _wait_for_all(rings: tuple[StagingRing, ...], process: int) -> None:
-    """Wait until everything was read; a forked child has no part in the device."""
-    for ring in rings if process == os.getpid() else ():
-        ring.wait()
-
-
-def _next_slot(ring: StagingRing, nbytes: int) -> _MirroredSlot:
-    return cast("_MirroredSlot", ring.next_slot(nbytes))
 
 
 def _is_gathered(drawn: DrawnRows) -> bool:

@@ -20,23 +20,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.delivery.device_checkpoint import CheckpointedRings
-from holdall.delivery.device_fields import SLACK_TICKS, DeviceColumn, DeviceRing, WindowColumn, Windows
+from holdall.delivery.device_fields import (
+    FLAG,
+    SLACK_TICKS,
+    DeviceColumn,
+    DeviceRing,
+    WindowColumn,
+    Windows,
+    require_room,
+)
 from holdall.delivery.device_loops import (
     INVALID,
     MOST_FIELDS,
     TERMINATED,
     TRUNCATED,
-    DeviceLoops,
     PackedTicks,
     RingsOnDevice,
-    RowsOnDevice,
     TickOnDevice,
 )
 from holdall.delivery.torch_loops import loops_for
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport
-from holdall.schema import Array, Schema
+from holdall.schema import Array, Leaf, Schema
 from holdall.storage import NEVER, FlatField, Kernels, Repair, SlicedTick, TickWriter
 
 if TYPE_CHECKING:
@@ -45,7 +50,7 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 60.0
 
 
-class DeviceRings(CheckpointedRings):
+class DeviceRings:
     """All fields of a memory in rings on one device; the interface is that of the rings on the host.
 
     Args:
@@ -63,7 +68,6 @@ class DeviceRings(CheckpointedRings):
                 f"store_device ({device}): the spaces have {len(schema.leaves)} arrays, at most {MOST_FIELDS - 1} fit; "
                 "join small ones into one Box"
             )
-        super().__init__()
         self.torch, self.device, self.schema = torch, device, schema
         self.lanes, self.ring_ticks = schema.num_envs, ring_ticks
         self._writer: DeviceTickWriter | None = None
@@ -86,12 +90,62 @@ class DeviceRings(CheckpointedRings):
         self.extras = [self._ring(leaf) for leaf in schema.extras.leaves]
         self._reward_ring: DeviceRing | None = None
         self._constants: dict[Any, Any] = {}
-        self._loops = loops_for(torch, device)
+        self.loops = loops_for(torch, device)
 
     def _all(self) -> list[DeviceRing]:
         """All fields in the order in which the loops know them."""
         reward = [] if self._reward_ring is None else [self._reward_ring]
         return [*self.small.values(), *self.action, *self.extras, *reward]
+
+    def lay_out(self, windows: Windows) -> None:
+        """Allocate the rings of observations; nothing was written yet."""
+        require = partial(require_room, self.torch, self.device, self.schema, self.ring_ticks - 1, self._limit, windows)
+        require()
+        try:
+            for i, leaf in enumerate(self.schema.observation.leaves):
+                self.small[i] = self._ring(leaf, is_pooled=True, window=windows.get(i), read=partial(self._observed, i))
+        except self.torch.OutOfMemoryError:
+            self.small.clear()
+            require(fits=False)
+
+    def _ring(self, leaf: Leaf, *, is_pooled: bool = False, **cut: Any) -> DeviceRing:
+        return DeviceRing(self.torch, self.device, leaf, self.lanes, self.ring_ticks, is_pooled=is_pooled, **cut)
+
+    def _observed(self, i: int, first: int, end: int) -> Array:
+        """Copy the observations of some ticks to the host."""
+        found = self.loops.read(self.to_device(np.arange(first * self.lanes, end * self.lanes)), None).rows[i]
+        array: Array = found.cpu().numpy().reshape(end - first, self.lanes, *found.shape[1:])
+        return array
+
+    def _grow(self, ring: DeviceRing, places: int) -> None:
+        """See that a pool has so many places free. The device is at rest."""
+        try:
+            while ring.pool is not None and len(ring.pool.free()) < places:
+                ring.pool.grow()
+        except self.torch.OutOfMemoryError as error:
+            raise ArgumentError(
+                f"store_device ({self.device}) has no room for more observations {ring.leaf.name!r} that no other step "
+                f"shows ({error}); nothing was added. Save the memory, and load it with a lower capacity"
+            ) from error
+
+    def _flag_column(self, bit: int) -> DeviceColumn:
+        return DeviceColumn(self.torch, self._flags.view(self.ring_ticks, self.lanes), FLAG.dtype, bit)
+
+    def columns(self) -> dict[str, Any]:
+        """Return all rings by name."""
+        columns: dict[str, Any] = {f"action.{i}": ring.column for i, ring in enumerate(self.action)}
+        columns |= {f"extras.{i}": ring.column for i, ring in enumerate(self.extras)}
+        if self.reward is not None:
+            columns["reward.0"] = self.reward
+        columns["terminated.0"], columns["truncated.0"] = self._flag_column(TERMINATED), self._flag_column(TRUNCATED)
+        if self.invalid is not None:
+            columns["invalid.0"] = self.invalid
+        for i, leaf in enumerate(self.schema.observation.leaves):
+            known, read = self.small.get(i), partial(self._observed, i)
+            columns[f"obs.{i}"] = (
+                WindowColumn(leaf, self.lanes, self.ring_ticks, read) if known is None else known.column
+            )
+        return columns
 
     def begin(self, reward_dtype: np.dtype[Any], *, has_invalid: bool = False) -> Any:
         """Make the ring of rewards, which the first one does; and remember that lanes without transitions come."""
@@ -106,11 +160,16 @@ class DeviceRings(CheckpointedRings):
     def _attach(self) -> None:
         """Show the loops where everything is, and how many places are free."""
         fields = [ring.field for ring in self._all()]
-        self._loops.attach(RingsOnDevice(self.ring_ticks, self.lanes, fields, self._flags, self._counts, self._free))
+        self.loops.attach(RingsOnDevice(self.ring_ticks, self.lanes, fields, self._flags, self._counts, self._free))
         for i, ring in enumerate(self.small.values()):
             if ring.pool is not None:
                 self._seen_free[1 + i] = len(ring.pool.free())
         self._seen_free[0] = self._next_tick
+
+    def _rest(self) -> None:
+        """Wait until the device has done everything."""
+        if self.device.type == "cuda":
+            self.torch.cuda.synchronize(self.device)
 
     def settle(self) -> None:
         """Wait for the device, and look how many places are free."""
@@ -127,7 +186,7 @@ class DeviceRings(CheckpointedRings):
 
     def new_writer(self, kernels: Kernels | None, ticks: tuple[int, int], repair: Repair) -> DeviceTickWriter:
         """Return what writes ticks here; `ticks` are the numbers of the first one ever and of the next."""
-        self._writer = DeviceTickWriter(self, self._loops, self._counts, ticks, repair)
+        self._writer = DeviceTickWriter(self, self._counts, ticks, repair)
         return self._writer
 
     def flat(self) -> list[FlatField]:
@@ -159,11 +218,6 @@ class DeviceRings(CheckpointedRings):
         free = zip(self.small.values(), self._seen_free[1:].tolist(), strict=False)
         return min((some // (self.lanes * ring.most_places) for ring, some in free), default=NEVER)
 
-    @property
-    def is_one_step(self) -> bool:
-        """Whether a tick is written in one launch."""
-        return self._loops.is_one_step
-
     def _short_of_places(self, now: int, ticks: int) -> list[DeviceRing]:
         lag = now - int(self._seen_free[0])
         rings, free = self.small.values(), self._seen_free[1:].tolist()
@@ -179,13 +233,10 @@ class DeviceRings(CheckpointedRings):
                 return
             time.sleep(0)
 
-    def draw(self, count: int, seed: int) -> RowsOnDevice:
-        """Draw rows, every one that made a transition with the same probability; the host waits for nothing."""
-        return self._loops.draw(count, seed)
-
-    def draw_ids(self, count: int, seed: int) -> torch.Tensor:
-        """Draw ids as `draw` does, and read nothing."""
-        return self._loops.draw_ids(count, seed)
+    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        """Bring ids to the device."""
+        tensor: torch.Tensor = self.torch.from_numpy(np.array(ids).reshape(-1)).to(self.device)
+        return tensor
 
     @property
     def first_id(self) -> int:
@@ -221,18 +272,6 @@ class DeviceRings(CheckpointedRings):
             self._constants[key] = self.torch.tensor(values, dtype=dtype, device=self.device)
         constant: torch.Tensor = self._constants[key]
         return constant
-
-    def gather_at(self, count: int, ids: int, last_ids: int, owner: torch.Tensor) -> RowsOnDevice:
-        """Read rows under ids at an address on the device; `last_ids` is 0 if they are the same.
-
-        Args:
-            owner: Memory that the addresses are in.
-        """
-        return self._loops.read_at(count, ids, last_ids, owner)
-
-    def keep_batches(self, count: int) -> None:
-        """Keep memory for so many batches in use."""
-        self._loops.keep(count)
 
     def rewards(self, ids: NDArray[np.int64]) -> Array:
         """Copy the rewards of `ids`, of any shape, to the host."""
@@ -321,12 +360,10 @@ class DeviceTickWriter(TickWriter):
     The device counts, too. Where an interrupt came between a launch and the count of it, the device is asked.
     """
 
-    def __init__(
-        self, rings: DeviceRings, loops: DeviceLoops, counts: torch.Tensor, ticks: tuple[int, int], repair: Repair
-    ) -> None:
+    def __init__(self, rings: DeviceRings, counts: torch.Tensor, ticks: tuple[int, int], repair: Repair) -> None:
         self.flat = ()
         self.first_tick, self.next_tick = ticks
-        self._rings, self._loops, self._counts, self._repair = rings, loops, counts, repair
+        self._rings, self._loops, self._counts, self._repair = rings, rings.loops, counts, repair
 
     def write(self, rows: Sequence[Any], sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter`."""

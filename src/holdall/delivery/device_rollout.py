@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from holdall.delivery.batches import Delivery
 from holdall.delivery.cuda_program import CudaProgramError
+from holdall.delivery.device import torch_dtype
 from holdall.delivery.device_loops import device_program
 from holdall.delivery.resident import TensorFit
 from holdall.errors import ArgumentError
@@ -51,7 +52,7 @@ class DeviceRollout:
         self._is_missing = self._torch.zeros((), dtype=self._torch.bool, device=self.fit.device)
 
     def _rows(self, leaf: Leaf) -> torch.Tensor:
-        kind = self._torch.from_numpy(np.empty(0, leaf.dtype)).dtype
+        kind = torch_dtype(self._torch, leaf.dtype)
         rows: torch.Tensor = self._torch.zeros(
             (self._steps, self._lanes, *leaf.shape), dtype=kind, device=self.fit.device
         )
@@ -192,7 +193,7 @@ class _FinalRows:
         self._torch, self._lanes = torch, lanes
         self._room = _FIRST_FINAL_STEPS * lanes
         self._most = 0  # rows that may be there
-        kinds = [torch.from_numpy(np.empty(0, leaf.dtype)).dtype for leaf in leaves]
+        kinds = [torch_dtype(torch, leaf.dtype) for leaf in leaves]
         self._rows = [
             torch.zeros((self._room + 1, *leaf.shape), dtype=kind, device=device)
             for leaf, kind in zip(leaves, kinds, strict=True)

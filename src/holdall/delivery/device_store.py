@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.delivery.device import DeviceStream, StagingRing
+from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot
 from holdall.errors import DamageError
 from holdall.schema import Bytes
 from holdall.storage import ClosedPart, Coder, OpenPart, SliceBlock, Store, address, lies_direct
-
-if TYPE_CHECKING:
-    import torch
-
 
 _FIRST_REGIONS = 4
 _GROWTH = 1.5
@@ -33,41 +29,38 @@ Parts = list[OpenPart | ClosedPart]
 """What all segments hold of one field, oldest first."""
 
 
+class SliceSnapshot:
+    """Where a device could read all slices at one moment.
+
+    While this is referred to, nothing of it is overwritten on the device, and nothing of it is unpinned on the host.
+
+    Args:
+        sources: By field, where its slices are, and by segment at which byte from there they begin.
+        held: All that must stay as it is.
+        is_on_device: Whether they lie there, or on the host.
+    """
+
+    def __init__(
+        self, sources: dict[int, tuple[int, NDArray[np.int64]]], held: tuple[Any, ...], *, is_on_device: bool
+    ) -> None:
+        self.sources, self.held, self.is_on_device = sources, held, is_on_device
+
+
 class _Snapshots:
     """The snapshots that somebody still refers to."""
 
     def __init__(self) -> None:
-        self._living: list[weakref.ref[DeviceSnapshot | PinnedSnapshot]] = []
+        self._living: list[weakref.ref[SliceSnapshot]] = []
 
-    def add(self, snapshot: DeviceSnapshot | PinnedSnapshot) -> None:
+    def add(self, snapshot: SliceSnapshot) -> SliceSnapshot:
         self._living = [ref for ref in self._living if ref() is not None]
         self._living.append(weakref.ref(snapshot))
+        return snapshot
 
     def named(self) -> set[int]:
         """Return the identities of everything that they name."""
         snapshots = [snapshot for ref in self._living if (snapshot := ref()) is not None]
         return {id(item) for snapshot in snapshots for item in snapshot.held}
-
-
-class FieldOnDevice(NamedTuple):
-    """One field on the device."""
-
-    slices: torch.Tensor  # bytes
-    bases: NDArray[np.int64]  # by segment: the slice of `slices` that its slice 0 is
-    starts: NDArray[np.int64]  # the same in bytes
-
-
-class DeviceSnapshot:
-    """What was on the device at one moment; nothing of it is overwritten while this is referred to."""
-
-    def __init__(self, fields: dict[int, FieldOnDevice], held: tuple[_Region, ...]) -> None:
-        self.fields = fields
-        self.held = held
-
-    def source(self, field: int) -> tuple[int, NDArray[np.int64]] | None:
-        """Return where slices of a field are, and by segment at which byte from there they begin."""
-        found = self.fields.get(field)
-        return None if found is None else (found.slices.data_ptr(), found.starts)
 
 
 class _Region:
@@ -84,18 +77,18 @@ class DeviceSlices:
     def __init__(self, stream: DeviceStream, coder: Coder) -> None:
         self._stream = stream
         self._coder = coder
-        self._ring = StagingRing(stream)
+        self._ring = StagingRing(stream, StagingSlot)
         self._fields: dict[int, _DeviceField] = {}
         self._snapshots = _Snapshots()
         self._version = -1
-        self._snapshot: DeviceSnapshot | None = None
+        self._snapshot: SliceSnapshot | None = None
         self._sent: Any = None
 
-    def up_to_date(self, store: Store) -> DeviceSnapshot:
+    def up_to_date(self, store: Store) -> SliceSnapshot:
         """Send what is new, and return where everything is."""
         segments, snapshot = store.large_segments, self._snapshot
         if snapshot is not None and segments.index.version == self._version:
-            new = [field for field in snapshot.fields if self._fields[field].has_new]
+            new = [field for field in snapshot.sources if self._fields[field].has_new]
             if not new:
                 return snapshot
         with self._stream.active():
@@ -103,7 +96,7 @@ class DeviceSlices:
                 self._version, self._snapshot = segments.index.version, None  # so that this one keeps no region in use
                 parts = {field: segments.parts(field) for field in range(len(segments.cursors))}
                 snapshot = self._snapshot = self._follow(parts)
-                new = list(snapshot.fields)
+                new = list(snapshot.sources)
             for field in new:
                 self._fields[field].send_new()
         return snapshot
@@ -113,28 +106,28 @@ class DeviceSlices:
         before, self._sent = self._sent, self._ring.last_read
         return None if self._sent is before else self._sent
 
-    def _follow(self, parts_by_field: dict[int, Parts]) -> DeviceSnapshot:
-        fields: dict[int, FieldOnDevice] = {}
-        held: list[_Region] = []
+    def _follow(self, parts_by_field: dict[int, Parts]) -> SliceSnapshot:
+        sources: dict[int, tuple[int, NDArray[np.int64]]] = {}
+        held: list[Any] = []
         for field, parts in parts_by_field.items():
             there = self._fields.setdefault(field, _DeviceField(self._stream, self._coder, self._ring, self._snapshots))
             window = parts[0].window
             # Slices that lie in the log itself are written lane by lane, so what was sent may still grow in between.
             if not lies_direct(window) and all(part.window == window for part in parts):
                 there.follow(parts)
-                fields[field] = FieldOnDevice(there.slices, there.bases, there.bases * window.slice_bytes)
-                held += there.regions
-        snapshot = DeviceSnapshot(fields, tuple(held))
-        self._snapshots.add(snapshot)
-        return snapshot
+                starts = np.array([region.first_slice for region in there.regions], np.int64) * window.slice_bytes
+                sources[field] = there.slices.data_ptr(), starts
+                held += [there.slices, *there.regions]
+        return self._snapshots.add(SliceSnapshot(sources, tuple(held), is_on_device=True))
 
 
 class _DeviceField:
     """The slices of one field."""
 
-    def __init__(self, stream: DeviceStream, coder: Coder, ring: StagingRing, snapshots: _Snapshots) -> None:
+    def __init__(
+        self, stream: DeviceStream, coder: Coder, ring: StagingRing[StagingSlot], snapshots: _Snapshots
+    ) -> None:
         self.slices = stream.device_bytes(0)
-        self.bases = np.empty(0, np.int64)
         self.regions: list[_Region] = []
         self._stream = stream
         self._coder = coder
@@ -159,7 +152,6 @@ class _DeviceField:
             if key not in kept:
                 kept[key] = (source, self._free_region())
         self.regions = [kept[id(_block(part))][1] for part in parts]
-        self.bases = np.array([region.first_slice for region in self.regions], np.int64)
         self._parts = parts
         for part, region in zip(parts[:-1], self.regions, strict=False):
             self._send_up_to(part, region, _block(part).used)
@@ -221,35 +213,12 @@ def _block(part: OpenPart | ClosedPart) -> SliceBlock:
     return part.block
 
 
-class PinnedSnapshot:
-    """What was pinned at one moment; it stays pinned while this is referred to.
-
-    Args:
-        span: Bytes, from the lowest arena to the end of the highest.
-        starts: By field and by segment, the byte of `span` where its slices begin, or -1.
-    """
-
-    def __init__(
-        self, span: torch.Tensor, starts: dict[int, NDArray[np.int64]], held: tuple[_PinnedArena, ...]
-    ) -> None:
-        self.span = span
-        self.starts = starts
-        self.held = held
-        self.is_whole = all((of_field >= 0).all() for of_field in starts.values())  # no segment is left out
-
-    def source(self, field: int) -> tuple[int, NDArray[np.int64]] | None:
-        """Return where the span begins, and by segment at which byte of it the slices of a field do."""
-        return (self.span.data_ptr(), self.starts[field]) if self.is_whole else None
-
-
 class _PinnedArena:
     """An arena that the device may read."""
 
-    def __init__(self, arena: Bytes, nbytes: int) -> None:
+    def __init__(self, arena: Bytes) -> None:
         self.arena = arena
-        self.nbytes = nbytes
         self.start = address(arena)
-        self.end = self.start + nbytes
 
 
 class PinnedArenas:
@@ -260,19 +229,20 @@ class PinnedArenas:
         self._by_block: dict[int, tuple[SliceBlock, _PinnedArena]] = {}
         self._given_up: list[_PinnedArena] = []
         self._snapshots = _Snapshots()
-        self._can_pin = self._can_share = True
+        self._can_pin = True
         self._registered: dict[int, Bytes] = {}
         # Memory must not be unmapped while a device may read it, even if nobody closes the store.
         self._release = weakref.finalize(self, _unpin_all, stream, self._registered, os.getpid())
 
-    def up_to_date(self, store: Store) -> PinnedSnapshot | None:
-        """Pin what is new, unpin what nobody reads any more, and return where everything is.
+    def up_to_date(self, store: Store) -> SliceSnapshot | None:
+        """Pin what is new, unpin what nobody reads any more, and return where everything is, if all of it is pinned.
 
         It holds until segments or their blocks are others; what was returned before must not be referred to here.
         """
         segments = store.large_segments
         parts = {field: segments.parts(field) for field in range(len(segments.cursors))}
-        blocks = {id(block): block for of_field in parts.values() for part in of_field if (block := _raw(part))}
+        found = [_raw(part) for of_field in parts.values() for part in of_field]
+        blocks = {id(block): block for block in found if block is not None}
         known, self._by_block = self._by_block, {}
         for key, (block, arena) in known.items():
             if key in blocks and blocks[key].arena is arena.arena:
@@ -280,18 +250,15 @@ class PinnedArenas:
             else:
                 self._given_up.append(arena)
         self._unpin_unread()
+        if None in found or not found:  # what is compressed, no device reads by itself
+            return None
         growing = {id(of_field[-1].block) for of_field in parts.values()}
         for key, block in blocks.items():
             # Of a block that takes no more slices, the pages behind them were given back.
             nbytes = block.arena.nbytes if key in growing else block.used_bytes
             if key not in self._by_block and (pinned := self._pin(block.arena, nbytes)) is not None:
                 self._by_block[key] = (block, pinned)
-        if self._by_block and self._can_share:
-            try:
-                return self._describe(parts)
-            except RuntimeError:  # torch's, where a device does not see the host's memory under the host's addresses
-                self._can_share = False
-        return None
+        return self._describe(parts) if len(self._by_block) == len(blocks) else None
 
     def close(self) -> None:
         """Unpin everything; nothing may be under way."""
@@ -299,7 +266,7 @@ class PinnedArenas:
         self._release()
 
     def _pin(self, arena: Bytes, nbytes: int) -> _PinnedArena | None:
-        pinned = _PinnedArena(arena, nbytes)
+        pinned = _PinnedArena(arena)
         if not self._can_pin or not self._stream.pin(pinned.start, nbytes):
             self._can_pin = False  # a limit on locked memory, most often: asking again would not help
             return None
@@ -315,16 +282,13 @@ class PinnedArenas:
                 self._stream.unpin(arena.start)
                 self._registered.pop(arena.start, None)
 
-    def _describe(self, parts_by_field: dict[int, Parts]) -> PinnedSnapshot:
+    def _describe(self, parts_by_field: dict[int, Parts]) -> SliceSnapshot:
         arenas = [arena for _, arena in self._by_block.values()]
-        first, end = min(arena.start for arena in arenas), max(arena.end for arena in arenas)
-        starts = {}
+        first, sources = min(arena.start for arena in arenas), {}
         for field, parts in parts_by_field.items():
-            pinned = [self._by_block.get(id(part.block)) for part in parts]
-            starts[field] = np.array([-1 if entry is None else entry[1].start - first for entry in pinned], np.int64)
-        snapshot = PinnedSnapshot(self._stream.view_host(first, end - first), starts, tuple(arenas))
-        self._snapshots.add(snapshot)
-        return snapshot
+            starts = [self._by_block[id(part.block)][1].start - first for part in parts]
+            sources[field] = first, np.array(starts, np.int64)
+        return self._snapshots.add(SliceSnapshot(sources, tuple(arenas), is_on_device=False))
 
 
 def _raw(part: OpenPart | ClosedPart) -> SliceBlock | None:

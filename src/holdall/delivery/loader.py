@@ -236,23 +236,25 @@ def batches_for(
         torch = delivery.torch
         sent = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
         batches = MirroredBatches(schema, sent, assembler) if store_on_device else sent
-    return JaxBatches(batches) if delivery.is_jax else batches
+    to_jax: Any = JaxBatches(batches)
+    return to_jax if delivery.is_jax else batches
 
 
-class JaxBatches(Batches):
-    """Makes batches as another does, and hands them to JAX."""
+class JaxBatches:
+    """Makes batches as another does, and hands them to JAX; in all else it is the other one."""
+
+    takes_arrays = False
 
     def __init__(self, inner: Batches) -> None:
         self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """See `Batches`."""
         batch = self._inner.draw(sampler, count, generator, store)
         return None if batch is None else batch.jax()
-
-    def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
-        """See `Batches`."""
-        return self._inner.look_up(draw, store, ahead=ahead)
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""
@@ -262,26 +264,12 @@ class JaxBatches(Batches):
         """See `Batches`."""
         return self._inner.make(draw, drawn).jax()
 
-    def keep(self, batches: int) -> None:
-        """See `Batches`."""
-        self._inner.keep(batches)
 
-    @property
-    def pinned_bytes(self) -> int:
-        """See `Batches`."""
-        return self._inner.pinned_bytes
-
-    def close(self) -> None:
-        """See `Batches`."""
-        self._inner.close()
-
-
-class _JaxJob:
+class _JaxJob(BatchJob):
     """A batch that JAX gets."""
 
     def __init__(self, inner: BatchJob) -> None:
-        self._inner = inner
-        self.is_quick = inner.is_quick
+        self._inner, self.is_quick = inner, inner.is_quick
 
     def work(self) -> None:
         """See `BatchJob`."""

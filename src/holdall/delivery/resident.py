@@ -8,15 +8,25 @@ uniformly wait for nothing that the device does.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw, require_in_range
-from holdall.delivery.batch_layout import nesting
-from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
+from holdall.delivery.batches import (
+    Batches,
+    BatchForm,
+    BatchJob,
+    Delivery,
+    DrawnRows,
+    ReadyJob,
+    goal_leaves,
+    rewards_for,
+)
+from holdall.delivery.device import torch_dtype
+from holdall.delivery.device_checkpoint import SavedRings
 from holdall.delivery.device_draws import DeviceSampler, draws_on_device
 from holdall.delivery.device_fields import byte_rows, windows_of
 from holdall.delivery.device_loops import RowsOnDevice
@@ -54,11 +64,7 @@ class TensorFit:
         if device.type == "cuda" and device.index is None:
             device = self.torch.device("cuda", self.torch.cuda.current_device())
         self.device: torch.device = device
-        self._kinds = {leaf.dtype: self._kind(leaf.dtype) for leaf in schema.leaves}
-
-    def _kind(self, dtype: np.dtype[Any]) -> torch.dtype:
-        kind: torch.dtype = self.torch.from_numpy(np.empty(0, dtype)).dtype
-        return kind
+        self._kinds = {leaf.dtype: torch_dtype(self.torch, leaf.dtype) for leaf in schema.leaves}
 
     def tick(
         self, leading: tuple[int, ...], reward_dtype: np.dtype[Any] | None,
@@ -127,9 +133,8 @@ class TensorFit:
     ) -> Any:  # fmt: skip
         called = f"{argument}[{leaf.name!r}]" if leaf.name else argument
         tensor = self.tensor(value, called)
-        kind = self._kinds.get(leaf.dtype)
-        if kind is None:
-            kind = self._kinds[leaf.dtype] = self._kind(leaf.dtype)
+        if (kind := self._kinds.get(leaf.dtype)) is None:
+            kind = self._kinds[leaf.dtype] = torch_dtype(self.torch, leaf.dtype)
         if tensor.dtype != kind:
             raise ArgumentError(
                 f"{called} has dtype {tensor.dtype}, expected {kind}; holdall never casts, so pass {called}.to({kind})"
@@ -142,14 +147,14 @@ class TensorFit:
         return tensor
 
 
-def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, steps: Tick | None) -> DeviceRings:
+def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, steps: Tick | None) -> SavedRings:
     """Allocate all that a memory takes on its device; say what would fit if that is too much.
 
     Args:
         steps: The first ones, which show how observations are cut; None if rows that were saved will do so.
     """
     windows = None if steps is None else windows_of(schema, steps)
-    return DeviceRings(fit.torch, fit.device, schema, ticks + 1, windows, limit)
+    return SavedRings(fit.torch, fit.device, schema, ticks + 1, windows, limit)
 
 
 class ResidentBatches(Batches):
@@ -162,24 +167,22 @@ class ResidentBatches(Batches):
 
     def _deliver(self, schema: Schema) -> None:
         """Make batches of a schema's fields."""
-        self._schema = schema
-        self._nested = [nesting(tree) for tree in (schema.observation, schema.action, schema.extras)]
+        self._schema, self._form = schema, BatchForm(schema)
 
     def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """Draw a batch on the device, if the sampler's draws can be made there; under the memory's lock."""
         seed = int(generator.integers(2**63))
         if type(sampler) is Uniform:
-            found = self._rings.draw(count, seed)
+            found = self._rings.loops.draw(count, seed)
             return self._batch(found, found.ids, found.ones)
         there = self._on_device(sampler)
         if there is None:
             return None
         draw = there.draw(count, seed)
-        found = self._rings.gather(draw.ids.reshape(-1), draw.last_ids)
+        found = self._rings.loops.read(draw.ids.reshape(-1), draw.last_ids)
         if draw.reward is not None:
             found.rows[-1] = draw.reward
-        batch = self._batch(found, draw.ids, draw.weights)
-        return replace(batch, discount=draw.discount, mask=draw.mask)
+        return self._batch(found, draw.ids, draw.weights, draw.discount, draw.mask)
 
     def update_priorities(self, sampler: Any, ids: Any, priorities: Any) -> bool:
         """Set priorities on the device, if the sampler draws there; return whether."""
@@ -215,11 +218,11 @@ class ResidentBatches(Batches):
 
     def _gathered(self, ids: NDArray[np.int64], last_ids: NDArray[np.int64] | None) -> RowsOnDevice:
         rings = self._rings
-        return rings.gather(rings.to_device(ids), None if last_ids is None else rings.to_device(last_ids))
+        return rings.loops.read(rings.to_device(ids), None if last_ids is None else rings.to_device(last_ids))
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""
-        return _ResidentJob(self, draw, drawn)
+        return ReadyJob(partial(self.make, draw, drawn))
 
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """See `Batches`."""
@@ -230,29 +233,20 @@ class ResidentBatches(Batches):
             found = found._replace(
                 rows=[*found.rows[:-1], self._to_device(draw.reward.reshape(-1, *self._schema.reward_shape))]
             )
-        return self._batch(found, draw.ids, self._to_device(draw.weights), draw)
+        of_draw = (draw.weights, draw.discount, draw.mask)
+        return self._batch(found, draw.ids, *(None if array is None else self._to_device(array) for array in of_draw))
 
-    def _batch(self, found: RowsOnDevice, ids: Any, weights: torch.Tensor, draw: Draw | None = None) -> Batch:
-        schema, shape = self._schema, tuple(ids.shape)
-        observed = len(schema.observation.leaves)
-        actions = observed + len(schema.action.leaves)
-        rows, (of_obs, of_action, of_extras) = found.rows, self._nested
-        if len(shape) > 1:
-            found = _in_sequences(shape, found)
-            rows = found.rows
-        return Batch(
-            obs=of_obs(rows[:observed]),
-            action=of_action(rows[observed:actions]),
-            next_obs=of_obs(found.next_obs),
-            extras=of_extras(rows[actions:-1]),
-            reward=rows[-1],
-            terminated=found.terminated,
-            truncated=found.truncated,
-            ids=ids,
-            weights=weights,
-            discount=None if draw is None or draw.discount is None else self._to_device(draw.discount),
-            mask=None if draw is None or draw.mask is None else self._to_device(draw.mask),
+    def _batch(self, found: RowsOnDevice, ids: Any, *of_draw: Any) -> Batch:
+        """Show rows as a batch, with weights and what else a draw has."""
+        observed, shape = len(self._schema.observation.leaves), tuple(ids.shape)
+        actions = observed + len(self._schema.action.leaves)
+        flags = [found.terminated, found.truncated]
+        rows, following, flags = (
+            some if len(shape) == 1 else [tensor.view(*shape, *tensor.shape[1:]) for tensor in some]
+            for some in (found.rows, found.next_obs, flags)
         )
+        leaves = rows[:observed], rows[observed:actions], following, rows[actions:-1]
+        return self._form.batch(leaves, rows[-1], *flags, ids, *of_draw)
 
     def _to_device(self, array: Any) -> torch.Tensor:
         tensor: torch.Tensor = self._rings.torch.from_numpy(np.array(array)).to(self._rings.device)
@@ -260,66 +254,20 @@ class ResidentBatches(Batches):
 
     def _relabelled(self, draw: Draw, found: RowsOnDevice, outcomes: Any) -> RowsOnDevice:
         """Put other goals into rows; the reward function is the caller's, on the host."""
-        goals, keys = draw.goals, self._schema.observation.keys or ()
+        goals = draw.goals
         if goals is None or not goals.rows.size:
             return found
-        for key in (goals.achieved_key, goals.desired_key):
-            if key not in keys:
-                raise ArgumentError(
-                    f"sampler: hindsight needs the key {key!r}, but the observation space has {list(keys)}; name the "
-                    "keys with achieved_key and desired_key"
-                )
-        achieved, desired = keys.index(goals.achieved_key), keys.index(goals.desired_key)
+        achieved, desired = goal_leaves(self._schema, goals)
         rows, goal = self._to_device(goals.rows), outcomes.next_obs[achieved]
         found.rows[desired][rows] = goal
         found.next_obs[desired][rows] = goal
         first = len(self._schema.observation.leaves) + len(self._schema.action.leaves)
-        info = self._schema.extras.build([extra[rows].cpu().numpy() for extra in found.rows[first:-1]])
-        rewards = np.asarray(goals.reward_fn(found.next_obs[achieved][rows].cpu().numpy(), goal.cpu().numpy(), info))
-        if rewards.shape != goals.rows.shape:
-            raise ArgumentError(
-                f"reward_fn returned an array of shape {rewards.shape} for {len(goals.rows)} rows; return one reward a "
-                "row"
-            )
+        extras = [extra[rows].cpu().numpy() for extra in found.rows[first:-1]]
+        reached = found.next_obs[achieved][rows].cpu().numpy()
+        rewards = rewards_for(self._schema, goals, reached, goal.cpu().numpy(), extras)
         found.rows[-1][rows] = self._to_device(rewards).to(found.rows[-1].dtype)
         return found
 
     def keep(self, batches: int) -> None:
         """See `Batches`."""
-        self._rings.keep_batches(batches)
-
-    @property
-    def pinned_bytes(self) -> int:
-        """See `Batches`."""
-        return 0
-
-    def close(self) -> None:
-        """See `Batches`."""
-
-
-def _in_sequences(shape: tuple[int, ...], found: RowsOnDevice) -> RowsOnDevice:
-    """Give rows that were read one after another their two axes."""
-
-    def seen(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.view(*shape, *tensor.shape[1:])
-
-    rows, following = [seen(t) for t in found.rows], [seen(t) for t in found.next_obs]
-    flags = {"terminated": seen(found.terminated), "truncated": seen(found.truncated)}
-    return found._replace(rows=rows, next_obs=following, **flags)
-
-
-class _ResidentJob:
-    """A batch whose rows are under way already."""
-
-    is_quick = True
-
-    def __init__(self, batches: ResidentBatches, draw: Draw, drawn: DrawnRows) -> None:
-        self._arguments = (batches, draw, drawn)
-
-    def work(self) -> None:
-        """See `BatchJob`."""
-
-    def receive(self) -> Batch:
-        """See `BatchJob`."""
-        batches, draw, drawn = self._arguments
-        return batches.make(draw, drawn)
+        self._rings.loops.keep(batches)

@@ -7,7 +7,6 @@ slots, however large a minibatch is.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.delivery.batches import Delivery, host_pool
-from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot, stream_to
+from holdall.delivery.batches import BlockPool, Delivery
+from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot, stream_to, torch_dtype
 from holdall.native import SlotSender
 from holdall.schema import Array, Leaf
 from holdall.storage import ALIGNMENT_BYTES
@@ -31,8 +30,6 @@ _SLOTS = 4
 _PIECE_ALIGNMENT_BYTES = 256
 _KEPT_BYTES = 64 * 2**20
 """Host memory of minibatches that is kept between updates; allocating more is quick beside its use."""
-_ALONE_BYTES = 2**20
-"""Up to this much is copied by the calling thread: waking others takes longer."""
 _PIECE_BYTES = 2**18
 """What one thread copies at once."""
 
@@ -44,13 +41,13 @@ class MinibatchDelivery:
     """Brings minibatches to one device; None stands for NumPy arrays."""
 
     def __init__(self, device: str | None, leaves: list[Leaf]) -> None:
-        self.target = self._delivery = Delivery(device, leaves)
-        self._pool = host_pool()
+        self.target = Delivery(device, leaves)
+        self._pool = BlockPool()
         self._upload: _Upload | None = None
-        if self._delivery.is_remote and self._delivery.torch_device is not None:
-            torch = self._delivery.torch
+        if self.target.is_remote and self.target.torch_device is not None:
+            torch = self.target.torch
             row_bytes = max((leaf.nbytes for leaf in leaves), default=0)
-            self._upload = _Upload(torch, stream_to(torch, self._delivery.torch_device), max(SLOT_BYTES, row_bytes))
+            self._upload = _Upload(torch, stream_to(torch, self.target.torch_device), max(SLOT_BYTES, row_bytes))
 
     def deliver(self, places: NDArray[np.int64], fields: Sequence[tuple[Leaf, Gather]]) -> list[Any]:
         """Return one array or tensor per field: its rows at `places`."""
@@ -63,18 +60,14 @@ class MinibatchDelivery:
         for (leaf, gather), size in zip(fields, sizes, strict=True):
             array = block[start : start + rows * leaf.nbytes].view(leaf.dtype).reshape(rows, *leaf.shape)
             gather(places, array)
-            arrays.append(self._delivery.hand_over(array))
+            arrays.append(self.target.hand_over(array))
             start += size
         return arrays
-
-    def require(self, leaf: Leaf) -> None:
-        """Refuse a leaf that cannot be brought to the device."""
-        self._delivery.require(leaf)
 
     def release_large(self) -> None:
         """Free large blocks until the next update."""
         if self._pool.nbytes > _KEPT_BYTES:
-            self._pool = host_pool()
+            self._pool = BlockPool()
 
     def arrays(self) -> list[Array]:
         """Return the host arrays kept for the next minibatches; pinned slots are torch's."""
@@ -90,7 +83,7 @@ class _Upload:
     """Fills tensors on a device through pinned slots."""
 
     def __init__(self, torch: Any, stream: DeviceStream, slot_bytes: int) -> None:
-        self.ring = StagingRing(stream, _SLOTS, slot_bytes)
+        self.ring = StagingRing(stream, StagingSlot, _SLOTS, slot_bytes)
         self._torch = torch
         self._stream = stream
         self._slot_bytes = slot_bytes
@@ -101,7 +94,7 @@ class _Upload:
         """Return one tensor per field; its copies are under way on the caller's stream."""
         tensors, rows = [], len(places)
         for leaf, gather in fields:
-            dtype = self._torch.from_numpy(np.empty(0, leaf.dtype)).dtype
+            dtype = torch_dtype(self._torch, leaf.dtype)
             tensor = self._torch.empty((rows, *leaf.shape), dtype=dtype, device=self._stream.device)
             step = max(1, self._slot_bytes // max(leaf.nbytes, 1))
             for first in range(0, rows, step):
@@ -136,21 +129,12 @@ class CopySpan(NamedTuple):
     nbytes: int
 
 
-class SlotLoad(NamedTuple):
-    """What one slot takes, and where it is sent."""
-
-    pieces: list[tuple[int, int, int, int]]  # number of the source, first byte of it, bytes, first byte of the slot
-    first: int  # byte of the target
-    nbytes: int
-
-
 class CopyLoads(NamedTuple):
-    """What all slots take, one after another."""
+    """What all slots take, one after another; see `SlotSender.send`."""
 
     target: torch.Tensor  # bytes on the device
-    loads: list[SlotLoad]
-    pieces: NDArray[np.int64]  # the same, cut short, for C; see `SlotSender.send`
-    ends: NDArray[np.int64]
+    pieces: NDArray[np.int64]
+    loads: NDArray[np.int64]
 
 
 class DeviceCopier:
@@ -159,7 +143,7 @@ class DeviceCopier:
     def __init__(self, stream: DeviceStream, slot_bytes: int = SLOT_BYTES) -> None:
         self._stream = stream
         self._slot_bytes = slot_bytes
-        self._ring = StagingRing(stream, _SLOTS, slot_bytes)
+        self._ring = StagingRing(stream, StagingSlot, _SLOTS, slot_bytes)
         self._sender: SlotSender | None = None
         self._slots: torch.Tensor | None = None  # those of the sender
         self._events: list[Any] = []
@@ -168,46 +152,39 @@ class DeviceCopier:
         """Prepare copies of sources of these sizes to these places of `target`, bytes on the device."""
         first = min(span.start for span in spans)
         end = max(span.start + span.nbytes for span in spans)
-        loads: list[SlotLoad] = []
-        cut: list[tuple[int, ...]] = []
-        ends: list[tuple[int, ...]] = []
+        pieces: list[tuple[int, ...]] = []
+        loads: list[tuple[int, ...]] = []
         for begin in range(first, end, self._slot_bytes):
             size = min(self._slot_bytes, end - begin)
-            pieces = []
+            slot = len(loads) % _SLOTS * self._slot_bytes
             for source, span in enumerate(spans):
                 low, high = max(span.start, begin), min(span.start + span.nbytes, begin + size)
-                if low < high:
-                    pieces.append((source, low - span.start, high - low, low - begin))
-            slot = len(loads) % _SLOTS * self._slot_bytes
-            for source, low, nbytes, at in pieces:
-                cut += [
-                    (source, low + k, min(_PIECE_BYTES, nbytes - k), slot + at + k, len(loads))
-                    for k in range(0, nbytes, _PIECE_BYTES)
+                pieces += [
+                    (source, k - span.start, min(_PIECE_BYTES, high - k), slot + k - begin, len(loads))
+                    for k in range(low, high, _PIECE_BYTES)
                 ]
-            loads.append(SlotLoad(pieces, begin, size))
-            ends.append((len(cut), begin, size))
-        shaped = [np.array(rows, np.int64).reshape(-1, width) for rows, width in ((cut, 5), (ends, 3))]
-        return CopyLoads(target, loads, *shaped)
+            loads.append((len(pieces), begin, size))
+        shaped = (np.array(rows, np.int64).reshape(-1, width) for rows, width in ((pieces, 5), (loads, 3)))
+        return CopyLoads(target, *shaped)
 
     def send(self, copies: CopyLoads, sources: Sequence[torch.Tensor]) -> None:
         """Send contiguous sources; they have been read when this returns, and may be changed."""
+        target, pieces, loads = copies
         sender = self._sender or self._new_sender()
         if sender is not None:
-            begins, there = [source.data_ptr() for source in sources], copies.target.data_ptr()
-            if not sender.send(copies.pieces, copies.ends, begins, there, self._stream.consumer()):
+            begins = [source.data_ptr() for source in sources]
+            if not sender.send(pieces, loads, begins, target.data_ptr(), self._stream.consumer()):
                 return
-            self._wait()  # the driver refuses: torch does all of it
-        for pieces, begin, size in copies.loads:
+            _wait_for(self._stream, self._events, os.getpid())  # the driver refuses: torch does all of it
+        given = [source.flatten().view(target.dtype) for source in sources]
+        done = 0
+        for end, begin, size in loads.tolist():
             slot = self._ring.next_slot()
-            start = slot.host.data_ptr()
-            for source, first, nbytes, at in pieces:
-                if nbytes <= _ALONE_BYTES:
-                    ctypes.memmove(start + at, sources[source].data_ptr() + first, nbytes)
-                else:
-                    piece = sources[source].flatten().view(slot.host.dtype)[first : first + nbytes]
-                    slot.host[at : at + nbytes].copy_(piece)
-            copies.target[begin : begin + size].copy_(slot.host[:size], non_blocking=True)
-            slot.read = self._stream.record_consumer()
+            for source, first, nbytes, at, _ in pieces[done:end].tolist():
+                place = at % self._slot_bytes
+                slot.host[place : place + nbytes].copy_(given[source][first : first + nbytes])
+            target[begin : begin + size].copy_(slot.host[:size], non_blocking=True)
+            slot.read, done = self._stream.record_consumer(), end
 
     def _new_sender(self) -> SlotSender | None:
         """Return what copies in C, if the device and the compiled loops have all that it takes."""
@@ -225,9 +202,6 @@ class DeviceCopier:
         # Pinned memory must not be used for something else while a device may read it.
         weakref.finalize(self, _wait_for, stream, self._events, os.getpid())
         return self._sender
-
-    def _wait(self) -> None:
-        _wait_for(self._stream, self._events, os.getpid())
 
 
 def _wait_for(stream: DeviceStream, events: list[Any], process: int) -> None:

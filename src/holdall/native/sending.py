@@ -99,27 +99,15 @@ class SliceNamer:
         self._memory[2][:slots] = 0
         self._struct.mask, self._struct.room, self._struct.count = slots - 1, most, 0
 
-    def name(
-        self,
-        places: Places,
-        field: int,
-        cut: Cut,
-        obs: Names | None,
-        next_obs: Names | None,
-        base: NDArray[np.int64] | None = None,
-    ) -> int:
-        """Fill in the names of the slices of every observation, (rows, window); return how many there are.
-
-        Args:
-            base: Where the slices of each segment begin in one large array; names are then places in it.
-        """
+    def name(self, places: Places, field: int, cut: Cut, obs: Names | None, next_obs: Names | None) -> int:
+        """Fill in the names of the slices of every observation, (rows, window); return how many there are."""
         outer, run_bytes, window = cut
         records = places.records[field]
         failed = self._library.holdall_name(
             _pointer(records), len(records), _pointer(places.segment), _pointer(places.cursors[field]),
             _pointer(places.lane), places.lanes, len(places.segment), window, outer * run_bytes,
-            *(None if names is None else _pointer(names) for names in (obs, next_obs)),
-            None if base is None else _pointer(base), ctypes.addressof(self._struct),
+            *(None if names is None else _pointer(names) for names in (obs, next_obs)), None,
+            ctypes.addressof(self._struct),
         )  # fmt: skip
         if failed >= 0:
             raise _damaged(failed)
@@ -134,16 +122,6 @@ class SliceNamer:
         if refused is Refusal.DAMAGED:
             raise _damaged(request.wrong)
         return refused
-
-    def where(self, starts: NDArray[np.int64], slice_bytes: int, unit: int, out: NDArray[np.int64]) -> bool:
-        """Fill in where each slice named begins, in units of so many bytes; False if that of one is not known.
-
-        Args:
-            starts: By segment, the byte at which its slices begin, or -1.
-            out: One place a name, or more.
-        """
-        names = ctypes.addressof(self._struct)
-        return int(self._library.holdall_locate(names, _pointer(starts), slice_bytes, unit, _pointer(out))) < 0
 
     def collect(self, places: Places, field: int, out: Bytes, way: CopyPlan) -> int:
         """Copy all slices named to their rows of `out`; return how many were sent on, in waves, meanwhile.

@@ -8,21 +8,19 @@ the form that they were given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.batch_source import RECORD_FIELDS, Held, Places
+from holdall.storage.batch_source import Places, SegmentIndex
 from holdall.storage.blocks import ArenaPool, CarriedSlices, KeptBlock, SealedSlices, SegmentFile, SliceBlock, reserve
 from holdall.storage.rings import CURSOR_BYTES
 from holdall.storage.slices import (
-    AnyPart,
     ClosedPart,
     Cursors,
     FrozenBlock,
@@ -50,56 +48,6 @@ _TABLE_BYTES = 32
 """What an open segment keeps of each slice beside its bytes: a hash, slots of a table, an entry of the log."""
 _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
-
-
-class SegmentIndex:
-    """First tick of every segment, and per field a record of every part; the open segment's come last."""
-
-    def __init__(self) -> None:
-        self.version = 0  # another one when segments or their blocks are others
-        self.is_changed = bytearray(b"\x01")  # 1 with every change; read by C, and set to 0 by who has seen it
-        self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
-        self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))
-        self.held: list[tuple[Held, ...]] = []  # per field and segment: what its record points into
-
-    def rebuild(self, first_ticks: list[int], fields: list[list[AnyPart]]) -> None:
-        """Start over, field by field and segment by segment."""
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = np.array(first_ticks, np.int64)
-        self.records = [
-            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
-        ]
-        self.held = [tuple(part.held for part in parts) for parts in fields]
-
-    def open_next(self, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
-        """The open segment was closed, and another one follows."""
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = np.append(self.first_ticks, first_tick)
-        for field, (old, new) in enumerate(zip(closed, following, strict=True)):
-            rows = np.array([old.record(), new.record()], np.int64)
-            self.records[field] = np.concatenate([self.records[field][:-1], rows])
-            self.held[field] = (*self.held[field][:-1], old.held, new.held)
-
-    def drop(self, segments: int) -> None:
-        """Forget the oldest segments."""
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = self.first_ticks[segments:]
-        self.records = [records[segments:] for records in self.records]
-        self.held = [held[segments:] for held in self.held]
-
-    def update(self, field: int, segment: int, part: AnyPart) -> None:
-        """A part lies elsewhere now."""
-        self.version += 1
-        self.is_changed[0] = 1
-        records = self.records[field].copy()
-        records[segment] = part.record()
-        self.records[field] = records
-        held = list(self.held[field])
-        held[segment] = part.held
-        self.held[field] = tuple(held)
 
 
 class Segments:
@@ -196,61 +144,104 @@ class Segments:
         """Whether the last tick of the oldest segment is older than `tick`."""
         return bool(self.closed) and self.closed[0].first_tick + self.closed[0].ticks <= tick
 
-    def evict_before(self, tick: int) -> list[SliceBlock]:
-        """Drop the segments whose last tick is older than `tick`; return the blocks that went with them."""
-        stale = sum(segment.first_tick + segment.ticks <= tick for segment in self.closed)
-        return self._evict(stale) if stale else []
+    def evicting(self, tick: int) -> tuple[list[SliceBlock], Callable[[], None]]:
+        """Return what drops the segments whose last tick is older than `tick`, and the blocks that go with them.
+
+        The action gives the same however often it is run.
+        """
+        stale = 0
+        while stale < len(self.closed) and self.closed[stale].first_tick + self.closed[stale].ticks <= tick:
+            stale += 1
+        return self._evicting(stale)
 
     def evict_oldest(self) -> list[SliceBlock] | None:
         """Drop the oldest segment and return the blocks that went with it; None if none is closed."""
-        return self._evict(1) if self.closed else None
+        if not self.closed:
+            return None
+        gone, evict = self._evicting(1)
+        evict()
+        return gone
 
-    def _evict(self, stale: int) -> list[SliceBlock]:
-        leaving = [part for segment in self.closed[:stale] for part in segment.parts]
-        del self.closed[:stale]
-        self.index.drop(stale)
-        gone: dict[int, SliceBlock] = {}
-        for part in leaving:
-            naming = self._naming[id(part.block)][1:]
-            self._naming[id(part.block)] = naming
-            if not naming:
-                del self._naming[id(part.block)]
-                gone[id(part.block)] = part.block
-        for open_part in self.open.parts:
-            gone.pop(id(open_part.block), None)
-        self.overhead_bytes -= sum(part.overhead_bytes for part in leaving)
-        for block in gone.values():
+    def _evicting(self, stale: int) -> tuple[list[SliceBlock], Callable[[], None]]:
+        leaving = self.closed[:stale]
+        parts = [part for segment in leaving for part in segment.parts]
+        naming: dict[int, list[Segment[ClosedPart]]] = {}  # of the segments that stay
+        for part in parts:
+            name = id(part.block)
+            naming[name] = naming.get(name, self._naming[name])[1:]
+        in_use = {id(part.block) for part in self.open.parts}
+        blocks = {id(part.block): part.block for part in parts}
+        gone = [block for name, block in blocks.items() if not naming[name] and name not in in_use]
+        on_disk = [block.used_bytes for block in gone if block.is_on_disk]
+        counts = (
+            self.overhead_bytes - sum(part.overhead_bytes for part in parts) - sum(on_disk),
+            self.blocks_on_disk - len(on_disk),
+        )
+        return gone, partial(self._evict, leaving, naming, gone, counts, self.index.dropping(stale))
+
+    def _evict(
+        self, leaving: list[Segment[ClosedPart]], naming: Mapping[int, list[Segment[ClosedPart]]],
+        gone: list[SliceBlock], counts: tuple[int, int], drop: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Drop the oldest segments, as far as they are still there."""
+        del self.closed[: sum(segment.first_tick <= leaving[-1].first_tick for segment in self.closed[: len(leaving)])]
+        for name, segments in naming.items():
+            if segments:
+                self._naming[name] = segments
+            else:
+                self._naming.pop(name, None)
+        for block in gone:
             self.arenas.give_up(block.arena)
-            self.blocks_on_disk -= block.is_on_disk
-            self.overhead_bytes -= block.used_bytes if block.is_on_disk else 0
-        self.frozen = [frozen for frozen in self.frozen if id(frozen.block) not in gone]
-        return list(gone.values())
+        self.overhead_bytes, self.blocks_on_disk = counts
+        names = {id(block) for block in gone}
+        self.frozen = [frozen for frozen in self.frozen if id(frozen.block) not in names]
+        drop()
 
     def awaits_files(self) -> bool:
         """Whether blocks lie in files that are not all here yet."""
         self.awaited = [file for file in self.awaited if file.is_awaited]
         return bool(self.awaited)
 
-    def adopt(self, tick: int, ticks: int, parts: Sequence[ClosedPart], cursors: list[Cursors]) -> None:
-        """Take over a segment that was sealed elsewhere as the newest, from `tick` on; its blocks are its own.
+    def adopting(
+        self, tick: int, ticks: int, parts: Sequence[ClosedPart], cursors: list[Cursors], *, lists_blocks: bool
+    ) -> Callable[[], None]:
+        """Return what takes a segment over that was sealed elsewhere, as the newest, from `tick` on.
+
+        What may fail comes before. The action gives the same however often it is run, and copies nothing that grows.
 
         Args:
             cursors: Of its last ticks, field by field: as many as are still needed.
+            lists_blocks: Whether its blocks, which are its own, are among those that `take_frozen` returns.
         """
         if tick > self.open.first_tick:
+            self._repair.begin(self._repair.restoring(*self.changing()))
             self._roll(tick)
-        coder, end = self._kernels.coder, tick + ticks
+            self._repair.end()
         adopted = []
-        for field, (part, rows) in enumerate(zip(parts, cursors, strict=True)):
+        for part in parts:
             if part.block.sealed is None:
                 raise DamageError("a segment came whose slices are not sealed; report this")
-            block = KeptBlock(part.block.slice_bytes, part.block.used, coder.adopt(part.block.sealed.coded))
-            adopted.append(replace(part, block=block))
-            put_rows(self.cursors[field], end - len(rows), rows)
+            sealed = self._kernels.coder.adopt(part.block.sealed.coded)
+            adopted.append(replace(part, block=KeptBlock(part.block.slice_bytes, part.block.used, sealed)))
+        frozen = [self._as_frozen(field, part.window, part.block) for field, part in enumerate(adopted)]
+        frozen = [*self.frozen, *frozen] if lists_blocks else self.frozen
+        overhead = self.overhead_bytes + sum(part.overhead_bytes for part in adopted)
+        return partial(self._append, len(self.closed), Segment(tick, ticks, adopted), cursors, frozen, overhead)
+
+    def _append(
+        self, number: int, adopted: Segment[ClosedPart], cursors: list[Cursors], frozen: list[FrozenBlock],
+        overhead_bytes: int,
+    ) -> None:  # fmt: skip
+        """Have an adopted segment behind the first `number` closed ones, whatever is there."""
+        end = adopted.first_tick + adopted.ticks
+        for ring, rows in zip(self.cursors, cursors, strict=True):
+            put_rows(ring, end - len(rows), rows)
+        self.closed[number:] = [adopted]
+        for part in adopted.parts:
+            self._naming[id(part.block)] = [adopted]
+        self.frozen, self.overhead_bytes, self._sure_until = frozen, overhead_bytes, 0
         self.open = Segment(end, 0, self.open.parts)
-        self._close(Segment(tick, ticks, adopted), self.open.parts, end)
-        for field, part in enumerate(adopted):
-            self.frozen.append(self._as_frozen(field, part.window, part.block))
+        self.index.put_behind(number, end, adopted.parts, self.open.parts)
 
     def can_admit(self, first_tick: int, next_tick: int) -> bool:
         """Whether the open segment reaches back to `first_tick`, the oldest held, and few ticks came so far."""

@@ -186,8 +186,10 @@ class Store(TickStore):
         """Take over a segment that was sealed elsewhere as the newest ticks; return the number of its first one.
 
         A store of one lane takes over the lanes of a segment one after another, tick by tick: row r of it becomes tick
-        first + r. Its slices stay as they came. The oldest ticks leave if the store is full.
+        first + r. Its slices stay as they came. The oldest ticks leave if the store is full. After an interrupt,
+        `repair.run` or the next call ends what was begun, and `next_tick` says whether the segment is there.
         """
+        self.repair.run()
         self.require(segment)
         if segment.lanes != self._lanes:
             segment = segment.in_one_lane()
@@ -203,15 +205,19 @@ class Store(TickStore):
         columns = {name: column[ticks - held :] for name, column in segment.rows.columns.items()}
         rings.begin(columns["reward.0"].dtype, has_invalid="invalid.0" in columns)
         rings.put(first + ticks - held, columns, {})
-        restore = self._restoring()
-        self.repair.begin(lambda: restore() if self.next_tick == first else None)
+        take_over, may_leave = (lambda: None), self._budget.limit is not None or self._folder is not None
         if self._large:
-            self.large_segments.adopt(first, ticks, segment.parts, [columns[f"cursors.{i}"] for i in self._large])
-        self._writer.next_tick = first + ticks
-        self.repair.end()
-        self._settle(may_evict=True)
+            cursors = [columns[f"cursors.{i}"] for i in self._large]
+            take_over = self.large_segments.adopting(first, ticks, segment.parts, cursors, lists_blocks=may_leave)
+        self.repair.do(partial(self._take_over, take_over, first + ticks))
+        if may_leave:  # to disk, or early; otherwise nothing becomes of blocks that are sealed
+            self._settle(may_evict=True)
         self._evict_before(self.next_tick - self._capacity_ticks)
         return first
+
+    def _take_over(self, take_over: Callable[[], None], next_tick: int) -> None:
+        take_over()
+        self._writer.next_tick = next_tick
 
     def segment_at(self, tick: int) -> SealedSegment:
         """Return the segment that holds a tick, from its first tick that is held on, as one that another can adopt.

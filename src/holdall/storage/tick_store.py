@@ -325,7 +325,10 @@ class TickStore:
     def _evict_before(self, tick: int) -> None:
         """Drop the segments whose last tick is older than `tick`."""
         if self.large_segments.has_before(tick):
-            self._change(lambda: self._let_go(self.large_segments.evict_before(tick)))
+            gone, evict = self.large_segments.evicting(tick)
+            self.repair.begin(self.repair.restoring(*self._tiers.changing()))
+            self._tiers.forget(gone)  # first: a segment that stays after an interrupt leaves with the next one
+            self.repair.do(evict)
             self.repair.do(self._send_orders)
 
     def _on_sealed(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from holdall.errors import ArgumentError
 from holdall.tools.bench.run import expected_seconds, planned_runs
-from holdall.tools.bench.settings import BenchSettings, Calibration, MeasuredRates, ProfileSize, settings_of
+from holdall.tools.bench.settings import BenchSettings, Calibration, ProfileSize, run_seconds, settings_of
 from holdall.tools.report.results import TrainingRun
 
 SIZE = ProfileSize(0.5, 10**9, 32, 1_000, 2_000, ("sb3", "holdall"))
@@ -36,11 +36,12 @@ def test_what_is_done_is_not_announced_again() -> None:
 
 
 def test_a_run_takes_its_start_its_filling_its_steps_and_its_saving() -> None:
-    rates = MeasuredRates(start_s=5.0, fill_per_second=100.0, steps_per_second=20.0, save_s_per_byte=1e-6)
-    assert rates.seconds(SIZE, 400, 2_000.0, fills=True) == pytest.approx(5 + 10 + 20 + 2)
-    assert rates.seconds(SIZE, 400, 2_000.0, fills=False) == pytest.approx(5 + 20 + 2)
-    on_policy = MeasuredRates(5.0, None, 20.0, 0.0)
-    assert on_policy.seconds(SIZE, 1_400, 0.0, fills=True) == pytest.approx(5 + 2_000 / 20)  # whole rollouts
+    trial: dict[str, Any] = {"size": 500, "steps": 120, "fill_per_second": 100.0, "steps_per_second": 20.0}
+    trial |= {"checkpoint": {"seconds": 1.0, "bytes": 10**6}, "bytes_each": 2_000.0, "whole_seconds": 5 + 5 + 6 + 1.0}
+    assert run_seconds(trial, SIZE, 400, fills=True) == pytest.approx(5 + 10 + 20 + 2)
+    assert run_seconds(trial, SIZE, 400, fills=False) == pytest.approx(5 + 20 + 2)
+    on_policy = trial | {"fill_per_second": None, "bytes_each": 0.0, "whole_seconds": 5 + 6 + 1.0}
+    assert run_seconds(on_policy, SIZE, 1_400, fills=True) == pytest.approx(5 + 2_000 / 20)  # whole rollouts
 
 
 def test_settings_survive_the_file() -> None:

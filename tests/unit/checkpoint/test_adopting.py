@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.checkpoint.file_system import FileSystem
+from holdall.checkpoint.directory import FileSystem
 from holdall.storage import records, segment
 
 SPACE = spaces.Box(0, 255, (1, 60, 60), np.uint8)

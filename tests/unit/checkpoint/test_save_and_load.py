@@ -27,7 +27,7 @@ from holdall import (
     ReplayMemory,
     Uniform,
 )
-from holdall.checkpoint import saved_records as merge
+from holdall.checkpoint import files, write
 from holdall.checkpoint.manifest import is_remote, normalized_url, signed
 from holdall.storage import snapshot
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
@@ -221,12 +221,36 @@ def test_the_last_k_checkpoints_stay_and_nothing_else(tmp_path: Path, trainer: T
     assert {path.name for path in tmp_path.iterdir()} == {"FORMAT", "LOCK", "segments", "manifests"}
 
 
+@pytest.mark.parametrize("left_by", ["a crash", "a save that failed"])
+def test_files_that_no_checkpoint_names_go_with_the_next_one(tmp_path: Path, trainer: Trainer, left_by: str) -> None:
+    """Though there are fewer checkpoints than stay."""
+    from holdall.checkpoint.directory import DirectoryReader, DirectoryWriter
+
+    trainer.add(20)
+    if left_by == "a crash":
+        stale = tmp_path / "segments" / f"{'a' * 16}-{1:016x}.seg"
+        stale.parent.mkdir()
+        stale.write_bytes(b"a record")
+        os.utime(stale, (0, 0))
+    else:
+        trainer.memory.save(tmp_path).result()
+        trainer.add(20)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DirectoryWriter, "commit", lambda _own, _manifest: (tmp_path / "gone").stat())
+            with pytest.raises(CheckpointError):
+                trainer.memory.save(tmp_path).result()
+        assert len(list(tmp_path.glob("segments/*.seg"))) > len(DirectoryReader(tmp_path).manifest(1).files)
+    trainer.memory.save(tmp_path, keep=9).result()
+    reader = DirectoryReader(tmp_path)
+    assert set(reader.file_sizes()) == {name for n in reader.numbers() for name in reader.manifest(n).files}
+
+
 def test_frequent_saves_do_not_leave_ever_more_files(
     tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader keeps all of them open, and may not have a thousand."""
-    monkeypatch.setattr(merge, "MOST_FILES", 12)
-    monkeypatch.setattr(merge, "_FILES_LEFT", 4)
+    monkeypatch.setattr(write, "MOST_FILES", 12)
+    monkeypatch.setattr(files, "_FILES_LEFT", 4)
     monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 300)
     for _ in range(20):
         trainer.add(30)

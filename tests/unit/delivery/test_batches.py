@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 
 from holdall import ArgumentError, MissingPackageError, ReplayMemory
-from holdall.delivery.batches import Delivery, host_pool
+from holdall.delivery.batches import BlockPool, Delivery
 from holdall.schema import Leaf
 from holdall.testing import LeafPlan, Stream, assert_same_bits
 from holdall.testing.oracle import as_array, map_leaves
@@ -37,7 +37,7 @@ def filled_memory(**options: Any) -> ReplayMemory:
 
 def test_memory_in_use_is_not_handed_out_again() -> None:
     """As long as an array lives, no other array has its bytes."""
-    staging = host_pool()
+    staging = BlockPool()
     held = [staging.take(LARGE) for _ in range(10)]
     for i, one in enumerate(held):
         for other in held[i + 1 :]:
@@ -46,7 +46,7 @@ def test_memory_in_use_is_not_handed_out_again() -> None:
 
 def test_memory_is_used_again_when_nothing_refers_to_it() -> None:
     """A loop that draws a batch at a time does not touch fresh pages."""
-    staging = host_pool()
+    staging = BlockPool()
     first = staging.take(LARGE).ctypes.data
     for _ in range(5):
         assert staging.take(LARGE).ctypes.data == first
@@ -67,7 +67,7 @@ def test_memory_is_used_again_when_nothing_refers_to_it() -> None:
 )
 def test_any_view_keeps_memory_from_being_used_again(look: Any) -> None:
     """Not only the array itself: a view, a buffer or a tensor of it is enough."""
-    staging = host_pool()
+    staging = BlockPool()
     taken = staging.take(LARGE)
     taken[:] = 1
     view = look(taken)
@@ -86,7 +86,7 @@ def test_any_view_keeps_memory_from_being_used_again(look: Any) -> None:
 
 def test_batches_of_ever_new_sizes_do_not_pile_up() -> None:
     """What is kept for later is bounded, whatever sizes are asked for."""
-    staging = host_pool()
+    staging = BlockPool()
     for extra in range(200):
         staging.take(LARGE + extra)
     assert staging.nbytes <= 16 * (LARGE + 200)
@@ -94,7 +94,7 @@ def test_batches_of_ever_new_sizes_do_not_pile_up() -> None:
 
 def test_small_arrays_are_not_pooled() -> None:
     """They are cheaper to allocate than to look for."""
-    staging = host_pool()
+    staging = BlockPool()
     staging.take(1000)
     assert staging.nbytes == 0
 
@@ -111,7 +111,7 @@ def eager_switching() -> Iterator[None]:
 @pytest.mark.usefixtures("eager_switching")
 def test_staging_may_be_asked_while_others_take() -> None:
     """Counting what is kept is safe beside threads that take new sizes."""
-    staging, failures = host_pool(), list[Exception]()
+    staging, failures = BlockPool(), list[Exception]()
 
     def take() -> None:
         for extra in range(3000):

@@ -170,7 +170,7 @@ def test_where_rows_do_not_fit_slices_are_kept(device: str, monkeypatch: pytest.
     def refuse(*_: Any, **__: Any) -> None:
         raise ArgumentError("too much")
 
-    monkeypatch.setattr("holdall.delivery.device_checkpoint.require_room", refuse)
+    monkeypatch.setattr("holdall.delivery.device_rings.require_room", refuse)
     pair = Pair(device)
     for ticks in (30, 40):
         pair.add(ticks)
@@ -184,7 +184,7 @@ def test_an_interrupt_while_rows_are_sent_loses_none(device: str, monkeypatch: p
     pair = Pair(device)
     pair.add(30)
     pair.check()
-    kind = type(pair.there._batches._rings._loops)  # type: ignore[attr-defined]
+    kind = type(pair.there._batches._rings.loops)  # type: ignore[attr-defined]
     write = kind.write_packed
     for launches_first in (False, True):
         calls: list[bool] = []

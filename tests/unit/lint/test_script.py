@@ -18,7 +18,7 @@ def value_of(text: str) -> object:
     """Return what the argument of the one call of `use` is."""
     script = Script.parse(text, "train.py")
     (call,) = [call for call in script.calls if isinstance(call.func, ast.Name) and call.func.id == "use"]
-    return TrainingReader(script).evaluator.value(call.args[0])
+    return TrainingReader(script).value(call.args[0])
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_s
 from holdall.storage.store import Store
 from holdall.storage.ticks import Kernels, Tick
 from holdall.storage.tiers import Budget
+from tests.crash.test_interrupts import POINTS, interrupted, points_in
 
 SPACE = spaces.Dict(
     {
@@ -292,6 +293,60 @@ def test_many_small_segments_leave_without_a_walk_over_all(segments: int) -> Non
         store.adopt(segment)
     assert store.segments == segments + 1
     assert store.transitions == 2 * segments
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("scene", ["full", "empty", "spills", "written to", "frozen"])
+def test_an_interrupted_adopt_is_made_or_is_not(scene: str, points: int | None, tmp_path: Path) -> None:
+    """After an exception at any line the next call goes on with all of the segment, or with nothing of it."""
+    writer = Writer(0, 2)
+    before = [writer.segment(20, some_invalid=number == 1) for number in range(0 if scene == "empty" else 4)]
+    tick, coming, following = writer._tick(False), writer.segment(15), writer.segment(25)
+
+    def made() -> tuple[Store, list[Row]]:
+        folder = SpillFolder(tmp_path, chosen_kernels().coder) if scene == "spills" else None
+        store, rows = shard(130, folder), no_rows()
+        for segment, added in before:
+            with store._lock:
+                store.adopt(segment)
+            rows += added
+        if scene == "written to":
+            for lane in range(2):
+                store.write(tick.cut(slice(lane, lane + 1)))
+            rows += rows_of(tick, 2)
+        return store, rows
+
+    store, _ = made()
+    lines = interrupted(lambda: store.adopt(coming[0]))
+    assert lines > 50
+    store.close()
+    took = 0
+    for at in points_in(lines, None if points is None else 10 * points):
+        store, rows = made()
+        frozen = store.freeze({}) if scene == "frozen" else None
+        rewards = [row.reward for row in rows[-130:]]
+        with store._lock:
+            assert interrupted(lambda: store.adopt(coming[0]), at) == at  # noqa: B023  at once
+            store.repair.run()
+        taken = store.next_tick > FIRST + len(rows)
+        rows += coming[1] if taken else []
+        took += taken
+        assert store.next_tick == FIRST + len(rows)
+        require_equal(store, rows)
+        with store._lock:
+            store.adopt(following[0])
+        require_equal(store, rows + following[1])
+        with store._lock:  # the sealer moves blocks to disk meanwhile
+            parts = [part for each in store.large_segments.closed for part in each.parts]
+            on_disk = [part.block.used_bytes for part in parts if part.block.is_on_disk]
+            counted = sum(part.overhead_bytes for part in parts) + sum(on_disk), len(on_disk)
+            assert (store.large_segments.overhead_bytes, store.large_segments.blocks_on_disk) == counted
+        if frozen is not None:
+            chunks = [frozen.rows.take(number) for number in frozen.rows.wanted]
+            assert np.concatenate([chunk.columns["reward.0"] for chunk in chunks]).reshape(-1).tolist() == rewards
+            store.release(frozen.rows)
+        store.close()
+    assert took
 
 
 def test_a_report_counts_what_was_adopted() -> None:

@@ -361,7 +361,7 @@ def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypa
     held = places_of(segments, np.array([0]))
     assert held.reads_files
     assert segments.overhead_bytes == before + written[1].nbytes
-    segments.evict_before(segments.closed[2].first_tick)
+    segments.evicting(segments.closed[2].first_tick)[1]()
     after = segments.overhead_bytes
     segments.seal(full[0].block, written[0])
     assert segments.overhead_bytes == after < before
@@ -381,7 +381,10 @@ class Known:
     def append(self, tick: int, obs: Any, next_obs: Any, oldest: int) -> None:
         append(self._segments, tick, [obs], [next_obs])
         self.blocks |= {id(frozen.block) for frozen in self._segments.take_frozen()}
-        self.blocks -= {id(block) for block in self._segments.evict_before(oldest)}
+        if self._segments.has_before(oldest):
+            gone, evict = self._segments.evicting(oldest)
+            evict()
+            self.blocks -= {id(block) for block in gone}
 
 
 def test_a_block_is_forgotten_with_its_last_segment(monkeypatch: pytest.MonkeyPatch) -> None:

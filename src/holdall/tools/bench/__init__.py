@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,7 +26,7 @@ from typing import Any, TextIO
 import psutil
 
 from holdall.errors import HoldallError
-from holdall.machine import begin_peak, held_bytes, peak_bytes
+from holdall.machine import begin_peak, held_bytes, peak_bytes, read_text
 from holdall.threads import usable_cores
 
 _CHANNEL: dict[str, TextIO] = {}
@@ -52,13 +52,11 @@ def emit(message: Mapping[str, Any]) -> None:
     print(json.dumps(message), file=_CHANNEL["lines"], flush=True)
 
 
-def messages(command: list[str], environment: Mapping[str, str] | None = None) -> Generator[dict[str, Any], None, None]:
+def messages(command: list[str]) -> Generator[dict[str, Any], None, None]:
     """Yield the JSON lines that `command` prints; raise ChildError with its last error line if it fails."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=complaints, text=True, encoding="utf-8", env=environment
-        ) as child,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, encoding="utf-8") as child,
     ):
         try:
             for line in child.stdout or ():
@@ -72,6 +70,17 @@ def messages(command: list[str], environment: Mapping[str, str] | None = None) -
             ended = f"was killed by signal {-child.returncode}" if child.returncode < 0 else "ended"
             msg = f"The process {ended} with exit code {child.returncode} ({last}); run `{shlex.join(command)}` alone."
             raise ChildError(msg)
+
+
+def result_of(
+    lines: Iterable[dict[str, Any]], on_message: Callable[[dict[str, Any]], None] = lambda _message: None
+) -> dict[str, Any]:
+    """Pass on what a child prints as it comes; return its result, which is the last line."""
+    found: dict[str, Any] = {}
+    for message in lines:
+        found = message.get("result", found)
+        on_message(message)
+    return found
 
 
 def module_command(name: str, *arguments: object) -> list[str]:
@@ -150,8 +159,8 @@ def version_of(distribution: str) -> str | None:
 
 
 def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
+    if not (text := read_text(Path("/proc/cpuinfo"))):
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "unknown"
+    )

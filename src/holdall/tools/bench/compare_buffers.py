@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -115,45 +116,34 @@ def _compare_on_trace(
     trace = Trace.load(file)
     space, laps = trace.observation_space, count / len(trace)
     del trace
-    measured: dict[str, list[dict[str, Any]]] = {}
-    here = []
+    measured: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+    here = [setup for setup in setups if setup.missing(space) is None]
     for setup in setups:
-        reason = setup.missing(space)
-        if reason is not None:
-            yield {"kind": "absent", "library": setup.name, "reason": reason}
-        else:
-            here.append(setup)
-            measured[setup.name] = []
+        if setup not in here:
+            yield {"kind": "absent", "library": setup.name, "reason": setup.missing(space)}
     for number in range(rounds):
         first = number % max(len(here), 1)
         for setup in here[first:] + here[:first]:
-            if setup.name not in measured:
-                continue
             share_done = partial(on_progress, f"{setup.name}, round {number + 1} of {rounds}")
             try:
                 found = _measure_round(setup, file, count, share_done, checks=number == 0)
             except ChildError as error:
-                del measured[setup.name]
+                here.remove(setup)
                 yield {"kind": "absent", "library": setup.name, "reason": str(error)}
                 continue
             measured[setup.name].append(found)
             yield {"kind": "round", "library": setup.name, "round": number} | found
     for setup in here:
-        if setup.name in measured:
-            named = {"kind": "buffer", "library": setup.name, "version": setup.version, "transitions": count}
-            yield named | summarise_rounds(measured[setup.name]) | ({"laps": laps} if laps > 1 else {})
+        named = {"kind": "buffer", "library": setup.name, "version": setup.version, "transitions": count}
+        yield named | summarise_rounds(measured[setup.name]) | ({"laps": laps} if laps > 1 else {})
 
 
 def _measure_round(
     setup: BufferSetup, file: Path, count: int, on_progress: Callable[[float], None], *, checks: bool
 ) -> dict[str, Any]:
     task = {"setup_name": setup.name, "file": str(file), "transitions": count, "checks": checks}
-    found: dict[str, Any] = {}
-    for message in bench.messages(bench.module_command("tools.bench.compare_buffers", json.dumps(task))):
-        found = message.get("result", found)
-        if "done" in message:
-            on_progress(message["done"] / message["total"])
-    return found
+    lines = bench.messages(bench.module_command("tools.bench.compare_buffers", json.dumps(task)))
+    return bench.result_of(lines, lambda one: on_progress(one["done"] / one["total"]) if "done" in one else None)
 
 
 def summarise_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:

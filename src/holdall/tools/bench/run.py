@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -20,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench import ChildError, OnProgress, header_of, run_task
+from holdall.tools.bench import ChildError, OnProgress, header_of, result_of, run_task
 from holdall.tools.bench.settings import BenchSettings, Calibration
 from holdall.tools.report import BENCH_FORMAT, JsonLine, results
 from holdall.units import counted, format_bytes
@@ -48,10 +49,10 @@ def header(settings: BenchSettings, calibration: Calibration, seconds: float) ->
 def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
     """Order the runs: which comes first changes with every seed, so that no profile has the quiet hours."""
     found = []
-    names = [(profile, buffer) for profile in settings.profiles for buffer in settings.buffers]
+    names = list(product(settings.profiles, settings.buffers))
     for seed in range(settings.seeds):
         first = seed * max(len(names) // max(settings.seeds, 1), 1) % len(names)
-        found += [PlannedRun(profile, buffer, seed) for profile, buffer in names[first:] + names[:first]]
+        found += [PlannedRun(*name, seed) for name in names[first:] + names[:first]]
     return found
 
 
@@ -93,12 +94,8 @@ def _run(
         return replace(run, reason=why)
     task = settings.task(planned.buffer, size.size, size.batch_size, settings.timesteps, planned.seed)
     start = time.perf_counter()
-    found: dict[str, Any] = {}
     try:
-        for message in run_task(task):
-            found = message.get("result", found)
-            if "phase" in message:
-                on_progress(_share(message))
+        found = result_of(run_task(task), lambda message: on_progress(_share(message)) if "phase" in message else None)
     except ChildError as error:
         return replace(run, status="failed", reason=str(error), seconds=time.perf_counter() - start)
     names = ("steps", "filled", "steps_per_second", "peaks", "bytes_per_transition", "checkpoint")
@@ -131,7 +128,10 @@ def read_results(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         raise ArgumentError(
             f"results ({path}) cannot be read ({error}); name a file that `holdall bench` wrote"
         ) from error
-    records = [record for line in lines if isinstance(record := _json(line), dict)]
+    records: list[dict[str, Any]] = []
+    for line in lines:
+        with suppress(ValueError):  # it was cut off
+            records += [record] if isinstance(record := json.loads(line), dict) else []
     if not records or records[0].get("kind") != "header" or records[0].get("format") != BENCH_FORMAT:
         raise ArgumentError(f"results ({path}) do not begin with a header of {BENCH_FORMAT}; name a file that it wrote")
     return records[0], records[1:]
@@ -141,13 +141,6 @@ def runs_of(records: Iterable[Mapping[str, Any]]) -> list[results.TrainingRun]:
     """Return the runs among some records; of those with one name the last."""
     lines = [JsonLine(dict(record), "a run of the results") for record in records if record.get("kind") == "run"]
     return list({run.key: run for run in map(results.TrainingRun.read, lines)}.values())
-
-
-def _json(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 _SAME_PEAK_SHARE = 0.05
@@ -172,22 +165,23 @@ def rankings(runs: Sequence[results.TrainingRun], missing: int = 0) -> list[resu
 def _by_memory(
     known: Sequence[results.SeedsSummary], measured: Sequence[results.SeedsSummary]
 ) -> results.ProfileRanking:
-    refused = None if measured else "nothing was measured"
-    for run in (run for summary in known for run in summary.runs):
-        named = f"{run.profile} with {run.buffer}"
-        if run.status == "done" and run.filled < _NEARLY_FULL:
-            held = f"{int(run.filled * run.size):,} of {run.size:,} transitions when it was measured"
-            refused = f"{named} held {held}: fill the buffers, or what they would take is not seen"
-            break
-        if run.status in {"failed", "stopped"}:
-            refused = f"{named} {run.status}; --resume runs it again"
-            break
+    why = (_not_comparable(run) for summary in known for run in summary.runs)
+    refused = next(filter(None, why), None if measured else "nothing was measured")
     if refused is not None:
         return results.ProfileRanking("memory", (), refused)
     groups = _group_similar_peaks(measured)
     names = tuple(summary.name for group in groups for summary in group)
     same = tuple((one.name, other.name) for group in groups for one, other in pairwise(group))
     return results.ProfileRanking("memory", names, None, same)
+
+
+def _not_comparable(run: results.TrainingRun) -> str | None:
+    """Return why what a run took says nothing about its buffer."""
+    named = f"{run.profile} with {run.buffer}"
+    if run.status == "done" and run.filled < _NEARLY_FULL:
+        held = f"{int(run.filled * run.size):,} of {run.size:,} transitions when it was measured"
+        return f"{named} held {held}: fill the buffers, or what they would take is not seen"
+    return f"{named} {run.status}; --resume runs it again" if run.status in {"failed", "stopped"} else None
 
 
 def _group_similar_peaks(measured: Sequence[results.SeedsSummary]) -> list[list[results.SeedsSummary]]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
-from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import Limit, memory_limits
-from holdall.tools.bench import ChildError, OnProgress, Task, run_task
+from holdall.tools.bench import ChildError, OnProgress, Task, result_of, run_task
 from holdall.tools.plan.config import spec_from_settings
 from holdall.tools.plan.environments import space_from_dict
 from holdall.tools.plan.measure_memory import need_from_spaces
@@ -94,18 +93,9 @@ def settings_of(
     chosen: dict[str, Any] = defaults | SHIPPED_ENVS.get(env, {})
     chosen |= {} if timesteps is None else {"timesteps": timesteps}
     chosen |= {} if threads is None else {"threads": threads}
-    limit_bytes, source = _limit(limit, chosen.pop("limit"))
-    return BenchSettings(
-        env=env,
-        algo=algo,
-        profiles=tuple(dict.fromkeys(names)),
-        seeds=seeds,
-        buffers=tuple(dict.fromkeys(buffers)),
-        limit_bytes=limit_bytes,
-        limit_said=source,
-        fills=fills,
-        **chosen,
-    )
+    chosen["limit_bytes"], chosen["limit_said"] = _limit(limit, chosen.pop("limit"))
+    chosen |= {"profiles": tuple(dict.fromkeys(names)), "buffers": tuple(dict.fromkeys(buffers))}
+    return BenchSettings(env=env, algo=algo, seeds=seeds, fills=fills, **chosen)
 
 
 def _limit(limit: str | None, usual: str) -> tuple[int, str]:
@@ -142,22 +132,6 @@ class ProfileSize:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRates:
-    """What one trial showed of how long things take."""
-
-    start_s: float  # until the model is there, and after the end
-    fill_per_second: float | None
-    steps_per_second: float
-    save_s_per_byte: float
-
-    def seconds(self, size: ProfileSize, timesteps: int, bytes_each: float, *, fills: bool) -> float:
-        """Work out what a run takes."""
-        filling = size.size / self.fill_per_second if self.fill_per_second and fills else 0.0
-        steps = timesteps if self.fill_per_second else -(-max(timesteps, size.size) // size.size) * size.size
-        return self.start_s + filling + steps / self.steps_per_second + self.save_s_per_byte * size.size * bytes_each
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration:
     """Everything that was found out before."""
 
@@ -184,8 +158,7 @@ def calibrate(settings: BenchSettings, on_progress: OnProgress) -> Calibration:
     for name, size in sizes.items():
         for buffer in size.fits:
             trial = trials[size.batch_size][buffer]
-            taken = _rates(trial).seconds(size, settings.timesteps, trial["bytes_each"], fills=settings.fills)
-            seconds[f"{name}/{buffer}"] = taken
+            seconds[f"{name}/{buffer}"] = run_seconds(trial, size, settings.timesteps, fills=settings.fills)
     return Calibration(sizes, seconds)
 
 
@@ -193,20 +166,20 @@ def _trial(settings: BenchSettings, batch: int, buffer: str) -> dict[str, Any]:
     size = _TRIAL_ROLLOUT if settings.on_policy else max(TRIAL_SIZE, 2 * batch)
     steps = 2 * size if settings.on_policy else _TRIAL_STEPS
     start = time.perf_counter()
-    found: dict[str, Any] = {}
-    for message in run_task(settings.task(buffer, size, batch, steps, fills=True)):
-        found = message.get("result", found)
+    found = result_of(run_task(settings.task(buffer, size, batch, steps, fills=True)))
     each = found["checkpoint"]["bytes"] / size if not settings.on_policy else 0.0
     return found | {"size": size, "whole_seconds": time.perf_counter() - start, "bytes_each": each}
 
 
-def _rates(trial: dict[str, Any]) -> MeasuredRates:
-    """Separate what grows with a run from what every run has once: warming up and reading memory, too."""
-    filled = trial["size"] / trial["fill_per_second"] if trial["fill_per_second"] else 0.0
-    saved = trial["checkpoint"]
-    start_s = trial["whole_seconds"] - filled - trial["steps"] / trial["steps_per_second"] - saved["seconds"]
+def run_seconds(trial: Mapping[str, Any], size: ProfileSize, timesteps: int, *, fills: bool) -> float:
+    """Work out what a run takes, by a trial: what grows with a run, and what every run has once, as warming up."""
+    filling, training, saved = trial["fill_per_second"], trial["steps_per_second"], trial["checkpoint"]
+    filled = trial["size"] / filling if filling else 0.0
+    start_s = trial["whole_seconds"] - filled - trial["steps"] / training - saved["seconds"]
+    steps = timesteps if filling else -(-max(timesteps, size.size) // size.size) * size.size
     save_s_per_byte = saved["seconds"] / max(saved["bytes"], 1)
-    return MeasuredRates(start_s, trial["fill_per_second"], trial["steps_per_second"], save_s_per_byte)
+    fill_s = size.size / filling if filling and fills else 0.0
+    return float(start_s + fill_s + steps / training + save_s_per_byte * size.size * trial["bytes_each"])
 
 
 def _size(settings: BenchSettings, name: str, batch: int, trials: dict[str, dict[str, Any]]) -> ProfileSize:
@@ -280,29 +253,18 @@ class Search:
     """
 
     def __init__(self, settings: BenchSettings, storage: Path, space: SearchSpace | None = None) -> None:
-        _optuna()
+        optuna = _optuna()
         if settings.on_policy:
             raise ArgumentError(
                 f"algo ({settings.algo}) keeps no replay buffer to search the size of; take sac, td3 or dqn"
             )
-        self._storage = storage
+        self.settings = settings
         self._holdall = settings.buffers[0] == "holdall"
         self._spec, self._known = _measure_plan(settings)
-        self._open(settings, space)
-
-    def reopened(self, space: SearchSpace, settings: BenchSettings | None = None) -> Search:
-        """Return the same study over another space, with what was measured for the plan."""
-        other = copy(self)
-        other._open(settings or self.settings, space)
-        return other
-
-    def _open(self, settings: BenchSettings, space: SearchSpace | None) -> None:
-        optuna = _optuna()
-        self.settings = settings
         self.space = space or self._default_space()
         self._study = optuna.create_study(
             study_name=f"{settings.env} {settings.algo} {settings.buffers[0]} {settings.limit_bytes}",
-            storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(self._storage))),
+            storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(storage))),
             directions=["maximize", "maximize"],
             sampler=optuna.samplers.TPESampler(seed=0),
             load_if_exists=True,
@@ -363,16 +325,17 @@ class Search:
             settings.buffers[0], drawn["capacity"], drawn["batch_size"], settings.timesteps,
             fills=True, threads=drawn["threads"], num_envs=drawn["num_envs"],
         )  # fmt: skip
-        base = 0
-        figures: dict[str, Any] = {}
+        bases: list[int] = []
+
+        def follow(message: dict[str, Any]) -> None:
+            if "resident" in message:
+                bases.append(message["resident"])
+                self._require_room(message, bases[0])
+                share = min(message["done"] / message["total"], 1.0)
+                on_progress(share * (0.5 if message["phase"] == "fill" else 1.0))
+
         with closing(run_task(task)) as lines:  # closing kills the child, with SIGKILL
-            for message in lines:
-                figures = message.get("result", figures)
-                if "resident" in message:
-                    base = base or message["resident"]
-                    self._require_room(message, base)
-                    share = min(message["done"] / message["total"], 1.0)
-                    on_progress(share * (0.5 if message["phase"] == "fill" else 1.0))
+            figures = result_of(lines, follow)
         peak = max(figures["peaks"].values())
         steps = figures["steps_per_second"]
         return {"steps_per_second": steps, "samples_per_second": steps * drawn["batch_size"], "peak_bytes": peak}

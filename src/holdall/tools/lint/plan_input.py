@@ -87,10 +87,8 @@ def _words(run: ConfiguredRun) -> str:
 def _settings(run: ConfiguredRun) -> Iterator[tuple[str, Any]]:
     """Yield what is known of a run, by the names of plan's options."""
     yield "algo", run.algorithm.name.lower()
-    yield (
-        "name",
-        f"{Path(run.place.path).name}, line {run.place.line}" + (f", when {run.condition}" if run.condition else ""),
-    )
+    when = f", when {run.condition}" if run.condition else ""
+    yield "name", f"{Path(run.place.path).name}, line {run.place.line}{when}"
     for name in _COUNTED:
         number = run.count(name)
         if number is not None and (name != "buffer_size" or not run.algorithm.on_policy):
@@ -122,16 +120,13 @@ def _environments(run: ConfiguredRun) -> Iterator[tuple[str, Any]]:
         if isinstance(env.start_method, str):
             yield "start_method", env.start_method
     if env.observation is not None:
-        stack = env.stack if _is_stacked_last(env.observation, env.stack) else 1
+        is_last = all(leaf.shape and leaf.shape[-1] % env.stack == 0 for leaf in env.observation.leaves)
+        stack = env.stack if is_last else 1
         yield "obs", texts_of(env.observation, stack)
         if stack > 1:
             yield "frame_stack", stack
     if env.action is not None and (text := action_text(env.action)):
         yield "action", text
-
-
-def _is_stacked_last(space: SpaceInfo, stack: int) -> bool:
-    return stack > 1 and all(leaf.shape and leaf.shape[-1] % stack == 0 for leaf in space.leaves)
 
 
 def texts_of(space: SpaceInfo, stack: int = 1) -> list[str]:

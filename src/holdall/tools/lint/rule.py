@@ -20,9 +20,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange
-from holdall.tools.lint.run import ConfiguredRun, Machine, PlainBuffer
-from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.run import Machine
 from holdall.units import parse_bytes
 
 _GIB = 2**30
@@ -118,10 +116,7 @@ class Rule:
 
     def concerns(self, text: str) -> bool:
         """Whether there can be something to find in a script of this text."""
-        for word in self.words:  # asked of every rule for every file
-            if word in text:
-                return True
-        return not self.words
+        return not self.words or any(word in text for word in self.words)
 
     @cached_property
     def doc(self) -> RuleDoc:
@@ -134,33 +129,20 @@ class Rule:
             yield Finding(self.id, self.name, severity or self.severity, message, place, dict(numbers), edit)
 
 
-RunCheck = Callable[[ConfiguredRun, Machine], Iterator[Match]]
-BufferCheck = Callable[[PlainBuffer, Machine], Iterator[Match]]
-ScriptCheck = Callable[[Script, TrainingReader, Machine], Iterator[Match]]
+def _kind_of_rule(
+    about: Literal["run", "search", "script", "buffer"], number: str, name: str, severity: Severity, **more: Any
+) -> Callable[[Callable[..., Iterator[Match]]], Rule]:
+    return partial(Rule, number, name, severity, about, **more)
 
 
-def run_rule(
-    number: str, name: str, severity: Severity, *, sees_searches: bool = False, sees_buffers: bool = False
-) -> Callable[[RunCheck], Rule]:
-    """Make a rule about one run, wherever it was read from.
-
-    Args:
-        sees_searches: The check gets a run with OneOf values as it is, not one run for each value.
-        sees_buffers: The check gets buffers that a program makes without a model, as runs that have only a buffer.
-    """
-    return partial(Rule, number, name, severity, "search" if sees_searches else "run", sees_buffers=sees_buffers)
-
-
-def script_rule(
-    number: str, name: str, severity: Severity, *, words: tuple[str, ...] = ()
-) -> Callable[[ScriptCheck], Rule]:
-    """Make a rule about the text of a script, if one of the words is in it."""
-    return partial(Rule, number, name, severity, "script", words=words)
-
-
-def buffer_rule(number: str, name: str, severity: Severity) -> Callable[[BufferCheck], Rule]:
-    """Make a rule about one buffer, of a model or of the program's own."""
-    return partial(Rule, number, name, severity, "buffer")
+run_rule = partial(_kind_of_rule, "run")
+"""Make a rule about one run, wherever it was read from: its check gets a ConfiguredRun and a Machine."""
+search_rule = partial(_kind_of_rule, "search")
+"""Make a rule about a run with its OneOf values as they are, and not about one run for each value."""
+script_rule = partial(_kind_of_rule, "script")
+"""Make a rule about the text of a script, if one of `words` is in it; its check gets a TrainingReader, too."""
+buffer_rule = partial(_kind_of_rule, "buffer")
+"""Make a rule about one buffer, of a model or of the program's own: its check gets a PlainBuffer."""
 
 
 @partial(Rule, "F01", "not-parsed", Severity.ERROR, "file")

@@ -86,6 +86,18 @@ def whole(value: object) -> int | None:
     return None
 
 
+class NotKnownError(Exception):
+    """What has to be known for an answer is not."""
+
+
+def known(value: object) -> int:
+    """Return a whole number; NotKnownError if it is none, or not known."""
+    number = whole(value)
+    if number is None:
+        raise NotKnownError
+    return number
+
+
 def candidates(value: object) -> tuple[int, ...]:
     """Return every whole number that the value can be; none if one of them is not known."""
     values = value.values if isinstance(value, OneOf) else (value,)
@@ -328,7 +340,7 @@ class PlainBuffer:
 
 
 _UNITS = ((10**9, "GB", 2**30, "GiB"), (10**6, "MB", 2**20, "MiB"), (10**3, "kB", 2**10, "KiB"))
-_NO_ACTION = Leaf("", (0,), np.dtype(np.uint8))
+NO_ACTION = Leaf("", (0,), np.dtype(np.uint8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,7 +455,7 @@ def _layout(
     """Lay out the run's buffer; None where a size is not known, or the class is not Stable-Baselines3's."""
     steps = run.count("n_steps")
     given = run.value("rollout_buffer_class" if run.algorithm.on_policy else "replay_buffer_class")
-    action = run.environments.action.leaves[0] if run.environments.action else _NO_ACTION
+    action = run.environments.action.leaves[0] if run.environments.action else NO_ACTION
     if steps is None:
         return None
     kind = spec.default_class(run.algorithm.on_policy, observation.is_dict, steps)

@@ -103,10 +103,8 @@ def _spaces(given: Mapping[str, Any], environment: Mapping[str, Any] | None, fra
 
 
 def _observation(given: Any) -> Any:
-    if isinstance(given, Mapping):
-        return environments.parse_observation([f"{name}={text}" for name, text in given.items()])
-    texts = [str(text) for text in given] if isinstance(given, list | tuple) else [str(given)]
-    return environments.parse_observation(texts)
+    texts = [f"{name}={text}" for name, text in given.items()] if isinstance(given, Mapping) else given
+    return environments.parse_observation(list(map(str, texts)) if isinstance(texts, list | tuple) else [str(texts)])
 
 
 def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any]:

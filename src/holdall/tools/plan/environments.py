@@ -162,27 +162,19 @@ def _counted_space(kind: str, counts: list[int], called: str, dtype: str | None 
 
 def make_single_env(env_id: str, wrapper: str = "") -> Any:
     """Make one environment."""
-    env = _instantiate(env_id)
-    if wrapper == "atari":
-        from stable_baselines3.common.atari_wrappers import AtariWrapper  # noqa: PLC0415 it brings torch along
-
-        env = AtariWrapper(env)
-    return env
-
-
-def _instantiate(env_id: str) -> Any:
     module, _, name = env_id.rpartition(":")
     try:
-        if module:
-            found = getattr(importlib.import_module(module), name, None)
-            if isinstance(found, type):
-                return found()
-        return gym.make(env_id)
+        found = getattr(importlib.import_module(module), name, None) if module else None
+        env: Any = found() if isinstance(found, type) else gym.make(env_id)
     except (gym.error.Error, ImportError) as error:
         raise ArgumentError(
             f"env ({env_id!r}) cannot be made here ({error}); install what it needs, write module:Class for your own "
             "class, or give --obs and --action instead"
         ) from error
+    if wrapper != "atari":
+        return env
+    # It brings torch along.
+    return importlib.import_module("stable_baselines3.common.atari_wrappers").AtariWrapper(env)
 
 
 def measure_environment(env_id: str, wrapper: str, with_torch: bool = False) -> dict[str, Any]:

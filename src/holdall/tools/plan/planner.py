@@ -7,6 +7,7 @@ Invariant: every recommendation went through the same arithmetic as the run itse
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -81,19 +82,15 @@ def resized(spec: Spec, size: int) -> Spec:
 
 def capacity_table(spec: Spec, known: PlanInputs) -> list[CapacityRow]:
     """Lay capacities beside each other, from the one that was asked for down."""
-    sizes = sorted({max(int(size_of(spec) * share), 1) for share in _TABLE_SHARES}, reverse=True)
-    return [_row(resized(spec, size), known) for size in sizes]
-
-
-def _row(spec: Spec, known: PlanInputs) -> CapacityRow:
-    layout = spec.layout()
-    return CapacityRow(
-        size_of(spec),
-        layout.nbytes,
-        known.verdict(spec, holdall=False),
-        None if known.need is None else known.need.need(layout.transitions),
-        None if known.need is None else known.verdict(spec, holdall=True),
-    )
+    rows = []
+    for size in sorted({max(int(size_of(spec) * share), 1) for share in _TABLE_SHARES}, reverse=True):
+        one = resized(spec, size)
+        layout = one.layout()
+        ours: tuple[int | None, FitVerdict | None] = (None, None)
+        if known.need is not None:
+            ours = known.need.need(layout.transitions), known.verdict(one, holdall=True)
+        rows.append(CapacityRow(size, layout.nbytes, known.verdict(one, holdall=False), *ours))
+    return rows
 
 
 def share_profiles(spec: Spec, known: PlanInputs) -> list[ShareProfile]:
@@ -133,16 +130,11 @@ def largest_num_envs(spec: Spec, known: PlanInputs) -> int | None:
 
 def largest_int(fits: Callable[[int], bool], top: int = _LARGEST_SIZE) -> int:
     """Return the largest number for which `fits` holds, if it holds up to there; 0 if not even for 1."""
-    if not fits(1):
-        return 0
-    good, bad = 1, 2
+    bad = 1
     while bad <= top and fits(bad):
-        good, bad = bad, 2 * bad
-    bad = min(bad, top + 1)
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
-    return good
+        bad *= 2
+    tried = range(bad // 2 + 1, min(bad, top + 1))  # what is up to half of `bad` fits
+    return bad // 2 + bisect_left(tried, True, key=lambda size: not fits(size))
 
 
 def cheapest_change(spec: Spec, known: PlanInputs) -> SuggestedChange | None:

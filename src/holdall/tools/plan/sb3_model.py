@@ -387,11 +387,8 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 def _convolution_copies(args: tuple[Any, ...], out: Any) -> list[int]:
     """Bytes of the copies that a convolution on a CPU works on: channels in blocks of sixteen."""
     tensors = [value for value in [*tree_leaves(args), *tree_leaves(out)] if isinstance(value, torch.Tensor)]
-    return [m.numel() // m.shape[1] * _padded_channels(m.shape[1]) * m.element_size() for m in tensors if m.dim() == 4]
-
-
-def _padded_channels(channels: int) -> int:
-    return channels if channels <= 4 else -(-channels // 16) * 16
+    images = [(one.nbytes // one.shape[1], one.shape[1]) for one in tensors if one.dim() == 4]
+    return [each * (channels if channels <= 4 else -(-channels // 16) * 16) for each, channels in images]
 
 
 class PlaceholderValues(TorchFunctionMode):

@@ -9,6 +9,7 @@ installed versions.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -120,14 +121,11 @@ def installed_version() -> Version | None:
 
 def parse_version(text: str) -> Version:
     """Read `2.7.0` or `2.8.0a3` as numbers."""
-    numbers = []
-    for part in text.split(".")[:3]:
-        digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
-        if not digits:
-            raise ArgumentError(f"sb3 version ({text!r}) must be written like '2.7.1'")
-        numbers.append(int(digits))
-    padded = [*numbers, 0, 0, 0]
-    return (padded[0], padded[1], padded[2])
+    found = [re.match(r"\d+", part) for part in [*text.split("."), "0", "0"][:3]]
+    if None in found:
+        raise ArgumentError(f"sb3 version ({text!r}) must be written like '2.7.1'")
+    major, minor, patch = (int(one[0]) for one in found if one)
+    return major, minor, patch
 
 
 def default_class(on_policy: bool, is_dict: bool, n_steps: int = 1) -> str:

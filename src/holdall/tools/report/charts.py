@@ -101,13 +101,13 @@ class Scale:
         return min(max(value / self.end, 0.0), 1.0)
 
 
-def bytes_scale(largest: float, ticks: int = 5) -> Scale:
+def bytes_scale(largest: float) -> Scale:
     """Make an axis of bytes, with round values in binary units."""
     largest = max(largest, 1.0)
     unit = 1024.0 ** min(int(math.log(largest, 1024)), 4)
     steps = [step * unit * shift for shift in (1 / 1024, 1) for step in _BINARY_STEPS]
     steps += [2.0**power for power in range(41, 63)]
-    return _scale(largest, ticks, steps, _round_bytes, "bytes", tight=True)
+    return _scale(largest, steps, _round_bytes, "bytes")
 
 
 def limited_scale(largest: float, limit: float | None, sight: float = LIMIT_IN_SIGHT) -> Scale:
@@ -116,28 +116,29 @@ def limited_scale(largest: float, limit: float | None, sight: float = LIMIT_IN_S
     return bytes_scale(limit if limit is not None and in_sight else largest)
 
 
-def number_scale(largest: float, ticks: int = 5) -> Scale:
+def number_scale(largest: float) -> Scale:
     """Make an axis of plain numbers."""
     largest = max(largest, _SMALLEST) if largest else 1.0
     power = 10.0 ** math.floor(math.log10(largest))
     steps = [step * power * shift for shift in (0.01, 0.1, 1) for step in _STEPS]
-    return _scale(largest, ticks, steps, number, "number", tight=True)
+    return _scale(largest, steps, number, "number")
 
 
-def seconds_scale(largest: float, ticks: int = 8) -> Scale:
+def seconds_scale(largest: float) -> Scale:
     """Make an axis of time that ends where the data end."""
     largest = max(largest, _SMALLEST) if largest else 1.0
     days = [float(_DAY * 2**power) for power in range(1, 12)]
-    return _scale(largest, ticks, [*_SECONDS, *days], format_seconds, "seconds", tight=False)
+    return _scale(largest, [*_SECONDS, *days], format_seconds, "seconds")
 
 
-def _scale(
-    largest: float, ticks: int, steps: list[float], text: Callable[[float], str], unit: str, *, tight: bool
-) -> Scale:
+def _scale(largest: float, steps: list[float], text: Callable[[float], str], unit: str) -> Scale:
+    """Choose the smallest step with few ticks; an axis ends with a tick, but one of time with the data."""
+    ticks, is_time = (8, True) if unit == "seconds" else (5, False)
     step = next((step for step in steps if largest / step <= ticks), largest / ticks)
-    count = math.ceil(largest / step - 1e-9) if tight else math.floor(largest / step + 1e-9)
-    end = count * step if tight else largest
-    return Scale(end, tuple(position * step for position in range(count + 1)), text, unit)
+    count = math.floor(largest / step + 1e-9) if is_time else math.ceil(largest / step - 1e-9)
+    return Scale(
+        largest if is_time else count * step, tuple(position * step for position in range(count + 1)), text, unit
+    )
 
 
 def number(value: float) -> str:
@@ -210,12 +211,13 @@ class Plot:
     def markup(self) -> Markup:
         """Write the plot and its legend."""
         line, label = self._limit_marks()
-        shapes = [*self._grid(), *(self._areas() if self.stacked else self._curves()), line]
+        drawn, names = self._areas() if self.stacked else (self._curves(), [])
+        shapes = [*self._grid(), *drawn, line]
         box = f"0 0 {_SIDE} {_SIDE}"
         drawing = tag("svg", *shapes, viewBox=box, preserveAspectRatio="none", aria_hidden="true", focusable="false")
         last = len(self.heads) - 1
         surface = tag(
-            "div", drawing, label, *self._band_names(), tag("span", class_="cross", hidden=True),
+            "div", drawing, label, *names, tag("span", class_="cross", hidden=True),
             class_="plot", tabindex="0", role="slider", aria_label=f"{self.label}. Arrow keys move through it.",
             aria_valuemin="0", aria_valuemax=last, aria_valuenow=last, aria_valuetext=self._spoken(last),
         )  # fmt: skip
@@ -236,15 +238,19 @@ class Plot:
         heights = [_down(self.scale.share(value)) for value in self.scale.ticks]
         return [tag("line", x1="0", x2=_SIDE, y1=y, y2=y, class_="grid") for y in heights]
 
-    def _areas(self) -> list[Markup]:
-        below = np.zeros(len(self.shares))
-        bands = []
+    def _areas(self) -> tuple[list[Markup], list[Markup]]:
+        """Return the bands, and names of those that are thick at the end: a reader need not go by colour alone."""
+        bands, names, below = [], [], np.zeros(len(self.shares))
         for layer in self.layers:
             top = below + layer.values
             path = f"M{self._path(self.shares, top)} L{self._path(self.shares[::-1], below[::-1])}Z"
             bands.append(tag("path", d=path, class_=f"band {layer.colour}"))
+            thick = self.scale.share(layer.values[-1]) if len(top) else 0.0
+            if thick >= _SHARE_FOR_A_NAME:
+                middle = self.scale.share(below[-1]) + thick / 2
+                names.append(tag("span", layer.name, class_="band-name", style=f"bottom:{percent(middle)}"))
             below = top
-        return bands
+        return bands, names
 
     def _curves(self) -> list[Markup]:
         curves = []
@@ -267,19 +273,6 @@ class Plot:
         y, side = _down(share), "below" if share > 0.9 else "above"
         label = tag("span", self.limit[1], class_=f"limit-label {side}", style=f"bottom:{percent(share)}")
         return tag("line", x1="0", x2=_SIDE, y1=y, y2=y, class_="limit"), label
-
-    def _band_names(self) -> list[Markup]:
-        """Name the bands that are thick enough at the end, so that a reader need not go by colour alone."""
-        if not self.stacked or not len(self.shares):
-            return []
-        names, below = [], 0.0
-        for layer in self.layers:
-            thick = self.scale.share(layer.values[-1])
-            if thick >= _SHARE_FOR_A_NAME:
-                middle = self.scale.share(below) + thick / 2
-                names.append(tag("span", layer.name, class_="band-name", style=f"bottom:{percent(middle)}"))
-            below += layer.values[-1]
-        return names
 
     def _flags(self) -> list[Markup]:
         return [

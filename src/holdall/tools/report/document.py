@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from string import Template
@@ -55,54 +54,35 @@ def _asset(name: str) -> str:
     return resources.files("holdall.tools.report").joinpath(name).read_text(encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One figure that a reader should see first."""
-
-    name: str
-    value: str
-    note: str = ""
-    tone: str = ""  # good, warning or error
+def tiles(those: Iterable[Markup]) -> Markup:
+    """Put tiles side by side."""
+    return tag("dl", *those, class_="tiles")
 
 
-def tiles(those: Iterable[Tile]) -> Markup:
-    """Write figures side by side."""
-    boxes = [
-        tag("div", tag("dt", tile.name), tag("dd", tile.value, tag("small", tile.note) if tile.note else None),
-            class_=f"tile {tile.tone}".strip())
-        for tile in those
-    ]  # fmt: skip
-    return tag("dl", *boxes, class_="tiles")
+def tile(name: str, value: str, note: str = "", tone: str = "") -> Markup:
+    """Write one figure that a reader should see first; its tone is good, warning, error or none."""
+    figure = tag("dd", value, tag("small", note) if note else None)
+    return tag("div", tag("dt", name), figure, class_=f"tile {tone}".strip())
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """Something that was found: how severe it is, what it is, the evidence, and what to do."""
-
-    severity: str  # info, warning, error or good
-    name: str
-    text: str
-    evidence: Sequence[tuple[str, str]] = ()
-    remedy: str = ""
-    when: str = ""
+def cards(*those: Markup) -> Markup:
+    """Put cards one below the other."""
+    return tag("div", *those, class_="cards")
 
 
-def cards(those: Iterable[Card]) -> Markup:
-    """Write cards, one below the other."""
-    return tag("div", *(_card(card) for card in those), class_="cards")
-
-
-def _card(card: Card) -> Markup:
-    sign = tag("span", _SIGNS[card.severity], aria_hidden="true")
-    badge = tag("span", sign, f" {card.severity}", class_="badge")
-    facts = [tag("div", tag("dt", name), tag("dd", value)) for name, value in card.evidence]
+def card(
+    severity: str, name: str, text: str, evidence: Sequence[tuple[str, str]] = (), remedy: str = "", when: str = ""
+) -> Markup:
+    """Write something that was found: how severe it is (or "good"), what it is, the evidence, and what to do."""
+    badge = tag("span", tag("span", _SIGNS[severity], aria_hidden="true"), f" {severity}", class_="badge")
+    facts = [tag("div", tag("dt", name), tag("dd", value)) for name, value in evidence]
     return tag(
         "article",
-        tag("header", badge, tag("h3", card.name), tag("span", card.when, class_="when") if card.when else None),
-        tag("p", card.text) if card.text else None,
+        tag("header", badge, tag("h3", name), tag("span", when, class_="when") if when else None),
+        tag("p", text) if text else None,
         tag("dl", *facts, class_="evidence") if facts else None,
-        tag("p", tag("strong", "Remedy: "), card.remedy, class_="remedy") if card.remedy else None,
-        class_=f"card {card.severity}",
+        tag("p", tag("strong", "Remedy: "), remedy, class_="remedy") if remedy else None,
+        class_=f"card {severity}",
     )
 
 

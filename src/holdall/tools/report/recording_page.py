@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from holdall.tools.report import RECORDING_FORMAT, charts
 from holdall.tools.report.charts import Markup, joined, number, tag
-from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
+from holdall.tools.report.document import card, cards, details, document, section, sentence, table, tile, tiles
 from holdall.tools.report.results import GROUP_TITLES, NAMED_LIMIT, RecordedPart, RecordedVerdict, Recording
 from holdall.units import counted, format_bytes, format_seconds
 
@@ -58,7 +58,9 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
         "last_bytes": int(pss[-1]) if len(pss) else None,
         "limit_bytes": None if limit is None else int(limit[0]),
         "groups": {name: int(values[-1]) for name, values in recording.groups.items() if len(values)},
-        "groups_at_peak": _groups_at_peak(recording),
+        "groups_at_peak": {
+            name: sum(int(part.resident) for part in recording.parts if part.group == name) for name in recording.groups
+        },
         "buffers": [
             {"name": part.name, "resident_bytes": int(part.resident), "allocated_bytes": _whole(part.allocated),
              "fill": part.fill}
@@ -75,13 +77,6 @@ def summarize_recording(recording: Recording) -> dict[str, Any]:
             for verdict in recording.graded()
         ],
     }  # fmt: skip
-
-
-def _groups_at_peak(recording: Recording) -> dict[str, int]:
-    found = dict.fromkeys(recording.groups, 0)
-    for part in recording.parts:
-        found[part.group] += int(part.resident)
-    return found
 
 
 def _whole(value: float | None) -> int | None:
@@ -131,19 +126,19 @@ def _tiles(recording: Recording) -> Markup:
     between = recording.kernel_peak
     highest = f"; {format_bytes(between)} resident by the kernel's count" if between > _HIGHER * peak else ""
     shown = [
-        Tile("peak", format_bytes(peak), f"{_at_peak(recording)}{highest}", tone),
-        Tile("limit", held, used),
-        Tile("at the end", format_bytes(pss[-1]), f"after {format_seconds(recording.times[-1])}"),
+        tile("peak", format_bytes(peak), f"{_at_peak(recording)}{highest}", tone),
+        tile("limit", held, used),
+        tile("at the end", format_bytes(pss[-1]), f"after {format_seconds(recording.times[-1])}"),
     ]
     buffers = [part for part in recording.parts if part.group == "buffers"]
     if buffers:
         resident = sum(part.resident for part in buffers)
         allocated = sum(part.allocated or part.resident for part in buffers)
-        shown.append(Tile("buffers at the peak", format_bytes(resident), f"of {format_bytes(allocated)} allocated"))
+        shown.append(tile("buffers at the peak", format_bytes(resident), f"of {format_bytes(allocated)} allocated"))
     steps, rate = (np.array(recording.series[name]) for name in ("step", "steps_per_second"))
     if np.isfinite(steps).any():
         speed = f"{number(float(np.nanmedian(rate)))} a second" if np.isfinite(rate).any() else ""
-        shown.append(Tile("steps", f"{np.nanmax(steps):,.0f}", speed))
+        shown.append(tile("steps", f"{np.nanmax(steps):,.0f}", speed))
     return tiles(shown)
 
 
@@ -154,17 +149,17 @@ def _at_peak(recording: Recording) -> str:
 def _verdicts(recording: Recording) -> Markup:
     found = [_card(recording, verdict) for verdict in recording.graded()]
     if not found:
-        found = [Card("good", "Nothing to report", "No verdict was recorded for this run.")]
-    return section("Verdicts", cards(found))
+        found = [card("good", "Nothing to report", "No verdict was recorded for this run.")]
+    return section("Verdicts", cards(*found))
 
 
-def _card(recording: Recording, verdict: RecordedVerdict) -> Card:
+def _card(recording: Recording, verdict: RecordedVerdict) -> Markup:
     moment, first = recording.since_start(verdict.time), recording.since_start(verdict.first_time)
     when = "" if moment is None else f"after {format_seconds(moment)}"
     if verdict.times > 1 and first is not None:
         when += f", {verdict.times} times, first after {format_seconds(first)}"
     name, evidence = verdict.name.replace("_", " ").capitalize(), list(evidence_in_words(verdict.evidence))
-    return Card(verdict.severity, name, sentence(verdict.text), evidence, sentence(verdict.remedy), when)
+    return card(verdict.severity, name, sentence(verdict.text), evidence, sentence(verdict.remedy), when)
 
 
 def _memory(recording: Recording) -> Markup | None:

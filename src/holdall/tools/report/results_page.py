@@ -13,14 +13,14 @@ from typing import Any
 from holdall.tools.report import BENCH_FORMAT, BUFFERS_FORMAT, JsonLine, charts
 from holdall.tools.report.charts import Markup, number, or_dash, percent, tag
 from holdall.tools.report.document import (
-    Card,
-    Tile,
+    card,
     cards,
     details,
     document,
     section,
     sentence,
     table,
+    tile,
     tiles,
     toned_word,
 )
@@ -119,10 +119,10 @@ def _tiles(results: Results) -> Markup:
         if ranking.order and not ranking.refused:
             first = ranking.order[0]
             shown = (_figure(ranking.by, results.of(*first)), _display_name(first), "")
-        best.append(Tile(_BEST.get(ranking.by, ranking.by), *shown))
+        best.append(tile(_BEST.get(ranking.by, ranking.by), *shown))
     runs = [run for one in results.summaries for run in one.runs]
     done = sum(run.status == "done" for run in runs)
-    best.append(Tile("runs", f"{done} of {len(runs)}", "done", "" if done == len(runs) else "warning"))
+    best.append(tile("runs", f"{done} of {len(runs)}", "done", "" if done == len(runs) else "warning"))
     return tiles(best)
 
 
@@ -149,7 +149,7 @@ def _ranking(ranking: ProfileRanking, results: Results) -> Markup:
     title = tag("h4", f"By {ranking.by}")
     if ranking.refused or not ranking.order:
         why = ranking.refused or "nothing was measured"
-        return tag("div", title, cards([Card("warning", "Not ranked", sentence(why))]))
+        return tag("div", title, cards(card("warning", "Not ranked", sentence(why))))
     items = []
     for name in ranking.order:
         tied = name in (one for one, _ in ranking.same)
@@ -389,10 +389,10 @@ def _buffer_tiles(results: BufferResults) -> Markup:
         if known:
             least = min(known, key=lambda one: one.bytes_per_transition or 0.0)
             size = _transition_bytes(least.bytes_per_transition or 0.0)
-            shown.append(Tile(f"{case}, least and exact", size, f"a transition, {least.library}"))
+            shown.append(tile(f"{case}, least and exact", size, f"a transition, {least.library}"))
     wrong = [one for one in results.measured if one.exact is False]
     tone = "error" if wrong else "good"
-    shown.append(Tile("data came back wrong", f"{len(wrong)} of {len(results.measured)}", "library and case", tone))
+    shown.append(tile("data came back wrong", f"{len(wrong)} of {len(results.measured)}", "library and case", tone))
     return tiles(shown)
 
 

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import product
 from typing import Any
 
 from holdall import report as tracked
@@ -39,6 +40,7 @@ _SILENT_INTERVALS = 4
 """Intervals after which the thread publishes for a training loop that has stopped calling."""
 
 _TRACE_PHASE = "trace"
+_OPTIMIZERS = ("optimizer", "ent_coef_optimizer")  # attributes of a model and of its networks
 _IMPORT_FILE = "<frozen importlib._bootstrap>"
 
 _LOG = logging.getLogger("holdall")
@@ -149,24 +151,19 @@ class Agent:
         while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s)):
             with contextlib.suppress(OSError, WatchError):
                 agent_files.answer_trim_request()
-                if agent_files.take_request("trace"):
-                    self._trace()
+                if agent_files.take_request("trace") and not self._is_tracing:
+                    self._is_tracing = True
+                    threading.Thread(target=self._trace, name="holdall-trace", daemon=True).start()
             silent = time.monotonic() - self.due > _SILENT_INTERVALS * self.interval_s
             if time.monotonic() >= self.due and (silent or not self._is_called_by_loop):
                 self._publish()
 
     def _trace(self) -> None:
         """Find the lines that allocate what stays; in a thread of its own, since reports go on meanwhile."""
-
-        def trace() -> None:
-            try:
-                self._growing = trace_growth(self._ended)
-            finally:
-                self._is_tracing = False
-
-        if not self._is_tracing:
-            self._is_tracing = True
-            threading.Thread(target=trace, name="holdall-trace", daemon=True).start()
+        try:
+            self._growing = trace_growth(self._ended)
+        finally:
+            self._is_tracing = False
 
     def _report(self) -> AgentReport:
         # Training may change them during the look-up; then the regions of the last report are sent again.
@@ -213,34 +210,21 @@ class Agent:
                 del self._arrays[name]
             else:
                 yield from array_regions(name, array, None if fill is None else float(fill()))
-        for model in self._living_models():
-            for name, attribute in (("replay", "replay_buffer"), ("rollout", "rollout_buffer")):
-                if (buffer := getattr(model, attribute, None)) is not None:
-                    yield from _sb3_buffer_regions(name, buffer, memories)
+        for model, name in product(self._living_models(), ("replay", "rollout")):
+            buffer = getattr(model, f"{name}_buffer", None)
+            if buffer is None or any(getattr(buffer, "memory", None) is memory for memory in memories):
+                continue  # or it is holdall's own, which was named before
+            yield from memory_regions([buffer]) if hasattr(buffer, "arrays") else buffer_regions(name, buffer)
 
     def _network_regions(self) -> Iterator[Region]:
+        found = [network for known in self._networks if (network := known()) is not None]
         for model in self._living_models():
-            yield from _model_regions(model)
-        networks = [network for known in self._networks if (network := known()) is not None]
+            if (policy := getattr(model, "policy", None)) is not None:
+                holders = [model, *policy.modules()]
+                found += [policy, *(vars(one).get(name) for one in holders for name in _OPTIMIZERS)]
+        networks = {id(one): one for one in found if one is not None}.values()
         optimizers = [one for one in networks if hasattr(one, "param_groups")]
         yield from network_regions([one for one in networks if not hasattr(one, "param_groups")], optimizers)
-
-
-def _model_regions(model: Any) -> Iterator[Region]:
-    policy = getattr(model, "policy", None)
-    if policy is not None:
-        holders = [model, *policy.modules()]
-        found = [vars(one).get(name) for one in holders for name in ("optimizer", "ent_coef_optimizer")]
-        yield from network_regions([policy], {id(one): one for one in found if one is not None}.values())
-
-
-def _sb3_buffer_regions(name: str, buffer: Any, memories: list[Any]) -> Iterator[Region]:
-    if any(getattr(buffer, "memory", None) is memory for memory in memories):
-        return  # holdall's own, which were named before
-    if hasattr(buffer, "arrays"):
-        yield from memory_regions([buffer])
-    else:
-        yield from buffer_regions(name, buffer)
 
 
 def _added() -> int | None:
@@ -322,8 +306,12 @@ def buffer_regions(name: str, buffer: Any) -> Iterator[Region]:
     if isinstance(size, int) and isinstance(position, int) and size > 0:
         fill = 1.0 if attributes.get("full") else position / size
     for key, value in list(attributes.items()):
-        for field, array in _arrays(key, value):
-            yield from array_regions(f"{name}.{field}", array, fill)
+        parts = (
+            {f"{key}.{inner}": one for inner, one in list(value.items())} if isinstance(value, dict) else {key: value}
+        )
+        for field, array in parts.items():
+            if _is_ndarray(array) or (hasattr(array, "data_ptr") and hasattr(array, "untyped_storage")):
+                yield from array_regions(f"{name}.{field}", array, fill)
 
 
 def network_regions(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[Region]:
@@ -338,15 +326,6 @@ def network_regions(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterat
             for value in list(state.values()):
                 if hasattr(value, "data_ptr"):
                     yield from _tensor_regions("optimizer state", value)
-
-
-def _arrays(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    held = (
-        {f"{key}.{inner}": array for inner, array in list(value.items())} if isinstance(value, dict) else {key: value}
-    )
-    for name, array in held.items():
-        if _is_ndarray(array) or (hasattr(array, "data_ptr") and hasattr(array, "untyped_storage")):
-            yield name, array
 
 
 def _is_ndarray(value: Any) -> bool:

@@ -13,7 +13,7 @@ import mmap
 import os
 import re
 import struct
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +21,7 @@ from itertools import pairwise, zip_longest
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Self
 
-from holdall.machine import Mapping, mappings
+from holdall.machine import Mapping, mappings, read_text
 from holdall.tools.watch.agent_files import AgentReport, Region
 from holdall.tools.watch.reading import GROUPS, AttributedPart
 from holdall.units import format_bytes
@@ -29,7 +29,7 @@ from holdall.units import format_bytes
 _LARGE_MAPPING_BYTES = 8 * 2**20
 """A mapping without a name of at least this length is a part of its own, if the process has no agent."""
 
-_HEAP, _STACK, _BLOCK = "heap", "stack", "block"
+_HEAP, _BLOCK = "heap", "block"
 
 
 class _PartSums(dict[tuple[str, str], AttributedPart]):
@@ -52,7 +52,7 @@ class _Claim:
 
     start: int
     end: int
-    kind: str  # _HEAP, _STACK, _BLOCK, or a group
+    kind: str  # _HEAP, _BLOCK, or a group
     region: Region | None = None
 
 
@@ -73,33 +73,31 @@ def attribute_memory(pid: int, report: AgentReport | None, arrays: Sequence[Regi
     plain = [one for one in found if one.start not in whole]
     libraries = [(mapping, name) for mapping, group, name in named if group == "libraries"]
     claims = _claims(pid, found, libraries, [*arrays, *(() if report is None else report.regions)])
-    heap = nameless = named_heap = in_blocks = 0
+    nameless, taken = 0, Counter[str]()
     with PageMap(pid) as pages, ProcessMemory(pid) as memory:
         if report is not None:
             claims = _with_malloc_blocks(claims, plain, memory)
         for mapping, here in _by_mapping(plain, claims):
-            taken, left = _assign_resident(mapping, here, pages, sums)
-            heap += taken[_HEAP]
-            named_heap += taken["named in heap"]
-            in_blocks += taken[_BLOCK]
-            nameless += left
+            left = _assign_resident(mapping, here, pages, sums, taken)
             if report is None and left and mapping.nbytes >= _LARGE_MAPPING_BYTES:
                 name = f"mapping of {format_bytes(mapping.nbytes)}, {100 * left / mapping.nbytes:.0f} % touched"
                 sums.add("unattributed", name, left, mapping.nbytes)
-                nameless -= left
+            else:
+                nameless += left
         is_readable = memory.is_readable
-    allocated = sum(claim.end - claim.start for claim in claims if claim.kind == _BLOCK)
     group = "torch" if ("libraries", "torch") in sums else "python"
-    _split_heap(heap, named_heap, report, group, sums)
-    if report is not None and report.python is not None:
-        objects = min(report.python.taken, nameless)
-        sums.add("python", "objects", objects, report.python.taken)
-        nameless -= objects
-    if not is_readable and report is not None and report.heap is not None:
-        allocated = _blocks_by_total(report.heap.mapped, claims)
-        in_blocks = min(allocated, nameless)
-        nameless -= in_blocks
+    _split_heap(taken, report, group, sums)
     if report is not None:
+        if report.python is not None:
+            objects = min(report.python.taken, nameless)
+            sums.add("python", "objects", objects, report.python.taken)
+            nameless -= objects
+        in_blocks = taken[_BLOCK]
+        allocated = sum(claim.end - claim.start for claim in claims if claim.kind == _BLOCK)
+        if not is_readable and report.heap is not None:
+            allocated = _blocks_by_total(report.heap.mapped, claims)
+            in_blocks = min(allocated, nameless)
+            nameless -= in_blocks
         sums.add(group, "large blocks without a name", in_blocks, allocated)
     sums.add("unattributed", "memory without a name", nameless, nameless)
     return sums.in_order()
@@ -107,9 +105,9 @@ def attribute_memory(pid: int, report: AgentReport | None, arrays: Sequence[Regi
 
 def _claims(pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], known: list[Region]) -> list[_Claim]:
     claims = [_Claim(start, end, _HEAP) for start, end in heap_ranges(found)]
-    claims += [_Claim(start, end, _STACK) for start, end in stack_ranges(pid, found).values()]
-    zeroed = bss_ranges(pid, libraries)
-    regions = [Region("libraries", name, start, end - start, in_heap=False) for start, end, name in zeroed]
+    stacks = [("stacks", "threads", *ends) for ends in stack_ranges(pid, found).values()]
+    zeroed = [("libraries", name, start, end) for start, end, name in bss_ranges(pid, libraries)]
+    regions = [Region(group, name, start, end - start, in_heap=False) for group, name, start, end in stacks + zeroed]
     claims += [_Claim(one.address, one.address + one.nbytes, one.group, one) for one in [*regions, *known]]
     return sorted(claims, key=lambda claim: claim.start)
 
@@ -142,10 +140,9 @@ def _by_mapping(plain: list[Mapping], claims: list[_Claim]) -> Iterable[tuple[Ma
 
 
 def _assign_resident(
-    mapping: Mapping, claims: list[_Claim], pages: PageMap, sums: _PartSums
-) -> tuple[defaultdict[str, int], int]:
-    """Give every claim its touched bytes; return what the heap got, and what nobody claimed."""
-    taken: defaultdict[str, int] = defaultdict(int)
+    mapping: Mapping, claims: list[_Claim], pages: PageMap, sums: _PartSums, taken: Counter[str]
+) -> int:
+    """Give every claim its touched bytes, counted in `taken` by kind; return what nobody claimed."""
     left = mapping.proportional
     outer = [claim for claim in claims if claim.region is None]
     inner = [claim for claim in claims if claim.region is not None]
@@ -163,10 +160,8 @@ def _assign_resident(
         touched = min(max(touched - (in_heap if claim.kind == _HEAP else 0), 0), left)
         left -= touched
         taken[claim.kind] += touched
-        if claim.kind == _STACK:
-            sums.add("stacks", "threads", touched, claim.end - claim.start)
-    taken["named in heap"] = in_heap
-    return taken, left
+    taken["named in heap"] += in_heap
+    return left
 
 
 def _without_overlaps(claims: list[_Claim]) -> Iterable[_Claim]:
@@ -192,13 +187,14 @@ def _touched(mapping: Mapping, claim: _Claim, pages: PageMap, *, is_alone: bool)
     return resident * mapping.proportional // mapping.resident
 
 
-def _split_heap(heap: int, named: int, report: AgentReport | None, group: str, sums: _PartSums) -> None:
+def _split_heap(taken: Counter[str], report: AgentReport | None, group: str, sums: _PartSums) -> None:
     """Separate what live objects take from what the C library keeps."""
+    heap = taken[_HEAP]
     if report is None or report.heap is None:
         if heap:
             sums.add(group, "C heap, in use and kept", heap, heap)
         return
-    live = min(max(report.heap.in_use - named, 0), heap)
+    live = min(max(report.heap.in_use - taken["named in heap"], 0), heap)
     sums.add(group, "C heap in use", live, live)
     sums.add("heap_retained", "free, kept by the C library", heap - live, report.heap.free)
 
@@ -237,9 +233,9 @@ class ProcFile:
 
     name: ClassVar[str]
 
-    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
+    def __init__(self, pid: int) -> None:
         try:
-            self._file: int | None = os.open(proc / str(pid) / self.name, os.O_RDONLY)
+            self._file: int | None = os.open(f"/proc/{pid}/{self.name}", os.O_RDONLY)
         except OSError:
             self._file = None
 
@@ -340,9 +336,7 @@ def _group_and_name(mapping: Mapping, code: set[str]) -> tuple[str, str]:
     return "other", f"file {file}"
 
 
-def bss_ranges(
-    pid: int, libraries: list[tuple[Mapping, str]], proc: Path = Path("/proc")
-) -> Iterator[tuple[int, int, str]]:
+def bss_ranges(pid: int, libraries: list[tuple[Mapping, str]]) -> Iterator[tuple[int, int, str]]:
     """Yield the ranges of library variables without bytes in the file, and the library's name.
 
     The kernel does not name them; the ELF header has their length.
@@ -351,7 +345,7 @@ def bss_ranges(
     for mapping, name in libraries:
         first.setdefault(mapping.name, (mapping.start, name))
     for file, (start, name) in first.items():
-        fixed, zeroed = _bss_segments(proc / str(pid) / "root" / file.removeprefix("/"))
+        fixed, zeroed = _bss_segments(Path(f"/proc/{pid}/root/{file.removeprefix('/')}"))
         for after_file, end in zeroed:
             base = 0 if fixed else start
             yield _page_up(base + after_file), _page_up(base + end), name
@@ -383,9 +377,9 @@ def _page_up(address: int) -> int:
     return -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def stack_ranges(pid: int, found: list[Mapping], proc: Path = Path("/proc")) -> dict[int, tuple[int, int]]:
+def stack_ranges(pid: int, found: list[Mapping]) -> dict[int, tuple[int, int]]:
     """Return the range of every thread's stack, by the mapping's start; it has a guard page or a stack pointer."""
-    most = _longest_stack(proc / str(pid) / "limits")
+    most = _longest_stack(Path(f"/proc/{pid}/limits"))
     ranges = {}
     for below, here in pairwise(found):
         is_guard = below.permissions.startswith("---") and below.nbytes <= _LARGEST_GUARD_BYTES
@@ -393,7 +387,7 @@ def stack_ranges(pid: int, found: list[Mapping], proc: Path = Path("/proc")) -> 
             # The kernel joins neighbours: what lies behind the stack is no part of it.
             ranges[here.start] = (here.start, min(here.end, here.start + most - below.nbytes))
     starts = [one.start for one in found]
-    for pointer in _stack_pointers(proc / str(pid) / "task"):
+    for pointer in _stack_pointers(Path(f"/proc/{pid}/task")):
         at = bisect.bisect_right(starts, pointer) - 1
         here = found[at]
         is_inside = at >= 0 and here.start <= pointer < here.end and here.nbytes <= most + _LARGEST_GUARD_BYTES
@@ -407,30 +401,18 @@ def _may_be_stack(mapping: Mapping) -> bool:
 
 
 def _longest_stack(limits: Path) -> int:
-    try:
-        found = _STACK_LIMIT.search(limits.read_text(encoding="ascii", errors="replace"))
-    except OSError:
-        found = None
+    found = _STACK_LIMIT.search(read_text(limits))
     if found is None:
         return 8 * 2**20
     return int(found[1]) if found[1].isdigit() else _UNLIMITED_STACK_BYTES
 
 
-def _stack_pointers(tasks: Path) -> list[int]:
-    """Return the stack pointers of threads that wait in the kernel; those that run have none to show."""
-    pointers = []
-    try:
-        threads = list(tasks.iterdir())
-    except OSError:
-        return []
-    for thread in threads:
-        try:
-            words = (thread / "syscall").read_text(encoding="ascii").split()
-        except OSError:  # no right to trace the process, or the thread ended
-            continue
+def _stack_pointers(tasks: Path) -> Iterator[int]:
+    """Yield the stack pointers of threads that wait in the kernel; those that run have none to show."""
+    for thread in tasks.glob("*/syscall"):
+        words = read_text(thread).split()  # nothing: no right to trace the process, or the thread ended
         if len(words) >= 2 and words[0] != "running":
-            pointers.append(int(words[-2], 16))
-    return pointers
+            yield int(words[-2], 16)
 
 
 class ProcessMemory(ProcFile):

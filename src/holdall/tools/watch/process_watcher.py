@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -24,7 +25,7 @@ from typing import Any
 import psutil
 
 from holdall.errors import WatchError
-from holdall.machine import LINUX, disk, held_bytes, mappings, memory_limits, page_cache, peak_bytes
+from holdall.machine import LINUX, disk, held_bytes, mappings, memory_limits, page_cache, peak_bytes, read_text
 from holdall.threads import usable_cores
 from holdall.tools.watch import agent_files
 from holdall.tools.watch.attribution import ProcessMemory, attribute_memory
@@ -38,7 +39,7 @@ _SCAN_AGAIN_S = 120.0
 """Arrays of a process without an agent are looked for again after this time."""
 _HELPER_PROCESSES = ("resource_tracker", "forkserver")
 """Helpers of multiprocessing, recognised by their command lines."""
-_PRESSURE_FILES = ("/sys/fs/cgroup/memory.pressure", "/proc/pressure/memory")
+_PRESSURE_FILES = (Path("/sys/fs/cgroup/memory.pressure"), Path("/proc/pressure/memory"))
 
 
 class ProcessWatcher:
@@ -199,12 +200,12 @@ def _worker_name(worker: psutil.Process) -> str:
     return next((helper for helper in _HELPER_PROCESSES if helper in line), worker.name())[:40]
 
 
-def gpu_memory(pid: int, torch: dict[str, int], sysfs: Path = Path("/sys/class/drm")) -> GpuMemory | None:
+def gpu_memory(pid: int, torch: dict[str, int]) -> GpuMemory | None:
     """Return what a process holds on its GPU; None if it holds nothing there, or that is unknown.
 
     NVML and sysfs report what the driver counts; torch reports its own pool through the agent.
     """
-    driver = _nvidia(pid) or (_amd(sysfs) if torch else None)
+    driver = _nvidia(pid) or (_amd() if torch else None)
     if not torch and driver is None:
         return None
     used, total = driver or (None, torch.get("limit"))
@@ -240,26 +241,18 @@ def _nvml() -> Any:
     return nvml
 
 
-def _amd(sysfs: Path) -> tuple[int, int] | None:
+def _amd() -> tuple[int, int] | None:
     """Return what the first AMD GPU holds, of all processes, and its size."""
-    for used in sorted(sysfs.glob("card*/device/mem_info_vram_used")):
-        try:
-            total = int((used.parent / "mem_info_vram_total").read_text(encoding="ascii"))
-            return int(used.read_text(encoding="ascii")), total
-        except (OSError, ValueError):
-            continue
+    for used in sorted(Path("/sys/class/drm").glob("card*/device/mem_info_vram_used")):
+        with contextlib.suppress(ValueError):  # the next one may be read
+            return int(read_text(used)), int(read_text(used.parent / "mem_info_vram_total"))
     return None
 
 
 def stalled_percent() -> float | None:
     """Return the share of the last ten seconds in which something waited for memory, in per cent."""
-    for name in _PRESSURE_FILES:
-        try:
-            first = Path(name).read_text(encoding="ascii").partition("\n")[0]
-            return float(dict(word.split("=") for word in first.split()[1:])["avg10"])
-        except (OSError, ValueError, KeyError):
-            continue
-    return None
+    found = (re.match(r"some avg10=([\d.]+)", read_text(file)) for file in _PRESSURE_FILES)
+    return next((float(one[1]) for one in found if one), None)
 
 
 _VERDICTS_EVERY_S = 5.0

@@ -68,16 +68,14 @@ def tensor_kept_with_graph(script: Script, training: TrainingReader, machine: Ma
 
 def _returns_loss(function: ast.AST | None) -> bool:
     """Whether a function returns what it called `backward` on."""
-    inside = subtree(function) if isinstance(function, ast.FunctionDef) else []
-    losses = {
-        one.func.value.id
-        for one in inside
-        if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute) and one.func.attr == "backward"
-        and isinstance(one.func.value, ast.Name)
-    }  # fmt: skip
-    return any(
-        isinstance(one, ast.Return) and isinstance(one.value, ast.Name) and one.value.id in losses for one in inside
-    )
+    losses, returned = set(), set()
+    for one in subtree(function) if isinstance(function, ast.FunctionDef) else ():
+        match one:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="backward")):
+                losses.add(name)
+            case ast.Return(value=ast.Name(id=name)):
+                returned.add(name)
+    return bool(losses & returned)
 
 
 @script_rule("P05", "moved-then-joined", Severity.WARNING, words=("torch",))
@@ -122,15 +120,15 @@ def stacked_then_flattened(script: Script, training: TrainingReader, machine: Ma
         flat = torch.cat(pieces, dim=0)
     """
     for call in script.calls:
-        match call.func:
-            case ast.Attribute(attr="flatten", value=base):
-                made = script.assigned(base) or base
-            case ast.Attribute(attr="reshape" | "view", value=base) if call.args and ast.unparse(call.args[0]) == "-1":
-                if ast.unparse(call.args[-1]) == "1":
-                    continue  # a column of numbers, which torch.cat refuses
-                made = script.assigned(base) or base
+        match call:
+            case ast.Call(func=ast.Attribute(attr="flatten", value=base)):
+                pass
+            case ast.Call(func=ast.Attribute(attr="reshape" | "view", value=base), args=[first, *_]):
+                if ast.unparse(first) != "-1" or ast.unparse(call.args[-1]) == "1":
+                    continue  # into a column of numbers, which torch.cat refuses
             case _:
                 continue
+        made = script.assigned(base) or base
         if isinstance(made, ast.Call) and script.dotted(made.func) == "torch.stack":
             yield Match("torch.stack copies, and its result is flattened: torch.cat does both", script.place(made))
 
@@ -192,9 +190,8 @@ def non_blocking_without_pinning(script: Script, training: TrainingReader, machi
         item = torch.empty(8, pin_memory=True)
         item.to("cuda", non_blocking=True)
     """
-    if "pin_memory" in script.attributes | script.keywords or not any(
-        name.partition(".")[0] == "torch" for name in script.imports.values()
-    ):
+    uses_torch = any(name.partition(".")[0] == "torch" for name in script.imports.values())
+    if "pin_memory" in script.attributes | script.keywords or not uses_torch:
         return
     for call in script.calls:
         asked = any(k.arg == "non_blocking" and getattr(k.value, "value", None) is True for k in call.keywords)
@@ -206,12 +203,9 @@ def non_blocking_without_pinning(script: Script, training: TrainingReader, machi
 def _is_rare(script: Script, node: ast.AST) -> bool:
     """Whether a condition such as `step % 50_000 == 0` lets a node be reached only once in thousands of rounds."""
     tests = [parent.test for parent in script.ancestors(node) if isinstance(parent, ast.If)]
-    periods = [
-        one.right for test in tests for one in ast.walk(test)
-        if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod)
-    ]  # fmt: skip
-    numbers = [one.value for period in periods for one in ast.walk(period) if isinstance(one, ast.Constant)]
-    return any(isinstance(number, int) and number >= _RARE for number in numbers)
+    parts = [one for test in tests for one in ast.walk(test) if isinstance(one, ast.BinOp)]
+    periods = [one for part in parts if isinstance(part.op, ast.Mod) for one in ast.walk(part.right)]
+    return any(isinstance(one, ast.Constant) and isinstance(one.value, int) and one.value >= _RARE for one in periods)
 
 
 def _is_repeated(script: Script, node: ast.AST) -> str | None:
@@ -338,14 +332,9 @@ def allocator_set_too_late(script: Script, training: TrainingReader, machine: Ma
         torch.cuda.empty_cache()
     """
     for node, name in _variables(script):
-        used = [
-            call
-            for call in script.calls
-            if script.dotted(call.func).startswith("torch.cuda.")
-            and script.dotted(call.func) not in _HARMLESS
-            and script.scope(call) is script.scope(node)
-            and call.lineno < node.lineno
-        ]
+        before = [one for one in script.calls if one.lineno < node.lineno and script.scope(one) is script.scope(node)]
+        names = [(one, script.dotted(one.func)) for one in before]
+        used = [one for one, full in names if full.startswith("torch.cuda.") and full not in _HARMLESS]
         if name in _ALLOCATOR and used:
             text = f"{name} is set after the GPU was used in line {used[0].lineno}"
             yield Match(text, script.place(node), {"used_line": used[0].lineno})
@@ -401,9 +390,7 @@ def resident_memory_added_up(script: Script, training: TrainingReader, machine: 
         import psutil
         total = sum(p.memory_full_info().pss for p in psutil.Process().children(recursive=True))
     """
-    for node in script.nodes:
-        if not isinstance(node, ast.Attribute) or node.attr != "rss":
-            continue
+    for node in (one for one in script.of_kind(ast.Attribute) if one.attr == "rss"):
         above = list(script.ancestors(node))
         summed = any(isinstance(a, ast.Call) and ast.unparse(a.func) == "sum" for a in above)
         repeated = any(isinstance(a, ast.GeneratorExp | ast.ListComp) for a in above)
@@ -448,9 +435,7 @@ def wrong_unit_of_bytes(script: Script, training: TrainingReader, machine: Machi
     Good:
         print(f"buffer: {nbytes / 1e9:.1f} GB")
     """
-    for node in script.nodes:
-        if not isinstance(node, ast.JoinedStr):
-            continue
+    for node in script.of_kind(ast.JoinedStr):
         for figure, label in zip(node.values, node.values[1:], strict=False):
             if isinstance(figure, ast.FormattedValue) and isinstance(label, ast.Constant):
                 yield from _compare(training, figure, str(label.value).lstrip()[:4])
@@ -468,7 +453,7 @@ def _unit_base(training: TrainingReader, node: ast.expr) -> int | None:
     """Return 1024 or 1000, whose power the whole divisor of an expression is."""
     divisor = 1.0
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv):
-        value = training.evaluator.value(node.right)
+        value = training.value(node.right)
         if not isinstance(value, int | float) or value <= 0:
             return None
         divisor *= value

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.rule import Match, buffer_rule, run_rule, script_rule
+from holdall.tools.lint.rule import Match, buffer_rule, run_rule, script_rule, search_rule
 from holdall.tools.lint.run import (
     BufferNeed,
     ConfiguredRun,
@@ -220,14 +220,14 @@ def _parts(script: Script, call: ast.AST, item: object) -> list[str]:
 
 
 def _name(node: ast.expr) -> str:
-    while isinstance(node, ast.Call | ast.Subscript):
-        inner = node.value if isinstance(node, ast.Subscript) else node.args[0] if node.args else node.func
-        node = (
-            inner
-            if not isinstance(node, ast.Call) or node.args or not isinstance(node.func, ast.Attribute)
-            else node.func.value
-        )
-    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+    while True:
+        match node:
+            case ast.Subscript(value=inner) | ast.Call(args=[inner, *_]):
+                node = inner
+            case ast.Call(func=ast.Attribute(value=inner)) | ast.Call(func=inner):
+                node = inner
+            case _:
+                return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
 
 
 def _written(call: ast.AST) -> str:
@@ -382,7 +382,7 @@ def capacity_rounded_down(run: ConfiguredRun, machine: Machine) -> Iterator[Matc
     yield Match(text, run.place_of("buffer_size"), {"buffer_size": size, "capacity": held})
 
 
-@run_rule("M18", "comparison-never-fills", Severity.WARNING, sees_searches=True)
+@search_rule("M18", "comparison-never-fills", Severity.WARNING)
 def comparison_never_fills(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Looks for a comparison of buffer sizes none of which the run fills.
 

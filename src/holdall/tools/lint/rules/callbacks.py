@@ -76,12 +76,12 @@ def _is_callback(script: Script, call: ast.Call) -> bool:
 
 def _never_read(script: Script) -> set[str]:
     """Return the names that nothing reads, or only what goes to names of the same kind."""
-    names = [node for node in script.nodes if isinstance(node, ast.Name)]
+    names = script.of_kind(ast.Name)
     readers: dict[str, list[str | None]] = {node.id: [] for node in names if isinstance(node.ctx, ast.Store)}
     for node in names:
         if isinstance(node.ctx, ast.Load) and node.id in readers:
             readers[node.id].append(_assigned_name(script, node))
-    exported = {part.value for part in script.nodes if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    exported = {part.value for part in script.of_kind(ast.Constant) if isinstance(part.value, str)}
     dead: set[str] = set()
     while more := {name for name, to in readers.items() if dead.issuperset(to)} - exported - dead:
         dead |= more

@@ -9,7 +9,7 @@ import numpy as np
 
 from holdall.schema import Leaf
 from holdall.tools.lint.finding import Edit, Severity
-from holdall.tools.lint.rule import Match, run_rule
+from holdall.tools.lint.rule import Match, run_rule, search_rule
 from holdall.tools.lint.run import ConfiguredRun, Machine, OneOf, Reference, buffer_need, candidates, percent, sized
 from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES
 
@@ -77,7 +77,7 @@ def flatten_doubles_rollout(run: ConfiguredRun, machine: Machine) -> Iterator[Ma
     )
 
 
-@run_rule("M14", "environments-raised-steps-fixed", Severity.WARNING, sees_searches=True)
+@search_rule("M14", "environments-raised-steps-fixed", Severity.WARNING)
 def environments_raised_steps_fixed(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Looks for a search over the number of environments that leaves `n_steps` as it is.
 
@@ -203,10 +203,12 @@ def observations_wider_than_needed(run: ConfiguredRun, machine: Machine) -> Iter
         DQN("CnnPolicy", Screen(), buffer_size=10_000)
     """
     observation = run.environments.observation
-    for leaf in observation.leaves if observation else ():
-        is_image = len(leaf.shape) == 3 and observation is not None and observation.bounds.get(leaf.name) == (0, 255)
+    if observation is None:
+        return
+    for leaf in observation.leaves:
+        is_image = len(leaf.shape) == 3 and observation.bounds.get(leaf.name) == (0, 255)
         wanted = np.uint8 if is_image else np.float32
-        if leaf.dtype.kind != "f" or leaf.dtype.itemsize <= np.dtype(wanted).itemsize or observation is None:
+        if leaf.dtype.kind != "f" or leaf.dtype.itemsize <= np.dtype(wanted).itemsize:
             continue
         narrow = Leaf(leaf.name, leaf.shape, np.dtype(wanted))
         called = f"observation {leaf.name!r}" if leaf.name else "the observation"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.rule import Match, run_rule, script_rule
-from holdall.tools.lint.run import ConfiguredRun, Machine, candidates, sized
+from holdall.tools.lint.run import ConfiguredRun, Environments, Machine, candidates, sized
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Function, Script, argument_of, subtree
 from holdall.units import counted
@@ -48,17 +48,21 @@ def no_forkserver_preload(script: Script, training: TrainingReader, machine: Mac
     """
     if "set_forkserver_preload" in script.attributes:
         return
-    for call in script.calls:
-        made = training.environments(call) if _names_subproc(script, call) else None
-        if made and made.vector == "subproc" and made.number != 1 and made.start_method in {None, "forkserver"}:
+    for call, made in _subprocesses(script, training):
+        if made.number != 1 and made.start_method in {None, "forkserver"}:
             many = "processes" if made.number is None else f"{made.number} processes"
             text = f"each of the {many} imports the libraries for itself"
             yield Match(text, script.place(call), {"processes": made.number or "unknown"})
 
 
-def _names_subproc(script: Script, call: ast.Call) -> bool:
-    named = (call.func, argument_of(call, "vec_env_cls"))
-    return any(node is not None and script.dotted(node).endswith("SubprocVecEnv") for node in named)
+def _subprocesses(script: Script, training: TrainingReader) -> Iterator[tuple[ast.Call, Environments]]:
+    """Yield the calls that make environments in processes, and these environments."""
+    for call in script.calls:
+        named = (call.func, argument_of(call, "vec_env_cls"))
+        if any(node is not None and script.dotted(node).endswith("SubprocVecEnv") for node in named):
+            made = training.environments(call)
+            if made.vector == "subproc":
+                yield call, made
 
 
 @script_rule("M12", "no-main-guard", Severity.ERROR, words=("SubprocVecEnv",))
@@ -80,9 +84,8 @@ def no_main_guard(script: Script, training: TrainingReader, machine: Machine) ->
             main()
     """
     reached = _run_by_import(script)
-    for call in script.calls:
-        made = training.environments(call) if _names_subproc(script, call) else None
-        if made is None or made.vector != "subproc" or made.start_method not in {None, "forkserver", "spawn"}:
+    for call, made in _subprocesses(script, training):
+        if made.start_method not in {None, "forkserver", "spawn"}:
             continue  # it may be started by fork
         owner = script.function(call)
         if (owner is None and not _is_guarded(script, call)) or (owner is not None and owner.name in reached):
@@ -143,7 +146,7 @@ def shared_memory_too_small(script: Script, training: TrainingReader, machine: M
         if not script.dotted(call.func).endswith("AsyncVectorEnv") or machine.shm_bytes is None:
             continue
         shares, made = argument_of(call, "shared_memory"), training.environments(call)
-        if shares is not None and training.evaluator.value(shares) is not True:
+        if shares is not None and training.value(shares) is not True:
             continue
         wanted = made.observation.nbytes * made.number if made.observation and made.number else 0
         if wanted > machine.shm_bytes:
@@ -197,7 +200,7 @@ def _counts(training: TrainingReader, names: set[str], function: str = "") -> It
                 value = given
             case ast.Call(args=[given]) if function and training.script.dotted(node.func) == function:
                 value = given
-        numbers = candidates(training.evaluator.value(value)) if value is not None else ()
+        numbers = candidates(training.value(value)) if value is not None else ()
         if numbers:
             yield node, max(numbers)
 
@@ -323,12 +326,9 @@ def _steps(script: Script, training: TrainingReader) -> Iterator[_Step]:
         mode = _mode(training, env)
         if mode is None or loop is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
             continue
-        target = statement.targets[0]
-        if not isinstance(target, ast.Tuple) or len(target.elts) != 5:
-            continue
-        obs, reward, *flags = [name.id if isinstance(name, ast.Name) else "" for name in target.elts[:4]]
-        if obs and reward and all(flags):
-            yield _Step(call, loop, mode, obs, reward, frozenset(flags))
+        match statement.targets[0]:
+            case ast.Tuple(elts=[ast.Name(id=obs), ast.Name(id=reward), ast.Name(id=ended), ast.Name(id=cut), _]):
+                yield _Step(call, loop, mode, obs, reward, frozenset({ended, cut}))
 
 
 def _mode(training: TrainingReader, env: ast.expr | None, depth: int = 0) -> str | None:
@@ -369,9 +369,7 @@ def _mode_given(maker: ast.Call) -> str | None:
 
 def _mentions_final(script: Script) -> bool:
     """Whether a script asks for true final observations anywhere."""
-    return any(
-        isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in _FINAL for node in script.nodes
-    )
+    return any(isinstance(node.value, str) and node.value in _FINAL for node in script.of_kind(ast.Constant))
 
 
 def _carries_flags(script: Script, step: _Step) -> bool:
@@ -405,15 +403,11 @@ def _additions(script: Script, step: _Step) -> Iterator[ast.Call]:
     for name in _ADDERS:
         for call, _ in script.method_calls(name):
             around = list(script.ancestors(call))
-            if step.loop not in around or any(isinstance(node, ast.If | ast.IfExp) for node in _within(around, step)):
+            within = around[: around.index(step.loop)] if step.loop in around else None
+            if within is None or any(isinstance(node, ast.If | ast.IfExp) for node in within):
                 continue
             given = [*call.args, *(keyword.value for keyword in call.keywords)]
             names = {name for argument in given for name in _names(argument)}
             is_valid_given = argument_of(call, "valid", _ADDS_VALID_AT) is not None
             if {step.obs, step.reward} <= names and not is_valid_given:
                 yield call
-
-
-def _within(around: list[ast.AST], step: _Step) -> list[ast.AST]:
-    """Return what stands between a node and the loop of a step."""
-    return around[: around.index(step.loop)]

@@ -103,10 +103,7 @@ def loads_beside_old_buffer(script: Script, training: TrainingReader, machine: M
         model.load_replay_buffer("buffer.pkl")
         model.learn(1_000_000)
     """
-    if any(
-        isinstance(n, ast.Attribute) and n.attr == "replay_buffer" and isinstance(n.ctx, ast.Store)
-        for n in script.nodes
-    ):
+    if any(one.attr == "replay_buffer" and isinstance(one.ctx, ast.Store) for one in script.of_kind(ast.Attribute)):
         return
     runs = {run.place: run for run in training.runs}
     for loaded in training.recorded("load_replay_buffer"):
@@ -216,7 +213,7 @@ def pickle_copies_arrays(script: Script, training: TrainingReader, machine: Mach
         given = argument_of(call, "protocol", 2)
         if any(k.arg is None for k in call.keywords) or (given is None and machine.python >= _DEFAULT_IS_ENOUGH):
             continue
-        number = 4 if given is None else whole(training.evaluator.value(given))
+        number = 4 if given is None else whole(training.value(given))
         if number is None or not 0 <= number < _PROTOCOL:
             continue
         used = "the default protocol (4)" if given is None else f"protocol {number}"

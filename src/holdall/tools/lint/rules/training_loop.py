@@ -372,7 +372,7 @@ def reset_by_hand(script: Script, training: TrainingReader, machine: Machine) ->
         for call, made in training.learn_calls
         if made is not None
         and script.loop(call) is not None
-        and training.evaluator.value(argument_of(call, "reset_num_timesteps")) is False
+        and training.value(argument_of(call, "reset_num_timesteps")) is False
     }
     for call, env in script.method_calls("reset"):
         if id(script.loop(call)) in loops and training.environments(env).origin in origins:

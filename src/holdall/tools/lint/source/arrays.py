@@ -18,11 +18,13 @@ from holdall.tools.lint.source import shapes
 from holdall.tools.lint.source.values import (
     ArrayValue,
     BoundMethod,
+    CallArguments,
     ClassValue,
     InstanceValue,
     ListValue,
     TableValue,
     best_array,
+    each_part,
     filled_deque,
     known_items,
     length_of,
@@ -40,12 +42,9 @@ _FROM = _NUMBERS | {
     "constant",
 }  # fmt: skip
 _TENSORS = {
-    "FloatTensor": "float32",
-    "ByteTensor": "uint8",
-    "LongTensor": "int64",
-    "Tensor": "float32",
+    "FloatTensor": "float32", "ByteTensor": "uint8", "LongTensor": "int64", "Tensor": "float32",
     "DoubleTensor": "float64",
-}
+}  # fmt: skip
 _VIEWS = {"from_numpy", "asarray", "as_tensor", "ascontiguousarray", "asanyarray", *_TENSORS}
 _NAMES = {"float": "float32", "double": "float64", "half": "float16", "long": "int64", "int": "int32", "byte": "uint8",
           "bfloat16": "float16", "short": "int16", "float_": "float64", "bool_": "bool", "int_": "int64",
@@ -98,45 +97,40 @@ def shape_of(value: Any) -> tuple[Any, ...] | None:
     return (value,) if whole(value) is not None else None
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
+def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Return what a function of an array library makes; NotImplemented if it is none that is known here."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     is_other = package == "tensorflow" and (".image" in dotted or ".keras" in dotted or last[:1].isupper())
     if package not in _PACKAGES or last == "prod" or is_other:
         return NotImplemented
     if last == "placeholder":  # what a session will be given
-        return ArrayValue(shape_of(arguments.get(1, "shape")), dtype_of(arguments.get(0, "dtype")), frozenset({node}))
+        return ArrayValue.new(node, shape_of(arguments.get(1, "shape")), dtype_of(arguments.get(0, "dtype")))
     if last in _FILLED and not (package == "numpy" and last in {"rand", "randn"} and not arguments.values):
         return _filled(interpreter, package, last, arguments, node)
-    first = unwrapped(arguments.get(0, "", UNKNOWN))
+    first = unwrapped(arguments.get(0, ""))
     if last in _LIKE:
-        made = first.made_by(node) if isinstance(first, ArrayValue) else UNKNOWN
-        return _recorded(interpreter, made, node)
+        return _recorded(interpreter, first.made_by(node) if isinstance(first, ArrayValue) else UNKNOWN, node)
     if last in _FROM or last in _TENSORS:
         made = _converted(interpreter, package, last, first, arguments, node)
         return replace(made, is_tensor=package == "torch") if isinstance(made, ArrayValue) else made
     return _function(interpreter, dotted, package, last, first, arguments, node)
 
 
-def _filled(interpreter: Any, package: str, last: str, arguments: Any, node: ast.AST) -> Any:
-    shape = arguments.get(0, "size" if "size" in arguments.named else "shape", UNKNOWN)
-    if last == "memmap":
-        shape = arguments.get(4, "shape", UNKNOWN)
-    if package == "torch" and len(arguments.values) > 1 and last not in {"full", "uniform", "normal"}:
+def _filled(interpreter: Any, package: str, last: str, arguments: CallArguments, node: ast.AST) -> Any:
+    is_torch, is_drawn = package == "torch", last in {"uniform", "normal"}
+    at = 4 if last == "memmap" else 2 if is_drawn else 0
+    shape = arguments.get(at, "size" if is_drawn else "shape" if at else "size shape")
+    if is_torch and len(arguments.values) > 1 and last != "full" and not is_drawn:
         shape = tuple(arguments.values)
-    if last in {"uniform", "normal"}:
-        shape = arguments.get(2, "size", UNKNOWN)
-    axes = shape_of(likely(shape)) if arguments.is_complete else None
-    default = "float32" if package in {"torch", "tensorflow", "jax"} else "float64"
-    at = {"full": 2}.get(last, 1) if package != "torch" else None
-    given = arguments.get(at, "dtype", None)
+    axes = shape_of(shape) if arguments.is_complete else None
+    given = arguments.get(None if is_torch else 2 if last == "full" else 1, "dtype", None)
     if isinstance(given, Reference) and given.last in {"object", "object_"}:
         return ListValue([], whole((axes or (None,))[0]), node=node, is_fixed=True)
-    dtype = np.dtype(default) if given is None else dtype_of(likely(given), package)
+    default = "float32" if package in {"torch", "tensorflow", "jax"} else "float64"
+    dtype = default if given is None else dtype_of(likely(given), package)
     device = arguments.get(None, "device", "")
     name = device if isinstance(device, str) else "cuda" if device not in (None, "", UNKNOWN) else ""
-    made = ArrayValue(axes, dtype, frozenset({node}), name, is_tensor=package == "torch")
-    return _recorded(interpreter, made, node)
+    return _recorded(interpreter, ArrayValue.new(node, axes, dtype, device=name, is_tensor=is_torch), node)
 
 
 def _recorded(interpreter: Any, made: Any, node: ast.AST) -> Any:
@@ -153,24 +147,15 @@ def _copied(interpreter: Any, array: ArrayValue, made: ArrayValue, node: ast.AST
     return made if (rows or 0) < _MANY_ROWS else _recorded(interpreter, made, node)
 
 
-def _is_mixed(items: Iterable[Any]) -> bool:
-    """Whether a sequence has arrays among other things."""
-    kinds = {isinstance(one, ArrayValue) and bool(one.shape) for one in items}
-    return len(kinds) == 2
-
-
-def _converted(interpreter: Any, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901  one case a kind
+def _converted(interpreter: Any, package: str, last: str, first: Any, arguments: CallArguments, node: ast.AST) -> Any:
     """Return an array or tensor that is made of another one, of a sequence or of a number."""
-    given = arguments.get(None, "dtype", None)
-    if package == "numpy" and len(arguments.values) > 1 and given is None:
-        given = arguments.values[1]
+    given = arguments.get(1 if package == "numpy" else None, "dtype", None)
     wanted = dtype_of(likely(given), package) if given is not None else dtype_of(last) if last in _NUMBERS else None
     if last in _TENSORS:
         wanted = np.dtype(_TENSORS[last])
         if whole(first) is not None:
-            return _recorded(interpreter, ArrayValue(tuple(arguments.values), wanted, frozenset({node})), node)
-    if isinstance(first, OneOf):
-        first = best_array(first)
+            return _recorded(interpreter, ArrayValue.new(node, tuple(arguments.values), wanted), node)
+    first = best_array(first) if isinstance(first, OneOf) else first
     if isinstance(first, InstanceValue):
         first = unwrapped(interpreter.converted_to_array(first))
     if isinstance(first, ArrayValue):
@@ -179,15 +164,16 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
         made = first.made_by(node, dtype=wanted or first.dtype)
         return first if is_view and is_same else _copied(interpreter, first, made, node)
     if isinstance(first, int | float):
-        return ArrayValue((), wanted or np.dtype("float32"), frozenset({node}))
+        return ArrayValue.new(node, (), wanted or "float32")
     if wanted is not None and wanted.names and length_of(first) is not None:  # a record for each item
-        return _recorded(interpreter, ArrayValue((length_of(first),), wanted, frozenset({node})), node)
-    if _is_mixed(items := known_items(first) or ()):
-        return tuple(items)  # an array of objects
+        return _recorded(interpreter, ArrayValue.new(node, (length_of(first),), wanted), node)
+    items = known_items(first) or ()
+    if len({isinstance(one, ArrayValue) and bool(one.shape) for one in items}) == 2:
+        return tuple(items)  # an array of objects: arrays among other things
     made = shapes.call("array", [_of_arrays(interpreter, first)], {}, node, package == "torch")
     if not isinstance(made, ArrayValue):
         is_raw = first is UNKNOWN and getattr(arguments.nodes.get(0), "attr", "") == "raw_data"  # bytes of CARLA
-        return ArrayValue(None, wanted or (np.dtype(np.uint8) if is_raw else None), frozenset({node}))
+        return ArrayValue.new(node, None, wanted or ("uint8" if is_raw else None))
     return replace(made, dtype=wanted or made.dtype)
 
 
@@ -197,40 +183,40 @@ def _of_arrays(interpreter: Any, value: Any) -> Any:
     items = known_items(value)
     if items is None or not any(isinstance(one, InstanceValue) for one in items):
         return value
-    return ListValue(
-        [interpreter.converted_to_array(one) if isinstance(one, InstanceValue) else one for one in items], len(items)
-    )
+    made = [interpreter.converted_to_array(one) if isinstance(one, InstanceValue) else one for one in items]
+    return ListValue(made, len(made))
 
 
-def fixed_shape(given: list[Any]) -> tuple[Any, ...] | None:
-    """Return the shape that `reshape` names, if it names every axis: whatever the array was before."""
-    axes = tuple(given) if len(given) > 1 else shape_of(given[0]) if given else None
-    return None if axes is None or not all((whole(likely(one)) or 0) > 0 for one in axes) else axes
-
-
-def _named_axes(given: list[Any]) -> tuple[Any, ...] | None:
+def named_axes(given: list[Any]) -> tuple[Any, ...] | None:
     """Return the axes that `reshape` names, those among them that are not known as such."""
     axes = tuple(given) if len(given) > 1 else shape_of(given[0]) if given else None
     return None if axes is None else tuple(one if (whole(likely(one)) or 0) > 0 else UNKNOWN for one in axes)
 
 
-def _function(interpreter: Any, dotted: str, package: str, last: str, first: Any, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
+def fixed_shape(given: list[Any]) -> tuple[Any, ...] | None:
+    """Return the shape that `reshape` names, if it names every axis: whatever the array was before."""
+    axes = named_axes(given)
+    return None if axes is None or UNKNOWN in axes else axes
+
+
+def _function(  # noqa: C901, PLR0911, PLR0912  one case for each function
+    interpreter: Any, dotted: str, package: str, last: str, first: Any, arguments: CallArguments, node: ast.AST
+) -> Any:
     if shapes.knows(last, package == "torch") and ".nn." not in dotted:
         made = shapes.call(last, arguments.values, arguments.named, node, package == "torch")
         wanted = dtype_of(arguments.named.get("dtype"), package)
         if isinstance(made, ArrayValue):
             return made if wanted is None else replace(made, dtype=wanted)
     if last in {"reshape", "broadcast_to"} and (axes := fixed_shape(arguments.values[1:])) is not None:
-        return ArrayValue(axes, getattr(first, "dtype", None), frozenset({node}))
+        return ArrayValue.new(node, axes, getattr(first, "dtype", None))
     match last:
         case "interpolate" if isinstance(first, ArrayValue) and first.shape:
             sides = shape_of(arguments.get(1, "size", None)) or (UNKNOWN, UNKNOWN)
             return first.made_by(node, shape=(*first.shape[:-2], sides[0], sides[-1]))
         case "frombuffer" | "fromstring":
-            dtype = dtype_of(arguments.get(1, "dtype", "float64"), package)
-            return ArrayValue((UNKNOWN,), dtype, frozenset({node}))
+            return ArrayValue.new(node, (UNKNOWN,), dtype_of(arguments.get(1, "dtype", "float64"), package))
         case "dot" | "matmul" if _is_luma(arguments.get(1, "b")):  # of a picture whose sides are not known
-            return ArrayValue((UNKNOWN, UNKNOWN), np.dtype("float64"), frozenset({node}))
+            return ArrayValue.new(node, (UNKNOWN, UNKNOWN), "float64")
         case "isscalar":
             return isinstance(first, int | float | str) if first is not UNKNOWN else UNKNOWN
         case "device":
@@ -241,28 +227,23 @@ def _function(interpreter: Any, dotted: str, package: str, last: str, first: Any
         case "copy" | "identity" if isinstance(first, ArrayValue):
             return _copied(interpreter, first, first.made_by(node), node)
         case "cast" if isinstance(first, ArrayValue):
-            return first.made_by(node, dtype=dtype_of(likely(arguments.get(1, "dtype"))))
+            return first.made_by(node, dtype=dtype_of(arguments.likely(1, "dtype")))
         case "arange" | "linspace":
             count = whole(first) if last == "arange" else whole(arguments.get(2, "num", 50))
-            return ArrayValue((count if count is not None else UNKNOWN,), np.dtype("int64"), frozenset({node}))
+            return ArrayValue.new(node, (UNKNOWN if count is None else count,), "int64")
         case "randint":
-            shape = shape_of(arguments.get(2, "size"))
-            return ArrayValue(shape, np.dtype("int64"), frozenset({node}))
+            return ArrayValue.new(node, shape_of(arguments.get(2, "size")), "int64")
         case "log2" | "ceil" | "floor" | "sqrt" if isinstance(first, int | float) and first > 0:
             return float(getattr(np, last)(first))
     if last[:1].isupper():
         return InstanceValue(Reference(f"{package}.{last}"), node=node)
-    return ArrayValue(None, None, frozenset({node})) if _holds_arrays(first) else UNKNOWN
+    is_array = any(isinstance(one, ArrayValue) for one in (first, *(known_items(first) or ())))
+    return ArrayValue.new(node) if is_array else UNKNOWN
 
 
 def _is_luma(weights: Any) -> bool:
     items = known_items(weights) or ()
     return len(items) == 3 and all(isinstance(one, float) for one in items)
-
-
-def _holds_arrays(value: Any) -> bool:
-    items = known_items(value) or ()
-    return isinstance(value, ArrayValue) or any(isinstance(one, ArrayValue) for one in items)
 
 
 # ------------------------------------------------------------ members and methods
@@ -271,10 +252,9 @@ def _holds_arrays(value: Any) -> bool:
 def array_member(array: ArrayValue, name: str) -> Any:
     """Return an attribute of an array."""
     match name:
-        case "shape":
-            return UNKNOWN if array.shape is None else tuple(array.shape)
-        case "ndim":
-            return UNKNOWN if array.shape is None else len(array.shape)
+        case "shape" | "ndim":
+            axes = array.shape
+            return UNKNOWN if axes is None else len(axes) if name == "ndim" else tuple(axes)
         case "dtype":
             return UNKNOWN if array.dtype is None else Reference(f"numpy.{array.dtype.name}")
         case "nbytes":
@@ -290,42 +270,39 @@ def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, 
     """Return what a method of an array returns."""
     match name:
         case "astype" | "type":
-            wanted = dtype_of(arguments.get(0, "dtype"))
-            return array.made_by(node, dtype=wanted) if wanted != array.dtype else array.made_by(node)
+            return array.made_by(node, dtype=dtype_of(arguments.get(0, "dtype")))
         case "float" | "double" | "half" | "long" | "int" | "byte":
-            wanted = np.dtype(_NAMES[name])
-            return array if array.dtype == wanted else array.made_by(node, dtype=wanted)
+            same = array.dtype == np.dtype(_NAMES[name])
+            return array if same else array.made_by(node, dtype=np.dtype(_NAMES[name]))
         case "to":
             target = arguments.get(0, "device")
             wanted = dtype_of(arguments.get(1, "dtype", None) or target)
             device = target if isinstance(target, str) and wanted is None else array.device
             moved = array.made_by(node, device=device) if device != array.device else array
             return moved if wanted is None else moved.made_by(node, dtype=wanted)
-        case "cuda":
-            return array.made_by(node, device="cuda")
-        case "cpu":
-            return array.made_by(node, device="") if array.device else array
+        case "cuda" | "cpu":
+            is_there = name == "cpu" and not array.device
+            return array if is_there else array.made_by(node, device="cuda" if name == "cuda" else "")
         case "copy" | "clone" | "__array__" | "_force" | "eval":
             return _copied(interpreter, array, array.made_by(node), node)
         case "tobytes":
             return array.made_by(node, shape=(array.nbytes or UNKNOWN,), dtype=np.dtype(np.uint8))
-        case "numpy" | "tolist" | "detach" | "contiguous" | "requires_grad_" | "pin_memory" | "share_memory_":
-            return UNKNOWN if name == "tolist" else replace(array, is_tensor=array.is_tensor and name != "numpy")
-        case "size" | "dim":
-            axes = None if array.shape is None else tuple(array.shape)
-            if name == "dim" or axes is None:
-                return UNKNOWN if axes is None else len(axes)
-            number = whole(arguments.get(0, "dim", None))
-            return axes if number is None else axes[number] if -len(axes) <= number < len(axes) else UNKNOWN
-        case "item" | "any" | "all" | "nonzero":
+        case "numpy" | "detach" | "contiguous" | "requires_grad_" | "pin_memory" | "share_memory_":
+            return replace(array, is_tensor=array.is_tensor and name != "numpy")
+        case "size" | "dim" if array.shape is not None:
+            axes, number = tuple(array.shape), whole(arguments.get(0, "dim", None))
+            if name == "dim" or number is None:
+                return len(axes) if name == "dim" else axes
+            return axes[number] if -len(axes) <= number < len(axes) else UNKNOWN
+        case "size" | "dim" | "tolist" | "item" | "any" | "all" | "nonzero":
             return UNKNOWN
     if not shapes.knows_method(name, array.is_tensor):
         return ArrayValue()
     made = shapes.call(name, [array, *arguments.values], arguments.named, node, array.is_tensor)
     if made is UNKNOWN and name in {"reshape", "view"} and arguments.is_complete and array.nbytes is None:
-        return replace(array, shape=_named_axes(arguments.values))
+        return replace(array, shape=named_axes(arguments.values))
     if made is UNKNOWN and name == "mean" and array.nbytes is None:
-        return ArrayValue(None, np.dtype(np.float64), frozenset({node}))
+        return ArrayValue.new(node, None, "float64")
     is_number = made is UNKNOWN and array.nbytes is not None
     return made if made is not UNKNOWN or is_number else ArrayValue(None, array.dtype, array.origins)
 
@@ -335,13 +312,9 @@ def copied(value: Any, node: ast.AST) -> Any:
     value = unwrapped(value)
     if isinstance(value, ArrayValue):
         return value.made_by(node)
-    if isinstance(value, tuple):
-        return tuple(copied(one, node) for one in value)
     if isinstance(value, ListValue) and not value.is_deque:
         return replace(value, items=[copied(one, node) for one in value.items])
-    if isinstance(value, OneOf):
-        return OneOf(tuple(copied(one, node) for one in value.values), value.conditions)
-    return value
+    return each_part(value, lambda one: copied(one, node))
 
 
 def unwrapped(value: Any) -> Any:
@@ -360,7 +333,7 @@ class ReturnedValues(tuple[Any, ...]):
         return self[0]
 
 
-def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:  # noqa: C901  one case for each kind of value
+def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:
     """Yield the arrays that a record, tuple or dict holds."""
     if isinstance(value, OneOf):
         value = best_array(OneOf(tuple(map(unwrapped, value.values))))
@@ -368,21 +341,26 @@ def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:  # noqa: C9
     if isinstance(value, ArrayValue):
         yield value
     elif depth < 4:
-        inner: Iterable[Any] = ()
-        if isinstance(value, tuple):
-            inner = value
-        elif isinstance(value, ListValue):
-            inner = value.items if value.is_known else ()
-        elif isinstance(value, TableValue):
-            inner = value.values()
-        elif isinstance(value, InstanceValue) and value.kind.endswith("TensorDict"):
-            inner = value.arguments.values()
-        elif isinstance(value, InstanceValue) and isinstance(value.made_of, ClassValue) and value.made_of.fields:
-            inner = value.attributes.values()
-        elif isinstance(value, InstanceValue):  # what an attribute was given last
-            inner = [one.values[-1] if isinstance(one, OneOf) else one for one in value.attributes.values()]
-        for one in inner:
+        for one in _held(value):
             yield from leaf_arrays(one, depth + 1)
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """Return what a record, tuple or dict holds."""
+    match value:
+        case tuple():
+            return value
+        case ListValue():
+            return value.items if value.is_known else ()
+        case TableValue():
+            return value.values()
+        case InstanceValue() if value.kind.endswith("TensorDict"):
+            return value.arguments.values()
+        case InstanceValue(made_of=ClassValue(fields=(_, *_))):
+            return value.attributes.values()
+        case InstanceValue():  # what an attribute was given last
+            return [one.values[-1] if isinstance(one, OneOf) else one for one in value.attributes.values()]
+    return ()
 
 
 def space_sample(space: SpaceInfo, node: Any, shared_frames: int = 1) -> Any:

@@ -9,7 +9,8 @@ array that two transitions share counts once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +18,13 @@ import numpy as np
 
 from holdall.errors import HoldallError
 from holdall.schema import Leaf
-from holdall.tools.lint.run import UNKNOWN, PlainBuffer, SpaceInfo, StoredField, whole
+from holdall.tools.lint.run import NO_ACTION, UNKNOWN, NotKnownError, PlainBuffer, SpaceInfo, StoredField, known, whole
 from holdall.tools.lint.source.arrays import dtype_of, leaf_arrays, shape_of, space_sample
 from holdall.tools.lint.source.containers import MANY
 from holdall.tools.lint.source.frameworks import KEEPING, held_env
 from holdall.tools.lint.source.values import (
     ArrayValue,
+    CallArguments,
     InstanceValue,
     ListValue,
     TableValue,
@@ -33,17 +35,32 @@ from holdall.tools.lint.source.values import (
 from holdall.tools.plan import spec
 
 _NAMED_BUFFER = re.compile(r"buffer|memory|replay|experience|rollout|transition|storage|dataset", re.IGNORECASE)
+_NEXT = re.compile(r"next|new|obs2|s2|_prime")
 _LEAST_STATE = 512  # bytes, from which on an array is taken for the observation
 _OBJECT_BYTES = 112  # of the object of an array, beside its elements
 
 
 def plain_buffers(interpreter: Any) -> list[PlainBuffer]:
     """Return every buffer that is no part of a model."""
-    found = [*_libraries(interpreter), *_allocated(interpreter), *_containers(interpreter)]
     seen: dict[tuple[Any, ...], PlainBuffer] = {}
-    for one in found:
+    for one in (*_libraries(interpreter), *_allocated(interpreter), *_containers(interpreter)):
         seen.setdefault((one.place, one.title, one.nbytes), one)
     return list(seen.values())
+
+
+def _events(interpreter: Any, what: str) -> list[Any]:
+    return [made for made in interpreter.made if made.what == what]
+
+
+def _buffer(
+    interpreter: Any, made: Any, title: str, rows: int | None, fields: Iterable[StoredField], *,
+    nbytes: int | None = None, is_buffer: bool = True, **more: Any,
+) -> PlainBuffer:  # fmt: skip
+    """Describe a buffer that is made where an event happened; without its bytes, it is `rows` times its fields."""
+    kept = tuple(fields)
+    total = (rows or 0) * sum(one.nbytes for one in kept) if nbytes is None else nbytes
+    place, condition = interpreter.place(made.node), " and ".join(made.path)
+    return PlainBuffer(title, rows, total, kept, place, condition, is_buffer=is_buffer, **more)
 
 
 # ------------------------------------------------------------ arrays
@@ -51,22 +68,21 @@ def plain_buffers(interpreter: Any) -> list[PlainBuffer]:
 
 def _allocated(interpreter: Any) -> Iterator[PlainBuffer]:
     groups: dict[Any, list[Any]] = {}
-    for made in interpreter.made:
-        if made.what == "array":
-            groups.setdefault(_owner(made), []).append(made)
+    for made in _events(interpreter, "array"):
+        groups.setdefault(_owner(made), []).append(made)
     for owner, group in groups.items():
         unique = _alternatives(interpreter, {_origin(one): one for one in group})
-        rows = _leading(unique)
+        largest = max(unique, key=lambda one: one.value.nbytes).value.shape
+        rows = whole(largest[0]) if largest else None
         kept = [one for one in unique if rows is None or whole((one.value.shape or (None,))[0]) == rows]
-        fields = tuple(field for one in kept for field in _fields(interpreter, one, rows))
+        fields = [field for one in kept for field in _fields(interpreter, one, rows)]
         total = sum(one.value.nbytes * max(one.detail.get("times") or 1, 1) for one in kept)
         title = owner.made_of.node.name if isinstance(owner, InstanceValue) and hasattr(owner.made_of, "node") else ""
-        place = interpreter.place(kept[0].node)
         title = title or fields[0].name or "array"
-        yield PlainBuffer(
-            title=title, rows=rows, nbytes=total, fields=fields, place=place, condition=" and ".join(kept[0].path),
+        yield _buffer(
+            interpreter, kept[0], title, rows, fields, nbytes=total,
             is_on_gpu=any(one.value.device.startswith("cuda") for one in kept),
-            is_buffer=bool(_NAMED_BUFFER.search(title)) or _stores_next(fields),
+            is_buffer=bool(_NAMED_BUFFER.search(title)) or any(_NEXT.search(one.name) for one in fields),
         )  # fmt: skip
 
 
@@ -82,7 +98,7 @@ def _origin(made: Any) -> tuple[Any, Any]:
 
 
 def _name(interpreter: Any, origin: tuple[Any, Any]) -> str:
-    return str(interpreter.name_of(origin) or interpreter.name_of(origin[0]))
+    return str(interpreter.names.get(origin) or interpreter.names.get(origin[0], ""))
 
 
 def _alternatives(interpreter: Any, made: dict[Any, Any]) -> list[Any]:
@@ -92,12 +108,6 @@ def _alternatives(interpreter: Any, made: dict[Any, Any]) -> list[Any]:
     for origin, one in ordered:
         kept.setdefault(_name(interpreter, origin) or origin, one)
     return [one for one in made.values() if one in kept.values()]
-
-
-def _leading(group: list[Any]) -> int | None:
-    """Return the first axis that the largest array has."""
-    largest = max(group, key=lambda one: one.value.nbytes)
-    return whole(largest.value.shape[0]) if largest.value.shape else None
 
 
 def _fields(interpreter: Any, made: Any, rows: int | None) -> list[StoredField]:
@@ -115,18 +125,13 @@ def _stored(array: ArrayValue, first: int = 0) -> StoredField:
     return StoredField("", tuple(whole(axis) or 0 for axis in axes), array.dtype or np.dtype(np.float32))
 
 
-def _stores_next(fields: tuple[StoredField, ...]) -> bool:
-    return any(re.search(r"next|new|obs2|s2|_prime", one.name) for one in fields)
-
-
 # ------------------------------------------------------------ deques and lists
 
 
 def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
     appended: dict[int, list[Any]] = {}
-    for made in interpreter.made:
-        if made.what == "appended":
-            appended.setdefault(id(made.value), []).append(made)
+    for made in _events(interpreter, "appended"):
+        appended.setdefault(id(made.value), []).append(made)
     beside: dict[tuple[int, int], list[list[Any]]] = {}  # containers of one object and length: a field each
     for group in appended.values():
         container: ListValue = group[0].value
@@ -141,20 +146,19 @@ def _containers(interpreter: Any) -> Iterator[PlainBuffer]:
         items = sorted(map(_fullest, groups), key=lambda one: -_size(one.detail["item"]))
         parts = [part for one in items for part in _parts_once(one.detail["item"])]
         arrays = _distinct(_alike([array for part in parts for array in leaf_arrays(part)]))
-        known = [(one, one.kept) for one in arrays if one.nbytes and one.shape]  # a number is no array of its own
-        if not known:
+        sizes = [(one, one.kept) for one in arrays if one.nbytes and one.shape]  # a number is no array of its own
+        if not sizes:
             continue
-        is_whole = known[0][1] >= _LEAST_STATE or not any(_has_unknown(one.detail["item"]) for one in items)
-        per_item = sum(size // one.shared_frames + _OBJECT_BYTES for one, size in known)
-        fields = tuple(_stored(one) for one, _ in known)
+        is_whole = sizes[0][1] >= _LEAST_STATE or not any(_has_unknown(one.detail["item"]) for one in items)
+        per_item = sum(size // one.shared_frames + _OBJECT_BYTES for one, size in sizes)
         group = next(group for group in groups if items[0] in group)
         made = group[0].value.node  # of several that one line adds to, each stands where it is made
         is_one_of = sum(other[0].node is group[0].node for other in appended.values()) > 1
-        node = made if is_one_of and interpreter.was_reached(made) else group[0].node
-        yield PlainBuffer(
-            title=group[0].value.name or "deque", rows=limit, nbytes=limit * per_item, fields=fields,
-            place=interpreter.place(node), condition=" and ".join(group[0].path), is_container=True,
-            is_buffer=True, is_exact=is_whole and all(one.shape is not None for one in arrays),
+        event = replace(group[0], node=made) if is_one_of and interpreter.was_reached(made) else group[0]
+        yield _buffer(
+            interpreter, event, group[0].value.name or "deque", limit, [_stored(one) for one, _ in sizes],
+            nbytes=limit * per_item, is_container=True,
+            is_exact=is_whole and all(one.shape is not None for one in arrays),
         )  # fmt: skip
 
 
@@ -211,161 +215,134 @@ def _distinct(arrays: list[ArrayValue]) -> list[ArrayValue]:
 
 
 def _libraries(interpreter: Any) -> Iterator[PlainBuffer]:
-    for made in interpreter.made:
-        if made.what != "buffer":
-            continue
-        kind = made.detail.get("dotted", made.value.kind)
-        package = kind.partition(".")[0]
-        last = kind.rpartition(".")[2]
+    for made in _events(interpreter, "buffer"):
+        package, _, last = made.detail.get("dotted", made.value.kind).rpartition(".")
+        package = package.partition(".")[0]
         build = _BUILDERS.get(package, _keeping if package in KEEPING else _sb3)
-        found = build(interpreter, made, last)
-        if found is not None:
-            yield found
+        with suppress(NotKnownError, HoldallError):
+            yield build(interpreter, made, last)
 
 
-def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
-    given = made.arguments
-    size = whole(likely(given.get(0, "buffer_size")))
-    seen, acted = (likely(given.get(at, name)) for at, name in ((1, "observation_space"), (2, "action_space")))
-    count = whole(likely(given.get(6 if "Rollout" in last else 4, "n_envs", 1)))
-    if size is None or not count or not isinstance(seen, SpaceInfo):
-        return None
-    action = acted.leaves[0] if isinstance(acted, SpaceInfo) else Leaf("", (0,), np.dtype(np.uint8))
-    options = {
-        name: given.get(at, name, default)
-        for at, name, default in ((5, "optimize_memory_usage", False), (6, "handle_timeout_termination", True))
-    }
-    try:
-        if "Rollout" in last:
-            layout = spec.rollout_buffer(seen.leaves, action, size, count, buffer_class=last)
-        else:
-            if not all(isinstance(one, bool) for one in options.values()):
-                options = {"optimize_memory_usage": False, "handle_timeout_termination": True}
-            name = "DictReplayBuffer" if seen.is_dict and last == "ReplayBuffer" else last
-            layout = spec.replay_buffer(seen.leaves, action, size, count, buffer_class=name, **options)
-    except HoldallError:
-        return None
-    fields = tuple(StoredField(one.name, one.shape[2:], one.dtype) for one in layout.arrays)
-    library = "cleanrl" if made.detail.get("dotted", made.value.kind).startswith("cleanrl") else "sb3"
-    return PlainBuffer(
-        title=last, rows=layout.transitions, nbytes=layout.nbytes, fields=fields, place=interpreter.place(made.node),
-        condition=" and ".join(made.path), is_buffer=True,
-        library=library, is_exact=isinstance(acted, SpaceInfo),
-    )  # fmt: skip
-
-
-def _torchrl(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
-    storage = likely(made.arguments.get(None, "storage", UNKNOWN))
-    if not isinstance(storage, InstanceValue):
-        return None
-    size = whole(likely(storage.arguments.get("max_size", storage.arguments.get("0", UNKNOWN))))
-    env = held_env(interpreter.torchrl_env) if interpreter.torchrl_env is not None else None
-    seen = env.observation if env is not None else None
-    added = made.value.attributes.get("added", UNKNOWN)
-    if size is None or (seen is None and added is UNKNOWN):
-        return None
-    if seen is not None:
-        fields = tuple(StoredField(prefix + (leaf.name or "observation"), leaf.shape, leaf.dtype)
-                       for prefix in ("", "next.") for leaf in seen.leaves)  # fmt: skip
+def _sb3(interpreter: Any, made: Any, last: str) -> PlainBuffer:
+    given, is_rollout = made.arguments, "Rollout" in last
+    size, count = given.number(0, "buffer_size"), given.count(6 if is_rollout else 4, "n_envs", 1)
+    seen, acted = (given.likely(at, name) for at, name in ((1, "observation_space"), (2, "action_space")))
+    if not isinstance(seen, SpaceInfo):
+        raise NotKnownError
+    action = acted.leaves[0] if isinstance(acted, SpaceInfo) else NO_ACTION
+    options = {"optimize_memory_usage": given.get(5, "optimize_memory_usage", False),
+               "handle_timeout_termination": given.get(6, "handle_timeout_termination", True)}  # fmt: skip
+    if is_rollout:
+        layout = spec.rollout_buffer(seen.leaves, action, size, count, buffer_class=last)
     else:
-        first = 1 if made.value.attributes.get("is_batch") is True else 0  # without the axis of the transitions
-        fields = tuple(_stored(one, first) for one in leaf_arrays(added) if one.nbytes)
-        if not fields:
-            return None
-    nbytes = size * sum(one.nbytes for one in fields)
-    on_disk = "Memmap" in storage.kind
-    return PlainBuffer(
-        title=last, rows=size, nbytes=nbytes, fields=fields, place=interpreter.place(made.node), is_buffer=True,
-        condition=" and ".join(made.path), library="torchrl", is_exact=False, is_on_disk=on_disk,
-        stack=env.stack if env else 1,
+        options = options if all(isinstance(one, bool) for one in options.values()) else {}
+        name = "DictReplayBuffer" if seen.is_dict and last == "ReplayBuffer" else last
+        layout = spec.replay_buffer(seen.leaves, action, size, count, buffer_class=name, **options)
+    fields = [StoredField(one.name, one.shape[2:], one.dtype) for one in layout.arrays]
+    is_cleanrl = made.detail.get("dotted", made.value.kind).startswith("cleanrl")
+    return _buffer(
+        interpreter, made, last, layout.transitions, fields, nbytes=layout.nbytes,
+        library="cleanrl" if is_cleanrl else "sb3", is_exact=isinstance(acted, SpaceInfo),
     )  # fmt: skip
 
 
-def _tianshou(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
-    given = made.arguments
-    size = whole(likely(given.get(0, "total_size" if "Vector" in last else "size")))
-    env = held_env(made.value)
-    seen = env.observation if env is not None else None
-    if size is None or seen is None or env is None:
-        return None
+def _torchrl(interpreter: Any, made: Any, last: str) -> PlainBuffer:
+    storage, held = made.arguments.likely(None, "storage"), made.value.attributes
+    if not isinstance(storage, InstanceValue):
+        raise NotKnownError
+    size = known(likely(storage.arguments.get("max_size", storage.arguments.get("0", UNKNOWN))))
+    env = held_env(interpreter.torchrl_env)
+    if env is not None and env.observation is not None:
+        fields = _both(env.observation.leaves, "observation")
+    else:
+        first = 1 if held.get("is_batch") is True else 0  # without the axis of the transitions
+        fields = [_stored(one, first) for one in leaf_arrays(held.get("added", UNKNOWN)) if one.nbytes]
+    if not fields:
+        raise NotKnownError
+    return _buffer(
+        interpreter, made, last, size, fields, library="torchrl", is_exact=False,
+        is_on_disk="Memmap" in storage.kind, stack=env.stack if env else 1,
+    )  # fmt: skip
+
+
+def _both(leaves: Iterable[Leaf], name: str) -> list[StoredField]:
+    """Return the observations of a transition, and the next ones."""
+    return [
+        StoredField(prefix + (one.name or name), one.shape, one.dtype) for prefix in ("", "next.") for one in leaves
+    ]
+
+
+def _tianshou(interpreter: Any, made: Any, last: str) -> PlainBuffer:
+    given, env = made.arguments, held_env(made.value)
+    size = given.number(0, "total_size" if "Vector" in last else "size")
+    if env is None or env.observation is None:
+        raise NotKnownError
     last_only = given.get(None, "save_only_last_obs", False) is True
-    no_next = given.get(None, "ignore_obs_next", False) is True
-    leaves = [Leaf(one.name, one.shape[1:] if last_only and one.shape else one.shape, one.dtype) for one in seen.leaves]
-    prefixes = ("",) if no_next else ("", "next.")
-    fields = tuple(
-        StoredField(prefix + (leaf.name or ("frame" if last_only else "obs")), leaf.shape, leaf.dtype)
-        for prefix in prefixes
-        for leaf in leaves
-    )
+    leaves = [replace(one, shape=one.shape[1:] if last_only else one.shape) for one in env.observation.leaves]
+    fields = _both(leaves, "frame" if last_only else "obs")
+    if given.get(None, "ignore_obs_next", False) is True:
+        fields = fields[: len(leaves)]
     acted = env.action.leaves[0] if env.action is not None else Leaf("", (), np.dtype(np.int64))
     fields += (
         StoredField("act", acted.shape, acted.dtype), StoredField("rew", (), np.dtype(np.float64)),
         StoredField("flags", (3,), np.dtype(np.bool_)),
     )  # fmt: skip
-    return PlainBuffer(
-        title=last, rows=size, nbytes=size * sum(one.nbytes for one in fields), fields=fields,
-        place=interpreter.place(made.node), condition=" and ".join(made.path), is_buffer=True, library="tianshou",
-        is_exact=False, stack=1 if last_only else env.stack,
-    )  # fmt: skip
+    stack = 1 if last_only else env.stack
+    return _buffer(interpreter, made, last, size, fields, library="tianshou", is_exact=False, stack=stack)
 
 
-def _keeping(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
+def _keeping(interpreter: Any, made: Any, last: str) -> PlainBuffer:
     """Size a buffer that keeps the observations of the environment that the program made."""
     at, name, times = KEEPING[made.value.kind.partition(".")[0]]
-    size, env = whole(likely(made.arguments.get(at, name))), interpreter.last_environment
-    if size is None or env is None or env.observation is None:
-        return None
+    size, env = made.arguments.number(at, name), interpreter.last_environment
+    if env is None or env.observation is None:
+        raise NotKnownError
     sample = space_sample(env.observation, made.node, env.stack if env.is_lazy else 1)
     processor = likely(made.value.attributes.get("processor"))
     if isinstance(processor, InstanceValue):
         method = interpreter.member(processor, "process_observation")
-        sample = likely(interpreter.call(method, type(made.arguments)([sample]), made.node)) or sample
+        sample = likely(interpreter.call(method, CallArguments([sample]), made.node)) or sample
     arrays = [one for one in leaf_arrays(sample) if one.nbytes]
-    fields = tuple(map(_stored, arrays)) * times
     nbytes = size * times * sum((one.nbytes or 0) // one.shared_frames for one in arrays)
-    return _of_library(interpreter, made, last, size, nbytes, fields) if arrays else None
+    return _of_library(interpreter, made, last, size, [*map(_stored, arrays)] * times, nbytes)
 
 
 def _of_library(
-    interpreter: Any, made: Any, last: str, size: int, nbytes: int, fields: tuple[StoredField, ...]
+    interpreter: Any, made: Any, last: str, size: int, fields: list[StoredField], nbytes: int | None = None
 ) -> PlainBuffer:
-    return PlainBuffer(
-        title=last, rows=size, nbytes=nbytes, fields=fields, place=interpreter.place(made.node), is_buffer=True,
-        condition=" and ".join(made.path), is_exact=False,
-    )  # fmt: skip
+    if not fields:
+        raise NotKnownError
+    return _buffer(interpreter, made, last, size, fields, nbytes=nbytes, is_exact=False)
 
 
-def _cpprb(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
-    size, table = whole(likely(made.arguments.get(0, "size"))), likely(made.arguments.get(1, "env_dict"))
-    if size is None or not isinstance(table, TableValue):
-        return None
-
-    def names(option: str) -> list[Any]:
-        given = made.arguments.get(None, option, None)
-        return known_items(given) or [given]
-
+def _cpprb(interpreter: Any, made: Any, last: str) -> PlainBuffer:
+    size, table = made.arguments.number(0, "size"), made.arguments.likely(1, "env_dict")
+    given = (made.arguments.get(None, option, None) for option in ("next_of", "stack_compress"))
+    shared, packed = (known_items(one) or [one] for one in given)
     fields = []
-    for name, entry in table.items():
-        shape = shape_of(entry.get("shape", 1)) if isinstance(entry, TableValue) else None
-        axes = [whole(one) for one in shape or (None,)]
-        dtype = dtype_of(entry.get("dtype", "float32")) if isinstance(entry, TableValue) else None
-        is_shared = str(name).startswith("next_") and str(name).removeprefix("next_") in names("next_of")
-        if None not in axes and dtype is not None and not is_shared:
-            kept = axes[:-1] if name in names("stack_compress") else axes
-            fields.append(StoredField(str(name), tuple(axis or 0 for axis in kept), dtype))
-    nbytes = size * sum(one.nbytes for one in fields)
-    return _of_library(interpreter, made, last, size, nbytes, tuple(fields)) if fields else None
+    for name, entry in table.items() if isinstance(table, TableValue) else ():
+        is_shared = str(name).startswith("next_") and str(name).removeprefix("next_") in (
+            known_items(shared) or [shared]
+        )
+        if isinstance(entry, TableValue) and not is_shared:
+            with suppress(NotKnownError):
+                one = _declared(str(name), entry.get("shape", 1), entry.get("dtype", "float32"))
+                fields.append(replace(one, shape=one.shape[:-1]) if name in packed else one)
+    return _of_library(interpreter, made, last, size, fields)
 
 
-def _dopamine(interpreter: Any, made: Any, last: str) -> PlainBuffer | None:
+def _dopamine(interpreter: Any, made: Any, last: str) -> PlainBuffer:
     given = made.arguments
-    size, shape = whole(likely(given.get(2, "replay_capacity"))), shape_of(given.get(0, "observation_shape"))
-    axes = [whole(one) for one in shape or (None,)]
-    dtype = dtype_of(given.get(None, "observation_dtype", "uint8"))
-    if size is None or None in axes or dtype is None:
-        return None
-    field = StoredField("observation", tuple(axis or 0 for axis in axes), dtype)
-    return _of_library(interpreter, made, last, size, size * field.nbytes, (field,))
+    dtype = given.get(None, "observation_dtype", "uint8")
+    field = _declared("observation", given.get(0, "observation_shape"), dtype)
+    return _of_library(interpreter, made, last, given.number(2, "replay_capacity"), [field])
+
+
+def _declared(name: str, shape: Any, dtype: Any) -> StoredField:
+    axes, kind = shape_of(shape), dtype_of(dtype)
+    if not axes or kind is None:
+        raise NotKnownError
+    return StoredField(name, tuple(map(known, axes)), kind)
 
 
 _BUILDERS = {"torchrl": _torchrl, "tianshou": _tianshou, "cpprb": _cpprb, "dopamine": _dopamine}

@@ -14,6 +14,7 @@ from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, Reference
 from holdall.tools.lint.source.values import (
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -24,6 +25,7 @@ from holdall.tools.lint.source.values import (
     one_of,
 )
 
+_DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 _LOADERS = {"safe_load", "load", "full_load", "unsafe_load", "loads", "FullLoader"}
 
 
@@ -35,26 +37,23 @@ _DEEPEST_DEFAULTS = 3  # files of hydra that name files that ...
 _PARSERS = {"ArgumentParser", "ArgParser", "HfArgumentParser"}
 
 
+_FROM_DEFAULTS = {
+    "tyro.cli", "pyrallis.parse", "draccus.parse", "jsonargparse.CLI", "fire.Fire",
+    "tyro.extras.overridable_config_cli",
+}  # fmt: skip
 _FOLLOWED = {
     "argparse", "configargparse", "absl", "click", "typer", "hydra", "dataclasses", "ml_collections", "easydict",
 }  # fmt: skip
 
 
-def command_line(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:
+def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Return what parsers of command lines make: their options, with the defaults."""
-    first = arguments.get(0, "", UNKNOWN)
+    last, first = dotted.rpartition(".")[2], arguments.get(0, "")
     if last in _PARSERS:
         made = InstanceValue(Reference("argparse.ArgumentParser"), node=node)
         made.attributes["options"] = TableValue()
         return made
-    if dotted in {
-        "tyro.cli",
-        "pyrallis.parse",
-        "draccus.parse",
-        "jsonargparse.CLI",
-        "fire.Fire",
-        "tyro.extras.overridable_config_cli",
-    }:
+    if dotted in _FROM_DEFAULTS:
         return _from_defaults(interpreter, arguments.get(0, "config_class"), node)
     if "flags.DEFINE" in dotted:
         if isinstance(first, str):
@@ -63,14 +62,13 @@ def command_line(interpreter: Any, dotted: str, last: str, arguments: Any, node:
     if dotted in {"typer.Option", "typer.Argument", "pydantic.Field", "tyro.conf.arg"}:
         return arguments.get(0, "default", UNKNOWN)
     if dotted.partition(".")[0] in _FOLLOWED or last[:1].isupper():
-        named = {str(i): value for i, value in enumerate(arguments.values)} | arguments.named
-        return InstanceValue(Reference(dotted), {}, named, node, interpreter.path)
+        return InstanceValue(Reference(dotted), {}, arguments.all_named(), node, interpreter.path)
     return UNKNOWN
 
 
 def _from_defaults(interpreter: Any, made_of: Any, node: ast.AST) -> Any:
     """Make a data class, or call a function, with nothing but its defaults."""
-    empty = type(interpreter.no_arguments)(is_complete=False)
+    empty = CallArguments(is_complete=False)
     if isinstance(made_of, ClassValue):
         made = interpreter.instantiate(made_of, empty, node)
         if isinstance(made, InstanceValue):
@@ -84,12 +82,16 @@ def configured_argument(interpreter: Any, function: FunctionValue) -> Any:
     made = next((one for one in function.wrapped or () if one.kind == "hydra.main"), None)
     if made is None:
         return None
-    folder = made.arguments.get("config_path", made.arguments.get("0", ""))
-    name = made.arguments.get("config_name", made.arguments.get("1", "config"))
+    given = made.arguments
+    folder, name = given.get("config_path", given.get("0", "")), given.get("config_name", given.get("1", "config"))
     if not isinstance(name, str):
         return None
-    folder = folder if isinstance(folder, str) else ""
-    return _hydra(interpreter, folder, name.removesuffix(".yaml"))
+    folder, name = folder if isinstance(folder, str) else "", name.removesuffix(".yaml")
+    if folder.endswith((".yaml", ".yml")):  # as older versions take it
+        folder, name = str(PurePath(folder).parent), PurePath(folder).stem
+    tried = (_composed(interpreter.repository, interpreter.here, PurePath(one), name) for one in (folder, ""))
+    found = next(filter(None, tried), None)
+    return from_data(found, found, attributes=True) if found else None
 
 
 def click_defaults(function: FunctionValue) -> Iterator[tuple[str, Any]]:
@@ -103,18 +105,6 @@ def click_defaults(function: FunctionValue) -> Iterator[tuple[str, Any]]:
             yield long.lstrip("-").replace("-", "_"), one.arguments.get("default", flag)
 
 
-def _hydra(interpreter: Any, folder: str, name: str) -> Any:
-    """Read a configuration of hydra, with the files that its list of defaults names."""
-    here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
-    if folder.endswith((".yaml", ".yml")):
-        file = PurePath(folder)  # as older versions take it
-        folder, name = str(file.parent), file.stem
-    found = _composed(interpreter.repository, here, PurePath(folder), name) or _composed(
-        interpreter.repository, here, PurePath(), name
-    )
-    return from_data(found, found, attributes=True) if found else None
-
-
 def _composed(repository: Any, here: str, folder: PurePath, name: str, depth: int = 0) -> dict[Any, Any]:
     """Return what one file of hydra's holds, over what its list of defaults names."""
     data = next((one for end in (".yaml", ".yml", "")
@@ -126,7 +116,9 @@ def _composed(repository: Any, here: str, folder: PurePath, name: str, depth: in
         for named, chosen in entry.items() if isinstance(entry, dict) else [("", entry)]:
             group = str(named).removeprefix("override ").lstrip("/").partition("@")[0]
             inner = _composed(repository, here, folder / group, str(chosen), depth + 1)
-            is_global = not group or repository.says("@package _global_", str(folder / group / f"{chosen}.yaml"), here)
+            is_global = not group or "@package _global_" in repository.text_of(
+                str(folder / group / f"{chosen}.yaml"), here
+            )
             _merge(merged, inner if is_global else {group: inner})
     _merge(merged, {key: value for key, value in data.items() if key not in {"defaults", "hydra"}})
     return merged
@@ -164,8 +156,11 @@ def from_data(data: Any, root: Any = None, attributes: bool = False, depth: int 
     return data if isinstance(data, int | float | bool | None) else UNKNOWN
 
 
-def loaded(interpreter: Any, last: str, arguments: Any, package: str) -> Any:
-    """Return what a file of data holds that the program loads."""
+def loaded(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
+    """Return what a file of data holds that the program loads; NotImplemented for other functions."""
+    package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
+    if package not in _DATA_PACKAGES:
+        return NotImplemented
     if last not in _LOADERS:
         return arguments.get(0, "") if last in {"to_container", "create", "structured"} else UNKNOWN
     is_object = package == "omegaconf" or "object_hook" in arguments.named
@@ -173,8 +168,7 @@ def loaded(interpreter: Any, last: str, arguments: Any, package: str) -> Any:
     if isinstance(source, InstanceValue) and source.kind == "builtins.open":
         source = source.arguments.get("0", source.arguments.get("file", UNKNOWN))
         source = likely(source)
-    here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
-    data = interpreter.repository.data(source, here) if isinstance(source, str) else None
+    data = interpreter.repository.data(source, interpreter.here) if isinstance(source, str) else None
     if data is not None or (isinstance(source, str) and not _SETTINGS_PATH.search(source)):
         return UNKNOWN if data is None else from_data(data, data, attributes=is_object)
     kinds = (".json",) if package == "json" else (".toml",) if package.startswith("tom") else (".yaml", ".yml")
@@ -187,8 +181,7 @@ def ini_method(interpreter: Any, parser: InstanceValue, name: str, arguments: An
     """Return what a method of a ConfigParser returns: `read` fills it with the sections of a file."""
     first = likely(arguments.get(0, "section"))
     if name == "read" and isinstance(first, str):
-        here = interpreter.scope.module.path if interpreter.scope.module else interpreter.main.path
-        data = interpreter.repository.data(first, here)
+        data = interpreter.repository.data(first, interpreter.here)
         parser.attributes |= {str(key): from_data(value) for key, value in (data or {}).items()}
         return UNKNOWN
     section = parser.attributes.get(str(first))
@@ -256,6 +249,6 @@ def _add_option(interpreter: Any, options: TableValue, arguments: Any) -> None:
     if isinstance(default, str) and isinstance(kind, Reference) and kind.last in {"int", "float"}:
         default = as_number(kind.last, (default,))
     elif isinstance(default, str) and isinstance(kind, FunctionValue):
-        default = interpreter.call(kind, type(arguments)([default]), interpreter.anchor or interpreter.main.tree)
+        default = interpreter.call(kind, CallArguments([default]), interpreter.anchor or interpreter.main.tree)
     if isinstance(name, str) and name:
         options[name] = default

@@ -27,6 +27,9 @@ from holdall.tools.lint.source.values import (
     spread,
 )
 
+_TEXT_METHODS = {
+    "lower", "upper", "strip", "replace", "startswith", "endswith", "removesuffix", "removeprefix", "split",
+}  # fmt: skip
 MANY = 1_000  # transitions; a deque for n-step returns is no replay buffer
 _MOST_WRITTEN_OUT = 16  # items that a loop appends
 MOST_SAMPLES = 8  # of what is added to a container
@@ -57,9 +60,7 @@ def table_method(interpreter: Any, table: TableValue, name: str, arguments: Any)
             made = {"items": list(table.items()), "values": list(table.values()), "keys": list(table)}[name]
             return ListValue(made, len(made) if table.is_complete else None)
         case "copy":
-            copied = TableValue(table.items(), path=interpreter.path, attributes=table.has_attributes)
-            copied.is_complete = table.is_complete
-            return copied
+            return table.copied(interpreter.path)
     return UNKNOWN
 
 
@@ -142,32 +143,22 @@ def text_method(text: str, name: str, arguments: Any) -> Any:
     if name in {"resolve", "absolute", "expanduser", "as_posix"}:
         return text  # a path
     if name in {"with_name", "with_suffix"} and len(plain) == 1 and PurePath(text).name:
-        return str(
-            PurePath(text).with_name(str(plain[0]) if name == "with_name" else PurePath(text).stem + str(plain[0]))
-        )
+        stem = "" if name == "with_name" else PurePath(text).stem
+        return str(PurePath(text).with_name(f"{stem}{plain[0]}"))
     if name in {"read_text", "open"}:
         return InstanceValue(Reference("builtins.open"), {}, {"0": text})
     if name == "joinpath" and len(plain) == len(arguments.values):
         return str(PurePath(text, *map(str, plain)))
-    if name not in {"lower", "upper", "strip", "replace", "startswith", "endswith", "removesuffix", "removeprefix"}:
-        return _split(text, plain) if name == "split" else UNKNOWN
-    if len(plain) != len(arguments.values):
+    if name not in _TEXT_METHODS or (len(plain) != len(arguments.values) and name != "split"):
         return UNKNOWN
     try:
-        return getattr(text, name)(*plain)
+        made = getattr(text, name)(*plain)
     except (TypeError, ValueError):
         return UNKNOWN
+    return ListValue(made, len(made)) if name == "split" else made
 
 
-def _split(text: str, plain: list[Any]) -> Any:
-    try:
-        parts: list[Any] = text.split(*plain)
-    except (TypeError, ValueError):
-        return UNKNOWN
-    return ListValue(parts, len(parts))
-
-
-def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911, PLR0912  one line for each kind of value
+def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911  one line for each kind of value
     """Return `base[index]`."""
     if isinstance(base, arrays.ReturnedValues) and whole(index) is None:
         base = base.observation  # older environments return nothing else
@@ -178,11 +169,12 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
     if isinstance(base, Reference | ClassValue):
         return base  # a generic class with its parameters
     number = whole(index)
-    if isinstance(base, tuple) and number is not None and -len(base) <= number < len(base):
+    if isinstance(base, tuple | str) and number is not None and -len(base) <= number < len(base):
         return base[number]
     if isinstance(base, ListValue):
-        passes = (base.is_deque or base.is_passed) and base.added  # then an item is one of all that were appended
-        is_kept = not passes
+        is_kept = not (
+            (base.is_deque or base.is_passed) and base.added
+        )  # otherwise it is one of all that were appended
         if number is not None and is_kept and base.is_known and -len(base.items) <= number < len(base.items):
             return base.items[number]
         samples = (base.items or base.added) if is_kept else [*base.items, *base.added]
@@ -191,8 +183,6 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
         return spaces.item(base, index)
     if isinstance(base, ArrayValue):
         return shapes.item(base, index)
-    if isinstance(base, str) and number is not None and -len(base) <= number < len(base):
-        return base[number]
     if isinstance(base, InstanceValue) and isinstance(index, str) and index in base.attributes:
         return base.attributes[index]
     if isinstance(base, InstanceValue) and number is not None and getattr(base.made_of, "fields", False):
@@ -245,7 +235,5 @@ def snapshot(value: Any) -> Any:
     if isinstance(value, ListValue):
         return ListValue(list(value.items), value.length, value.maxlen, value.is_deque)
     if isinstance(value, TableValue):
-        copied = TableValue(value.items(), path=value.path, attributes=value.has_attributes)
-        copied.is_complete = value.is_complete
-        return copied
+        return value.copied(value.path)
     return value

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, library
-from holdall.tools.lint.source.scopes import CallArguments, Names, Scope
+from holdall.tools.lint.source import arrays, containers, environments, frameworks, library, shapes
+from holdall.tools.lint.source.scopes import Names, Scope
 from holdall.tools.lint.source.values import (
     ArrayValue,
     BoundMethod,
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -121,7 +122,7 @@ class Expressions(Names):
     def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a kind
         """Return the result of an operator."""
         if isinstance(left, ArrayValue) or isinstance(right, ArrayValue):
-            return library.calculated(op, left, right, node)
+            return shapes.calculated(op, left, right, node)
         if isinstance(op, ast.Add) and isinstance(left, InstanceValue):
             return self.special(left, "__add__", right)
         if isinstance(op, ast.Mult) and (repeated := _repeated(left, right)) is not None:
@@ -129,8 +130,7 @@ class Expressions(Names):
         if isinstance(op, ast.Add) and isinstance(left, tuple | ListValue) and isinstance(right, tuple | ListValue):
             return containers.joined_sequences(left, right)
         if isinstance(op, ast.BitOr) and isinstance(left, TableValue):
-            table = TableValue(left.items(), path=self.path)
-            table.is_complete = left.is_complete
+            table = TableValue(left.items(), path=self.path, complete=left.is_complete)
             containers.update(self, table, right)
             return table
         if isinstance(op, ast.Div) and isinstance(left, str) and isinstance(right, str):
@@ -162,12 +162,17 @@ class Expressions(Names):
             return UNKNOWN
         return spread(lambda a, b: _compared(node.ops[0], a, b, node), left, rights[0])
 
-    def _on_ifexp(self, node: ast.IfExp) -> Any:
+    def tested(self, test: ast.expr) -> tuple[bool | None, bool]:
+        """Return whether a condition holds, if that is known, and whether that is certain: no user can change it."""
         outer, self.is_soft = self.is_soft, False
-        tested = self.value(node.test)
-        truth = self.truth(tested)
-        is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer or self.is_soft
-        if truth is not None and not is_soft:
+        value = self.value(test)
+        truth, is_soft = self.truth(value), self.is_soft or isinstance(value, OneOf)
+        self.is_soft = outer or self.is_soft
+        return truth, truth is not None and not is_soft
+
+    def _on_ifexp(self, node: ast.IfExp) -> Any:
+        truth, is_certain = self.tested(node.test)
+        if is_certain:
             return self.value(node.body if truth else node.orelse)
         text, path, pairs = self.text_of(node.test), self.path, []
         conditions = ("" if truth else text, "" if truth is False else f"not ({text})")
@@ -278,13 +283,8 @@ class Expressions(Names):
                 self.value(test)
         return lengths, over
 
-    def item_of_loop(self, over: Any) -> Any:
-        """Return what a loop's variable is."""
-        raise NotImplementedError
-
-    def instantiate(self, made_of: ClassValue, arguments: CallArguments, node: ast.AST | None) -> Any:
-        """Make an object of a class of the program."""
-        raise NotImplementedError
+    item_of_loop: Callable[..., Any]
+    instantiate: Callable[..., Any]
 
     # ------------------------------------------------------------ calls
 
@@ -293,13 +293,9 @@ class Expressions(Names):
         if called is library.SUPER:
             return self._super()
         arguments = self._arguments(node)
-        is_own = self.scope.module is self.main
-        outer, self.anchor = self.anchor, node if is_own else self.anchor
+        outer, self.anchor = self.anchor, node if self.scope.module is self.main else self.anchor
         try:
-            if isinstance(called, OneOf):
-                result = spread(lambda one: self.call(one, arguments, node), called)
-            else:
-                result = self.call(called, arguments, node)
+            result = spread(lambda one: self.call(one, arguments, node), called)
         finally:
             self.anchor = outer
         self.seen_function = called
@@ -336,7 +332,7 @@ class Expressions(Names):
             given.is_complete = given.is_complete and isinstance(value, TableValue) and value.is_complete
         return given
 
-    def call(self, called: Any, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case a kind
+    def call(self, called: Any, arguments: CallArguments, node: ast.AST) -> Any:
         """Return what a call returns."""
         match called:
             case FunctionValue():
@@ -358,19 +354,21 @@ class Expressions(Names):
             case InstanceValue():
                 found = self._instance_member(called, "__call__", node)
                 return self.call(found, arguments, node) if isinstance(found, BoundMethod) else UNKNOWN
-        name = getattr(getattr(node, "func", None), "id", getattr(getattr(node, "func", None), "attr", ""))
-        first = arguments.get(0, "env", UNKNOWN)
-        if name[:1].isupper() and environments.is_environment(first):
-            inner = environments.environment_of(self, first)
-            return (
-                UNKNOWN if inner is None else replace(inner, observation=None, action=None)
-            )  # a wrapper from elsewhere
-        if name == "reshape" and called is UNKNOWN and (axes := arrays.fixed_shape(arguments.values)) is not None:
-            return ArrayValue(axes, None, frozenset({node}))  # nothing but arrays has this method
-        if name == "astype" and called is UNKNOWN and (dtype := arrays.dtype_of(arguments.get(0, "dtype"))) is not None:
-            return ArrayValue(None, dtype, frozenset({node}))
-        if name == "mean" and called is UNKNOWN and "axis" in arguments.named:
-            return ArrayValue(None, np.dtype(np.float64), frozenset({node}))
+        return self._call_unknown(called, arguments, node)
+
+    def _call_unknown(self, called: Any, arguments: CallArguments, node: ast.AST) -> Any:
+        """Return what the name of a function says of its result, where nothing else is known of it."""
+        function = getattr(node, "func", None)
+        name = getattr(function, "id", getattr(function, "attr", ""))
+        first = arguments.get(0, "env")
+        if name[:1].isupper() and environments.is_environment(first):  # a wrapper from elsewhere
+            return replace(environments.environment_of(self, first), observation=None, action=None)  # type: ignore[type-var]
+        if called is UNKNOWN and name in {"reshape", "astype", "mean"}:  # nothing but arrays has these methods
+            shape = arrays.fixed_shape(arguments.values) if name == "reshape" else None
+            dtype = arrays.dtype_of(arguments.get(0, "dtype")) if name == "astype" else None
+            dtype = np.dtype(np.float64) if name == "mean" and "axis" in arguments.named else dtype
+            if shape is not None or dtype is not None:
+                return ArrayValue.new(node, shape, dtype)
         if name == "run":
             return frameworks.session_result(arguments, node)
         if name.startswith("suggest_"):
@@ -383,6 +381,14 @@ class Expressions(Names):
             elif isinstance(value, ListValue):
                 value.length = None
         return UNKNOWN
+
+    def called(self, value: Any) -> Any:
+        """Return what calling a value without arguments returns: a class, a function, a partial."""
+        value, node = likely(value), self.anchor or self.main.tree
+        if isinstance(value, InstanceValue) and value.kind == "functools.partial":
+            return self.call(value.arguments["call"], value.arguments["arguments"].behind(1), node)
+        is_called = isinstance(value, FunctionValue | ClassValue | BoundMethod | Reference)
+        return self.call(value, CallArguments(), node) if is_called else value
 
     def follow_callbacks(self, arguments: CallArguments, node: ast.AST) -> None:
         """Follow functions of the program that something else calls: with what a sensor saw, nobody knows when."""
@@ -402,12 +408,7 @@ class Expressions(Names):
         """Return what numpy makes of an object: what its `__array__` returns, or the pixels of a picture."""
         if "array" in value.attributes and isinstance(value.made_of, Reference):
             return value.attributes["array"]
-        method = value.made_of.find("__array__") if isinstance(value.made_of, ClassValue) else UNKNOWN
-        return self.call_function(method, CallArguments(), value) if isinstance(method, FunctionValue) else value
-
-    def configured_argument(self, function: FunctionValue) -> Any:
-        """Return the configuration that a decorator hands to a function: hydra's, from its file."""
-        return command_line.configured_argument(self, function)
+        return self.special(value, "__array__") if value.method("__array__") else value
 
 
 def bounded(function: Callable[..., Any], *values: Any) -> Any:
@@ -437,22 +438,18 @@ def _repeated(left: Any, right: Any) -> Any:
     return None
 
 
-def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a kind
+def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:
     if isinstance(left, ArrayValue) and isinstance(op, ast.Gt | ast.GtE | ast.Lt | ast.LtE | ast.Eq | ast.NotEq):
         return left.made_by(node, dtype=np.dtype(np.bool_))
     if isinstance(op, ast.Is | ast.IsNot) and right is None:
         if left is UNKNOWN or isinstance(left, Reference):
             return UNKNOWN
         return (left is None) is isinstance(op, ast.Is)
-    items = known_items(right)
     if isinstance(op, ast.In | ast.NotIn):
-        if isinstance(right, TableValue) and right.is_complete and isinstance(left, _PLAIN):
-            return (left in right) is isinstance(op, ast.In)
-        if isinstance(left, str) and isinstance(right, str):
-            return bounded(_COMPARED[type(op)], left, right)
-        if items is None or not isinstance(left, _PLAIN) or not all(isinstance(one, _PLAIN) for one in items):
-            return UNKNOWN
-        return (left in items) is isinstance(op, ast.In)
+        is_table = isinstance(right, TableValue) and right.is_complete
+        held = right if is_table or isinstance(right, str) else known_items(right)
+        is_known = held is not None and (is_table or all(isinstance(one, _PLAIN) for one in held))
+        return bounded(_COMPARED[type(op)], left, held) if is_known and isinstance(left, _PLAIN) else UNKNOWN
     if isinstance(left, ListValue) and isinstance(right, ListValue):
         left, right = (tuple(known_items(one) or [one]) for one in (left, right))
         if not all(isinstance(one, _PLAIN) for one in (*left, *right)):

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from holdall.schema import Leaf
 from holdall.tools.lint.finding import SourceRange
-from holdall.tools.lint.run import UNKNOWN, Environments, Reference, SpaceInfo, algorithm_by_import, whole
+from holdall.tools.lint.run import UNKNOWN, Environments, NotKnownError, Reference, algorithm_by_import, known, whole
 from holdall.tools.lint.source import environments
-from holdall.tools.lint.source.spaces import by_id
+from holdall.tools.lint.source.spaces import FLOAT32, UINT8, by_id, picture, shaped, widened
 from holdall.tools.lint.source.values import (
     ArrayValue,
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -30,19 +30,17 @@ from holdall.tools.lint.source.values import (
 )
 
 _SB3 = ("stable_baselines3", "sb3_contrib")
-_SB3_BUFFERS = {
+_SB3_BUFFERS = frozenset({
     "ReplayBuffer", "DictReplayBuffer", "RolloutBuffer", "DictRolloutBuffer", "NStepReplayBuffer", "HerReplayBuffer",
-}  # fmt: skip
-_TORCHRL_STORAGES = {"LazyTensorStorage", "LazyMemmapStorage", "ListStorage", "TensorStorage"}
-_TORCHRL_BUFFERS = {
-    "ReplayBuffer", "TensorDictReplayBuffer", "TensorDictPrioritizedReplayBuffer", "PrioritizedReplayBuffer",
-}  # fmt: skip
-_TIANSHOU_BUFFERS = {
-    "ReplayBuffer", "VectorReplayBuffer", "PrioritizedReplayBuffer", "PrioritizedVectorReplayBuffer",
-    "CachedReplayBuffer",
+})  # fmt: skip
+_BUFFERS = {
+    **dict.fromkeys(_SB3, _SB3_BUFFERS), "cleanrl_utils": {"ReplayBuffer"},
+    "torchrl": {"ReplayBuffer", "TensorDictReplayBuffer", "TensorDictPrioritizedReplayBuffer",
+                "PrioritizedReplayBuffer"},
+    "tianshou": {"ReplayBuffer", "VectorReplayBuffer", "PrioritizedReplayBuffer", "PrioritizedVectorReplayBuffer",
+                 "CachedReplayBuffer"},
 }  # fmt: skip
 LISTENING = {"listen", "subscribe", "create_subscription", "Subscriber"}  # functions that take callbacks of sensors
-_FLOAT32 = np.dtype(np.float32)
 # Buffers that keep what an environment returns: the argument with their size, by position and name, and how often each
 # observation is kept.
 KEEPING = {
@@ -52,91 +50,57 @@ KEEPING = {
 }  # fmt: skip
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case for each library
+def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Return what a library's class or function makes; NotImplemented if it is none of those here."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
-    if is_buffer(dotted):
+    is_kept = package in KEEPING or package in {"cpprb", "dopamine"}
+    if last in _BUFFERS.get(package, ()) or (
+        is_kept and (last.endswith(("Buffer", "Memory")) or last == "create_fifo_buffer")
+    ):
         return _made(interpreter, "buffer", dotted, arguments, node)
-    if package in _SB3:
-        return _sb3(interpreter, dotted, last, arguments, node)
-    if package == "pettingzoo" and last in {"env", "parallel_env", "raw_env"}:
-        return _many_agents(interpreter, dotted, arguments, node)
-    if package == "envpool" and last in {"make", "make_gym", "make_gymnasium"}:
-        return _envpool(interpreter, arguments, node)
-    if package == "tf_agents" and last == "load":
-        return _loaded(interpreter, arguments, node)
-    if dotted == "dmc2gym.make":
-        return _control_suite(interpreter, arguments, node)
-    if package in {"torchrl", "tensordict"}:
-        return _torchrl(interpreter, dotted, last, arguments, node)
-    if package == "tianshou":
-        return _tianshou(interpreter, dotted, last, arguments, node)
     if package in {"lightning", "pytorch_lightning"} and last == "Trainer":
         return InstanceValue(Reference(dotted), {}, {}, node, interpreter.path)
-    if package in KEEPING or package in {"cpprb", "dopamine"}:
-        if last.endswith(("Buffer", "Memory")) or last == "create_fifo_buffer":
-            return _made(interpreter, "buffer", dotted, arguments, node)
-        if last == "DQNAgent" and isinstance(memory := likely(arguments.get(None, "memory")), InstanceValue):
-            memory.attributes["processor"] = arguments.get(None, "processor", None)
-    return NotImplemented
+    if last == "DQNAgent" and is_kept and isinstance(memory := arguments.likely(None, "memory"), InstanceValue):
+        memory.attributes["processor"] = arguments.get(None, "processor", None)
+    described = _LIBRARIES.get(package)
+    return NotImplemented if described is None else described(interpreter, dotted, last, arguments, node)
 
 
 def is_buffer(dotted: str) -> bool:
     """Whether a class is a buffer of Stable-Baselines3, or of CleanRL, which a program may extend."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
-    return (package in _SB3 and last in _SB3_BUFFERS) or (last == "ReplayBuffer" and package == "cleanrl_utils")
+    return package in {*_SB3, "cleanrl_utils"} and last in _BUFFERS[package]
 
 
-def _made(interpreter: Any, what: str, dotted: str, arguments: Any, node: ast.AST, **detail: Any) -> InstanceValue:
-    made = InstanceValue(Reference(dotted), {}, {"call": arguments}, node, interpreter.path)
-    interpreter.record(what, made, arguments, node, **detail)
+def _made(interpreter: Any, what: str, dotted: str, arguments: CallArguments, node: ast.AST, **held: Any) -> Any:
+    made = InstanceValue(Reference(dotted), held, {"call": arguments}, node, interpreter.path)
+    interpreter.record(what, made, arguments, node)
     return made
 
 
-def _sb3(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:
-    owner = dotted.rpartition(".")[0]
+def _sb3(interpreter: Any, dotted: str, last: str, arguments: CallArguments, node: ast.AST) -> Any:
+    owner, env = dotted.rpartition(".")[0], arguments.get(1, "env", None)
     if algorithm_by_import(dotted):
-        return _model(interpreter, dotted, arguments, node)
+        return _made(interpreter, "model", dotted, arguments, node, env=env)
     if last == "load" and algorithm_by_import(owner):
-        made = InstanceValue(Reference(owner), {"env": arguments.get(1, "env", None)}, {"call": arguments}, node)
-        interpreter.record("loaded", made, arguments, node)
-        return made
+        return _made(interpreter, "loaded", owner, arguments, node, env=env)
     if ".callbacks" in dotted and last[:1].isupper():
         return InstanceValue(Reference(dotted), {}, {"call": arguments}, node, interpreter.path)
     return NotImplemented
 
 
-def _model(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> InstanceValue:
-    env = arguments.get(1, "env", None)
-    made = InstanceValue(Reference(dotted), {"env": env}, {"call": arguments}, node, interpreter.path)
-    interpreter.record("model", made, arguments, node)
-    return made
-
-
-def start_model(interpreter: Any, instance: InstanceValue, dotted: str, arguments: Any) -> None:
-    """Record a model of a class of the program that extends one of Stable-Baselines3's."""
-    instance.arguments["call"] = arguments
-    instance.attributes.setdefault("env", arguments.get(1, "env", None))
-    interpreter.record("model", instance, arguments, instance.node or interpreter.anchor, dotted=dotted)
-
-
-def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case each
+def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Return what a method of a library's object returns."""
-    if name == "learn":
-        interpreter.record("learn", owner, arguments, node)
-        return owner
-    if name in {"load_replay_buffer", "save_replay_buffer", "save"}:
+    if name in {"learn", "load_replay_buffer", "save_replay_buffer", "save"}:
         interpreter.record(name, owner, arguments, node)
-        return None
+        return owner if name == "learn" else None
     if name in {"add", "extend"} and "call" in owner.arguments and "buffer" in owner.kind.lower():
-        owner.attributes["added"] = arguments.get(0, "data")
-        owner.attributes["is_batch"] = name == "extend"
+        owner.attributes |= {"added": arguments.get(0, "data"), "is_batch": name == "extend"}
         return UNKNOWN
     if name == "fit" and owner.kind.endswith(".Trainer"):
-        _fitted(interpreter, likely(arguments.get(0, "model")), node)
-        return None
+        return _fitted(interpreter, arguments.likely(0, "model"))
     if name == "save_hyperparameters":
-        given = likely(arguments.get(0, "", None))
+        given = arguments.likely(0, "", None)
         entries = given.items() if isinstance(given, TableValue) else interpreter.scope.names.items()
         kept = ((key, value) for key, value in entries if value is not owner)
         owner.attributes["hparams"] = given if isinstance(given, InstanceValue) else TableValue(kept, attributes=True)
@@ -147,19 +111,14 @@ def call_method(interpreter: Any, owner: InstanceValue, name: str, arguments: An
         return session_result(arguments, node)
     if owner.kind in _DOOM:
         return _doom(interpreter, owner, name, arguments, node)
-    if name == "get_env":
-        return owner.attributes.get("env", UNKNOWN)
-    if name == "append_transform":
-        transform = arguments.get(0, "transform")
-        held = owner.attributes.get("env")
-        if isinstance(held, Environments):
-            owner.attributes["env"] = interpreter.torchrl_env = transformed(held, transform)
-    return UNKNOWN
+    if name == "append_transform" and isinstance(held := owner.attributes.get("env"), Environments):
+        owner.attributes["env"] = interpreter.torchrl_env = transformed(held, arguments.get(0, "transform"))
+    return owner.attributes.get("env", UNKNOWN) if name == "get_env" else UNKNOWN
 
 
-def session_result(arguments: Any, node: ast.AST) -> Any:
+def session_result(arguments: CallArguments, node: ast.AST) -> Any:
     """Return what a session of TensorFlow computes: an array like the one that stands for it in the graph."""
-    wanted = likely(arguments.get(0, "fetches"))
+    wanted = arguments.likely(0, "fetches")
     return wanted.made_by(node) if isinstance(wanted, ArrayValue) else UNKNOWN
 
 
@@ -167,14 +126,13 @@ _DOOM = {"vizdoom.DoomGame", "vizdoom.vizdoom.DoomGame"}
 _RESOLUTION = re.compile(r"RES_(\d+)X(\d+)", re.IGNORECASE)
 
 
-def _doom(interpreter: Any, game: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
+def _doom(interpreter: Any, game: InstanceValue, name: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Follow the settings of a game of ViZDoom, and return what its state shows."""
-    given = likely(arguments.get(0, "", ""))
+    given = arguments.likely(0, "", "")
     if name in {"set_screen_format", "set_screen_resolution"}:
         game.attributes[name.removeprefix("set_")] = getattr(given, "last", "")
     elif name == "load_config" and isinstance(given, str):
-        here = (interpreter.scope.module or interpreter.main).path
-        for line in interpreter.repository.text_of(given, here).splitlines():
+        for line in interpreter.repository.text_of(given, interpreter.here).splitlines():
             key, _, value = (one.strip() for one in line.partition("="))
             game.attributes.setdefault(key, value)
         game.attributes.setdefault("screen_format", "CRCGCB")  # as in the games that come with it
@@ -185,10 +143,10 @@ def _doom(interpreter: Any, game: InstanceValue, name: str, arguments: Any, node
     kind = str(game.attributes.get("screen_format", ""))
     flat = (height, width) if kind.endswith("8") else (height, width, 3)
     shape = (3, height, width) if kind.startswith("C") else flat if kind else None
-    picture = ArrayValue(shape, np.dtype(np.uint8), frozenset({node}))
-    depth = replace(picture, shape=(height, width) if kind else None)
-    shown = {"screen_buffer": picture, "depth_buffer": depth, "labels_buffer": depth, "automap_buffer": picture}
-    return InstanceValue(Reference("vizdoom.GameState"), shown, node=node)
+    shown = ArrayValue.new(node, shape, UINT8)
+    depth = replace(shown, shape=(height, width) if kind else None)
+    state = {"screen_buffer": shown, "depth_buffer": depth, "labels_buffer": depth, "automap_buffer": shown}
+    return InstanceValue(Reference("vizdoom.GameState"), state, node=node)
 
 
 _HOOKS = (
@@ -197,45 +155,36 @@ _HOOKS = (
 )  # fmt: skip
 
 
-def _fitted(interpreter: Any, model: Any, node: ast.AST) -> None:
+def _fitted(interpreter: Any, model: Any) -> None:
     """Follow what a trainer of PyTorch Lightning calls of a model of the program, in its order."""
     if isinstance(model, InstanceValue) and isinstance(model.made_of, ClassValue):
         for name in _HOOKS:
             if isinstance(found := model.made_of.find(name), FunctionValue):
-                interpreter.call_function(found, type(interpreter.no_arguments)(is_complete=False), model)
+                interpreter.call_function(found, CallArguments(is_complete=False), model)
 
 
 # ------------------------------------------------------------ TorchRL
 
 
-def _torchrl(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:
+def _torchrl(interpreter: Any, dotted: str, last: str, arguments: CallArguments, node: ast.AST) -> InstanceValue:
     if last in {"GymEnv", "GymWrapper", "ParallelEnv", "SerialEnv", "TransformedEnv"}:
-        made = InstanceValue(Reference(dotted), {"env": _torchrl_env(interpreter, last, arguments, node)}, node=node)
-        interpreter.torchrl_env = made.attributes["env"]
-        return made
-    if last in _TORCHRL_BUFFERS:
-        return _made(interpreter, "buffer", dotted, arguments, node)
-    named = {str(i): value for i, value in enumerate(arguments.values)} | arguments.named
-    return InstanceValue(Reference(dotted), {}, named | {"call": arguments}, node, interpreter.path)
+        env = interpreter.torchrl_env = _torchrl_env(interpreter, last, arguments, node)
+        return InstanceValue(Reference(dotted), {"env": env}, node=node)
+    return InstanceValue(Reference(dotted), {}, arguments.all_named() | {"call": arguments}, node, interpreter.path)
 
 
-def _torchrl_env(interpreter: Any, last: str, arguments: Any, node: ast.AST) -> Any:
-    first = likely(arguments.get(0, "env_name"))
+def _torchrl_env(interpreter: Any, last: str, arguments: CallArguments, node: ast.AST) -> Any:
+    first = arguments.likely(0, "env_name")
     if last == "GymEnv":
-        made = environments.call(interpreter, "gymnasium.make", type(arguments)([first], {}), node)
-        env = likely(made)
-        if not isinstance(env, Environments) or env.observation is None:
-            return env
-        is_image = bool(env.observation.images)
-        if arguments.get(None, "from_pixels", False) is True and not is_image:
-            return replace(env, observation=None)
-        return env
+        env = likely(environments.call(interpreter, "gymnasium.make", CallArguments([first]), node))
+        seen = env.observation if isinstance(env, Environments) else None
+        is_drawn = seen is not None and not seen.images and arguments.get(None, "from_pixels", False) is True
+        return replace(env, observation=None) if is_drawn else env
     if last == "GymWrapper":
         return environments.environment_of(interpreter, first) or UNKNOWN
     if last in {"ParallelEnv", "SerialEnv"}:
-        made = interpreter.called(arguments.get(1, "create_env_fn"))
-        inner = held_env(made)
-        return replace(inner, count=first, vector="subproc") if inner is not None else UNKNOWN
+        inner = held_env(interpreter.called(arguments.get(1, "create_env_fn")))
+        return UNKNOWN if inner is None else replace(inner, count=first, vector="subproc")
     inner = held_env(first)
     return UNKNOWN if inner is None else transformed(inner, arguments.get(1, "transform", None))
 
@@ -247,72 +196,66 @@ def held_env(value: Any) -> Environments | None:
     return held if isinstance(held, Environments) else None
 
 
-def transformed(env: Environments, transform: Any) -> Environments:  # noqa: C901  one case for each transform
+def transformed(env: Environments, transform: Any) -> Environments:
     """Return environments after one of TorchRL's transforms."""
-    transform = likely(transform)
-    seen = env.observation
-    if not isinstance(transform, InstanceValue) or seen is None:
+    transform, seen = likely(transform), env.observation
+    given = transform.arguments.get("call") if isinstance(transform, InstanceValue) else None
+    if given is None or seen is None:
         return env
-    given, kind = transform.arguments.get("call"), transform.kind.rpartition(".")[2]
-    if kind == "Compose" and given is not None:
+    kind = transform.kind.rpartition(".")[2]
+    if kind == "Compose":
         for inner in given.values:
             env = transformed(env, inner)
         return env
-    leaf = seen.leaves[0]
-    shape: tuple[int, ...]
+    try:
+        leaf = _leaf_after(kind, seen.leaves[0], given)
+    except NotKnownError:
+        return replace(env, observation=None)
+    count = given.number(0, "N") if kind == "CatFrames" and leaf is not None else 1
+    space = seen if leaf is None else replace(seen, leaves=(leaf, *seen.leaves[1:]))
+    return replace(env, observation=space, stack=env.stack * count)
+
+
+def _leaf_after(kind: str, leaf: Leaf, given: CallArguments) -> Leaf | None:
+    """Return what one of TorchRL's transforms makes of an array; None if it leaves it as it is."""
+    is_picture = len(leaf.shape) == 3
     match kind:
-        case "ToTensorImage" if len(leaf.shape) == 3:
-            shape, dtype = (leaf.shape[2], *leaf.shape[:2]), _FLOAT32
-        case "GrayScale" if len(leaf.shape) == 3:
-            shape, dtype = (1, *leaf.shape[1:]), leaf.dtype
-        case "Resize" if given is not None and len(leaf.shape) == 3:
-            sides = [whole(one) for one in given.values[:2]] or [None]
-            if None in sides:
-                return replace(env, observation=None)
-            shape, dtype = (leaf.shape[0], sides[0] or 0, sides[-1] or 0), leaf.dtype
-        case "CatFrames" if given is not None and leaf.shape:
-            count = whole(given.get(0, "N"))
-            if count is None:
-                return replace(env, observation=None)
-            axis = 0 if len(leaf.shape) == 3 else -1
-            axes = list(leaf.shape)
-            axes[axis] *= count
-            shape, dtype = tuple(axes), leaf.dtype
-            env = replace(env, stack=env.stack * count)
+        case "ToTensorImage" if is_picture:
+            return Leaf(leaf.name, (leaf.shape[2], *leaf.shape[:2]), FLOAT32)
+        case "GrayScale" if is_picture:
+            return shaped(leaf, 1, *leaf.shape[1:])
+        case "Resize" if is_picture:
+            sides = [known(one) for one in given.values[:2] or (None,)]
+            return shaped(leaf, leaf.shape[0], sides[0], sides[-1])
+        case "CatFrames" if leaf.shape:
+            return widened(leaf, 0 if is_picture else -1, given.number(0, "N"))
         case "DoubleToFloat":
-            shape, dtype = leaf.shape, _FLOAT32
-        case _:
-            return env
-    space = replace(seen, leaves=(Leaf(leaf.name, tuple(shape), dtype), *seen.leaves[1:]))
-    return replace(env, observation=space)
+            return replace(leaf, dtype=FLOAT32)
+    return None
 
 
 # ------------------------------------------------------------ Tianshou
 
 
-def _tianshou(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:
+def _tianshou(interpreter: Any, dotted: str, last: str, arguments: CallArguments, node: ast.AST) -> Any:
     if last == "make_atari_env":
         return _tianshou_atari(interpreter, arguments, node)
-    if last in _TIANSHOU_BUFFERS:
-        return _made(interpreter, "buffer", dotted, arguments, node)
-    if last in {"Collector", "AsyncCollector"}:
-        env = environments.environment_of(interpreter, arguments.get(1, "env"))
-        buffer = likely(arguments.get(2, "buffer", None))
-        if isinstance(buffer, InstanceValue) and env is not None:
-            buffer.attributes["env"] = env
-        return InstanceValue(Reference(dotted), {}, {"call": arguments}, node)
-    return NotImplemented
+    if last not in {"Collector", "AsyncCollector"}:
+        return NotImplemented
+    env = environments.environment_of(interpreter, arguments.get(1, "env"))
+    buffer = arguments.likely(2, "buffer", None)
+    if isinstance(buffer, InstanceValue) and env is not None:
+        buffer.attributes["env"] = env
+    return InstanceValue(Reference(dotted), {}, {"call": arguments}, node)
 
 
-def _tianshou_atari(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
+def _tianshou_atari(interpreter: Any, arguments: CallArguments, node: ast.AST) -> Any:
     """Make what Tianshou's function returns: one environment, those to train on and those to test on."""
-    stack, scaled = whole(likely(arguments.get(5, "frame_stack", 4))), likely(arguments.get(4, "scale", False))
+    stack, scaled = whole(arguments.likely(5, "frame_stack", 4)), arguments.likely(4, "scale", False)
     place = interpreter.place_here(node)
-    _, acted, _ = by_id(name) if isinstance(name := likely(arguments.get(0, "task")), str) else (None, None, None)
-    seen = None
-    if stack and isinstance(scaled, int):
-        dtype = np.dtype(np.float32 if scaled else np.uint8)
-        seen = SpaceInfo((Leaf("", (stack, 84, 84), dtype),), False, place, {"": (0, 1 if scaled else 255)})
+    is_known = stack and isinstance(scaled, int)
+    seen = picture((stack or 0, 84, 84), place, scaled=bool(scaled)) if is_known else None
+    acted = by_id(arguments.likely(0, "task"))[1]
     one = Environments(1, "single", None, seen, acted, stack=stack or 1, place=place, origin=object())
     counts = (arguments.get(2, "num_training_envs"), arguments.get(3, "num_test_envs"))
     return (one, *(replace(one, count=count, vector="subproc", origin=object()) for count in counts))
@@ -325,53 +268,63 @@ _PLAYED = {
     "pistonball": ((457, 120, 3), 20), "cooperative_pong": ((280, 240, 3), 2), "prison": ((100, 300, 3), 8),
 }  # fmt: skip
 """What the agents of PettingZoo's other games see, and how many there are."""
+_SCREENS = {"rgb_image": (210, 160, 3), "grayscale_image": (210, 160), "ram": (128,)}
 
 
-def _many_agents(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Environments:
+def _many_agents(interpreter: Any, dotted: str, last: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Make one of PettingZoo's environments: each of its agents counts as an environment."""
+    if last not in {"env", "parallel_env", "raw_env"}:
+        return NotImplemented
     place, game = interpreter.place_here(node), dotted.split(".")[-2]
-    kind = likely(arguments.get(None, "obs_type", "rgb_image"))
     shape: tuple[int, ...]
     shape, count = _PLAYED.get(game.rpartition("_v")[0], ((), 2))
     if ".atari" in dotted:
-        shape = {"rgb_image": (210, 160, 3), "grayscale_image": (210, 160), "ram": (128,)}.get(kind, ())
-    seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)}) if shape else None
+        shape = _SCREENS.get(arguments.likely(None, "obs_type", "rgb_image"), ())
+    seen = picture(shape, place) if shape else None
     return Environments(count, "dummy", None, seen, None, place=place, origin=object())
 
 
-def _envpool(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
-    name, place = arguments.get(0, "task_id"), interpreter.place_here(node)
-    seen, acted, _ = by_id(name) if isinstance(name, str) else (None, None, UNKNOWN)
+def _envpool(interpreter: Any, dotted: str, last: str, arguments: CallArguments, node: ast.AST) -> Any:
+    if last not in {"make", "make_gym", "make_gymnasium"}:
+        return NotImplemented
+    seen, acted, _ = by_id(arguments.get(0, "task_id"))
     if seen is not None and seen.images and len(seen.images[0].shape) == 3 and seen.images[0].shape[0] in {210, 250}:
         stack = whole(arguments.get(None, "stack_num", 4)) or 4
-        seen = replace(seen, leaves=(Leaf("", (stack, 84, 84), np.dtype(np.uint8)),))
-    return Environments(arguments.get(None, "num_envs", 1), "sync", None, seen, acted, place=place, origin=object())
+        seen = replace(seen, leaves=(Leaf("", (stack, 84, 84), UINT8),))
+    count, place = arguments.get(None, "num_envs", 1), interpreter.place_here(node)
+    return Environments(count, "sync", None, seen, acted, place=place, origin=object())
 
 
-def _loaded(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
+def _loaded(interpreter: Any, dotted: str, last: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Make an environment as TF-Agents does: by its id, through wrappers that are listed."""
-    given = type(arguments)
-    env = environments.call(interpreter, "gymnasium.make", given([arguments.get(0, "environment_name")]), node)
+    if last != "load":
+        return NotImplemented
+    made = CallArguments([arguments.get(0, "environment_name")])
+    env = environments.call(interpreter, "gymnasium.make", made, node)
     wrappers = [one for name in ("gym_env_wrappers", "env_wrappers")
-                for one in known_items(likely(arguments.get(None, name, ()))) or ()]  # fmt: skip
+                for one in known_items(arguments.likely(None, name, ())) or ()]  # fmt: skip
     for wrapper in wrappers:
         is_own = isinstance(wrapper, Reference) and wrapper.last == "AtariPreprocessing"  # as Stable-Baselines3's
         made_of = Reference("stable_baselines3.common.atari_wrappers.AtariWrapper") if is_own else wrapper
-        env = interpreter.call(made_of, given([env]), node)
+        env = interpreter.call(made_of, CallArguments([env]), node)
     return env
 
 
-def _control_suite(interpreter: Any, arguments: Any, node: ast.AST) -> Environments:
+def _control_suite(interpreter: Any, dotted: str, last: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Make an environment of the DeepMind Control Suite as dmc2gym does: pixels with the channels first."""
-    sides = [whole(likely(arguments.get(None, name, 84))) for name in ("height", "width")]
-    place, seen = interpreter.place_here(node), None
-    pixels = likely(arguments.get(None, "from_pixels", False))
-    if pixels is True and None not in sides:
-        shape = (3, sides[0] or 0, sides[1] or 0)
-        seen = SpaceInfo((Leaf("", shape, np.dtype(np.uint8)),), False, place, {"": (0, 255)})
+    if dotted != "dmc2gym.make":
+        return NotImplemented
+    height, width = (whole(arguments.likely(None, name, 84)) for name in ("height", "width"))
+    place, is_drawn = interpreter.place_here(node), arguments.likely(None, "from_pixels", False) is True
+    is_known = is_drawn and height is not None and width is not None
+    seen = picture((3, height or 0, width or 0), place) if is_known else None
     return Environments(1, "single", None, seen, None, place=place, origin=object())
 
 
+_LIBRARIES: dict[str, Callable[[Any, str, str, CallArguments, ast.AST], Any]] = {
+    **dict.fromkeys(_SB3, _sb3), "torchrl": _torchrl, "tensordict": _torchrl, "tianshou": _tianshou,
+    "pettingzoo": _many_agents, "envpool": _envpool, "tf_agents": _loaded, "dmc2gym": _control_suite,
+}  # fmt: skip
 _ROADS = ("highway", "merge", "roundabout", "intersection", "racetrack", "two-way", "exit", "lane-keeping", "u-turn")
 
 
@@ -385,6 +338,5 @@ def configured(env: Environments, settings: Any) -> Environments:
     stack = whole(likely(wanted.get("stack_size", 1)))
     if wanted.get("type") != "GrayscaleObservation" or None in sides or stack is None:
         return replace(env, observation=None)
-    leaf = Leaf("", (stack, *(side or 0 for side in sides)), np.dtype(np.uint8))
-    place = env.place or SourceRange.whole("")
-    return replace(env, observation=SpaceInfo((leaf,), False, place, {"": (0, 255)}), stack=stack)
+    shape = (stack, *(side or 0 for side in sides))
+    return replace(env, observation=picture(shape, env.place or SourceRange.whole("")), stack=stack)

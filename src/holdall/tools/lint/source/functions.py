@@ -9,21 +9,21 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
 from holdall.tools.lint.source import command_line, containers
-from holdall.tools.lint.source.arrays import ReturnedValues
 from holdall.tools.lint.source.expressions import Expressions
-from holdall.tools.lint.source.scopes import CallArguments, Scope
+from holdall.tools.lint.source.scopes import Scope
 from holdall.tools.lint.source.script import lengthened_by, shortened_by, subtree
 from holdall.tools.lint.source.values import (
     MOST_CANDIDATES,
     MOST_SETTINGS,
     ArrayValue,
     BoundMethod,
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -31,6 +31,7 @@ from holdall.tools.lint.source.values import (
     TableValue,
     candidates_of,
     carried,
+    each_part,
     grouped_settings,
     joined_names,
     known_items,
@@ -64,6 +65,10 @@ def _builds(name: str, value: ast.expr) -> bool:
     return is_read and any(isinstance(one, ast.Call) for one in parts)
 
 
+def _decorators(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> list[str]:
+    return [ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list]
+
+
 def _is_callable(item: Any) -> bool:
     first = item[0] if isinstance(item, tuple) and item else item
     return isinstance(first, ClassValue | FunctionValue | Reference | BoundMethod)
@@ -88,13 +93,8 @@ class Functions(Expressions):
         self._depth = 0
         self._loops: dict[ast.AST, LoopFacts] = {}
 
-    def block(self, statements: Iterable[ast.stmt]) -> bool:
-        """Follow statements."""
-        raise NotImplementedError
-
-    def statement(self, node: ast.stmt) -> bool:
-        """Follow one statement."""
-        raise NotImplementedError
+    block: Callable[..., bool]
+    statement: Callable[..., bool]
 
     # ------------------------------------------------------------ functions and classes
 
@@ -103,18 +103,13 @@ class Functions(Expressions):
         defaults = tuple(self.value(one) for one in node.args.defaults)
         keyword = tuple(UNKNOWN if one is None else self.value(one) for one in node.args.kw_defaults)
         made = [self.value(one) for one in node.decorator_list]
-        names = frozenset(ast.unparse(one.func if isinstance(one, ast.Call) else one) for one in node.decorator_list)
-        function = FunctionValue(node, self.scope, owner, defaults, keyword, None, names)
-        function.wrapped = tuple(one for one in made if isinstance(one, InstanceValue))
-        return function
+        wrapped = tuple(one for one in made if isinstance(one, InstanceValue))
+        return FunctionValue(node, self.scope, owner, defaults, keyword, wrapped, frozenset(_decorators(node)))
 
     def define_class(self, node: ast.ClassDef) -> ClassValue:
         """Return the class that a statement defines."""
         bases = tuple(one for base in node.bases for one, _ in candidates_of(self.value(base))[:1])
-        names = frozenset(
-            ast.unparse(one.func if isinstance(one, ast.Call) else one).rpartition(".")[2]
-            for one in node.decorator_list
-        )
+        names = frozenset(name.rpartition(".")[2] for name in _decorators(node))
         made = ClassValue(node, self.scope, bases, decorators=names)
         outer, self.scope = self.scope, Scope(self.scope.module, {}, self.scope, is_class=True)
         fields = []
@@ -180,28 +175,24 @@ class Functions(Expressions):
         if type(value) is TableValue:
             for key, one in value.items():
                 value[key] = self._made_by_call(function, one, call)
-        if isinstance(value, ReturnedValues):
-            return ReturnedValues(self._made_by_call(function, one, call) for one in value)
-        if type(value) is tuple:
-            return tuple(self._made_by_call(function, one, call) for one in value)
-        if isinstance(value, OneOf):
-            several = tuple(self._made_by_call(function, one, call) for one in value.values)
-            return OneOf(several, value.conditions)
-        return value
+        return each_part(value, lambda one: self._made_by_call(function, one, call))
 
     def _bind(self, function: FunctionValue, given: CallArguments, owner: Any, scope: Scope) -> None:
         spec = function.node.args
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
-        is_method = owner is not None and not {"staticmethod"} & function.decorators
+        is_method = owner is not None and "staticmethod" not in function.decorators
         positional = [owner, *given.values] if is_method and names else list(given.values)
-        if not positional and function.wrapped and (configured := self.configured_argument(function)) is not None:
+        if (
+            not positional
+            and function.wrapped
+            and (configured := command_line.configured_argument(self, function)) is not None
+        ):
             positional = [configured]
         with_default = dict(zip(names[len(names) - len(function.defaults) :], function.defaults, strict=True))
-        with_default |= dict(zip((one.arg for one in spec.kwonlyargs), function.keyword_defaults, strict=True))
+        only_named = [one.arg for one in spec.kwonlyargs]
+        with_default |= dict(zip(only_named, function.keyword_defaults, strict=True))
         values = scope.names
-        missing = UNKNOWN if not given.is_complete else None
-        for name in (*names, *(one.arg for one in spec.kwonlyargs)):
-            values[name] = with_default.get(name, UNKNOWN) if missing is None or name in with_default else UNKNOWN
+        values |= {name: with_default.get(name, UNKNOWN) for name in (*names, *only_named)}
         values |= dict(zip(names, positional, strict=False))
         for name, default in command_line.click_defaults(function):
             if name in values and name not in given.named:
@@ -216,9 +207,7 @@ class Functions(Expressions):
             values[spec.vararg.arg] = tuple(rest) if given.is_complete else ListValue(rest, None)
         if spec.kwarg:
             extra = {name: value for name, value in given.named.items() if name not in names}
-            table = TableValue(extra.items(), path=self.path)
-            table.is_complete = given.is_complete
-            values[spec.kwarg.arg] = table
+            values[spec.kwarg.arg] = TableValue(extra.items(), path=self.path, complete=given.is_complete)
 
     def _default_settings(self, function: FunctionValue, values: dict[str, Any]) -> None:
         """Give parameters that are annotated with a data class of the program an object with its defaults."""
@@ -242,24 +231,17 @@ class Functions(Expressions):
         self.instances.append(instance)
         if made_of.decorators & _DATA_CLASSES or made_of.extends("NamedTuple", "BaseModel", "Tap", "BaseSettings"):
             self._fill_fields(instance, arguments)
-        start = made_of.find("__init__")
-        if isinstance(start, FunctionValue):
+        if start := instance.method("__init__"):
             self.call_function(start, arguments, instance)
         else:
             self.library_start(instance, arguments)
-        after = made_of.find("__post_init__")
-        if isinstance(after, FunctionValue):
-            self.call_function(after, CallArguments(), instance)
+        self.special(instance, "__post_init__")
         return instance
 
     def _fill_fields(self, instance: InstanceValue, arguments: CallArguments) -> None:
-        made_of = instance.made_of
-        if not isinstance(made_of, ClassValue):
-            return
+        made_of: Any = instance.made_of
         names = [name for one in reversed(list(made_of.lineage())) for name in one.fields]
-        for name in names:
-            value = made_of.find(name)
-            instance.attributes[name] = self.fresh_default(value)
+        instance.attributes |= {name: self.fresh_default(made_of.find(name)) for name in names}
         instance.attributes |= dict(zip(names, arguments.values, strict=False))
         instance.attributes |= {name: value for name, value in arguments.named.items() if name in names}
 

@@ -26,8 +26,7 @@ from holdall.tools.lint.run import (
     algorithm_by_zoo_name,
     whole,
 )
-from holdall.tools.lint.source.spaces import space_of
-from holdall.tools.lint.source.wrappers import atari_space
+from holdall.tools.lint.source.spaces import atari_space, space_of
 from holdall.tools.plan.config import read_literal
 from holdall.tools.plan.environments import parse_observation
 from holdall.tools.plan.spec import Algorithm
@@ -93,20 +92,18 @@ def _run(title: str, algorithm: Algorithm, entry: Entry) -> ConfiguredRun:
 
 
 def _environments(entry: Entry, place: SourceRange) -> Environments:
-    count = entry["n_envs"].value if "n_envs" in entry else 1
-    stack = whole(entry["frame_stack"].value) if "frame_stack" in entry else 1
+    count, stack = _value(entry, "n_envs", 1), whole(_value(entry, "frame_stack", 1))
     observation = _observation(entry, place)
     if stack is None or stack < 1:
         return Environments(count=count, place=place)
     return Environments(
-        count=count,
-        vector=str(entry["vec_env"].value) if "vec_env" in entry else "single" if count == 1 else "dummy",
-        start_method=entry["start_method"].value if "start_method" in entry else None,
-        observation=observation.stacked(stack) if observation else None,
-        action=_space(entry, "action"),
-        stack=stack,
-        place=place,
-    )
+        count, str(_value(entry, "vec_env", "single" if count == 1 else "dummy")), _value(entry, "start_method", None),
+        observation.stacked(stack) if observation else None, _space(entry, "action"), stack, place=place,
+    )  # fmt: skip
+
+
+def _value(entry: Entry, name: str, default: object) -> object:
+    return entry[name].value if name in entry else default
 
 
 def _space(entry: Entry, name: str) -> SpaceInfo | None:
@@ -128,11 +125,9 @@ def _observation(entry: Entry, place: SourceRange) -> SpaceInfo | None:
     """Return the observations that are written out, or that wrappers settle whatever the environment: Atari's."""
     if "obs" in entry:
         return _space(entry, "obs")
-    wrappers = entry["env_wrapper"].value if "env_wrapper" in entry else None
-    names = wrappers if isinstance(wrappers, list) else [wrappers]
-    is_atari = names == ["stable_baselines3.common.atari_wrappers.AtariWrapper"]
-    normalises = "normalize" in entry and entry["normalize"].value is not False
-    return atari_space(place) if is_atari and not normalises else None
+    wrapper = "stable_baselines3.common.atari_wrappers.AtariWrapper"
+    is_atari = _value(entry, "env_wrapper", None) in (wrapper, [wrapper])
+    return atari_space(place) if is_atari and _value(entry, "normalize", False) is False else None
 
 
 def _converted(name: str, setting: Setting) -> Setting:

@@ -19,16 +19,13 @@ from typing import Any
 
 from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, whole
-from holdall.tools.lint.source import environments, library
+from holdall.tools.lint.source import environments
 from holdall.tools.lint.source.functions import Functions
 from holdall.tools.lint.source.repository import Module, Repository
-from holdall.tools.lint.source.scopes import CallArguments, OutOfStepsError, Scope
-from holdall.tools.lint.source.script import (
-    LONGEST_CONDITION,
-    Script,
-    conditions_of,
-)
+from holdall.tools.lint.source.scopes import OutOfStepsError, Scope
+from holdall.tools.lint.source.script import LONGEST_CONDITION, Script, conditions_of
 from holdall.tools.lint.source.values import (
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -50,7 +47,7 @@ _IMPORTED_DEPTH = 10  # calls that an imported module makes while it is imported
 _CAPACITY = re.compile(
     r"_*(?:max(?:imum)?_*)?(?:replay|buffer|buf|mem|memory|experiences?)?_*(?:capacity|max|size|len|length|limit|maxlen|maxsize)"
 )
-_ENDS = {"sys.exit", "os._exit"}
+_ENDS = (Reference("sys.exit"), Reference("os._exit"))
 _FOLLOWED = InstanceValue | ClassValue | FunctionValue | ModuleValue
 
 
@@ -75,7 +72,6 @@ class Interpreter(Functions):
         self.script = script
         self.main = Module(script.path, script.tree, is_main=True)
         self.repository = repository
-        self.no_arguments = CallArguments()
         self.flags: dict[str, Any] = {}  # of absl
         self.torchrl_env: Any = None  # the last one that was made
         self.made: list[ProgramEvent] = []
@@ -102,13 +98,10 @@ class Interpreter(Functions):
         """Return where something stands in the script, or the call of the script that leads to it."""
         return self.place(node if self.scope.module is self.main else self.anchor)
 
-    def called(self, value: Any) -> Any:
-        """Return what calling a value without arguments returns."""
-        return library.called_value(self, value)
-
-    def name_of(self, origin: object) -> str:
-        """Return the name that an array was given first."""
-        return self.names.get(origin, "")
+    @property
+    def here(self) -> str:
+        """The path of the module that is followed."""
+        return (self.scope.module or self.main).path
 
     @property
     def last_environment(self) -> Environments | None:
@@ -127,9 +120,8 @@ class Interpreter(Functions):
 
     def capacity_of(self, owner: InstanceValue | None) -> int | None:
         """Return the size that an object limits its lists to, by the name of its attribute."""
-        if owner is None:
-            return None
-        sizes = (whole(likely(value)) for name, value in owner.attributes.items() if _CAPACITY.fullmatch(name))
+        held = owner.attributes.items() if owner is not None else ()
+        sizes = (whole(likely(value)) for name, value in held if _CAPACITY.fullmatch(name))
         return next((number for number in sizes if number), None)
 
     def record(self, what: str, value: Any, arguments: CallArguments | None, node: ast.AST, **detail: Any) -> None:
@@ -157,7 +149,7 @@ class Interpreter(Functions):
     def import_module(self, dotted: str, level: int = 0) -> Any:
         """Return a module of the repository, or a reference to one of a library."""
         known = not level and dotted.partition(".")[0] in _LIBRARIES  # described here, also in their own repositories
-        found = None if known else self.repository.find(dotted, level, (self.scope.module or self.main).path)
+        found = None if known else self.repository.find(dotted, level, self.here)
         tree = self.repository.tree(found) if found is not None else None
         if found is None or tree is None:
             return Reference(dotted) if dotted and not level else UNKNOWN
@@ -187,9 +179,8 @@ class Interpreter(Functions):
             value = self.import_module(alias.name)
             if not alias.asname and "." in alias.name and isinstance(value, ModuleValue):
                 value = self._package_of(alias.name)
-            self.bind(
-                alias.asname or first, value if alias.asname or isinstance(value, ModuleValue) else Reference(first)
-            )
+            is_whole = alias.asname or isinstance(value, ModuleValue)
+            self.bind(alias.asname or first, value if is_whole else Reference(first))
 
     def _package_of(self, dotted: str) -> ModuleValue:
         """Return the package that `import a.b.c` gives a name to, with the modules that it then has."""
@@ -207,7 +198,7 @@ class Interpreter(Functions):
     def _import_from(self, node: ast.ImportFrom) -> None:
         package = node.module or ""
         source = self.import_module(package, node.level)
-        first, here = package.partition(".")[0], (self.scope.module or self.main).path
+        first = package.partition(".")[0]
         for alias in node.names:
             if alias.name == "*":
                 if isinstance(source, Reference) and first in _LIBRARIES and self.scope.module is not None:
@@ -216,7 +207,7 @@ class Interpreter(Functions):
                     self.scope.names |= {n: v for n, v in source.module.names.items() if not n.startswith("_")}
                 continue
             value = self.member(source, alias.name)
-            is_folder = isinstance(source, Reference) and self.repository.has_folder(first, here)
+            is_folder = isinstance(source, Reference) and self.repository.has_folder(first, self.here)
             if (value is UNKNOWN and not isinstance(source, Reference)) or is_folder:  # a module of a package
                 inner = self.import_module(f"{package}.{alias.name}" if package else alias.name, node.level)
                 value = inner if isinstance(inner, ModuleValue) else value
@@ -244,7 +235,8 @@ class Interpreter(Functions):
                     if is_flag and isinstance(target, ast.Name):  # train = args.train: still for the user to say
                         self.scope.soft.add(target.id)
             case ast.Expr(value=value):
-                return self._ends_program(self.value(value), value)
+                made = self.value(value)
+                return made is UNKNOWN and isinstance(value, ast.Call) and self.seen_function in _ENDS
             case ast.AnnAssign(target=target, value=value):
                 if value is not None:
                     self.assign(target, self.value(value))
@@ -265,7 +257,8 @@ class Interpreter(Functions):
             case ast.Try() | ast.TryStar():
                 return self._try(node)
             case ast.Return(value=value):
-                self.scope.returned.append((self.value(value) if value else None, self._inner_path()))
+                made = self.value(value) if value else None  # under conditions that did not hold when it was called
+                self.scope.returned.append((made, " and ".join(self.path[len(self.scope.path) :])))
                 return True
             case ast.Raise() | ast.Break() | ast.Continue():
                 return True
@@ -290,23 +283,10 @@ class Interpreter(Functions):
                         self.scope.names.pop(target.id, None)
         return False
 
-    def _ends_program(self, value: Any, node: ast.expr) -> bool:
-        if not isinstance(node, ast.Call):
-            return False
-        called = self.seen_function
-        return isinstance(called, Reference) and called.dotted in _ENDS and value is UNKNOWN
-
-    def _inner_path(self) -> str:
-        """Return the conditions that hold here and did not yet hold where the function began."""
-        return " and ".join(self.path[len(self.scope.path) :])
-
     def _if(self, node: ast.If) -> bool:
         self.limit_list(node)
-        outer_soft, self.is_soft = self.is_soft, False
-        tested = self.value(node.test)
-        truth = self.truth(tested)
-        is_soft, self.is_soft = self.is_soft or isinstance(tested, OneOf), outer_soft or self.is_soft
-        if truth is not None and not is_soft:
+        truth, is_certain = self.tested(node.test)
+        if is_certain:
             return self.block(node.body if truth else node.orelse)
         if node not in self._conditions:
             self._conditions[node] = conditions_of(node.test)
@@ -384,10 +364,8 @@ class Interpreter(Functions):
         used = {one.id for one in self.script.of_kind(ast.Name)} | self.script.attributes
         outside = [one for one in self.main.tree.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
         classes = [one for one in self.main.tree.body if isinstance(one, ast.ClassDef)]
-        for node in sorted(outside, key=lambda one: one.name in used):
-            yield node, scope
-        for made in sorted(classes, key=lambda one: one.name in used):
-            yield made, scope
+        for nodes in (outside, classes):
+            yield from ((node, scope) for node in sorted(nodes, key=lambda one: one.name in used))
 
     def _enter_alone(self, node: Any, scope: Scope) -> None:
         self.scope, self.path, self.rounds = scope, (), ()
@@ -398,17 +376,11 @@ class Interpreter(Functions):
             methods = [one for one in value.attributes.values() if isinstance(one, FunctionValue)]
             if all(one.node in self.entered for one in methods):
                 return
-            instance = self._existing(value) or self._alone(value)
+            existing = next((one for one in reversed(self.instances) if one.made_of is value), None)
+            instance = existing or self.instantiate(value, CallArguments(is_complete=False), value.node)
             for method in methods:
                 if method.node not in self.entered:
                     self._call_alone(method, instance)
-
-    def _existing(self, value: ClassValue) -> InstanceValue | None:
-        found = [one for one in self.instances if one.made_of is value]
-        return found[-1] if found else None
-
-    def _alone(self, value: ClassValue) -> Any:
-        return self.instantiate(value, CallArguments(is_complete=False), value.node)
 
     def _call_alone(self, function: FunctionValue, owner: Any) -> None:
         self.rounds = (None,)  # nobody knows how often

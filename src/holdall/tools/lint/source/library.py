@@ -7,16 +7,19 @@ Out: a value. What is not described here, in arrays.py, in environments.py or in
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from math import prod
 from pathlib import PurePath
 from typing import Any
 
-from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
-from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, pictures, shapes
+from holdall.tools.lint.run import UNKNOWN, Environments, NotKnownError, OneOf, Reference, SpaceInfo, known, whole
+from holdall.tools.lint.source import arrays, command_line, containers, environments, frameworks, pictures
 from holdall.tools.lint.source.values import (
     ArrayValue,
     AttributeTable,
-    BoundMethod,
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -32,7 +35,6 @@ from holdall.tools.lint.source.values import (
     spread,
 )
 
-array_member, calculated = arrays.array_member, shapes.calculated
 _NAMES = (
     "dict list tuple set len range open vars zip enumerate super getattr setattr isinstance print sorted reversed map "
     "filter type object exit quit any all hasattr globals locals "
@@ -51,167 +53,204 @@ USUAL = {
 _STARTED = ("Process", "Thread")  # what runs a function, or its own `run`, beside the program
 _HARDWARE = {"torch.cuda.is_available": True, "torch.backends.mps.is_available": False}  # where most people train
 _MOST_FOLLOWED = 16  # items of a sequence that a function is called with one by one
-_DATA_PACKAGES = {"yaml", "json", "toml", "tomllib", "tomli", "ruamel", "omegaconf"}
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:
-    """Return what a call of a library's function, or of its class, returns."""
-    package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
-    if package == "builtins":
-        return _builtin(interpreter, last, arguments, node)
+Described = Callable[[Any, CallArguments, ast.AST], Any]
+
+
+def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
+    """Return what a call of a library's function, or of its class, returns: the first description that there is."""
+    last = dotted.rpartition(".")[2]
     if last == "__init__" and arguments.values and isinstance(arguments.values[0], InstanceValue):
-        rest = type(arguments)(arguments.values[1:], arguments.named, arguments.is_complete)
-        interpreter.library_start(arguments.values[0], rest)
-        return None
+        return interpreter.library_start(arguments.values[0], arguments.behind(1))
     if last in _STARTED and "target" in arguments.named:
         return InstanceValue(Reference(dotted), {}, dict(arguments.named), node, interpreter.path)
+    if dotted.endswith("multiprocessing.get_context"):
+        return Reference("multiprocessing")
     if dotted in _HARDWARE:
         interpreter.is_soft = True
         return _HARDWARE[dotted]
-    if dotted.endswith("multiprocessing.get_context"):
-        return Reference("multiprocessing")
-    for follow in (frameworks.call, environments.call, arrays.call, pictures.call):
-        found = follow(interpreter, dotted, arguments, node)
-        if found is not NotImplemented:
-            is_told = "config" in arguments.named and isinstance(found, Environments)
-            return frameworks.configured(found, arguments.named["config"]) if is_told else found
-    if package in _DATA_PACKAGES:
-        return command_line.loaded(interpreter, last, arguments, package)
-    return _other(interpreter, dotted, last, arguments, node)
+    with suppress(NotKnownError):
+        for follow in (_builtin,) if dotted.startswith("builtins.") else _FOLLOWS:
+            found = follow(interpreter, dotted, arguments, node)
+            if found is not NotImplemented:
+                is_told = "config" in arguments.named and isinstance(found, Environments)
+                return frameworks.configured(found, arguments.named["config"]) if is_told else found
+    return UNKNOWN
 
 
-def _other(interpreter: Any, dotted: str, last: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
-    first = arguments.get(0, "", UNKNOWN)
-    match dotted:
-        case "collections.deque":
-            limit, items = arguments.get(1, "maxlen", None), known_items(arguments.get(0, "iterable", ()))
-            length = None if limit is UNKNOWN or items is None else len(items)
-            made = ListValue(items or [], length, limit, is_deque=True, node=node, path=interpreter.path)
-            made.rounds = len(interpreter.rounds)
-            return made
-        case "collections.namedtuple":
-            return _named_tuple(interpreter, arguments, node)
-        case "collections.OrderedDict" | "easydict.EasyDict" | "ml_collections.ConfigDict" | "munch.Munch":
-            return _table(interpreter, arguments, attributes="Ordered" not in dotted)
-        case "types.SimpleNamespace" | "argparse.Namespace":
-            return InstanceValue(Reference(dotted), dict(arguments.named), node=node, path=interpreter.path)
-        case "functools.partial":
-            return InstanceValue(Reference(dotted), {}, {"call": first, "arguments": arguments}, node)
-        case "tqdm.trange" | "tqdm.auto.trange" | "tqdm.notebook.trange":
-            return spread(_range, *arguments.values)
-        case "rich.progress.track" | "alive_progress.alive_it":
-            return first
-        case _ if dotted.startswith("tqdm.") and last == "tqdm" and arguments.values:
-            return first
-        case "functools.reduce":
-            return _reduced(interpreter, arguments, node)
-        case "copy.deepcopy" | "copy.copy":
-            return arrays.copied(first, node)
-        case "os.path.join":
-            parts = arguments.values
-            return str(PurePath(*parts)) if parts and all(isinstance(one, str) for one in parts) else UNKNOWN
-        case "os.path.dirname" | "os.path.abspath" | "os.path.expanduser" | "os.path.realpath":
-            if not isinstance(first, str):
-                return UNKNOWN
-            return str(PurePath(first).parent) if last == "dirname" else first
-        case "pathlib.Path" | "pathlib.PurePath":
-            parts = arguments.values
-            return str(PurePath(*parts)) if parts and all(isinstance(one, str) for one in parts) else UNKNOWN
-        case "os.getenv" | "os.environ.get":
-            interpreter.is_soft = True
-            return arguments.get(1, "default", None)
-        case "dataclasses.field":
-            return InstanceValue(Reference(dotted), {}, dict(arguments.named), node)
-        case "dataclasses.asdict" if isinstance(first, InstanceValue):
-            return TableValue(first.attributes.items(), path=interpreter.path)
-        case "dataclasses.replace" if isinstance(first, InstanceValue):
-            changed = first.attributes | arguments.named
-            return InstanceValue(first.made_of, changed, node=node, path=interpreter.path)
-        case "math.prod" | "numpy.prod":
-            return spread(_product, first)
-        case "ray.get" | "ray.put" | "ray.remote" if arguments.values:
-            return first
-        case "wandb.init":
-            return _tracked(interpreter, arguments, node)
-        case "rospy.Subscriber" | "message_filters.Subscriber":
-            interpreter.follow_callbacks(arguments, node)
-        case "itertools.count":
-            return UNKNOWN
-        case _ if dotted.endswith("Manager.register"):
-            interpreter.managed[str(arguments.get(0, "typeid"))] = arguments.get(1, "callable")
-            return None
-    return command_line.command_line(interpreter, dotted, last, arguments, node)
+def _other(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
+    if dotted.endswith("Manager.register"):
+        interpreter.managed[str(arguments.get(0, "typeid"))] = arguments.get(1, "callable")
+        return None
+    is_progress = dotted.startswith("tqdm.") and dotted.endswith(".tqdm")
+    described = _given_first if is_progress else _FUNCTIONS.get(dotted)
+    return NotImplemented if described is None else described(interpreter, arguments, node)
 
 
-def _tracked(interpreter: Any, arguments: Any, node: ast.AST) -> InstanceValue:
+def _given_first(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
+    return given.values[0] if given.values else NotImplemented
+
+
+def _deque(interpreter: Any, given: CallArguments, node: ast.AST) -> ListValue:
+    limit, items = given.get(1, "maxlen", None), known_items(given.get(0, "iterable", ()))
+    length = None if limit is UNKNOWN or items is None else len(items)
+    made = ListValue(items or [], length, limit, is_deque=True, node=node, path=interpreter.path)
+    made.rounds = len(interpreter.rounds)
+    return made
+
+
+def _path(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
+    is_known = given.values and all(isinstance(one, str) for one in given.values)
+    return str(PurePath(*given.values)) if is_known else UNKNOWN
+
+
+def _folder(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
+    path = given.get(0, "")
+    return str(PurePath(path).parent) if isinstance(path, str) else UNKNOWN
+
+
+def _same_path(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
+    path = given.get(0, "")
+    return path if isinstance(path, str) else UNKNOWN
+
+
+def _variable(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
+    interpreter.is_soft = True
+    return given.get(1, "default", None)
+
+
+def _replaced(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
+    first = given.get(0, "")
+    if not isinstance(first, InstanceValue):
+        return NotImplemented
+    return InstanceValue(first.made_of, first.attributes | given.named, node=node, path=interpreter.path)
+
+
+def _as_dict(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
+    first = given.get(0, "")
+    is_object = isinstance(first, InstanceValue)
+    return TableValue(first.attributes.items(), path=interpreter.path) if is_object else NotImplemented
+
+
+def _subscribed(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
+    interpreter.follow_callbacks(given, node)
+    return NotImplemented
+
+
+def _tracked(interpreter: Any, given: CallArguments, node: ast.AST) -> InstanceValue:
     """Return a run of Weights & Biases: the configuration that it was given is read back from it."""
-    given = likely(arguments.get(None, "config", None))
-    given = given.attributes if isinstance(given, InstanceValue) else given
-    table = TableValue(given.items() if isinstance(given, dict) else (), path=interpreter.path, attributes=True)
-    table.is_complete = getattr(given, "is_complete", True)
-    interpreter.tracked = table
-    return InstanceValue(Reference("wandb.Run"), {"config": table}, node=node)
+    told = given.likely(None, "config", None)
+    told = told.attributes if isinstance(told, InstanceValue) else told
+    entries, complete = told.items() if isinstance(told, dict) else (), getattr(told, "is_complete", True)
+    interpreter.tracked = TableValue(entries, path=interpreter.path, attributes=True, complete=complete)
+    return InstanceValue(Reference("wandb.Run"), {"config": interpreter.tracked}, node=node)
 
 
-def _product(value: Any) -> Any:
+def _product(value: Any) -> int:
     items = known_items(value)
-    if items is None:
-        return UNKNOWN
-    result = 1
-    for one in items:
-        number = whole(one)
-        if number is None:
-            return UNKNOWN
-        result *= number
-    return result
+    return prod(map(known, (None,) if items is None else items))
 
 
-def _named_tuple(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
-    fields = arguments.get(1, "field_names")
+def _named_tuple(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
+    fields = given.get(1, "field_names")
     names = fields.replace(",", " ").split() if isinstance(fields, str) else known_items(fields)
     if names is None or not all(isinstance(one, str) for one in names):
         return Reference("collections.namedtuple.unknown")
-    empty = ast.ClassDef(name=str(arguments.get(0, "typename")), bases=[], keywords=[], body=[], decorator_list=[])
-    return ClassValue(
-        empty, interpreter.scope, (), dict.fromkeys(names, UNKNOWN), frozenset({"NamedTuple"}), tuple(names)
-    )
+    empty = ast.ClassDef(name=str(given.get(0, "typename")), bases=[], keywords=[], body=[], decorator_list=[])
+    held = dict.fromkeys(names, UNKNOWN)
+    return ClassValue(empty, interpreter.scope, (), held, frozenset({"NamedTuple"}), tuple(names))
 
 
-def _table(interpreter: Any, arguments: Any, attributes: bool = False) -> TableValue:
+def _table(interpreter: Any, given: CallArguments, node: ast.AST, attributes: bool = False) -> TableValue:
     table = TableValue(path=interpreter.path, attributes=attributes)
-    for value in arguments.values[:1]:
+    for value in given.values[:1]:
         containers.update(interpreter, table, value)
-    for name, value in arguments.named.items():
+    for name, value in given.named.items():
         table[name] = value
-    table.is_complete = table.is_complete and arguments.is_complete
+    table.is_complete = table.is_complete and given.is_complete
     return table
 
 
-def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
-    values = arguments.values
+def _settings(interpreter: Any, given: CallArguments, node: ast.AST) -> TableValue:
+    return _table(interpreter, given, node, attributes=True)
+
+
+def _namespace(interpreter: Any, given: CallArguments, node: ast.AST) -> InstanceValue:
+    return InstanceValue(Reference("argparse.Namespace"), dict(given.named), node=node, path=interpreter.path)
+
+
+def _partial(interpreter: Any, given: CallArguments, node: ast.AST) -> InstanceValue:
+    return InstanceValue(Reference("functools.partial"), {}, {"call": given.get(0, ""), "arguments": given}, node)
+
+
+def _reduced(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
+    """Return what functools.reduce makes: a chain of calls."""
+    items = known_items(given.get(1, "iterable"))
+    if not items or len(items) > _MOST_FOLLOWED:
+        return UNKNOWN
+    made = given.get(2, "initial", None)
+    for one in items if len(given.values) > 2 else items[1:]:
+        made = items[0] if made is None else made
+        made = interpreter.call(given.get(0, "function"), CallArguments([made, one]), node)
+    return made
+
+
+_FUNCTIONS: dict[str, Described] = {
+    "collections.deque": _deque, "collections.namedtuple": _named_tuple, "collections.OrderedDict": _table,
+    **dict.fromkeys(("easydict.EasyDict", "ml_collections.ConfigDict", "munch.Munch"), _settings),
+    **dict.fromkeys(("types.SimpleNamespace", "argparse.Namespace"), _namespace),
+    "functools.partial": _partial, "functools.reduce": _reduced,
+    **dict.fromkeys(
+        ("tqdm.trange", "tqdm.auto.trange", "tqdm.notebook.trange"), lambda _, given, at: spread(_range, *given.values)
+    ),
+    **dict.fromkeys(
+        ("rich.progress.track", "alive_progress.alive_it", "ray.get", "ray.put", "ray.remote"), _given_first
+    ),
+    **dict.fromkeys(("copy.deepcopy", "copy.copy"), lambda _, given, node: arrays.copied(given.get(0, ""), node)),
+    **dict.fromkeys(("os.path.join", "pathlib.Path", "pathlib.PurePath"), _path), "os.path.dirname": _folder,
+    **dict.fromkeys(("os.path.abspath", "os.path.expanduser", "os.path.realpath"), _same_path),
+    **dict.fromkeys(("os.getenv", "os.environ.get"), _variable),
+    "dataclasses.field": lambda _, given, node: InstanceValue(
+        Reference("dataclasses.field"), {}, dict(given.named), node
+    ),
+    "dataclasses.asdict": _as_dict, "dataclasses.replace": _replaced, "wandb.init": _tracked,
+    **dict.fromkeys(("math.prod", "numpy.prod"), lambda _, given, node: spread(_product, given.get(0, ""))),
+    **dict.fromkeys(("rospy.Subscriber", "message_filters.Subscriber"), _subscribed),
+}  # fmt: skip
+_FOLLOWS = (
+    frameworks.call, environments.call, arrays.call, pictures.call, command_line.loaded, _other, command_line.call,
+)  # fmt: skip
+
+
+# ------------------------------------------------------------ Python's own functions
+
+
+def _builtin(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
+    name, values = dotted.removeprefix("builtins."), arguments.values
     first = values[0] if values else UNKNOWN
     match name:
         case "dict":
-            return _table(interpreter, arguments)
+            return _table(interpreter, arguments, node)
         case "list" | "tuple" | "set" | "sorted" | "reversed":
-            return _sequence(interpreter, name, first, bool(values))
+            if not values:
+                return () if name == "tuple" else ListValue([], 0)
+            return spread(lambda one: _sequence(interpreter, name, one), first)
         case "len":
             if isinstance(first, InstanceValue):
                 return interpreter.special(first, "__len__")
-            return spread(lambda one: UNKNOWN if length_of(one) is None else length_of(one), first)
+            return spread(lambda one: UNKNOWN if (length := length_of(one)) is None else length, first)
         case "range":
             return spread(_range, *values)
         case "open":
-            named = {str(i): value for i, value in enumerate(values)} | arguments.named
-            return InstanceValue(Reference("builtins.open"), {}, named, node)
+            return InstanceValue(Reference(dotted), {}, arguments.all_named(), node)
         case "vars":
             return AttributeTable(first) if isinstance(first, InstanceValue) else first
         case "getattr":
             found = interpreter.member(first, values[1]) if len(values) > 1 and isinstance(values[1], str) else UNKNOWN
             return values[2] if found is UNKNOWN and len(values) > 2 else found
         case "setattr" if len(values) == 3 and isinstance(first, InstanceValue) and isinstance(values[1], str):
-            put(first.attributes, values[1], values[2], first.path, interpreter.path)
-            return None
+            return put(first.attributes, values[1], values[2], first.path, interpreter.path)
         case "zip":
             several = [known_items(one) or [] for one in values]
             if several and all(several):
@@ -221,10 +260,8 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
             return ListValue([sample], min(lengths) if lengths and None not in lengths else None)  # type: ignore[type-var]
         case "enumerate":
             items = known_items(first)
-            if items is not None:
-                return ListValue([(i, one) for i, one in enumerate(items)], len(items))
-            sample = interpreter.item_of_loop(first)
-            return ListValue([(arrays.INDEX, sample)], length_of(first))
+            pairs = [(arrays.INDEX, interpreter.item_of_loop(first))] if items is None else list(enumerate(items))
+            return ListValue(pairs, length_of(first))
         case "map" if len(values) == 2:
             return _mapped(interpreter, first, values[1], node)
         case "map" | "filter" | "iter":
@@ -241,7 +278,6 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
             return _is_instance(first, values[1])
         case "exit" | "quit":
             interpreter.seen_function = Reference("sys.exit")
-            return UNKNOWN
     if name in command_line.NUMBERS and not arguments.named and values:
         return spread(lambda *each: command_line.as_number(name, each), *values)
     return UNKNOWN
@@ -249,23 +285,10 @@ def _builtin(interpreter: Any, name: str, arguments: Any, node: ast.AST) -> Any:
 
 def _mapped(interpreter: Any, function: Any, over: Any, node: ast.AST) -> ListValue:
     """Return what `map` makes of one sequence: of each item if there are few, otherwise of one for all."""
-    items, length = known_items(over), length_of(over)
+    items = known_items(over)
     if items is None or len(items) > _MOST_FOLLOWED:
         items = [interpreter.item_of_loop(over)]
-    made = [interpreter.call(function, type(interpreter.no_arguments)([one]), node) for one in items]
-    return ListValue(made, length)
-
-
-def _reduced(interpreter: Any, arguments: Any, node: ast.AST) -> Any:
-    """Return what functools.reduce makes: a chain of calls."""
-    items = known_items(arguments.get(1, "iterable"))
-    if not items or len(items) > _MOST_FOLLOWED:
-        return UNKNOWN
-    made = arguments.get(2, "initial", None)
-    for one in items if len(arguments.values) > 2 else items[1:]:
-        made = items[0] if made is None else made
-        made = interpreter.call(arguments.get(0, "function"), type(interpreter.no_arguments)([made, one]), node)
-    return made
+    return ListValue([interpreter.call(function, CallArguments([one]), node) for one in items], length_of(over))
 
 
 _KINDS = {"str": str, "int": int, "float": float, "bool": bool, "tuple": tuple, "list": ListValue, "dict": TableValue}
@@ -274,49 +297,37 @@ _KINDS = {"str": str, "int": int, "float": float, "bool": bool, "tuple": tuple, 
 def _is_instance(value: Any, kinds: Any) -> Any:
     """Return whether a value is of a class, where both are known: constants, containers, spaces."""
     given = known_items(kinds) or [kinds]
-    names = [one.last for one in given if isinstance(one, Reference)]
-    if isinstance(value, ArrayValue) and len(names) == len(given):
+    names = {one.last for one in given if isinstance(one, Reference)}
+    is_plain = bool(names) and names <= _KINDS.keys()
+    if isinstance(value, ArrayValue) and all(isinstance(one, Reference) for one in given):
         if value.shared_frames > 1:  # frames that are put together when they are read
             return "LazyFrames" in names
-        return bool({"ndarray", "generic"} & set(names) and not value.is_tensor) or bool(
-            {"Tensor", "FloatTensor"} & set(names) and value.is_tensor
-        )
+        return bool(names & ({"Tensor", "FloatTensor"} if value.is_tensor else {"ndarray", "generic"}))
     if isinstance(value, InstanceValue) and isinstance(value.made_of, ClassValue):
-        lineage = [one.node.name for one in value.made_of.lineage()]
-        if any(isinstance(one, ClassValue) and one.node.name in lineage for one in given):
-            return True
-        return False if names and all(name in _KINDS for name in names) else UNKNOWN
+        lineage = {one.node.name for one in value.made_of.lineage()}
+        is_one = any(isinstance(one, ClassValue) and one.node.name in lineage for one in given)
+        return True if is_one else False if is_plain else UNKNOWN
     if isinstance(value, SpaceInfo):
         leaf = value.leaves[0]
         own = "Dict" if value.is_dict else "Discrete" if leaf.dtype.kind == "i" and not leaf.shape else "Box"
         if own == "Box" and leaf.dtype.kind == "i" and "" not in value.bounds:
             own = "MultiDiscrete" if leaf.dtype.itemsize == 8 else "MultiBinary"
         return own in names if names else UNKNOWN
-    if (
-        isinstance(value, str | int | float | tuple | ListValue | TableValue)
-        and names
-        and all(n in _KINDS for n in names)
-    ):
-        return any(isinstance(value, _KINDS[name]) for name in names)
-    return UNKNOWN
+    is_known = is_plain and isinstance(value, str | int | float | tuple | ListValue | TableValue)
+    return any(isinstance(value, _KINDS[name]) for name in names) if is_known else UNKNOWN
 
 
-def _range(*bounds: Any) -> Any:
-    numbers = [whole(one) for one in bounds]
-    if None in numbers:
-        return ListValue([arrays.INDEX], None)
+def _range(*bounds: Any) -> ListValue:
     try:
-        found = range(*numbers)  # type: ignore[arg-type]  # whole numbers, checked above
+        found = range(*map(known, bounds))
+    except NotKnownError:
+        return ListValue([arrays.INDEX], None)
     except (ValueError, TypeError):
         return ListValue([], None)
     return ListValue(list(found), len(found)) if len(found) <= 8 else ListValue([arrays.INDEX], min(len(found), 2**62))
 
 
-def _sequence(interpreter: Any, name: str, first: Any, is_given: bool) -> Any:
-    if not is_given:
-        return () if name == "tuple" else ListValue([], 0)
-    if isinstance(first, OneOf):
-        return spread(lambda one: _sequence(interpreter, name, one, True), first)
+def _sequence(interpreter: Any, name: str, first: Any) -> Any:
     first = filled_deque(arrays.unwrapped(first))
     items = known_items(first)
     if isinstance(first, ArrayValue) and 0 < (length_of(first) or 0) <= _MOST_FOLLOWED:
@@ -331,7 +342,7 @@ def _sequence(interpreter: Any, name: str, first: Any, is_given: bool) -> Any:
 # ------------------------------------------------------------ methods
 
 
-def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one line for each kind of value
+def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one line for each kind of value
     """Return what a method of a library's object, or of a container, returns."""
     match owner:
         case TableValue():
@@ -340,44 +351,43 @@ def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: a
             return containers.list_method(interpreter, owner, name, arguments, node)
         case str():
             return containers.text_method(owner, name, arguments)
-        case tuple():
-            return UNKNOWN
         case ArrayValue():
             return arrays.call_method(interpreter, owner, name, arguments, node)
         case Environments() if name == "configure":
-            interpreter.exchange(owner, frameworks.configured(owner, arguments.get(0, "config")))
-            return None
+            return interpreter.exchange(owner, frameworks.configured(owner, arguments.get(0, "config")))
         case Environments() | SpaceInfo():
-            return environments.call_method(interpreter, owner, name, arguments, node)
+            return environments.call_method(owner, name, node)
         case SuperValue(owner=instance):
             if name == "__init__":
-                interpreter.library_start(instance, arguments)
-                return None
+                return interpreter.library_start(instance, arguments)
             found = environments.instance_method(interpreter, instance, name, arguments, node)
             return UNKNOWN if found is NotImplemented else found
         case InstanceValue():
-            if owner.kind == "argparse.ArgumentParser":
-                return command_line.parser_method(interpreter, owner, name, arguments)
-            if owner.kind.startswith("configparser."):
-                return command_line.ini_method(interpreter, owner, name, arguments)
-            if name == "start":
-                _started(interpreter, owner, node)
-            rows = owner.attributes.get("__rows__")
-            if isinstance(rows, ListValue) and isinstance(owner.made_of, ClassValue) and name != "__init__":
-                return containers.list_method(interpreter, rows, name, arguments, node)
-            if name in interpreter.managed:
-                return spread(lambda one: interpreter.call(one, arguments, node), interpreter.managed[name])
-            if name == "read" and owner.kind == "builtins.open":
-                return owner  # its text, which is parsed next
-            if owner.kind == pictures.PICTURE.dotted:
-                return pictures.picture_method(owner, name, arguments, node)
-            if name == "__call__" and owner.kind.startswith("torchvision."):
-                return pictures.transformed(interpreter, owner, arguments.get(0, "img"), node)
-            found = environments.instance_method(interpreter, owner, name, arguments, node)
-            return (
-                frameworks.call_method(interpreter, owner, name, arguments, node) if found is NotImplemented else found
-            )
+            with suppress(NotKnownError):
+                return _object_method(interpreter, owner, name, arguments, node)
     return UNKNOWN
+
+
+def _object_method(interpreter: Any, owner: InstanceValue, name: str, arguments: CallArguments, node: ast.AST) -> Any:
+    if owner.kind == "argparse.ArgumentParser":
+        return command_line.parser_method(interpreter, owner, name, arguments)
+    if owner.kind.startswith("configparser."):
+        return command_line.ini_method(interpreter, owner, name, arguments)
+    if name == "start":
+        _started(interpreter, owner, node)
+    rows = owner.attributes.get("__rows__")
+    if isinstance(rows, ListValue) and isinstance(owner.made_of, ClassValue) and name != "__init__":
+        return containers.list_method(interpreter, rows, name, arguments, node)
+    if name in interpreter.managed:
+        return spread(lambda one: interpreter.call(one, arguments, node), interpreter.managed[name])
+    if name == "read" and owner.kind == "builtins.open":
+        return owner  # its text, which is parsed next
+    if owner.kind == pictures.PICTURE.dotted:
+        return pictures.picture_method(owner, name, arguments, node)
+    if name == "__call__" and owner.kind.startswith("torchvision."):
+        return pictures.transformed(interpreter, owner, arguments.get(0, "img"), node)
+    found = environments.instance_method(interpreter, owner, name, arguments, node)
+    return frameworks.call_method(interpreter, owner, name, arguments, node) if found is NotImplemented else found
 
 
 def _started(interpreter: Any, owner: InstanceValue, node: ast.AST) -> None:
@@ -388,11 +398,10 @@ def _started(interpreter: Any, owner: InstanceValue, node: ast.AST) -> None:
         is_new = again not in interpreter.started and owner.made_of.extends(*_STARTED)
         interpreter.started.add(again)
         if is_new and isinstance(run, FunctionValue):
-            interpreter.call_function(run, interpreter.no_arguments, owner)
+            interpreter.call_function(run, CallArguments(), owner)
     elif "target" in owner.arguments:
         values, named = (likely(owner.arguments.get(name)) for name in ("args", "kwargs"))
-        table = {str(key): value for key, value in named.items()} if isinstance(named, TableValue) else {}
-        given = type(interpreter.no_arguments)(list(known_items(values) or ()), table)
+        given = CallArguments(list(known_items(values) or ()), CallArguments.of(named).named)
         interpreter.call(owner.arguments["target"], given, node)
 
 
@@ -403,16 +412,3 @@ def suggested(name: str, arguments: Any) -> Any:
         return one_of((one, "") for one in choices) if choices else UNKNOWN
     ends = [whole(arguments.get(at, word)) for at, word in ((1, "low"), (2, "high"))]
     return UNKNOWN if None in ends or name != "suggest_int" else OneOf(tuple(ends))
-
-
-def called_value(interpreter: Any, value: Any) -> Any:
-    """Return what calling a value without arguments returns: a class, a function, a partial."""
-    value = likely(value)
-    node = interpreter.anchor or interpreter.main.tree
-    if isinstance(value, InstanceValue) and value.kind == "functools.partial":
-        given = value.arguments["arguments"]
-        rest = type(given)(given.values[1:], given.named, given.is_complete)
-        return interpreter.call(value.arguments["call"], rest, node)
-    if isinstance(value, FunctionValue | ClassValue | BoundMethod | Reference):
-        return interpreter.call(value, interpreter.no_arguments, node)
-    return value

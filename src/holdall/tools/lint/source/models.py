@@ -65,27 +65,15 @@ _CALLBACK_ARGUMENTS = {
 _BUFFER_ARGUMENTS = ("buffer_size", "observation_space", "action_space", "device", "n_envs", "optimize_memory_usage")
 _CALLBACK_SETTINGS = ("save_freq", "eval_freq", "save_replay_buffer")
 _POLICIES = {
-    "MultiInputActorCriticPolicy": "MultiInputPolicy",
-    "ActorCriticCnnPolicy": "CnnPolicy",
+    "MultiInputActorCriticPolicy": "MultiInputPolicy", "ActorCriticCnnPolicy": "CnnPolicy",
     "ActorCriticPolicy": "MlpPolicy",
-}
+}  # fmt: skip
 _MAKES = re.compile(
     r"stable_baselines3|sb3_contrib|[Rr]eplay|deque|torchrl|tianshou|elegantrl"
     r"|\b(?:np|numpy|torch|th)\.(?:zeros|empty|ones|full)\b|(?:memory|buffer|transitions|experience)\w*\.append"
     r"|rl\.memory|cpprb|\.append\([(\[](?:self\.)?(?:\w*state|obs|frame|s,)"
 )
 """A script without any of these makes no model and no buffer."""
-
-
-class SeenValues:
-    """Constants of one script: what its expressions are, whenever they are reached."""
-
-    def __init__(self, interpreter: Interpreter) -> None:
-        self._interpreter = interpreter
-
-    def value(self, node: ast.expr | None) -> object:
-        """Return what an expression is, as far as it is certain."""
-        return plain(self._interpreter.seen(node))
 
 
 def plain(value: Any) -> object:
@@ -120,10 +108,9 @@ class TrainingReader:
     @cached_property
     def _makes(self) -> bool:
         """Whether the script may make a model or a buffer: it says so, or it runs what modules beside it say."""
-        text = self.script.text
-        return _MAKES.search(text) is not None or (
-            self.script.is_run and self._repository.imports_match(_MAKES, text, self.script.path)
-        )
+        script = self.script
+        is_said = _MAKES.search(script.text) is not None
+        return is_said or (script.is_run and self._repository.imports_match(_MAKES, script.text, script.path))
 
     @cached_property
     def interpreter(self) -> Interpreter:
@@ -132,18 +119,14 @@ class TrainingReader:
         interpreter.run()
         return interpreter
 
-    @cached_property
-    def evaluator(self) -> SeenValues:
-        """The values of the script's expressions."""
-        return SeenValues(self.interpreter)
+    def value(self, node: ast.expr | None) -> object:
+        """Return what an expression of the script is, as far as it is certain, whenever it is reached."""
+        return plain(self.interpreter.seen(node))
 
     def recorded(self, *what: str) -> list[ProgramEvent]:
         """Return what the program makes or does, once for each object and line."""
-        kept: dict[tuple[int, str, ast.AST], ProgramEvent] = {}
-        for made in self.interpreter.made if self._makes else ():
-            if made.what in what:
-                kept[id(made.value), made.what, made.node] = made
-        return list(kept.values())
+        made = [one for one in (self.interpreter.made if self._makes else ()) if one.what in what]
+        return list({(id(one.value), one.what, one.node): one for one in made}.values())
 
     @cached_property
     def buffers(self) -> list[PlainBuffer]:
@@ -225,7 +208,7 @@ class TrainingReader:
         """Yield what an expression, or one that it names, divides by; 0 for what is not known."""
         for part in subtree(node):
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.FloorDiv | ast.Div):
-                yield whole(self.evaluator.value(part.right)) or 0
+                yield whole(self.value(part.right)) or 0
             elif isinstance(part, ast.Name | ast.Attribute) and depth < _DEEPEST:
                 value = self.script.assigned(part) if isinstance(part, ast.Name) else self.script.attribute_node(part)
                 if value is not None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source.values import ArrayValue, InstanceValue, best_array, known_items, likely
+from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, known, whole
+from holdall.tools.lint.source.values import ArrayValue, CallArguments, InstanceValue, best_array, known_items, likely
 
 PICTURE = Reference("PIL.Image.Image")
 _UINT8, _FLOAT32, _FLOAT64 = np.dtype("uint8"), np.dtype("float32"), np.dtype("float64")
@@ -23,31 +23,27 @@ _SAME_SHAPE = {
     "GaussianBlur", "medianBlur", "blur", "bitwise_not", "flip", "absdiff", "normalize", "equalizeHist", "dilate",
     "erode", "adaptiveThreshold", "bitwise_and", "bitwise_or", "filter2D", "rotate", "convertScaleAbs",
 }  # fmt: skip
+_NOTHING = ArrayValue()  # a picture of which nothing is known
 
 
-def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a function
+def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case a function
     """Return what a function of a library of pictures makes; NotImplemented if it is none of these."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if package not in _PACKAGES or (last[:1].isupper() and package != "cv2"):
         return NotImplemented
-    image = _array(
-        interpreter, arguments.get(0, next((k for k in ("src", "image", "img", "pic") if k in arguments.named), ""))
-    )
+    image, is_torch = _array(interpreter, arguments.get(0, "src image img pic")), package == "torchvision"
     if package == "cv2":
         return _of_opencv(last, image, arguments, node)
     if package == "PIL":
-        if last in {"fromarray", "grayscale"}:
-            return _picture(image if last == "fromarray" else grey(image, node), node)
-        return UNKNOWN
-    if last in {"array3d", "pixels3d"}:
-        return ArrayValue((UNKNOWN, UNKNOWN, 3), _UINT8, frozenset({node}))
-    is_torch = package == "torchvision"
+        made = image if last == "fromarray" else grey(image, node)
+        return _picture(made, node) if last in {"fromarray", "grayscale"} else UNKNOWN
     match last:
+        case "array3d" | "pixels3d":
+            return ArrayValue.new(node, (UNKNOWN, UNKNOWN, 3), _UINT8)
         case "resize" | "imresize" | "resize_images" | "resize_with_pad":
             is_scaled = package == "tensorflow" and "NEAREST" not in str(arguments.get(2, "method", "")).upper()
             dtype = _FLOAT64 if package == "skimage" else _FLOAT32 if is_scaled else None
-            size = arguments.get(1, next((k for k in ("size", "output_shape") if k in arguments.named), "size"))
-            return _resized(image, size, node, dtype, channels_first=is_torch)
+            return _resized(image, arguments.get(1, "size output_shape"), node, dtype, channels_first=is_torch)
         case "resized_crop" | "center_crop" | "crop" if is_torch:
             size = arguments.get(5 if last == "resized_crop" else 1, "size" if last != "crop" else "output_size")
             sides = (arguments.get(3, "height"), arguments.get(4, "width")) if last == "crop" else size
@@ -56,42 +52,36 @@ def call(interpreter: Any, dotted: str, arguments: Any, node: ast.AST) -> Any:  
             at = 3 if "box" in last else 1
             return _resized(image, (arguments.get(at, "target_height"), arguments.get(at + 1, "target_width")), node)
         case "rgb2gray" | "rgb_to_grayscale" | "to_grayscale":
-            return _all_grey(package, image, node)
-        case "rescale_intensity" | "img_as_float" | "equalize_hist" | "img_as_ubyte" if isinstance(image, ArrayValue):
+            made = grey(image, node)
+            if package == "skimage":
+                return replace(made, dtype=_FLOAT64)
+            if is_torch:
+                return replace(made, shape=(1, *(image.shape or (1, UNKNOWN, UNKNOWN))[1:]), is_tensor=True)
+            return replace(made, shape=(*(made.shape or ()), 1))
+        case "rescale_intensity" | "img_as_float" | "equalize_hist" | "img_as_ubyte" if image is not _NOTHING:
             return image.made_by(node, dtype=_UINT8 if last == "img_as_ubyte" else _FLOAT64)
-        case "convert_image_dtype" | "to_dtype" if isinstance(image, ArrayValue):
+        case "convert_image_dtype" | "to_dtype" if image is not _NOTHING:
             return image.made_by(node, dtype=_FLOAT32)
         case "to_tensor" | "pil_to_tensor":
             return _tensor(image, node, _FLOAT32 if last == "to_tensor" else _UINT8)
     return NotImplemented if package in {"scipy", "torchvision", "pygame"} else UNKNOWN
 
 
-def _all_grey(package: str, image: Any, node: ast.AST) -> Any:
-    made = grey(image, node)
-    if package == "skimage":
-        return replace(made, dtype=_FLOAT64)
-    if package == "torchvision":
-        axes = image.shape[1:] if isinstance(image, ArrayValue) and image.shape else (UNKNOWN, UNKNOWN)
-        return replace(made, shape=(1, *axes), is_tensor=True)
-    return replace(made, shape=(*(made.shape or ()), 1))
-
-
-def _array(interpreter: Any, value: Any) -> Any:
+def _array(interpreter: Any, value: Any) -> ArrayValue:
     """Return the pixels of a picture, or what was observed."""
     if isinstance(value, OneOf):
         value = best_array(value)
     value = getattr(value, "observation", value) if isinstance(value, tuple) else value
     if isinstance(value, InstanceValue):
         value = interpreter.converted_to_array(value)
-    return value if isinstance(value, ArrayValue) else UNKNOWN
+    return value if isinstance(value, ArrayValue) else _NOTHING
 
 
-def grey(image: Any, node: ast.AST) -> ArrayValue:
+def grey(image: ArrayValue, node: ast.AST) -> ArrayValue:
     """Return a picture without its channels."""
-    if isinstance(image, ArrayValue) and image.shape is not None:
+    if image.shape is not None:
         return image.made_by(node, shape=image.shape[:2])
-    dtype = image.dtype if isinstance(image, ArrayValue) and image.dtype is not None else _UINT8
-    return ArrayValue((UNKNOWN, UNKNOWN), dtype, frozenset({node}))
+    return ArrayValue.new(node, (UNKNOWN, UNKNOWN), image.dtype or _UINT8)
 
 
 def _sides(size: Any) -> tuple[Any, ...] | None:
@@ -100,23 +90,19 @@ def _sides(size: Any) -> tuple[Any, ...] | None:
     return None if items is None or len(items) < 2 else tuple(likely(one) for one in items)
 
 
-def _resized(image: Any, size: Any, node: ast.AST, dtype: Any = None, channels_first: bool = False) -> Any:
+def _resized(image: ArrayValue, size: Any, node: ast.AST, dtype: Any = None, channels_first: bool = False) -> Any:
     """Return a picture of another size: rows and columns, and channels as they are unless they are named."""
-    sides = _sides(size)
-    known = image.shape if isinstance(image, ArrayValue) else None
-    if channels_first and known and whole(size) is not None:
-        sides = _shorter_side(known[-2:], whole(size) or 0)
+    sides, axes = _sides(size), image.shape
+    if channels_first and axes and whole(size) is not None:
+        sides = _shorter_side(axes[-2:], whole(size) or 0)
     if sides is None:
-        return ArrayValue(None, dtype, frozenset({node}))
-    wanted = dtype or (image.dtype if isinstance(image, ArrayValue) else None) or _UINT8
-    tensor = isinstance(image, ArrayValue) and image.is_tensor
+        return ArrayValue.new(node, None, dtype)
     if channels_first:
-        shape = (*(known[:-2] if known else (UNKNOWN,)), *sides[:2])
-    elif len(sides) == 3:
-        shape = sides
+        shape = (*(axes[:-2] if axes else (UNKNOWN,)), *sides[:2])
     else:
-        shape = (*sides, *(known[2:] if known else (UNKNOWN,)))
-    return ArrayValue(tuple(shape), wanted, frozenset({node}), is_tensor=tensor or channels_first)
+        shape = sides if len(sides) == 3 else (*sides, *(axes[2:] if axes else (UNKNOWN,)))
+    wanted = dtype or image.dtype or _UINT8
+    return ArrayValue.new(node, shape, wanted, is_tensor=image.is_tensor or channels_first)
 
 
 def _shorter_side(sides: tuple[Any, ...], size: int) -> tuple[Any, ...]:
@@ -129,63 +115,59 @@ def _shorter_side(sides: tuple[Any, ...], size: int) -> tuple[Any, ...]:
 # ------------------------------------------------------------ OpenCV
 
 
-def _of_opencv(last: str, image: Any, arguments: Any, node: ast.AST) -> Any:
+def _of_opencv(last: str, image: ArrayValue, arguments: CallArguments, node: ast.AST) -> Any:
     if last == "resize":
         return _opencv_resized(image, arguments, node)
     if last == "cvtColor":
-        code = likely(arguments.get(1, "code"))
+        code = arguments.likely(1, "code")
         name = code.last if isinstance(code, Reference) else ""
         if name.endswith("GRAY"):
             return grey(image, node)
-        if not isinstance(image, ArrayValue) or image.shape is None:
-            return ArrayValue((UNKNOWN, UNKNOWN, 3), _UINT8, frozenset({node}))
+        if image.shape is None:
+            return ArrayValue.new(node, (UNKNOWN, UNKNOWN, 3), _UINT8)
         return image.made_by(node, shape=(*image.shape[:2], 3 if "2" in name else UNKNOWN))
-    is_image = isinstance(image, ArrayValue) and image.shape is not None
     if last in {"Canny", "inRange"}:
         return replace(grey(image, node), dtype=_UINT8)
     if last == "threshold":
-        return (UNKNOWN, image.made_by(node) if isinstance(image, ArrayValue) else UNKNOWN)
-    return image.made_by(node) if is_image and last in _SAME_SHAPE else UNKNOWN
+        return (UNKNOWN, UNKNOWN if image is _NOTHING else image.made_by(node))
+    return image.made_by(node) if image.shape is not None and last in _SAME_SHAPE else UNKNOWN
 
 
-def _opencv_resized(image: Any, arguments: Any, node: ast.AST) -> Any:
+def _opencv_resized(image: ArrayValue, arguments: CallArguments, node: ast.AST) -> ArrayValue:
     """OpenCV takes columns before rows, or factors, and drops an axis of one channel."""
     sides = _sides(arguments.get(1, "dsize", None))
-    known = image.shape if isinstance(image, ArrayValue) else None
-    if sides is None and known and len(known) >= 2:
-        factors = [arguments.get(at, name, UNKNOWN) for at, name in ((4, "fy"), (3, "fx"))]
-        numbers = [whole(one) for one in known[:2]]
+    if sides is None and image.shape and len(image.shape) >= 2:
+        factors = [arguments.get(at, name, UNKNOWN) for at, name in ((3, "fx"), (4, "fy"))]
+        numbers = [whole(one) for one in image.shape[1::-1]]
         if None not in numbers and all(isinstance(one, int | float) for one in factors):
-            rows, columns = (round((n or 0) * f) for n, f in zip(numbers, factors, strict=True))
-            sides = (columns, rows)
+            sides = tuple(round((n or 0) * factor) for n, factor in zip(numbers, factors, strict=True))
     if sides is None:
-        return ArrayValue(None, _UINT8, frozenset({node}))
-    made = _resized(image, (sides[1], sides[0]), node)
+        return ArrayValue.new(node, None, _UINT8)
+    made: ArrayValue = _resized(image, (sides[1], sides[0]), node)
     is_flat = made.shape is not None and len(made.shape) == 3 and made.shape[2] == 1
-    return replace(made, shape=made.shape[:2]) if is_flat else made
+    return replace(made, shape=(made.shape or ())[:2]) if is_flat else made
 
 
 # ------------------------------------------------------------ Pillow
 
 
-def _picture(array: Any, node: ast.AST) -> InstanceValue:
-    return InstanceValue(PICTURE, {"array": array}, node=node)
+def _picture(array: ArrayValue, node: ast.AST) -> InstanceValue:
+    return InstanceValue(PICTURE, {"array": UNKNOWN if array is _NOTHING else array}, node=node)
 
 
-def picture_method(owner: InstanceValue, name: str, arguments: Any, node: ast.AST) -> Any:
+def picture_method(owner: InstanceValue, name: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Return what a method of Pillow's pictures returns."""
-    array, first = owner.attributes["array"], arguments.get(0, "", UNKNOWN)
-    if name == "resize" and (sides := _sides(arguments.get(0, "size"))) is not None:
+    held, first = owner.attributes["array"], arguments.get(0, "size")
+    array = held if isinstance(held, ArrayValue) else _NOTHING
+    if name == "resize" and (sides := _sides(first)) is not None:
         return _picture(_resized(array, (sides[1], sides[0]), node), node)
     if name == "convert":
         made = grey(array, node)
-        if first in {"L", "1"}:
-            return _picture(made, node)
-        return _picture(replace(made, shape=(*(made.shape or ()), 3 if first == "RGB" else UNKNOWN)), node)
+        channels = () if first in {"L", "1"} else (3 if first == "RGB" else UNKNOWN,)
+        return _picture(replace(made, shape=(*(made.shape or ()), *channels)), node)
     if name == "crop" and (box := known_items(likely(first))) is not None and len(box) == 4:
-        left, top, right, bottom = (whole(one) for one in box)
-        if None not in {left, top, right, bottom}:
-            return _picture(_resized(array, ((bottom or 0) - (top or 0), (right or 0) - (left or 0)), node), node)
+        left, top, right, bottom = map(known, box)
+        return _picture(_resized(array, (bottom - top, right - left), node), node)
     return owner if name in {"copy", "transpose", "rotate", "filter"} else UNKNOWN
 
 
@@ -194,50 +176,45 @@ def picture_method(owner: InstanceValue, name: str, arguments: Any, node: ast.AS
 
 def transformed(interpreter: Any, transform: InstanceValue, value: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a transform
     """Return what one of torchvision's transforms makes of a picture."""
-    kind = transform.kind.rpartition(".")[2]
-    first = transform.arguments.get("0", UNKNOWN)
+    kind, given = transform.kind.rpartition(".")[2], transform.arguments
+    first = given.get("0", UNKNOWN)
     if kind == "Compose":
-        for one in known_items(transform.arguments.get("transforms", first)) or ():
-            value = interpreter.call(one, type(interpreter.no_arguments)([value]), node)
+        for one in known_items(given.get("transforms", first)) or ():
+            value = interpreter.call(one, CallArguments([value]), node)
         return value
     image = _array(interpreter, value)
+    axes = image.shape or (UNKNOWN, UNKNOWN)
     is_picture = isinstance(value, InstanceValue) and value.kind == PICTURE.dotted
     match kind:
         case "ToPILImage":
-            axes = image.shape if isinstance(image, ArrayValue) else None
-            if axes and len(axes) == 3 and image.is_tensor:
-                image = replace(image, shape=(*axes[1:], axes[0]))
-            return _picture(image, node)
+            is_turned = len(axes) == 3 and image.is_tensor
+            return _picture(replace(image, shape=(*axes[1:], axes[0])) if is_turned else image, node)
         case "Grayscale":
             if is_picture:
                 return _picture(grey(image, node), node)
-            count = whole(transform.arguments.get("num_output_channels", 1 if first is UNKNOWN else first)) or 1
-            axes = image.shape if isinstance(image, ArrayValue) and image.shape else (UNKNOWN, UNKNOWN)
+            count = whole(given.get("num_output_channels", 1 if first is UNKNOWN else first)) or 1
             return replace(grey(image, node), shape=(*axes[:-3], count, *axes[-2:]), is_tensor=True)
         case "Resize" | "CenterCrop" | "RandomCrop":
-            size = transform.arguments.get("size", first)
+            size = given.get("size", first)
+            side = whole(size)
             if is_picture:
-                known = image.shape if isinstance(image, ArrayValue) and image.shape else (UNKNOWN, UNKNOWN)
-                sides = _shorter_side(known[:2], whole(size) or 0) if whole(size) is not None else size
+                sides = size if side is None else _shorter_side(axes[:2], side)
                 return _picture(_resized(image, sides, node), node)
-            if kind != "Resize" and whole(size) is not None:
-                size = (size, size)
+            size = (size, size) if kind != "Resize" and side is not None else size
             return _resized(image, size, node, None, channels_first=True)
         case "ToTensor" | "PILToTensor" | "ToImage":
             return _tensor(image, node, _FLOAT32 if kind == "ToTensor" else _UINT8)
         case "Normalize" | "ConvertImageDtype" | "ToDtype":
-            return image.made_by(node, dtype=_FLOAT32) if isinstance(image, ArrayValue) else UNKNOWN
+            return UNKNOWN if image is _NOTHING else image.made_by(node, dtype=_FLOAT32)
         case "Lambda":
-            return interpreter.call(
-                transform.arguments.get("lambd", first), type(interpreter.no_arguments)([value]), node
-            )
+            return interpreter.call(given.get("lambd", first), CallArguments([value]), node)
     return UNKNOWN
 
 
-def _tensor(image: Any, node: ast.AST, dtype: Any) -> Any:
+def _tensor(image: ArrayValue, node: ast.AST, dtype: Any) -> ArrayValue:
     """Return a picture as a tensor: its channels first, scaled to floats."""
-    if not isinstance(image, ArrayValue) or image.shape is None:
-        return ArrayValue(None, dtype, frozenset({node}), is_tensor=True)
+    if image.shape is None:
+        return ArrayValue.new(node, None, dtype, is_tensor=True)
     axes = image.shape if len(image.shape) == 3 else (*image.shape, 1)
     made = dtype if image.dtype in {None, _UINT8} else image.dtype
-    return ArrayValue((axes[-1], *axes[:-1]), made, frozenset({node}), is_tensor=True)
+    return ArrayValue.new(node, (axes[-1], *axes[:-1]), made, is_tensor=True)

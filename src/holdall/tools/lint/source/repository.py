@@ -13,8 +13,10 @@ import os
 import re
 import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +60,14 @@ class Repository:
         self.root = root
         self.modules: dict[Path, Module] = {}  # those that a script imported; the next script finds them as they are
         self._trees: dict[Path, ast.Module | None] = {}
-        self._found: dict[tuple[Path, str, int], Path | None] = {}
-        self._exists: dict[str, bool] = {}
-        self._above: dict[Path, dict[str, None]] = {}
-        self._directories: dict[str, Path] = {}  # of importers
-        self._folders: dict[tuple[Path, str], bool] = {}
-        self._data: dict[Path, Any] = {}
-        self._texts: dict[Path, str] = {}
-        self._named: dict[str, list[Path]] | None = None
-        self._settings: dict[tuple[Path, tuple[str, ...]], list[tuple[str, Any]]] = {}
+        # Every question about files is asked once.
+        self._directory: Callable[[str], Path] = cache(lambda importer: Path(importer).resolve().parent)
+        self._is_file: Callable[[str], bool] = cache(lambda path: Path(path).is_file())
+        self._text: Callable[[Path], str] = cache(_text_of)
+        self._data: Callable[[Path], Any] = cache(read_data)
+        self._bases: Callable[[Path], dict[str, None]] = cache(self._find_bases)
+        self._first: Callable[[Path, str, int], Path | None] = cache(lambda *key: next(self._candidates(*key), None))
+        self._settings: Callable[[Path, tuple[str, ...]], list[tuple[str, Any]]] = cache(self._settings_near)
 
     @classmethod
     def around(cls, path: Path) -> Repository:
@@ -80,53 +81,34 @@ class Repository:
     def tree(self, path: Path) -> ast.Module | None:
         """Parse a file; None if that is not possible."""
         if path not in self._trees:
-            self._trees[path] = self._parse(path) if len(self._trees) < _MOST_MODULES else None
+            is_read = len(self._trees) < _MOST_MODULES
+            self._trees[path] = None
+            with suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+                if is_read and path.stat().st_size <= _MOST_BYTES:
+                    self._trees[path] = parse_quietly(path.read_bytes())
         return self._trees[path]
-
-    @staticmethod
-    def _parse(path: Path) -> ast.Module | None:
-        try:
-            return parse_quietly(path.read_bytes()) if path.stat().st_size <= _MOST_BYTES else None
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
 
     def find(self, dotted: str, level: int, importer: str) -> Path | None:
         """Return the file that an import means, if it is one of this repository."""
-        if self.root is None:
-            return None
-        key = (self._directory(importer), dotted, level)
-        if key not in self._found:
-            self._found[key] = next(self._candidates(*key), None)
-        return self._found[key]
+        return None if self.root is None else self._first(self._directory(importer), dotted, level)
 
     def has_folder(self, name: str, importer: str) -> bool:
         """Whether there is a folder of this name beside a file, or above it in the repository."""
-        if self.root is None:
-            return False
-        here = self._directory(importer)
-        if (here, name) not in self._folders:
-            self._folders[here, name] = any(Path(base, name).is_dir() for base in self._bases(here))
-        return self._folders[here, name]
-
-    def _directory(self, importer: str) -> Path:
-        if importer not in self._directories:
-            self._directories[importer] = Path(importer).resolve().parent
-        return self._directories[importer]
+        bases = () if self.root is None else self._bases(self._directory(importer))
+        return any(Path(base, name).is_dir() for base in bases)
 
     def imports_match(self, pattern: re.Pattern[str], text: str, path: str) -> bool:
         """Whether one of the files that a script imports, directly or through others, matches a pattern."""
         if self.root is None:
             return False
-        waiting = self._imported(text, path)
+        files = self._imported(text, path)
         seen: set[Path] = set()
-        while waiting and len(seen) < _MOST_LOOKED_AT:
-            file = waiting.pop(0)
-            if file not in seen:
+        for file in files:  # grows as imports are found
+            if file not in seen and len(seen) < _MOST_LOOKED_AT:
                 seen.add(file)
-                found = self._text(file)
-                if pattern.search(found):
+                if pattern.search(self._text(file)):
                     return True
-                waiting += self._imported(found, str(file))
+                files += self._imported(self._text(file), str(file))
         return False
 
     def _imported(self, text: str, path: str) -> list[Path]:
@@ -139,17 +121,7 @@ class Repository:
             found += [file for file in files if file is not None]
         return found
 
-    def _text(self, path: Path) -> str:
-        if path not in self._texts:
-            try:
-                self._texts[path] = path.read_text(encoding="utf-8", errors="replace")
-            except OSError:
-                self._texts[path] = ""
-        return self._texts[path]
-
     def _candidates(self, here: Path, dotted: str, level: int) -> Iterator[Path]:
-        if self.root is None:
-            return
         bases = list(self._bases(here))
         if level:
             above = map(str, [here, *here.parents][level - 1 : level])
@@ -166,28 +138,15 @@ class Repository:
             files = (rest.with_suffix(".py"), rest / "__init__.py") if "." in dotted else (found,)
             yield from (file for file in files if self._is_file(str(file)))
 
-    def _bases(self, here: Path) -> dict[str, None]:
+    def _find_bases(self, here: Path) -> dict[str, None]:
         """Return where a file of a folder finds its modules: there, above it in the repository, and in `src`."""
-        if here not in self._above:
-            root = self.root
-            inside = [] if root is None or not here.is_relative_to(root) else [here, *here.parents]
-            kept = [str(one) for one in inside if root is not None and one.is_relative_to(root)]
-            self._above[here] = dict.fromkeys([*kept, str(root / "src")] if kept and root is not None else [])
-        return self._above[here]
-
-    def _is_file(self, path: str) -> bool:
-        if path not in self._exists:
-            self._exists[path] = Path(path).is_file()
-        return self._exists[path]
+        root = self.root or here
+        kept = [str(one) for one in (here, *here.parents) if one.is_relative_to(root)]
+        return dict.fromkeys([*kept, str(root / "src")] if kept else [])
 
     def settings_files(self, importer: str, suffixes: tuple[str, ...]) -> list[tuple[str, Any]]:
         """Return the data files near a script that hold settings of a training, each with its name."""
-        if self.root is None:
-            return []
-        key = (self._directory(importer), suffixes)
-        if key not in self._settings:
-            self._settings[key] = self._settings_near(*key)
-        return self._settings[key]
+        return [] if self.root is None else self._settings(self._directory(importer), suffixes)
 
     def _settings_near(self, here: Path, suffixes: tuple[str, ...]) -> list[tuple[str, Any]]:
         root = self.root or here
@@ -199,47 +158,47 @@ class Repository:
 
     def _by_name(self, name: str) -> Path | None:
         """Return the one file or package of the repository with a name, wherever it is: people add to sys.path."""
-        if self._named is None:
-            self._named = {}
-            waiting = [(str(self.root), 0)] if self.root is not None else []
-            for folder, depth in waiting:  # grows as folders are found
-                for entry in _entries(folder):
-                    is_folder = entry.is_dir()
-                    if is_folder and depth < _DEEPEST_FOLDER and len(waiting) < _MOST_MODULES:
-                        waiting.append((entry.path, depth + 1))
-                    stem, _, ending = entry.name.rpartition(".")
-                    if is_folder and Path(entry.path, "__init__.py").is_file():
-                        self._named.setdefault(entry.name, []).append(Path(entry.path, "__init__.py"))
-                    elif ending == "py" and stem != "__init__" and not is_folder:
-                        self._named.setdefault(stem, []).append(Path(entry.path))
         found = self._named.get(name, [])
         return found[0] if len(found) == 1 else None
+
+    @cached_property
+    def _named(self) -> dict[str, list[Path]]:
+        named: dict[str, list[Path]] = {}
+        waiting = [(str(self.root), 0)]
+        for folder, depth in waiting:  # grows as folders are found
+            for entry in _entries(folder):
+                is_folder, (stem, _, ending) = entry.is_dir(), entry.name.rpartition(".")
+                if is_folder and depth < _DEEPEST_FOLDER and len(waiting) < _MOST_MODULES:
+                    waiting.append((entry.path, depth + 1))
+                if is_folder and Path(entry.path, "__init__.py").is_file():
+                    named.setdefault(entry.name, []).append(Path(entry.path, "__init__.py"))
+                elif ending == "py" and stem != "__init__" and not is_folder:
+                    named.setdefault(stem, []).append(Path(entry.path))
+        return named
 
     def data(self, name: str, importer: str) -> Any:
         """Return what a YAML, JSON or TOML file beside a script holds; None if there is none."""
         file = self._located(name, importer)
-        if file is None:
-            return None
-        if file not in self._data:
-            self._data[file] = read_data(file)
-        return self._data[file]
+        return None if file is None else self._data(file)
 
     def text_of(self, name: str, importer: str) -> str:
         """Return what a file says that a program names; nothing if it is not there."""
         found = self._located(name, importer)
         return self._text(found) if found is not None else ""
 
-    def says(self, words: str, name: str, importer: str) -> bool:
-        """Whether a file beside a script has these words."""
-        file = self._located(name, importer)
-        return file is not None and words in self._text(file)
-
     def _located(self, name: str, importer: str) -> Path | None:
         if self.root is None or not name or "\0" in name:
             return None
-        here = Path(importer).resolve().parent
+        here = self._directory(importer)
         files = ((base / name).resolve() for base in (here, self.root, Path.cwd()))
         return next((file for file in files if file.is_relative_to(self.root) and self._is_file(str(file))), None)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
@@ -254,22 +213,25 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 def read_data(file: Path) -> Any:
     """Parse a data file by its ending; None if that is not possible."""
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            return None
         text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            return json.loads(text)
-        if file.suffix in {".ini", ".cfg"}:
-            parser = configparser.ConfigParser()
-            parser.read_string(text)
-            return {name: dict(parser[name]) for name in parser.sections()}
-        if file.suffix == ".toml":
-            return tomllib.loads(text)
-        import yaml  # noqa: PLC0415  an extra: scripts are read without it
-
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return _READERS.get(file.suffix, _read_yaml)(text) if file.stat().st_size <= _MOST_BYTES else None
     except Exception:
         return None
+
+
+def _read_yaml(text: str) -> Any:
+    import yaml  # noqa: PLC0415  an extra: scripts are read without it
+
+    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def _read_ini(text: str) -> Any:
+    parser = configparser.ConfigParser()
+    parser.read_string(text)
+    return {name: dict(parser[name]) for name in parser.sections()}
+
+
+_READERS = {".json": json.loads, ".toml": tomllib.loads, ".ini": _read_ini, ".cfg": _read_ini}
 
 
 def parse_quietly(source: str | bytes) -> ast.Module:
@@ -280,12 +242,9 @@ def parse_quietly(source: str | bytes) -> ast.Module:
             return ast.parse(source)
         except SyntaxError:
             older = _of_python_3(source if isinstance(source, str) else source.decode(errors="replace"))
-            if older == source:
-                raise
-            try:
-                return ast.parse(older)
-            except (SyntaxError, ValueError):
-                pass
+            if older != source:
+                with suppress(SyntaxError, ValueError):
+                    return ast.parse(older)
             raise
 
 

@@ -7,19 +7,21 @@ Invariant: a change that happens only under a condition keeps the value from bef
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, algorithm_by_import, whole
-from holdall.tools.lint.source import containers, environments, frameworks, library, spaces
+from holdall.tools.lint.source import arrays, containers, environments, frameworks, library, spaces
 from holdall.tools.lint.source.arrays import ReturnedValues
 from holdall.tools.lint.source.repository import Module
 from holdall.tools.lint.source.values import (
     ArrayValue,
     AttributeTable,
     BoundMethod,
+    CallArguments,
     ClassValue,
     FunctionValue,
     InstanceValue,
@@ -38,6 +40,8 @@ from holdall.tools.lint.source.values import (
 
 _PLAIN = int | float | str | bool | bytes | None
 _NAMELESS = {int, float, str, bool, type(None), tuple, Reference, type(UNKNOWN), FunctionValue, ClassValue, BoundMethod}
+_CALLBACK = re.compile(r"\.callbacks")
+_PROPERTIES = {"property", "cached_property"}
 _MOST_PARENTS = 8
 _MOST_ENTRIES = 8  # of a dict, one of which may be changed
 _MOST_STEPS = 60_000
@@ -69,33 +73,6 @@ class Scope:
     call: object = None
 
 
-@dataclass(eq=False, slots=True)
-class CallArguments:
-    """What a call passes, with the expressions that pass it."""
-
-    values: list[Any] = field(default_factory=list)
-    named: dict[str, Any] = field(default_factory=dict)
-    is_complete: bool = True  # False: there are further ones that cannot be read
-    nodes: dict[int | str, ast.AST] = field(default_factory=dict)
-    node: ast.AST | None = None
-
-    def get(self, index: int | None, name: str, default: Any = UNKNOWN) -> Any:
-        """Return one argument by name or position; `default` if it is not passed."""
-        if name in self.named:
-            return self.named[name]
-        if index is not None and index < len(self.values):
-            return self.values[index]
-        return default if self.is_complete else UNKNOWN
-
-    def by_name(self, positional: tuple[str, ...]) -> dict[str, tuple[Any, ast.AST | None]]:
-        """Return all arguments by name, each with its expression."""
-        given = {
-            name: (value, self.nodes.get(i))
-            for i, (name, value) in enumerate(zip(positional, self.values, strict=False))
-        }
-        return given | {name: (value, self.nodes.get(name)) for name, value in self.named.items()}
-
-
 class Names:
     """The names of the scopes, and what they hold; how calls are followed is the interpreter's."""
 
@@ -123,21 +100,11 @@ class Names:
             count = None if times is None or count is None else count * times
         return count
 
-    # ------------------------------------------------------------ to be followed by the interpreter
-
+    # What follows statements and calls, which classes below this one define.
     main: Module
-
-    def call_function(self, function: FunctionValue, arguments: CallArguments, owner: Any = None) -> Any:
-        """Follow a function of the program."""
-        raise NotImplementedError
-
-    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:
-        """Return the result of an operator."""
-        raise NotImplementedError
-
-    def record(self, what: str, value: Any, arguments: CallArguments | None, node: ast.AST, **detail: Any) -> None:
-        """Keep what the program makes."""
-        raise NotImplementedError
+    call_function: Callable[..., Any]
+    binary: Callable[..., Any]
+    record: Callable[..., None]
 
     # ------------------------------------------------------------ values
 
@@ -157,13 +124,9 @@ class Names:
             method = _METHODS.get(kind) or self._method(kind)
             value = method(self, node)
         if self.scope.module is self.main:
-            before = self._seen.get(node)
-            if before is None or before[-1] is not value:
-                kept = containers.snapshot(value) if type(value) in containers.CHANGEABLE else value
-                if before is None:
-                    self._seen[node] = [kept]
-                else:
-                    before.append(kept)
+            before = self._seen.setdefault(node, [])
+            if not before or before[-1] is not value:
+                before.append(containers.snapshot(value) if type(value) in containers.CHANGEABLE else value)
         return value
 
     @classmethod
@@ -256,16 +219,17 @@ class Names:
 
     def _unpack(self, targets: list[ast.expr], value: Any) -> None:
         items = known_items(value)
-        if isinstance(value, InstanceValue) and isinstance(value.made_of, ClassValue) and value.made_of.fields:
-            items = list(value.attributes.values())  # a named tuple
-        if isinstance(value, ReturnedValues) and len(value) == 5 and len(targets) == 4:
-            items = list(value[:4])  # older environments return one flag for both ends
-        if isinstance(value, OneOf):
-            several = [known_items(one) for one in value.values]
-            if all(one is not None and len(one) == len(targets) for one in several):
-                items = [one_of((one[i], "") for one in several if one) for i in range(len(targets))]
-        if isinstance(value, ArrayValue) and value.shape and len(value.shape) > 1:
-            items = [ArrayValue(value.shape[1:], value.dtype, value.origins)] * len(targets)
+        match value:
+            case InstanceValue(made_of=ClassValue(fields=(_, *_))):
+                items = list(value.attributes.values())  # a named tuple
+            case ReturnedValues() if len(value) == 5 and len(targets) == 4:
+                items = list(value[:4])  # older environments return one flag for both ends
+            case OneOf():
+                several = [known_items(one) or () for one in value.values]
+                if all(len(one) == len(targets) for one in several):
+                    items = [one_of((one[i], "") for one in several) for i in range(len(targets))]
+            case ArrayValue(shape=(_, _, *_) as shape):
+                items = [ArrayValue(shape[1:], value.dtype, value.origins)] * len(targets)
         if any(isinstance(one, ast.Starred) for one in targets) or items is None or len(items) != len(targets):
             items = [UNKNOWN] * len(targets)
         for target, item in zip(targets, items, strict=True):
@@ -311,11 +275,8 @@ class Names:
 
     def special(self, owner: Any, name: str, *values: Any) -> Any:
         """Return what an operator means for an object whose class defines it; UNKNOWN if it does not."""
-        made_of = owner.made_of if isinstance(owner, InstanceValue) else None
-        method = made_of.find(name) if isinstance(made_of, ClassValue) else UNKNOWN
-        if not isinstance(method, FunctionValue):
-            return UNKNOWN
-        return self.call_function(method, CallArguments(list(values)), owner)
+        method = owner.method(name) if isinstance(owner, InstanceValue) else None
+        return UNKNOWN if method is None else self.call_function(method, CallArguments(list(values)), owner)
 
     def augmented(self, target: ast.expr, op: ast.operator, value: Any) -> Any:
         """Return what `target op= value` leaves in the target."""
@@ -365,11 +326,11 @@ class Names:
                 self.is_soft = True
                 return base.get(name, UNKNOWN)
             case Environments():
-                return environments.member(self, base, name, node)
+                return environments.member(base, name)
             case SpaceInfo():
                 return spaces.space_member(base, name)
             case ArrayValue():
-                return library.array_member(base, name)
+                return arrays.array_member(base, name)
             case ReturnedValues():  # older environments return the observation alone
                 return self.member(base.observation, name, node)
             case str() if name in {"parent", "parents"}:
@@ -391,23 +352,19 @@ class Names:
         if isinstance(base.made_of, ClassValue):
             found = base.made_of.find(name)
             if isinstance(found, FunctionValue):
-                if any(one.rpartition(".")[2] in {"property", "cached_property"} for one in found.decorators):
-                    return self.call_function(found, CallArguments(), base)
-                return BoundMethod(base, name, found)
+                is_read = not _PROPERTIES.isdisjoint(one.rpartition(".")[2] for one in found.decorators)
+                return self.call_function(found, CallArguments(), base) if is_read else BoundMethod(base, name, found)
+            found = self._delegated(base, name) if found is UNKNOWN else found
             if found is not UNKNOWN:
                 return found
-            if (found := self._delegated(base, name)) is not UNKNOWN:
-                return found
-        return environments.instance_member(self, base, name, node)
+        return environments.instance_member(self, base, name)
 
     def _delegated(self, base: InstanceValue, name: str) -> Any:
         """Return an attribute that an object takes from another one, by `__getattr__`; `__dict__` too."""
         if name == "__dict__":
             return AttributeTable(base)
-        given = base.made_of.find("__getattr__") if isinstance(base.made_of, ClassValue) else UNKNOWN
-        if not isinstance(given, FunctionValue) or name.startswith("__") or environments.is_environment(base):
-            return UNKNOWN
-        return self.call_function(given, CallArguments([name]), base)
+        is_special = name.startswith("__") or environments.is_environment(base)
+        return UNKNOWN if is_special else self.special(base, "__getattr__", name)
 
     def _super_member(self, owner: InstanceValue, above: ClassValue, name: str) -> Any:
         for base in above.bases:
@@ -419,21 +376,23 @@ class Names:
     def library_start(self, instance: InstanceValue, arguments: CallArguments) -> None:
         """Do what the constructor of the library class does that an instance's class extends."""
         known = list(instance.made_of.libraries()) if isinstance(instance.made_of, ClassValue) else []
-        model = next((one for one in known if algorithm_by_import(one)), None)
-        buffer = next((one for one in known if frameworks.is_buffer(one)), None)
-        callback = next((one for one in known if ".callbacks" in one), None)
-        if (made := next((one for one in known if one in library.CONTAINERS), None)) is not None:
-            instance.attributes["__rows__"] = library.call(self, made, arguments, instance.node or self.main.tree)
+        tests = (algorithm_by_import, frameworks.is_buffer, library.CONTAINERS.__contains__, _CALLBACK.search)
+        model, buffer, rows, callback = (next(filter(test, known), None) for test in tests)
+        node = instance.node or self.main.tree
+        if rows is not None:
+            instance.attributes["__rows__"] = library.call(self, rows, arguments, node)
             self._remember(instance.kind, instance.attributes["__rows__"])
-        if model is not None:
-            frameworks.start_model(self, instance, model, arguments)
-        elif buffer is not None:
-            instance.arguments["call"] = arguments
-            self.record("buffer", instance, arguments, instance.node or self.main.tree, dotted=buffer)
-        elif callback is not None:
-            instance.arguments |= {"call": arguments, "kind": callback}
-        else:
+        if model is None and buffer is None and callback is None:
             environments.start(self, instance, arguments)
+            return
+        instance.arguments["call"] = arguments
+        if model is not None:
+            instance.attributes.setdefault("env", arguments.get(1, "env", None))
+            self.record("model", instance, arguments, instance.node or self.anchor, dotted=model)
+        elif buffer is not None:
+            self.record("buffer", instance, arguments, node, dotted=buffer)
+        else:
+            instance.arguments["kind"] = callback
 
     # ------------------------------------------------------------ conditions and loops
 

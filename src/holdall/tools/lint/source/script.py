@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 from holdall.tools.lint.finding import SourceRange
@@ -43,16 +44,17 @@ class _ChildFields(dict[type[ast.AST], tuple[str, ...]]):
 _CHILD_FIELDS = _ChildFields()
 
 
-def subtree(root: ast.AST) -> list[ast.AST]:
-    """Return a node and all below it but contexts and operators, those above before those below."""
+def subtree(root: ast.AST, parents: dict[ast.AST, ast.AST] | None = None) -> list[ast.AST]:
+    """Return a node and all below it but contexts and operators, those above before those below; note their parents."""
     nodes = [root]
     for node in nodes:  # grows as children are found
         for name in _CHILD_FIELDS[type(node)]:
             value = getattr(node, name, None)
-            if type(value) is list:
-                nodes += [child for child in value if isinstance(child, ast.AST)]
-            elif isinstance(value, ast.AST):
-                nodes.append(value)
+            children = value if type(value) is list else (value,)
+            below = [child for child in children if isinstance(child, ast.AST)]
+            nodes += below
+            if parents is not None:
+                parents |= dict.fromkeys(below, node)
     return nodes
 
 
@@ -81,18 +83,7 @@ class Script:
     @cached_property
     def _parents(self) -> dict[ast.AST, ast.AST]:
         parents: dict[ast.AST, ast.AST] = {}
-        nodes: list[ast.AST] = [self.tree]
-        for node in nodes:  # grows as children are found
-            for name in _CHILD_FIELDS[type(node)]:
-                value = getattr(node, name, None)
-                if type(value) is list:
-                    for child in value:
-                        if isinstance(child, ast.AST):
-                            parents[child] = node
-                            nodes.append(child)
-                elif isinstance(value, ast.AST):
-                    parents[value] = node
-                    nodes.append(value)
+        subtree(self.tree, parents)
         return parents
 
     @cached_property
@@ -149,29 +140,25 @@ class Script:
 
     def scope(self, node: ast.AST) -> Scope:
         """Return the innermost module, class, function or lambda whose body a node is in."""
-        child = node
-        for parent in self.ancestors(node):
-            if isinstance(parent, _SCOPES) and self._is_inside(parent, child):
-                return parent
-            child = parent
+        for child, parent in self._around(node):
+            if isinstance(parent, _SCOPES):
+                body = [parent.body] if isinstance(parent, ast.Lambda) else parent.body
+                # Decorators, defaults and bases are evaluated outside the scope that they belong to.
+                if child in body or child is getattr(parent, "args", None):
+                    return parent
         return self.tree
 
-    @staticmethod
-    def _is_inside(scope: Scope, child: ast.AST) -> bool:
-        # Decorators, defaults and bases are evaluated outside the scope that they belong to.
-        if isinstance(scope, ast.Lambda):
-            return child in {scope.body, scope.args}
-        return isinstance(scope, ast.Module) or child in scope.body or child is getattr(scope, "args", None)
+    def _around(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """Yield what holds a node, from the inside out, each behind what it holds."""
+        return pairwise(chain((node,), self.ancestors(node)))
 
     def loop(self, node: ast.AST) -> ast.AST | None:
         """Return the innermost loop of the same function that repeats a node, or None."""
-        child = node
-        for parent in self.ancestors(node):
+        for child, parent in self._around(node):
             if isinstance(parent, _SCOPES):
                 return None
             if isinstance(parent, LOOPS) and child in parent.body:
                 return parent
-            child = parent
         return None
 
     def function(self, node: ast.AST) -> Function | None:
@@ -251,9 +238,7 @@ class Script:
         found: dict[tuple[Scope, str], list[Binding]] = {}
         for node in self.nodes:
             for name, binding in _bound(node):
-                scope = self.scope(node)
-                if isinstance(node, ast.Global | ast.Nonlocal):
-                    scope = self.tree
+                scope = self.tree if isinstance(node, ast.Global | ast.Nonlocal) else self.scope(node)
                 found.setdefault((scope, name), []).append(binding)
         return found
 
@@ -265,17 +250,14 @@ class Script:
         """Return the one place whose value this use of a name certainly sees, or None."""
         if any(isinstance(a, _COMPREHENSIONS) and _targets(a, name.id) for a in self.ancestors(name)):
             return None
-        scope: Scope | None = self.scope(name)
-        is_own = True
-        while scope is not None:
-            found = self.bindings(scope, name.id)
-            if found and (is_own or not isinstance(scope, ast.ClassDef)):
-                if len(found) == 1:
-                    return found[0]
-                return self._reaching(found, name) if is_own else None
-            scope = None if isinstance(scope, ast.Module) else self.scope(scope)
-            is_own = False
-        return None
+        scope = own = self.scope(name)
+        while not (found := self.bindings(scope, name.id)) or (scope is not own and isinstance(scope, ast.ClassDef)):
+            if isinstance(scope, ast.Module):
+                return None
+            scope = self.scope(scope)
+        if len(found) == 1:
+            return found[0]
+        return self._reaching(found, name) if scope is own else None
 
     def assigned(self, node: ast.AST | None) -> ast.expr | None:
         """Return the expression that a use of a name certainly stands for, or None."""
@@ -309,41 +291,25 @@ class Script:
 
     def _reaching(self, found: list[Binding], use: ast.Name) -> Binding | None:
         """Of several assignments in one scope, return the one that certainly holds at `use`."""
-        blocks = dict(self._blocks(use))
-        around = set(self.ancestors(use))
+        path = {parent: child for child, parent in self._around(use)}
         # An assignment does not hold yet in its own right-hand side; a loop's variable holds in its body.
-        before = [b for b in found if _position(b.node) < _position(use) and (b.loop or b.node not in around)]
-        certain = [b for b in before if b.node in around or self._stands_in(b.node, blocks)]
-        if not certain:
-            return None
-        last = max(certain, key=lambda b: _position(b.node))
-        if any(_position(b.node) > _position(last.node) for b in before):
+        before = [b for b in found if _position(b.node) < _position(use) and (b.loop or b.node not in path)]
+        last = max(before, key=lambda b: _position(b.node), default=None)
+        if last is None or not (last.node in path or self._is_passed(last.node, path)):
             return None  # a branch or loop in between may have changed it
-        repeated = [loop for loop in self.ancestors(use) if isinstance(loop, LOOPS)]
-        inside = {loop: [b for b in found if loop in self.ancestors(b.node)] for loop in repeated}
-        return None if any(members and last not in members for members in inside.values()) else last
+        loops = {loop for loop in path if isinstance(loop, LOOPS)} - set(self.ancestors(last.node))
+        changed = any(not loops.isdisjoint(self.ancestors(b.node)) for b in found)
+        return None if changed else last
 
-    def _blocks(self, node: ast.AST) -> Iterator[tuple[int, int]]:
-        """Yield the statement lists that a node is in, by identity, with its index in each."""
-        child = node
-        for parent in self.ancestors(node):
-            for block in _statement_lists(parent):
-                if child in block:
-                    yield id(block), block.index(child)
-            if isinstance(parent, _SCOPES) and parent is self.scope(node):
-                return
-            child = parent
-
-    def _stands_in(self, node: ast.AST, blocks: dict[int, int]) -> bool:
+    def _is_passed(self, node: ast.AST, path: dict[ast.AST, ast.AST]) -> bool:
+        """Whether a node stands in a list of statements that a path leads through, and so was certainly run."""
         statement = next(a for a in (node, *self.ancestors(node)) if isinstance(a, ast.stmt))
         parent = self.parent(statement)
         # The body of a `with` runs as if its lines stood in the block around it.
-        while isinstance(parent, ast.With | ast.AsyncWith) and id(parent.body) not in blocks:
+        while isinstance(parent, ast.With | ast.AsyncWith) and parent not in path:
             statement, parent = parent, self.parent(parent)
-        for block in _statement_lists(parent):
-            if statement in block and id(block) in blocks:
-                return block.index(statement) < blocks[id(block)]
-        return False
+        lists = (getattr(parent, name, None) for name in ("body", "orelse", "finalbody"))
+        return any(isinstance(one, list) and statement in one and path.get(parent) in one for one in lists)
 
 
 def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
@@ -354,13 +320,6 @@ def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr
 
 def _position(node: ast.AST) -> tuple[int, int]:
     return (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
-
-
-def _statement_lists(node: ast.AST | None) -> Iterator[list[ast.stmt]]:
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(node, name, None)
-        if isinstance(block, list):
-            yield block
 
 
 def _targets(node: ast.AST, name: str) -> bool:
@@ -384,9 +343,11 @@ def _bound(node: ast.AST) -> Iterator[tuple[str, Binding]]:  # noqa: C901, PLR09
         case ast.For(target=ast.Name(id=name)):
             yield name, Binding(node, loop=node)
         case ast.For(target=target) | ast.AsyncFor(target=target) | ast.AugAssign(target=target):
-            yield from _opaque(target, node)
+            yield from _opaque([target], node)
+        case ast.Delete(targets=targets):
+            yield from _opaque(targets, node)
         case ast.withitem(optional_vars=ast.expr() as target):
-            yield from _opaque(target, target)
+            yield from _opaque([target], target)
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
             yield name, Binding(node)
         case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
@@ -396,9 +357,6 @@ def _bound(node: ast.AST) -> Iterator[tuple[str, Binding]]:  # noqa: C901, PLR09
             for name in names:
                 yield name, Binding(node)
                 yield name, Binding(node)  # changed from elsewhere: never a single assignment
-        case ast.Delete(targets=targets):
-            for target in targets:
-                yield from _opaque(target, node)
         case ast.ExceptHandler(name=str() as name):
             yield name, Binding(node)
 
@@ -415,11 +373,11 @@ def _assigned(target: ast.expr, value: ast.expr, node: ast.AST) -> Iterator[tupl
         for one, its_value in zip(target.elts, value.elts, strict=True):
             yield from _assigned(one, its_value, node)
     else:
-        yield from _opaque(target, node)
+        yield from _opaque([target], node)
 
 
-def _opaque(target: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
-    for part in subtree(target):
+def _opaque(targets: list[ast.expr], node: ast.AST) -> Iterator[tuple[str, Binding]]:
+    for part in chain(*map(subtree, targets)):
         if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store | ast.Del):
             yield part.id, Binding(node)
 

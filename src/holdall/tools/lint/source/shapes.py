@@ -13,14 +13,23 @@ import ast
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
-from holdall.tools.lint.source.values import ArrayValue, ListValue, best_array, filled_deque, known_items, likely
+from holdall.tools.lint.run import UNKNOWN, NotKnownError, OneOf, Reference, whole
+from holdall.tools.lint.source.values import (
+    ArrayValue,
+    ListValue,
+    best_array,
+    each_part,
+    filled_deque,
+    known_items,
+    likely,
+)
 
 _LENGTHS = (11, 13)  # that an axis is tried with if it is not known
 _MOST_ELEMENTS = 2**21
@@ -50,6 +59,8 @@ _OF_TORCH: Mapping[str, str] = {
     "squeeze_": "squeeze", "div_": "divide", "mul_": "multiply", "sub_": "subtract", "view_as": "", "chunk": "",
 }  # fmt: skip
 _TAKES_AXES = {"transpose", "reshape", "tile", "broadcast_to"}  # as several arguments, where torch is asked
+_KEYWORDS = {"dim": "axis", "keepdim": "keepdims", "dims": "axis"}  # torch's, as numpy calls them
+_IGNORED = {"dtype", "out", "casting", "order", "interpolation", "device", "copy"}
 _SAME_MEMORY = {"ravel", "reshape", "transpose"}
 _REDUCING = {"mean", "max", "min", "sum", "average", "median", "std", "var", "amax", "amin", "prod"}
 _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -57,10 +68,6 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_, ast.MatMult: operator.matmul,
 }  # fmt: skip
-
-
-class _NotKnownError(Exception):
-    """An argument is not known, or what is asked for is too large."""
 
 
 @dataclass(slots=True)
@@ -74,7 +81,7 @@ class _Trial:
 
     def array(self, value: ArrayValue) -> Any:
         if value.shape is None:
-            raise _NotKnownError
+            raise NotKnownError
         dtype = value.dtype or np.dtype(np.uint8)
         self.has_dtypes = self.has_dtypes and value.dtype is not None
         if value.shape == () and dtype.kind in "iu":
@@ -106,12 +113,11 @@ class _Trial:
         if isinstance(value, ListValue) and (samples := value.items or value.added):
             self.has_unknown = True
             return [self.argument(samples[0])] * self.length
-        raise _NotKnownError
+        raise NotKnownError
 
     def _number(self, value: Any) -> int:
         number = whole(likely(value))
-        if number is None:
-            self.has_unknown = True
+        self.has_unknown = self.has_unknown or number is None
         return self.length - 1 if number is None else number
 
     def owned(self, result: Any, node: object, keeps: bool) -> ArrayValue:
@@ -165,7 +171,7 @@ def _checked(name: str, values: list[Any]) -> None:
     numbers = [abs(number) for number in _numbers(values)]
     total = sum(sizes)
     if name in _ROUND_BY_ROUND and max(numbers, default=0) > _MOST_ROUNDS:
-        raise _NotKnownError
+        raise NotKnownError
     if name in {"tile", "repeat"}:
         total *= prod(max(number, 1) + 1 for number in numbers)
     elif name == "pad":
@@ -173,12 +179,13 @@ def _checked(name: str, values: list[Any]) -> None:
     elif name == "dot":
         total = prod(sizes)
     elif name not in _SAME_MEMORY and name not in {"broadcast_to", "squeeze", "expand_dims", "swapaxes", "moveaxis"}:
-        shapes = [one.shape for one in values if isinstance(one, np.ndarray)]
-        total = max(total, _broadcast_size(shapes))
+        with suppress(ValueError):
+            shapes = (one.shape for one in values if isinstance(one, np.ndarray))
+            total = max(total, prod(np.broadcast_shapes(*shapes)))
     else:
         return  # a view
     if total > _MOST_ELEMENTS or (name in _REDUCING and 0 in sizes):
-        raise _NotKnownError
+        raise NotKnownError
 
 
 def _numbers(values: Any) -> Iterator[int]:
@@ -188,13 +195,6 @@ def _numbers(values: Any) -> Iterator[int]:
             yield from _numbers(value)
         elif isinstance(value, int):
             yield value
-
-
-def _broadcast_size(shapes: list[tuple[int, ...]]) -> int:
-    try:
-        return prod(np.broadcast_shapes(*shapes))
-    except ValueError:
-        return 0
 
 
 def knows(name: str, is_torch: bool) -> bool:
@@ -215,11 +215,11 @@ def call(name: str, values: list[Any], named: Mapping[str, Any], node: object, i
         given = [trial.argument(one) for one in values]
         if is_torch or plain in {"transpose", "reshape"}:
             given = _axes_together(plain, given)
-        extra = {_keyword(key): trial.argument(one) for key, one in named.items()
-                 if key not in {"dtype", "out", "casting", "order", "interpolation", "device", "copy"}}  # fmt: skip
+        extra = {_KEYWORDS.get(key, key): trial.argument(one) for key, one in named.items() if key not in _IGNORED}
+        second = given[1] if len(given) > 1 else extra.get("start_dim", extra.get("axis"))
         if plain in {"flatten", "ravel"}:  # numpy would copy what is spread out
-            return given[0].reshape(_flattened(given, extra) if is_torch else -1)
-        if is_torch and plain == "squeeze" and not _is_one(given, extra):
+            return given[0].reshape((*given[0].shape[: second or 0], -1) if is_torch else -1)
+        if is_torch and plain == "squeeze" and second is not None and given[0].shape[second] != 1:
             return given[0]  # torch leaves an axis that is longer than 1
         _checked(plain, [*given, *extra.values()])
         result = getattr(np, plain)(*given, **extra)
@@ -227,15 +227,6 @@ def call(name: str, values: list[Any], named: Mapping[str, Any], node: object, i
 
     made = _tried(attempt, node, keeps=plain in _SAME_MEMORY)
     return as_tensor(made, values) if is_torch else made
-
-
-def _is_one(given: list[Any], extra: Mapping[str, Any]) -> bool:
-    axis = given[1] if len(given) > 1 else extra.get("axis")
-    return axis is None or given[0].shape[axis] == 1
-
-
-def _keyword(name: str) -> str:
-    return {"dim": "axis", "keepdim": "keepdims", "dims": "axis"}.get(name, name)
 
 
 def _axes_together(name: str, given: list[Any]) -> list[Any]:
@@ -248,17 +239,10 @@ def _axes_together(name: str, given: list[Any]) -> list[Any]:
     return given
 
 
-def _flattened(given: list[Any], extra: Mapping[str, Any]) -> tuple[int, ...]:
-    start = given[1] if len(given) > 1 else extra.get("start_dim", 0)
-    return (*given[0].shape[:start], -1)
-
-
 def as_tensor(made: Any, sources: list[Any]) -> Any:
     """Return a result as torch has it: it makes float32 where numpy makes float64 of whole numbers."""
-    if isinstance(made, tuple):
-        return tuple(as_tensor(one, sources) for one in made)
     if not isinstance(made, ArrayValue):
-        return made
+        return each_part(made, lambda one: as_tensor(one, sources))
     is_wide = any(one.dtype == np.float64 for one in _arrays(sources))
     dtype = np.dtype(np.float32) if made.dtype == np.float64 and not is_wide else made.dtype
     return replace(made, dtype=dtype, is_tensor=True)
@@ -286,7 +270,7 @@ def item(array: ArrayValue, index: Any, node: object = None) -> Any:
         held = trial.array(array)
         chosen_rows = sum(np.size(one) for one in parts if isinstance(one, np.ndarray | list))
         if chosen_rows * held[:1].size > _MOST_ELEMENTS:
-            raise _NotKnownError
+            raise NotKnownError
         return held[chosen]
 
     found = _tried(attempt, node)

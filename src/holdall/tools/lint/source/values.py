@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, whole
+from holdall.tools.lint.run import UNKNOWN, NotKnownError, OneOf, Reference, known, whole
 
 MOST_CANDIDATES = 6
 MOST_SETTINGS = 32  # tables of settings that a loop tries
@@ -53,6 +53,11 @@ class ArrayValue:
         """Bytes that are in memory as long as the array is; 0 if they are not known."""
         return max(self.nbytes or 0, self.held) if self.nbytes else 0
 
+    @classmethod
+    def new(cls, node: object, shape: Any = None, dtype: Any = None, **more: Any) -> ArrayValue:
+        """Return an array in memory of its own; a dtype may be given by its name."""
+        return cls(shape, np.dtype(dtype) if isinstance(dtype, str) else dtype, frozenset({node}), **more)
+
     def made_by(self, node: object, **changes: Any) -> ArrayValue:
         """Return an array in memory of its own, which a copy or a calculation made."""
         return replace(self, origins=frozenset({node}), shared_frames=1, held=0, **changes)
@@ -87,10 +92,15 @@ class TableValue(dict[object, Any]):
     __slots__ = ("has_attributes", "is_complete", "path")
 
     def __init__(
-        self, entries: Iterable[tuple[object, Any]] = (), *, path: Path = (), attributes: bool = False
-    ) -> None:
+        self,
+        entries: Iterable[tuple[object, Any]] = (), *, path: Path = (), attributes: bool = False, complete: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(entries)
-        self.path, self.has_attributes, self.is_complete = path, attributes, True
+        self.path, self.has_attributes, self.is_complete = path, attributes, complete
+
+    def copied(self, path: Path) -> TableValue:
+        """Return another dict of the same entries, made where these conditions hold."""
+        return TableValue(self.items(), path=path, attributes=self.has_attributes, complete=self.is_complete)
 
     def forget(self) -> None:
         """Something that cannot be followed may have changed the entries."""
@@ -165,6 +175,11 @@ class InstanceValue:
         """The full name of its class; a class of the program has only its own."""
         return self.made_of.dotted if isinstance(self.made_of, Reference) else self.made_of.node.name
 
+    def method(self, name: str) -> FunctionValue | None:
+        """Return a method of its class, if that is one of the program."""
+        found = self.made_of.find(name) if isinstance(self.made_of, ClassValue) else None
+        return found if isinstance(found, FunctionValue) else None
+
 
 class AttributeTable(TableValue):
     """`vars(instance)`, or `instance.__dict__`: what is put into it becomes an attribute."""
@@ -202,6 +217,62 @@ class ModuleValue:
     """A module of the same repository."""
 
     module: Any
+
+
+@dataclass(eq=False, slots=True)
+class CallArguments:
+    """What a call passes, with the expressions that pass it."""
+
+    values: list[Any] = field(default_factory=list)
+    named: dict[str, Any] = field(default_factory=dict)
+    is_complete: bool = True  # False: there are further ones that cannot be read
+    nodes: dict[int | str, ast.AST] = field(default_factory=dict)
+    node: ast.AST | None = None
+
+    @classmethod
+    def of(cls, table: Any, *values: Any) -> CallArguments:
+        """Return what a dict passes by name, behind some values; None passes nothing."""
+        is_table = isinstance(table, TableValue)
+        named = {str(name): value for name, value in table.items()} if is_table else {}
+        return cls(list(values), named, is_table or table is None)
+
+    def get(self, index: int | None, names: str, default: Any = UNKNOWN) -> Any:
+        """Return one argument by one of its names or its position; `default` if it is not passed."""
+        for name in names.split() if self.named else ():
+            if name in self.named:
+                return self.named[name]
+        if index is not None and index < len(self.values):
+            return self.values[index]
+        return default if self.is_complete else UNKNOWN
+
+    def likely(self, index: int | None, names: str, default: Any = UNKNOWN) -> Any:
+        """Return one argument; of several candidates, the first that is known."""
+        return likely(self.get(index, names, default))
+
+    def number(self, index: int | None, names: str, default: Any = UNKNOWN) -> int:
+        """Return an argument that is a whole number; NotKnownError if it is none, or not known."""
+        return known(self.likely(index, names, default))
+
+    def count(self, index: int | None, names: str, default: Any = UNKNOWN) -> int:
+        """Return an argument that is a number of things; NotKnownError if it is not, or not known."""
+        number = self.number(index, names, default)
+        if number < 1:
+            raise NotKnownError
+        return number
+
+    def behind(self, count: int) -> CallArguments:
+        """Return all arguments but the first ones."""
+        return CallArguments(self.values[count:], self.named, self.is_complete)
+
+    def all_named(self) -> dict[str, Any]:
+        """Return all arguments by name, those that have none by their position."""
+        return {str(at): value for at, value in enumerate(self.values)} | self.named
+
+    def by_name(self, positional: tuple[str, ...]) -> dict[str, tuple[Any, ast.AST | None]]:
+        """Return all arguments by name, each with its expression."""
+        pairs = enumerate(zip(positional, self.values, strict=False))
+        given = {name: (value, self.nodes.get(i)) for i, (name, value) in pairs}
+        return given | {name: (value, self.nodes.get(name)) for name, value in self.named.items()}
 
 
 def is_key(value: Any) -> bool:
@@ -301,6 +372,13 @@ def spread(function: Callable[..., Any], *values: Any) -> Any:
         ][:_MOST_COMBINATIONS]
     made = [(function(*chosen), condition) for chosen, condition in combinations]
     return one_of(made, MOST_SETTINGS if isinstance(made[0][0], BoundMethod | TableValue) else MOST_CANDIDATES)
+
+
+def each_part(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a tuple, or several candidates, with each part changed; any other value as it is."""
+    if isinstance(value, OneOf):
+        return OneOf(tuple(map(change, value.values)), value.conditions)
+    return type(value)(map(change, value)) if isinstance(value, tuple) else value
 
 
 def known_items(value: Any) -> list[Any] | None:

@@ -1,0 +1,87 @@
+"""Attached files: a trainer's own, saved with a memory: checked, written in pieces, read back when they are asked for.
+
+In:  bytes, or paths of files, by name.  Out: pieces that become records; and of these the bytes again.
+Invariant: names can be those of files below a folder, whoever wrote them, and lead nowhere else.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from holdall.checkpoint.manifest import ATTACHMENT_NAME, Ref
+from holdall.errors import ArgumentError
+from holdall.storage import unpack_file
+
+if TYPE_CHECKING:
+    from holdall.checkpoint.load import RecordFiles
+
+_PIECE_BYTES = 16 * 2**20
+
+
+def checked_files(attach: Any) -> dict[str, Path | bytes]:
+    """Check the files that are to be saved with a memory; return them by name."""
+    if not isinstance(attach, Mapping):
+        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
+    return {_checked_name(name): _checked_content(name, content) for name, content in attach.items()}
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
+        raise ArgumentError(
+            f"attach has the name {name!r}; use letters, digits, '_', '-', '.', and '/' between parts that begin with "
+            "none of the last two"
+        )
+    return name
+
+
+def _checked_content(name: str, content: Any) -> Path | bytes:
+    if isinstance(content, bytes | bytearray | memoryview):
+        return bytes(content)
+    if isinstance(content, str | os.PathLike):
+        path = Path(content)
+        if path.is_file():
+            return path
+        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is no file; write it first, or pass its bytes")
+    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}; pass bytes or the path of a file")
+
+
+def file_pieces(content: Path | bytes) -> Iterator[bytes]:
+    """Yield a file in pieces; one if it is empty."""
+    with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
+        yield file.read(_PIECE_BYTES)
+        while piece := file.read(_PIECE_BYTES):
+            yield piece
+
+
+@dataclass(eq=False)
+class Attached(Mapping[str, bytes]):
+    """A trainer's own files, as they were saved with the memory; read when they are asked for."""
+
+    files: RecordFiles | None = None
+    refs: Mapping[str, tuple[Ref, ...]] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> bytes:
+        return b"".join(self._pieces(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.refs)
+
+    def __len__(self) -> int:
+        return len(self.refs)
+
+    def extract(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Write a file out, piece by piece."""
+        with Path(path).open("wb") as file:
+            for piece in self._pieces(name):
+                file.write(piece)
+
+    def _pieces(self, name: str) -> Iterator[bytes]:
+        for ref in self.refs[name]:
+            if self.files is not None:
+                record, file = self.files.record(ref)
+                yield unpack_file(record, file.read)
