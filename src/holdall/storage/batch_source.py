@@ -1,4 +1,4 @@
-"""What batches are read from: the index of segments, places in them, a table of short rows; and all of it at once.
+"""What batches are read from: places of large fields, a table of short rows, and all of it for who draws at once.
 
 In:  where the fields of a memory lie.  Out: columns of rows; or a function that draws rows and returns new arrays.
 Invariant: what is drawn and returned is what the general way draws and returns. Whatever changes where fields lie ends
@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +27,7 @@ from holdall.storage.blocks import Coder, SealedSlices, address
 if TYPE_CHECKING:
     from holdall.storage.rings import ObservationRing, Rings
     from holdall.storage.segment import Segments
-    from holdall.storage.slices import AnyPart, ClosedPart, Cursors, OpenPart
+    from holdall.storage.slices import Cursors, OpenPart
     from holdall.storage.ticks import Kernels, TickWriter
 
 COLUMN_FIELDS = (
@@ -123,6 +122,22 @@ class Places:
         )
 
 
+def read_tick(kernels: Kernels, part: OpenPart, cursors: Cursors) -> tuple[Bytes, Bytes]:
+    """Read the observations and next observations of all lanes in one tick of an open part, as rows of bytes."""
+    shape = (part.lanes, part.obs_bytes)
+    obs, next_obs = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
+    places = Places(
+        records=[np.array([part.record()], np.int64)],
+        segment=np.zeros(part.lanes, np.int32),
+        cursors=[cursors.copy()],
+        lane=np.arange(part.lanes, dtype=np.int32),
+        lanes=part.lanes,
+        held=((part.held,),),
+    )
+    kernels.gather(places, 0, obs, next_obs)
+    return obs, next_obs
+
+
 class Rows(NamedTuple):
     """What was read under some ids: copies of the small fields, places of the large ones."""
 
@@ -143,82 +158,6 @@ class Rows(NamedTuple):
             [each[some] for each in self.action], self.reward[some], self.terminated[some], self.truncated[some],
             [each[some] for each in self.extras], self.ended[some],
         )  # fmt: skip
-
-
-class SegmentIndex:
-    """First tick of every segment, and per field a record of every part; the open segment's come last."""
-
-    def __init__(self) -> None:
-        self.version = 0  # another one when segments or their blocks are others
-        self.is_changed = bytearray(b"\x01")  # 1 with every change; read by C, and set to 0 by who has seen it
-        self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
-        self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))
-        self.held: list[list[Held]] = []  # per field and segment: what its record points into
-
-    def rebuild(self, first_ticks: list[int], fields: list[list[AnyPart]]) -> None:
-        """Start over, field by field and segment by segment."""
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = np.array(first_ticks, np.int64)
-        self.records = [
-            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
-        ]
-        self.held = [[part.held for part in parts] for parts in fields]
-
-    def open_next(self, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
-        """The open segment was closed, and another one follows; who reads it goes by the record that it had."""
-        self.records, self.held = ([rows.copy() for rows in each] for each in (self.records, self.held))
-        self.put_behind(len(self.first_ticks) - 1, first_tick, closed, following)
-
-    def put_behind(self, kept: int, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
-        """Have a closed segment behind the oldest ones, so many, and the open one behind it; again gives the same.
-
-        What was there behind those is written over: the open segment, in which nobody reads while it is empty.
-        """
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks = _put_behind(self.first_ticks, kept + 1, np.array([first_tick]))
-        for field, (old, new) in enumerate(zip(closed, following, strict=True)):
-            rows = np.array([old.record(), new.record()], np.int64)
-            self.records[field] = _put_behind(self.records[field], kept, rows)
-            self.held[field][kept:] = [old.held, new.held]
-
-    def dropping(self, segments: int) -> Callable[[], None]:
-        """Return what forgets the oldest segments, however often it is run."""
-        records, held = ([rows[segments:] for rows in each] for each in (self.records, self.held))
-        return partial(self._set, self.first_ticks[segments:], records, held)
-
-    def _set(self, first_ticks: NDArray[np.int64], records: list[NDArray[np.int64]], held: list[list[Held]]) -> None:
-        self.version += 1
-        self.is_changed[0] = 1
-        self.first_ticks, self.records, self.held = first_ticks, records, held
-
-    def update(self, field: int, segment: int, part: AnyPart) -> None:
-        """A part lies elsewhere now."""
-        self.version += 1
-        self.is_changed[0] = 1
-        records = self.records[field].copy()
-        records[segment] = part.record()
-        self.records[field] = records
-        held = self.held[field].copy()
-        held[segment] = part.held
-        self.held[field] = held
-
-
-def _put_behind(rows: NDArray[np.int64], kept: int, behind: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the first rows of a table, so many, and others behind them; in place, as long as its memory has room.
-
-    So a table that grows is not copied every time. What was cut off at its beginning goes with the next copy.
-    """
-    room: NDArray[np.int64] = rows if rows.base is None else rows.base
-    first = (rows.ctypes.data - room.ctypes.data) // rows.strides[0]
-    end = first + kept + len(behind)
-    if room.shape[1:] != rows.shape[1:] or end > len(room):
-        first, end = 0, kept + len(behind)
-        room = np.empty((2 * end, *rows.shape[1:]), np.int64)
-        room[:kept] = rows[:kept]
-    room[first + kept : end] = behind
-    return room[first:end]
 
 
 class RowTable:

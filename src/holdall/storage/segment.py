@@ -14,27 +14,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.batch_source import Places, SegmentIndex
+from holdall.schema import Array, Leaf
+from holdall.storage.batch_source import RECORD_FIELDS, Held, read_tick
 from holdall.storage.blocks import ArenaPool, CarriedSlices, KeptBlock, SealedSlices, SegmentFile, SliceBlock, reserve
 from holdall.storage.rings import CURSOR_BYTES
-from holdall.storage.slices import (
-    ClosedPart,
-    Cursors,
-    FrozenBlock,
-    Log,
-    OpenPart,
-    Segment,
-    Window,
-    WindowSearches,
-    lies_direct,
-)
+from holdall.storage.slices import ClosedPart, FrozenBlock, OpenPart, Segment, Window, WindowSearches, lies_direct
 from holdall.storage.snapshot import put_rows
 from holdall.storage.ticks import Kernels, SlicedTick
 
 if TYPE_CHECKING:
+    from holdall.storage.slices import Cursors
     from holdall.storage.tick_store import Repair
 
 SEGMENT_BYTES = 16 * 2**20
@@ -50,6 +42,81 @@ _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
 
 
+class SegmentIndex:
+    """First tick of every segment, and per field a record of every part; the open segment's come last."""
+
+    def __init__(self) -> None:
+        self.version = 0  # another one when segments or their blocks are others
+        self.is_changed = bytearray(b"\x01")  # 1 with every change; read by C, and set to 0 by who has seen it
+        self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
+        self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))
+        self.held: list[list[Held]] = []  # per field and segment: what its record points into
+
+    def rebuild(self, first_ticks: list[int], fields: list[list[OpenPart | ClosedPart]]) -> None:
+        """Start over, field by field and segment by segment."""
+        self._changes()
+        self.first_ticks = np.array(first_ticks, np.int64)
+        tables = [np.array([part.record() for part in parts], np.int64) for parts in fields]
+        self.records = [table.reshape(-1, len(RECORD_FIELDS)) for table in tables]
+        self.held = [[part.held for part in parts] for parts in fields]
+
+    def open_next(self, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
+        """The open segment was closed, and another one follows; who reads it goes by the record that it had."""
+        self.records, self.held = ([rows.copy() for rows in each] for each in (self.records, self.held))
+        self.put_behind(len(self.first_ticks) - 1, first_tick, closed, following)
+
+    def put_behind(self, kept: int, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
+        """Have a closed segment behind the oldest ones, so many, and the open one behind it; again gives the same.
+
+        What was there behind those is written over: the open segment, in which nobody reads while it is empty.
+        """
+        self._changes()
+        self.first_ticks = _put_behind(self.first_ticks, kept + 1, np.array([first_tick]))
+        for field, (old, new) in enumerate(zip(closed, following, strict=True)):
+            rows = np.array([old.record(), new.record()], np.int64)
+            self.records[field] = _put_behind(self.records[field], kept, rows)
+            self.held[field][kept:] = [old.held, new.held]
+
+    def dropping(self, segments: int) -> Callable[[], None]:
+        """Return what forgets the oldest segments, however often it is run."""
+        records, held = ([rows[segments:] for rows in each] for each in (self.records, self.held))
+        return partial(self._set, self.first_ticks[segments:], records, held)
+
+    def _set(self, first_ticks: NDArray[np.int64], records: list[NDArray[np.int64]], held: list[list[Held]]) -> None:
+        self._changes()
+        self.first_ticks, self.records, self.held = first_ticks, records, held
+
+    def _changes(self) -> None:
+        self.version += 1
+        self.is_changed[0] = 1
+
+    def update(self, field: int, segment: int, part: OpenPart | ClosedPart) -> None:
+        """A part lies elsewhere now."""
+        self._changes()
+        records = self.records[field].copy()
+        records[segment] = part.record()
+        self.records[field] = records
+        held = self.held[field].copy()
+        held[segment] = part.held
+        self.held[field] = held
+
+
+def _put_behind(rows: NDArray[np.int64], kept: int, behind: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the first rows of a table, so many, and others behind them; in place, as long as its memory has room.
+
+    So a table that grows is not copied every time. What was cut off at its beginning goes with the next copy.
+    """
+    room: NDArray[np.int64] = rows if rows.base is None else rows.base
+    first = (rows.ctypes.data - room.ctypes.data) // rows.strides[0]
+    end = first + kept + len(behind)
+    if room.shape[1:] != rows.shape[1:] or end > len(room):
+        first, end = 0, kept + len(behind)
+        room = np.empty((2 * end, *rows.shape[1:]), np.int64)
+        room[:kept] = rows[:kept]
+    room[first + kept : end] = behind
+    return room[first:end]
+
+
 class Segments:
     """All segments of a memory's large fields: one open, the rest closed.
 
@@ -62,9 +129,7 @@ class Segments:
         self, kernels: Kernels, leaves: list[Leaf], lanes: int, capacity_ticks: int, repair: Repair,
         most_bytes: int = 1 << 62, first_tick: int = 0,
     ) -> None:  # fmt: skip
-        self._kernels = kernels
-        self._repair = repair
-        self._lanes = lanes
+        self._kernels, self._repair, self._lanes = kernels, repair, lanes
         self.arenas = ArenaPool()
         self.recycles = False  # whether arenas of blocks that are sealed are filled again
         self._ring_ticks = capacity_ticks + 1
@@ -98,7 +163,8 @@ class Segments:
     def sure_ticks(self, tick: int) -> int:
         """Count the ticks from one on that fit into the open segment, whatever they bring; close it first if none."""
         if tick >= self._sure_until:
-            if self._is_full(tick):
+            is_long = tick - self.open.first_tick >= self._most_ticks or self.open_bytes() >= self._limit_bytes
+            if is_long or not all(part.has_room() for part in self.open.parts):
                 self._repair.begin(self._repair.restoring(*self.changing()))
                 self._roll(tick)
                 self._repair.end()
@@ -260,10 +326,8 @@ class Segments:
     @property
     def segment_bytes(self) -> int:
         """Most that an open segment takes, with the tables that find its slices by their bytes."""
-        smallest, whole = (
-            min((w.slice_bytes for w in self.windows), default=1),
-            self._limit_bytes + 2 * self.most_in_a_tick,
-        )
+        smallest = min((window.slice_bytes for window in self.windows), default=1)
+        whole = self._limit_bytes + 2 * self.most_in_a_tick
         return whole + whole * _TABLE_BYTES // max(smallest, _TABLE_BYTES)
 
     def thaw(
@@ -283,16 +347,15 @@ class Segments:
 
     def _take_over_blocks(self) -> None:
         """Make the blocks of a loaded memory readable here, and list them."""
-        self.overhead_bytes = sum(part.overhead_bytes for segment in self.closed for part in segment.parts)
-        frozen: dict[int, FrozenBlock] = {}
-        for segment in self.closed:
-            for field, part in enumerate(segment.parts):
-                block, carried = part.block, part.block.sealed
-                if isinstance(carried, CarriedSlices):
-                    block.sealed = self._kernels.coder.adopt(carried.coded)
-                if part.log is not None and not block.is_on_disk:
-                    frozen[id(block)] = self._as_frozen(field, part.window, block)
-        blocks = {id(part.block): part.block for segment in self.closed for part in segment.parts}
+        parts, frozen = [each for segment in self.closed for each in enumerate(segment.parts)], dict[int, FrozenBlock]()
+        self.overhead_bytes = sum(part.overhead_bytes for _, part in parts)
+        for field, part in parts:
+            block, carried = part.block, part.block.sealed
+            if isinstance(carried, CarriedSlices):
+                block.sealed = self._kernels.coder.adopt(carried.coded)
+            if part.log is not None and not block.is_on_disk:
+                frozen[id(block)] = self._as_frozen(field, part.window, block)
+        blocks = {id(part.block): part.block for _, part in parts}
         on_disk = [block for block in blocks.values() if block.is_on_disk]
         self.blocks_on_disk = len(on_disk)
         files = {id(extent.file): extent.file for block in on_disk if (extent := block.extent) is not None}
@@ -321,14 +384,6 @@ class Segments:
             block = self._kernels.new_block(window.slice_bytes, self.arenas.take(arena_bytes))
         return self._kernels.new_part(window, self._lanes, block, arena_bytes)
 
-    def _is_full(self, tick: int) -> bool:
-        parts = self.open.parts
-        return (
-            tick - self.open.first_tick >= self._most_ticks
-            or self.open_bytes() >= self._limit_bytes
-            or not all(part.has_room() for part in parts)
-        )
-
     def open_bytes(self) -> int:
         """What the open segment's unique slices take."""
         return sum(part.added_bytes for part in self.open.parts)
@@ -345,9 +400,8 @@ class Segments:
 
     def _ticks_that_fit(self, tick: int) -> int:
         """Count the ticks from one on that fit whatever they bring, so that nobody has to look at each."""
-        parts = self.open.parts
         by_bytes = (self._limit_bytes - self.open_bytes()) // self.most_in_a_tick
-        by_room = min((part.ticks_that_fit() for part in parts), default=0)
+        by_room = min((part.ticks_that_fit() for part in self.open.parts), default=0)
         return max(1, min(self._most_ticks - (tick - self.open.first_tick), by_bytes, by_room))
 
     def _roll(self, tick: int) -> None:
@@ -355,17 +409,11 @@ class Segments:
         full = self.open
         following = []
         for field, part in enumerate(full.parts):
-            fits = part.window.count > 1 and part.broken_steps * 2 < part.steps
-            if not fits:
+            if part.window.count == 1 or part.broken_steps * 2 >= part.steps:  # it does not fit
                 self.searches.consider(field, self._leaves[field])
             following.append(self._next_part(field, part))
-        self.open = Segment(tick, 0, following)
-        closed = [part.closed() for part in full.parts]
-        self._close(Segment(full.first_tick, tick - full.first_tick, closed), following, tick)
-
-    def _close(self, closed: Segment[ClosedPart], following: list[OpenPart], tick: int) -> None:
-        """Append a closed segment; the open one, which consists of `following`, begins at `tick`."""
-        self._sure_until = 0
+        self.open, self._sure_until = Segment(tick, 0, following), 0
+        closed = Segment(full.first_tick, tick - full.first_tick, [part.closed() for part in full.parts])
         self.closed.append(closed)
         self._name(closed)
         self.overhead_bytes += sum(part.overhead_bytes for part in closed.parts)
@@ -397,7 +445,7 @@ class Segments:
             self.frozen.append(self._as_frozen(field, window, block))
 
     def _as_frozen(self, field: int, window: Window, block: SliceBlock) -> FrozenBlock:
-        def logs(name: int = id(block)) -> list[Log]:  # not the block itself, which this must not keep
+        def logs(name: int = id(block)) -> list[NDArray[Any]]:  # not the block itself, which this must not keep
             parts = [segment.parts[field] for segment in self._naming.get(name, [])]
             return [part.log for part in parts if part.log is not None]
 
@@ -450,19 +498,3 @@ class Segments:
     def _rebuild_index(self) -> None:
         first_ticks = [*(segment.first_tick for segment in self.closed), self.open.first_tick]
         self.index.rebuild(first_ticks, [self.parts(field) for field in range(len(self._leaves))])
-
-
-def read_tick(kernels: Kernels, part: OpenPart, cursors: Cursors) -> tuple[Bytes, Bytes]:
-    """Read the observations and next observations of all lanes in one tick of an open part, as rows of bytes."""
-    shape = (part.lanes, part.obs_bytes)
-    obs, next_obs = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
-    places = Places(
-        records=[np.array([part.record()], np.int64)],
-        segment=np.zeros(part.lanes, np.int32),
-        cursors=[cursors.copy()],
-        lane=np.arange(part.lanes, dtype=np.int32),
-        lanes=part.lanes,
-        held=((part.held,),),
-    )
-    kernels.gather(places, 0, obs, next_obs)
-    return obs, next_obs

@@ -439,11 +439,9 @@ class TickStore:
 
     def thaw(self, content: StoreContent, rows: Iterable[RowChunk] = ()) -> None:
         """Take over what was frozen, in a store as it was made; more rows may follow with `take_rows`, oldest first."""
-        leaves = self._schema.observation.leaves
+        leaves, rings, self._large = self._schema.observation.leaves, self._rings, list(content.large)
         self._not_before = self._begun_at = content.first_tick
-        self._large = list(content.large)
         self._writer = self._new_writer(content.first_tick, content.next_tick)
-        rings = self._rings
         rings.keep(i for i in range(len(leaves)) if i not in self._large)
         self._budget.choose(field_layouts(self._schema, self._ring_ticks, self._large))  # it may be another than here
         sliced = [leaves[i] for i in self._large]
