@@ -17,10 +17,10 @@ import numpy as np
 from holdall.checkpoint.load import RecordFiles, Restored
 from holdall.checkpoint.manifest import (
     CheckpointReader,
+    Losses,
     Manifest,
     Ref,
     SegmentEntry,
-    is_lost,
     require_files,
     shard_manifest,
 )
@@ -55,22 +55,15 @@ def damages(
     files = RecordFiles(reader)
     found = []
     for ref in dict.fromkeys(manifest.refs):
-        try:
-            with malformed_refused(f"the record at byte {ref.start} of {ref.file}"):
-                _require_whole(files, ref, coder)
-        except (DamageError, CheckpointError) as error:
-            if not is_lost(error):
-                raise
-            found.append(Damage(ref.file, ref.start, str(error)))
+        with Losses() as lost, malformed_refused(f"the record at byte {ref.start} of {ref.file}"):
+            _require_whole(files, ref, coder)
+        found += [Damage(ref.file, ref.start, str(error)) for error in lost]
         read(ref.nbytes)
     for shard in manifest.shards:
         below = reader.below(shard.folder)
-        try:
+        with Losses() as lost:
             of_shard = damages(below, shard_manifest(below, shard), coder, read)
-        except (DamageError, CheckpointError) as error:
-            if not is_lost(error):
-                raise
-            of_shard = [Damage("", 0, str(error))]
+        of_shard = [Damage("", 0, str(error)) for error in lost] or of_shard
         found += [replace(one, file=f"{shard.folder}/{one.file}") for one in of_shard]
     return found
 
@@ -109,25 +102,19 @@ class Salvage(Restored):
 
     def read_dictionary(self, name: str, ref: Ref) -> None:
         """Read a dictionary; blocks that name one that is lost are lost."""
-        try:
+        with Losses():
             super().read_dictionary(name, ref)
-        except (DamageError, CheckpointError) as error:
-            if not is_lost(error):
-                raise
 
     def parts(self, entry: SegmentEntry, leaves: list[Leaf]) -> list[ClosedPart]:
         """Read a segment's logs and blocks, or stand in for them."""
-        try:
+        with Losses() as lost:
             parts = super().parts(entry, leaves)
             for number in set(entry.blocks) - self._checked:
                 self._require_units(self.blocks[number])
                 self._checked.add(number)
-        except (DamageError, CheckpointError) as error:
-            if not is_lost(error):
-                raise
-            self._lost.append((entry.first_tick, entry.ticks, str(error)))
-            return _blank_parts(leaves, self.schema.num_envs)
-        return parts
+            return parts
+        self._lost.append((entry.first_tick, entry.ticks, str(lost[0])))
+        return _blank_parts(leaves, self.schema.num_envs)
 
     @staticmethod
     def _require_units(block: KeptBlock) -> None:
@@ -142,12 +129,10 @@ class Salvage(Restored):
         self.require_rows()
         blank: set[int] = set()
         for chunk in self.chunks:  # once to know what is lost, since a chunk may be lost to the one before it
-            try:
+            with Losses() as lost:
                 self.chunk(chunk, like)
-            except (DamageError, CheckpointError) as error:
-                if not is_lost(error):
-                    raise
-                self._lost.append((chunk.first_tick - 1, chunk.ticks + 1, str(error)))
+            if lost:
+                self._lost.append((chunk.first_tick - 1, chunk.ticks + 1, str(lost[0])))
                 blank.add(chunk.first_tick)
         for chunk in self.chunks:
             if chunk.first_tick in blank:

@@ -28,10 +28,10 @@ from holdall.checkpoint.manifest import (
     BlockEntry,
     CheckpointReader,
     Chunk,
+    Losses,
     Manifest,
     Ref,
     SegmentEntry,
-    is_lost,
     is_remote,
     normalized_url,
     require_whole,
@@ -377,22 +377,18 @@ def newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, may_mis
         reader.require()
         sizes, numbers = reader.file_sizes(), reader.numbers()
     refused: list[str] = []
-    first: Exception | None = None
+    first: OSError | None = None
     for number in numbers:
-        try:
+        with Losses() as lost:
             manifest = reader.manifest(number)
             if not may_miss:
                 require_whole(manifest, reader, sizes)
             built = build(manifest)
-        except (DamageError, CheckpointError) as error:
-            if not is_lost(error):
-                raise
-            refused.append(f"checkpoint {number}: {error}")
-            first = first or error
-            continue
-        for reason in refused:
-            _LOG.warning("%s: a newer checkpoint is not whole, so %d was loaded (%s)", reader.url, number, reason)
-        return built
+            for reason in refused:
+                _LOG.warning("%s: a newer checkpoint is not whole, so %d was loaded (%s)", reader.url, number, reason)
+            return built
+        refused.append(f"checkpoint {number}: {lost[0]}")
+        first = first or lost[0]
     why = ": " * bool(refused) + "; ".join(refused)
     raise CheckpointError(f"{reader.url} holds no checkpoint that is whole{why}; check the path") from first
 
@@ -437,11 +433,8 @@ class Loading(Generic[_M]):
         """Load the newest checkpoint that is whole; or of which something is left, if there is such a one."""
         if not self.recover:
             return newest(reader, lambda manifest: self._loaded(manifest, reader))
-        try:
+        with Losses():
             return newest(reader, lambda manifest: self._loaded(manifest, reader, may_be_empty=False), may_miss=True)
-        except CheckpointError as error:
-            if not is_lost(error):
-                raise
         return newest(reader, lambda manifest: self._loaded(manifest, reader), may_miss=True)
 
     def _loaded(self, manifest: Manifest, reader: CheckpointReader, *, may_be_empty: bool = True) -> _M:

@@ -308,14 +308,22 @@ def format_text() -> bytes:
     return signed(json.dumps({"format": FORMAT, "min_reader": VERSION, "version": VERSION}, sort_keys=True).encode())
 
 
-def is_lost(error: OSError) -> bool:
-    """Whether an error says that something is damaged or gone, so that an older checkpoint is the best there is.
+class Losses(list[OSError]):
+    """What was damaged or gone: inside of `with`, errors that say so are noted, and end no more than the block.
 
-    Not so where it could be had: with permission, with more open files, with a newer version of holdall.
+    All others go on. What they are about could be had: with permission, with more open files, with a newer holdall.
     """
-    if isinstance(error, DamageError):
-        return not isinstance(error, NewerFormatError)
-    return error.errno in (None, errno.ENOENT) and not isinstance(error, FencedError)
+
+    def __enter__(self) -> Losses:
+        return self
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> bool:
+        if isinstance(error, NewerFormatError | FencedError) or not isinstance(error, DamageError | CheckpointError):
+            return False
+        if isinstance(error, CheckpointError) and error.errno not in (None, errno.ENOENT):
+            return False
+        self.append(error.with_traceback(None))  # which would keep what was read from being freed
+        return True
 
 
 class CheckpointReader(ABC):
@@ -392,11 +400,8 @@ class CheckpointReader(ABC):
     def newest(self, numbers: Iterable[int]) -> Manifest | None:
         """Return the first of some manifests, newest first, that is one: any file may bear any number."""
         for number in numbers:
-            try:
+            with Losses():
                 return self.manifest(number)
-            except (DamageError, CheckpointError) as error:
-                if not is_lost(error):
-                    raise
         return None
 
     def require(self, text: bytes | None = None) -> bool:
@@ -407,17 +412,16 @@ class CheckpointReader(ABC):
         Args:
             text: Of FORMAT, if it was read already.
         """
-        try:
+        with Losses() as lost:
             self._require_format(text or self.read("FORMAT", MOST_FORMAT_BYTES))
-        except (DamageError, CheckpointError) as error:
-            if not is_lost(error) or not self.numbers():
-                raise
+        if lost and not self.numbers():
+            raise lost[0]
+        if lost:
             _LOG.warning(
                 "%s: FORMAT is damaged or gone; its manifests say what it holds, and the next save writes it again",
                 self.url,
             )
-            return False
-        return True
+        return not lost
 
     def _require_format(self, raw: bytes | None) -> None:
         if raw is None:

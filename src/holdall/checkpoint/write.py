@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -65,6 +65,8 @@ FILE_BYTES = 64 * 2**20
 _FILES = 64
 """A file takes FILE_BYTES, or this share of what was written if that is more, so that a reader can open them all."""
 
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 Report = Callable[[str, int, int], None]
 """Gets what is written now, the bytes written so far, and the bytes in all, as far as they are known."""
 
@@ -211,12 +213,7 @@ class SnapshotWriter:
 
     def knows(self, block: SliceBlock) -> bool:
         """Whether a block was written, now or before."""
-        return self._known("blocks", block) is not None
-
-    def _known(self, what: str, key: Any) -> Any:
-        """Return where something lies, as far as it was written; None if it was not."""
-        found = getattr(self._fresh, what).get(key)
-        return getattr(self._records, what).get(key) if found is None else found
+        return _known(block, self._fresh.blocks, self._records.blocks) is not None
 
     def write_ahead(self, blocks: Iterable[FullBlock]) -> None:
         """Write blocks that are full, for a snapshot to come."""
@@ -379,8 +376,8 @@ class SnapshotWriter:
             if segment.first_tick == store.open_tick:
                 ref = self._brief.append(pack_logs(segment.parts))
             else:
-                ref = self._known("logs", segment.first_tick) or self._lasting.append(pack_logs(segment.parts))
-                self._fresh.logs[segment.first_tick] = ref
+                known = _known(segment.first_tick, self._fresh.logs, self._records.logs)
+                ref = self._fresh.logs[segment.first_tick] = known or self._lasting.append(pack_logs(segment.parts))
             named = tuple(numbers[id(part.block)] for part in segment.parts)
             entries.append(SegmentEntry(segment.first_tick, segment.ticks, ref, named))
         return entries, pending
@@ -388,7 +385,7 @@ class SnapshotWriter:
     def _write_filling(self, filling: OpenSlices) -> BlockEntry:
         """Write what is new in a block that is still being filled."""
         count = filling.slices.size // filling.slice_bytes
-        done = self._known("filling", filling.key) or PartialBlock()
+        done = _known(filling.key, self._fresh.filling, self._records.filling) or PartialBlock()
         if len(done.refs) >= _MOST_PIECES or done.slices > count:
             done = PartialBlock()
         settled = filling.slices[: filling.settled * filling.slice_bytes]
@@ -421,7 +418,7 @@ class SnapshotWriter:
     def _write_block(self, full: FullBlock) -> tuple[Ref, ...]:
         """Write a full block, unless it is there; say where it is."""
         block, is_direct = full
-        refs: tuple[Ref, ...] | None = self._known("blocks", block)
+        refs = _known(block, self._fresh.blocks, self._records.blocks)
         if refs is None and is_direct:
             slices = block.arena[: block.used * block.slice_bytes]
             refs = tuple(self._write_pieces(self._lasting, slices, block.slice_bytes, 0))
@@ -433,16 +430,16 @@ class SnapshotWriter:
     def _write_dictionary(self, codec: Codec) -> None:
         """Write the dictionary of a codec, unless it is there."""
         dictionary = codec.dictionary
-        if dictionary is not None and self._known("dictionaries", dictionary.name) is None:
-            self._fresh.dictionaries[dictionary.name] = self._lasting.append(pack_dictionary(dictionary))
+        if dictionary is not None:
+            known = _known(dictionary.name, self._fresh.dictionaries, self._records.dictionaries)
+            self._fresh.dictionaries[dictionary.name] = known or self._lasting.append(pack_dictionary(dictionary))
 
     def _write_rest(self, block: SliceBlock) -> tuple[Ref, ...]:
         """Write what is new in a block that was saved while it was filled; nothing if it is better written whole.
 
         Such a block has to be read whole when it is loaded, so there may be only a few.
         """
-        arena = block.arena
-        done: PartialBlock | None = self._known("filling", block)
+        arena, done = block.arena, _known(block, self._fresh.filling, self._records.filling)
         if done is None or not arena.size or len(self._records.split) + len(self._fresh.split) >= _MOST_SPLIT:
             return ()
         self._fresh.split.add(block)
@@ -475,6 +472,12 @@ class SnapshotWriter:
         self.bytes_written += nbytes
         self._bytes_left = max(0, self._bytes_left - nbytes)
         self._report(self.phase, self.bytes_written, self.bytes_written + self._bytes_left)
+
+
+def _known(key: _K, now: Mapping[_K, _V], before: Mapping[_K, _V]) -> _V | None:
+    """Return where something lies, if it was written now or before."""
+    found = now.get(key)
+    return before.get(key) if found is None else found
 
 
 def _chunk_numbers(store: FrozenStore) -> range:
