@@ -145,7 +145,7 @@ class SegmentIndex:
 
     def open_next(self, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
         """The open segment was closed, and another one follows; who reads it goes by the record that it had."""
-        self.records, self.held = ([rows.copy() for rows in each] for each in (self.records, self.held))
+        self.records, self.held = [rows.copy() for rows in self.records], [held.copy() for held in self.held]
         self.put_behind(len(self.first_ticks) - 1, first_tick, closed, following)
 
     def put_behind(self, kept: int, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
@@ -163,7 +163,7 @@ class SegmentIndex:
 
     def dropping(self, segments: int) -> Callable[[], None]:
         """Return what forgets the oldest segments, however often it is run."""
-        records, held = ([rows[segments:] for rows in each] for each in (self.records, self.held))
+        records, held = [rows[segments:] for rows in self.records], [held[segments:] for held in self.held]
         return partial(self._set, self.first_ticks[segments:], records, held)
 
     def _set(self, first_ticks: NDArray[np.int64], records: list[NDArray[np.int64]], held: list[list[Held]]) -> None:
