@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from holdall import storage
 from holdall.errors import ArgumentError, DamageError, HoldallError
 from holdall.native import ThreadPool, chosen_kernels
 from holdall.schema import Schema
@@ -24,7 +28,6 @@ from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_s
 from holdall.storage.store import Store
 from holdall.storage.ticks import Kernels, Tick
 from holdall.storage.tiers import Budget
-from tests.crash.test_interrupts import POINTS, interrupted, points_in
 
 SPACE = spaces.Dict(
     {
@@ -37,6 +40,7 @@ EXTRAS = {"note": spaces.Box(-1, 1, (2,), np.float32)}
 LARGE = (0, 2)
 FIRST = 7 << 36
 ALONE = ThreadPool(threads=1)
+STORAGE = str(Path(storage.__file__).parent)
 
 
 def schema(lanes: int) -> Schema:
@@ -295,9 +299,32 @@ def test_many_small_segments_leave_without_a_walk_over_all(segments: int) -> Non
     assert store.transitions == 2 * segments
 
 
-@pytest.mark.parametrize("points", POINTS)
+def interrupted(call: Callable[[], object], at: int = 0) -> int:
+    """Make a call, and raise at its `at`-th line of the storage; return how many lines there were until then."""
+    left = at
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(STORAGE):
+            return None
+        left -= event == "line"
+        if event == "line" and left == 0:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with suppress(KeyboardInterrupt):
+            call()
+    finally:
+        sys.settrace(before)
+    return at - left
+
+
+@pytest.mark.parametrize("every", [pytest.param(1, id="all", marks=pytest.mark.nightly), pytest.param(9, id="some")])
 @pytest.mark.parametrize("scene", ["full", "empty", "spills", "written to", "frozen"])
-def test_an_interrupted_adopt_is_made_or_is_not(scene: str, points: int | None, tmp_path: Path) -> None:
+def test_an_interrupted_adopt_is_made_or_is_not(scene: str, every: int, tmp_path: Path) -> None:
     """After an exception at any line the next call goes on with all of the segment, or with nothing of it."""
     writer = Writer(0, 2)
     before = [writer.segment(20, some_invalid=number == 1) for number in range(0 if scene == "empty" else 4)]
@@ -321,7 +348,7 @@ def test_an_interrupted_adopt_is_made_or_is_not(scene: str, points: int | None, 
     assert lines > 50
     store.close()
     took = 0
-    for at in points_in(lines, None if points is None else 10 * points):
+    for at in range(1 + len(scene) % every, lines + 1, every):
         store, rows = made()
         frozen = store.freeze({}) if scene == "frozen" else None
         rewards = [row.reward for row in rows[-130:]]

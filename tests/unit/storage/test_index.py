@@ -7,9 +7,9 @@ import pytest
 
 from holdall.native import PortableKernels
 from holdall.schema import Leaf
+from holdall.storage.batch_source import SegmentIndex
 from holdall.storage.blocks import reserve
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.segment import SegmentIndex
 from holdall.storage.slices import AnyPart, ClosedPart, OpenPart, Window
 
 FIELDS = [Leaf("a", (40,), np.dtype("u1")), Leaf("b", (50,), np.dtype("u1"))]
