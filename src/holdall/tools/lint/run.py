@@ -81,9 +81,7 @@ def whole(value: object) -> int | None:
     """Return a known whole number (1e6 is one), or None."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return None
+    return int(value) if isinstance(value, float) and value.is_integer() else None
 
 
 class NotKnownError(Exception):

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdall.schema import Leaf
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
-from holdall.tools.lint.source.arrays import ReturnedValues, space_sample
+from holdall.tools.lint.source.arrays import space_sample
 from holdall.tools.lint.source.spaces import ATARI_WRAPPERS, FLOAT32, SPACES, box, by_id, discrete, make_space, wrapped
 from holdall.tools.lint.source.values import (
     ArrayValue,
@@ -23,6 +23,7 @@ from holdall.tools.lint.source.values import (
     FunctionValue,
     InstanceValue,
     ListValue,
+    ReturnedValues,
     TableValue,
     candidates_of,
     known_items,
