@@ -172,6 +172,7 @@ class Environments:
     is_lazy: bool = False  # a stack's frames are objects that it shares with the stacks around it
     env_id: str = ""
     returned: SpaceInfo | None = None  # what reset and step return, where that is not what is declared
+    autoreset: str | None = field(default=None, repr=False)  # how a vector of Gymnasium resets, where that is known
 
     @property
     def number(self) -> int | None:

@@ -361,7 +361,7 @@ class Expressions(Names):
         name = getattr(function, "id", getattr(function, "attr", ""))
         first = arguments.get(0, "env")
         if name[:1].isupper() and environments.is_environment(first):  # a wrapper from elsewhere
-            return replace(environments.environment_of(self, first), observation=None, action=None)  # type: ignore[type-var]
+            return replace(environments.environment_of(self, first), observation=None, action=None, autoreset=None)  # type: ignore[type-var]
         if called is UNKNOWN and name in {"reshape", "astype", "mean"}:  # nothing but arrays has these methods
             shape = arrays.fixed_shape(arguments.values) if name == "reshape" else None
             dtype = arrays.dtype_of(arguments.get(0, "dtype")) if name == "astype" else None
