@@ -81,9 +81,7 @@ def whole(value: object) -> int | None:
     """Return a known whole number (1e6 is one), or None."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return None
+    return int(value) if isinstance(value, float) and value.is_integer() else None
 
 
 class NotKnownError(Exception):
@@ -174,6 +172,7 @@ class Environments:
     is_lazy: bool = False  # a stack's frames are objects that it shares with the stacks around it
     env_id: str = ""
     returned: SpaceInfo | None = None  # what reset and step return, where that is not what is declared
+    autoreset: str | None = field(default=None, repr=False)  # how a vector of Gymnasium resets, where that is known
 
     @property
     def number(self) -> int | None:

@@ -16,13 +16,8 @@ from holdall.units import counted
 _OVERSUBSCRIBED = 2  # threads a core
 _OTHER_THREADS = {"num_threads"}  # as an argument, those of all kinds of functions
 _POOLS_BESIDES_WORKERS = 2  # the main thread's and autograd's
-_MAKERS = frozenset(
-    {"gymnasium.make_vec", "gymnasium.vector.SyncVectorEnv", "gymnasium.vector.AsyncVectorEnv"}
-    | {"gymnasium.vector.sync_vector_env.SyncVectorEnv", "gymnasium.vector.async_vector_env.AsyncVectorEnv"}
-)
 _ADDERS = ("add", "add_transition", "append", "extend", "push", "put", "store")
 _FINAL = frozenset({"final_obs", "_final_obs", "final_observation", "_final_observation"})
-_DEEPEST = 8  # wrappers around wrappers around ...
 _ADDS_VALID_AT = 7  # the index of `valid` in ReplayMemory.add
 
 
@@ -323,48 +318,13 @@ def _steps(script: Script, training: TrainingReader) -> Iterator[_Step]:
     """Yield the steps of vector environments whose results are named, in loops."""
     for call, env in script.method_calls("step"):
         loop, statement = script.loop(call), script.parent(call)
-        mode = _mode(training, env)
-        if mode is None or loop is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+        if loop is None or not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
             continue
+        mode = training.environments(env).autoreset
         match statement.targets[0]:
             case ast.Tuple(elts=[ast.Name(id=obs), ast.Name(id=reward), ast.Name(id=ended), ast.Name(id=cut), _]):
-                yield _Step(call, loop, mode, obs, reward, frozenset({ended, cut}))
-
-
-def _mode(training: TrainingReader, env: ast.expr | None, depth: int = 0) -> str | None:
-    """Return the autoreset mode of the vector environment that an expression means; None if it is not known."""
-    script = training.script
-    if isinstance(env, ast.Name):
-        env = script.assigned(env)
-    elif isinstance(env, ast.Attribute):
-        env = script.attribute_node(env)
-    if not isinstance(env, ast.Call) or depth > _DEEPEST:
-        return None
-    name = script.dotted(env.func)
-    if name in _MAKERS:
-        return _mode_given(env)
-    is_wrapper = name.startswith("gymnasium.wrappers.") and env.args
-    return _mode(training, env.args[0], depth + 1) if is_wrapper else None
-
-
-def _mode_given(maker: ast.Call) -> str | None:
-    """Return the mode that is passed to what makes a vector environment; None if it cannot be read."""
-    if any(keyword.arg is None for keyword in maker.keywords):
-        return None
-    given, more = argument_of(maker, "autoreset_mode"), argument_of(maker, "vector_kwargs")
-    if isinstance(more, ast.Dict):
-        named = {key.value: value for key, value in zip(more.keys, more.values, strict=True)
-                 if isinstance(key, ast.Constant)}  # fmt: skip
-        if len(named) != len(more.keys):
-            return None
-        given = named.get("autoreset_mode", given)
-    elif more is not None:
-        return None
-    if given is None:
-        return "next_step"
-    word = given.attr if isinstance(given, ast.Attribute) else str(getattr(given, "value", ""))
-    known = {"nextstep": "next_step", "samestep": "same_step", "disabled": "disabled"}
-    return known.get(word.lower().replace("_", ""))
+                if mode is not None:
+                    yield _Step(call, loop, mode, obs, reward, frozenset({ended, cut}))
 
 
 def _mentions_final(script: Script) -> bool:

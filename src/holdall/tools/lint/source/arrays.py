@@ -29,6 +29,7 @@ from holdall.tools.lint.source.values import (
     known_items,
     length_of,
     likely,
+    unwrapped,
 )
 
 WORTH_RECORDING = 2**20
@@ -155,7 +156,7 @@ def _converted(interpreter: Any, package: str, last: str, first: Any, arguments:
         wanted = np.dtype(_TENSORS[last])
         if whole(first) is not None:
             return _recorded(interpreter, ArrayValue.new(node, tuple(arguments.values), wanted), node)
-    first = best_array(first) if isinstance(first, OneOf) else first
+    first = best_array(first)
     if isinstance(first, InstanceValue):
         first = unwrapped(interpreter.converted_to_array(first))
     if isinstance(first, ArrayValue):
@@ -317,27 +318,9 @@ def copied(value: Any, node: ast.AST) -> Any:
     return each_part(value, lambda one: copied(one, node))
 
 
-def unwrapped(value: Any) -> Any:
-    """Return the observation of what `env.reset()` returned; any other value as it is."""
-    return value.observation if isinstance(value, ReturnedValues) else value
-
-
-class ReturnedValues(tuple[Any, ...]):
-    """What `reset` or `step` returned: an observation first; older environments return fewer values."""
-
-    __slots__ = ()
-
-    @property
-    def observation(self) -> Any:
-        """The first of the values."""
-        return self[0]
-
-
 def leaf_arrays(value: Any, depth: int = 0) -> Iterable[ArrayValue]:
     """Yield the arrays that a record, tuple or dict holds."""
-    if isinstance(value, OneOf):
-        value = best_array(OneOf(tuple(map(unwrapped, value.values))))
-    value = unwrapped(value)
+    value = best_array(value)
     if isinstance(value, ArrayValue):
         yield value
     elif depth < 4:

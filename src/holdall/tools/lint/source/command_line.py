@@ -77,21 +77,17 @@ def _from_defaults(interpreter: Any, made_of: Any, node: ast.AST) -> Any:
     return interpreter.call_function(made_of, empty) if isinstance(made_of, FunctionValue) else UNKNOWN
 
 
-def configured_argument(interpreter: Any, function: FunctionValue) -> Any:
-    """Return the configuration that hydra hands to a function; None if it hands none."""
-    made = next((one for one in function.wrapped or () if one.kind == "hydra.main"), None)
-    if made is None:
-        return None
-    given = made.arguments
+def configured_arguments(interpreter: Any, function: FunctionValue) -> list[Any]:
+    """Return the configuration that hydra hands to a function; nothing if it hands none."""
+    given = next((one.arguments for one in function.wrapped or () if one.kind == "hydra.main"), {"1": None})
     folder, name = given.get("config_path", given.get("0", "")), given.get("config_name", given.get("1", "config"))
     if not isinstance(name, str):
-        return None
+        return []
     folder, name = folder if isinstance(folder, str) else "", name.removesuffix(".yaml")
     if folder.endswith((".yaml", ".yml")):  # as older versions take it
         folder, name = str(PurePath(folder).parent), PurePath(folder).stem
     tried = (_composed(interpreter.repository, interpreter.here, PurePath(one), name) for one in (folder, ""))
-    found = next(filter(None, tried), None)
-    return from_data(found, found, attributes=True) if found else None
+    return [from_data(one, one, attributes=True) for one in tried if one][:1]
 
 
 def click_defaults(function: FunctionValue) -> Iterator[tuple[str, Any]]:

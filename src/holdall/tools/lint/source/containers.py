@@ -10,12 +10,13 @@ from pathlib import PurePath
 from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
-from holdall.tools.lint.source import arrays, command_line, shapes, spaces
+from holdall.tools.lint.source import command_line, shapes, spaces
 from holdall.tools.lint.source.values import (
     ArrayValue,
     ClassValue,
     InstanceValue,
     ListValue,
+    ReturnedValues,
     TableValue,
     as_key,
     is_key,
@@ -25,6 +26,7 @@ from holdall.tools.lint.source.values import (
     one_of,
     put,
     spread,
+    unwrapped,
 )
 
 _TEXT_METHODS = {
@@ -160,7 +162,7 @@ def text_method(text: str, name: str, arguments: Any) -> Any:
 
 def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911  one line for each kind of value
     """Return `base[index]`."""
-    if isinstance(base, arrays.ReturnedValues) and whole(index) is None:
+    if isinstance(base, ReturnedValues) and whole(index) is None:
         base = base.observation  # older environments return nothing else
     if isinstance(base, TableValue):
         if is_key(index := as_key(index)):
@@ -196,7 +198,7 @@ def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911
 def sliced(base: Any, bounds: list[Any]) -> Any:
     """Return `base[a:b:c]`."""
     numbers = [None if one is None else whole(one) for one in bounds]
-    base = arrays.unwrapped(base)
+    base = unwrapped(base)
     if isinstance(base, ArrayValue):
         return shapes.item(base, slice(*bounds))
     if any(number is None and bound is not None for number, bound in zip(numbers, bounds, strict=True)):
@@ -222,9 +224,7 @@ def joined_sequences(left: Any, right: Any) -> Any:
     items = [one for part in both for one in part or ()]
     if None in lengths:
         return ListValue(items, None)
-    if None not in both and isinstance(left, tuple):
-        return tuple(items)
-    return ListValue(items, sum(lengths))  # type: ignore[arg-type]
+    return tuple(items) if None not in both and isinstance(left, tuple) else ListValue(items, sum(lengths))  # type: ignore[arg-type]
 
 
 CHANGEABLE = {ListValue, TableValue}
@@ -234,6 +234,4 @@ def snapshot(value: Any) -> Any:
     """Return a value as it is now: lists and dicts may be changed later."""
     if isinstance(value, ListValue):
         return ListValue(list(value.items), value.length, value.maxlen, value.is_deque)
-    if isinstance(value, TableValue):
-        return value.copied(value.path)
-    return value
+    return value.copied(value.path) if isinstance(value, TableValue) else value

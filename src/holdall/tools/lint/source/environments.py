@@ -13,7 +13,7 @@ from typing import Any
 
 from holdall.schema import Leaf
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, whole
-from holdall.tools.lint.source.arrays import ReturnedValues, space_sample
+from holdall.tools.lint.source.arrays import space_sample
 from holdall.tools.lint.source.spaces import ATARI_WRAPPERS, FLOAT32, SPACES, box, by_id, discrete, make_space, wrapped
 from holdall.tools.lint.source.values import (
     ArrayValue,
@@ -23,6 +23,7 @@ from holdall.tools.lint.source.values import (
     FunctionValue,
     InstanceValue,
     ListValue,
+    ReturnedValues,
     TableValue,
     candidates_of,
     known_items,
@@ -67,7 +68,8 @@ def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST)
         interpreter.registered |= dict.fromkeys(names, arguments)
         return None
     if last in _VECTORS and package != "builtins":
-        return _vector(interpreter, _VECTORS[last], arguments, node)
+        made = _vector(interpreter, _VECTORS[last], arguments, node)
+        return replace(made, autoreset=_autoreset(arguments)) if package == "gymnasium" else made
     if last in _SB3_MAKERS and package in _SB3:
         return _sb3_vector(interpreter, last, arguments, node)
     if dotted == "stable_baselines3.common.monitor.load_results":
@@ -83,6 +85,7 @@ def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST)
     if is_collector or not (last[:1].isupper() or last in ATARI_WRAPPERS):
         return NotImplemented
     found = wrapped(inner, dotted, arguments, place)
+    found = found if dotted.startswith("gymnasium.wrappers.") else replace(found, autoreset=None)
     found = _with_returned(interpreter, first, inner, found, dotted, arguments, node)
     if not last.startswith("TransformObs") or found.observation is not None or inner.observation is None:
         return found
@@ -125,10 +128,11 @@ def _one_made(interpreter: Any, name: Any, arguments: CallArguments, node: ast.A
         interpreter.import_module(plain.partition(":")[0])  # which registers it
     own = interpreter.registered.get(plain.rpartition(":")[2])
     made = None if own is None else _registered(interpreter, own, arguments, node)
-    steps = arguments.get(None, "max_episode_steps", UNKNOWN)
+    steps, is_vector = arguments.get(None, "max_episode_steps", UNKNOWN), maker == "make_vec"
+    mode = _autoreset(arguments) if is_vector else None
     if made is not None:
         limit = own.get(None, "max_episode_steps", UNKNOWN) if steps is UNKNOWN else steps
-        return replace(made, episode_steps=limit, place=place, origin=object(), env_id=plain)
+        return replace(made, episode_steps=limit, place=place, origin=object(), env_id=plain, autoreset=mode)
     seen, acted, limit = by_id(plain)
     game = next((one for one in _BOTH_FORMS if plain.startswith(one)), None)
     asked, kind = arguments.get(None, "continuous", None), arguments.get(None, "obs_type", None)
@@ -138,12 +142,22 @@ def _one_made(interpreter: Any, name: Any, arguments: CallArguments, node: ast.A
     if seen is not None and kind in {"grayscale", "ram"} and len(seen.leaves[0].shape) == 3:
         shape = seen.leaves[0].shape[:2] if kind == "grayscale" else (128,)
         seen = replace(seen, leaves=(replace(seen.leaves[0], shape=shape),))
-    is_vector = maker == "make_vec"
     return Environments(
         count=arguments.get(1, "num_envs", 1) if is_vector else 1, vector="sync" if is_vector else "single",
         observation=seen, action=acted, episode_steps=limit if steps is UNKNOWN else steps, place=place,
-        origin=object(), env_id=plain,
+        origin=object(), env_id=plain, autoreset=mode,
     )  # fmt: skip
+
+
+def _autoreset(arguments: CallArguments) -> str | None:
+    """Return how a vector of Gymnasium resets: as it is asked to, in the next step by default; None if not known."""
+    more, given = arguments.likely(None, "vector_kwargs", None), arguments.likely(None, "autoreset_mode", None)
+    if isinstance(more, TableValue) and more.is_complete:
+        given = more.get("autoreset_mode", given)
+    elif more is not None:
+        return None
+    word = "nextstep" if given is None else str(getattr(given, "last", given)).lower().replace("_", "")
+    return {"nextstep": "next_step", "samestep": "same_step", "disabled": "disabled"}.get(word)
 
 
 def _registered(interpreter: Any, own: CallArguments, arguments: CallArguments, node: ast.AST) -> Environments | None:
@@ -228,7 +242,7 @@ def environment_of(interpreter: Any, value: Any) -> Environments | None:
         return None
     inner = environment_of(interpreter, value.attributes.get("env", value.attributes.get("venv", UNKNOWN)))
     found = inner or Environments(count=1, vector="single", origin=value)
-    found = replace(found, origin=found.origin or value)
+    found = replace(found, origin=found.origin or value, autoreset=None)  # the program may look at it itself
     seen, acted = (_own_space(interpreter, value, name) for name in ("observation_space", "action_space"))
     if seen is not None:
         is_same = inner is not None and inner.observation == seen

@@ -158,9 +158,8 @@ class Expressions(Names):
     def _on_compare(self, node: ast.Compare) -> Any:
         left = self.value(node.left)
         rights = [self.value(one) for one in node.comparators]
-        if len(rights) != 1:
-            return UNKNOWN
-        return spread(lambda a, b: _compared(node.ops[0], a, b, node), left, rights[0])
+        is_one = len(rights) == 1
+        return spread(lambda a, b: _compared(node.ops[0], a, b, node), left, rights[0]) if is_one else UNKNOWN
 
     def tested(self, test: ast.expr) -> tuple[bool | None, bool]:
         """Return whether a condition holds, if that is known, and whether that is certain: no user can change it."""
@@ -362,7 +361,7 @@ class Expressions(Names):
         name = getattr(function, "id", getattr(function, "attr", ""))
         first = arguments.get(0, "env")
         if name[:1].isupper() and environments.is_environment(first):  # a wrapper from elsewhere
-            return replace(environments.environment_of(self, first), observation=None, action=None)  # type: ignore[type-var]
+            return replace(environments.environment_of(self, first), observation=None, action=None, autoreset=None)  # type: ignore[type-var]
         if called is UNKNOWN and name in {"reshape", "astype", "mean"}:  # nothing but arrays has these methods
             shape = arrays.fixed_shape(arguments.values) if name == "reshape" else None
             dtype = arrays.dtype_of(arguments.get(0, "dtype")) if name == "astype" else None
@@ -442,9 +441,8 @@ def _compared(op: ast.cmpop, left: Any, right: Any, node: ast.AST) -> Any:
     if isinstance(left, ArrayValue) and isinstance(op, ast.Gt | ast.GtE | ast.Lt | ast.LtE | ast.Eq | ast.NotEq):
         return left.made_by(node, dtype=np.dtype(np.bool_))
     if isinstance(op, ast.Is | ast.IsNot) and right is None:
-        if left is UNKNOWN or isinstance(left, Reference):
-            return UNKNOWN
-        return (left is None) is isinstance(op, ast.Is)
+        is_unknown = left is UNKNOWN or isinstance(left, Reference)
+        return UNKNOWN if is_unknown else (left is None) is isinstance(op, ast.Is)
     if isinstance(op, ast.In | ast.NotIn):
         is_table = isinstance(right, TableValue) and right.is_complete
         held = right if is_table or isinstance(right, str) else known_items(right)

@@ -182,12 +182,7 @@ class Functions(Expressions):
         names = [one.arg for one in (*spec.posonlyargs, *spec.args)]
         is_method = owner is not None and "staticmethod" not in function.decorators
         positional = [owner, *given.values] if is_method and names else list(given.values)
-        if (
-            not positional
-            and function.wrapped
-            and (configured := command_line.configured_argument(self, function)) is not None
-        ):
-            positional = [configured]
+        positional = positional or command_line.configured_arguments(self, function)
         with_default = dict(zip(names[len(names) - len(function.defaults) :], function.defaults, strict=True))
         only_named = [one.arg for one in spec.kwonlyargs]
         with_default |= dict(zip(only_named, function.keyword_defaults, strict=True))

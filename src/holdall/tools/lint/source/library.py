@@ -33,6 +33,7 @@ from holdall.tools.lint.source.values import (
     one_of,
     put,
     spread,
+    unwrapped,
 )
 
 _NAMES = (
@@ -328,7 +329,7 @@ def _range(*bounds: Any) -> ListValue:
 
 
 def _sequence(interpreter: Any, name: str, first: Any) -> Any:
-    first = filled_deque(arrays.unwrapped(first))
+    first = filled_deque(unwrapped(first))
     items = known_items(first)
     if isinstance(first, ArrayValue) and 0 < (length_of(first) or 0) <= _MOST_FOLLOWED:
         row = interpreter.item_of_loop(first)

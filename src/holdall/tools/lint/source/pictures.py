@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from holdall.tools.lint.run import UNKNOWN, OneOf, Reference, known, whole
+from holdall.tools.lint.run import UNKNOWN, Reference, known, whole
 from holdall.tools.lint.source.values import ArrayValue, CallArguments, InstanceValue, best_array, known_items, likely
 
 PICTURE = Reference("PIL.Image.Image")
@@ -69,9 +69,7 @@ def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST)
 
 def _array(interpreter: Any, value: Any) -> ArrayValue:
     """Return the pixels of a picture, or what was observed."""
-    if isinstance(value, OneOf):
-        value = best_array(value)
-    value = getattr(value, "observation", value) if isinstance(value, tuple) else value
+    value = best_array(value)
     if isinstance(value, InstanceValue):
         value = interpreter.converted_to_array(value)
     return value if isinstance(value, ArrayValue) else _NOTHING

@@ -231,7 +231,12 @@ def _read_ini(text: str) -> Any:
     return {name: dict(parser[name]) for name in parser.sections()}
 
 
-_READERS = {".json": json.loads, ".toml": tomllib.loads, ".ini": _read_ini, ".cfg": _read_ini}
+_READERS: dict[str, Callable[[str], Any]] = {
+    ".json": json.loads,
+    ".toml": tomllib.loads,
+    ".ini": _read_ini,
+    ".cfg": _read_ini,
+}
 
 
 def parse_quietly(source: str | bytes) -> ast.Module:

@@ -15,7 +15,6 @@ from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, Environments, OneOf, Reference, SpaceInfo, algorithm_by_import, whole
 from holdall.tools.lint.source import arrays, containers, environments, frameworks, library, spaces
-from holdall.tools.lint.source.arrays import ReturnedValues
 from holdall.tools.lint.source.repository import Module
 from holdall.tools.lint.source.values import (
     ArrayValue,
@@ -28,6 +27,7 @@ from holdall.tools.lint.source.values import (
     ListValue,
     ModuleValue,
     Path,
+    ReturnedValues,
     SuperValue,
     TableValue,
     candidates_of,

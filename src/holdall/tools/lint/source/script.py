@@ -291,7 +291,7 @@ class Script:
 
     def _reaching(self, found: list[Binding], use: ast.Name) -> Binding | None:
         """Of several assignments in one scope, return the one that certainly holds at `use`."""
-        path = {parent: child for child, parent in self._around(use)}
+        path: dict[ast.AST | None, ast.AST] = {parent: child for child, parent in self._around(use)}
         # An assignment does not hold yet in its own right-hand side; a loop's variable holds in its body.
         before = [b for b in found if _position(b.node) < _position(use) and (b.loop or b.node not in path)]
         last = max(before, key=lambda b: _position(b.node), default=None)
@@ -301,7 +301,7 @@ class Script:
         changed = any(not loops.isdisjoint(self.ancestors(b.node)) for b in found)
         return None if changed else last
 
-    def _is_passed(self, node: ast.AST, path: dict[ast.AST, ast.AST]) -> bool:
+    def _is_passed(self, node: ast.AST, path: dict[ast.AST | None, ast.AST]) -> bool:
         """Whether a node stands in a list of statements that a path leads through, and so was certainly run."""
         statement = next(a for a in (node, *self.ancestors(node)) if isinstance(a, ast.stmt))
         parent = self.parent(statement)

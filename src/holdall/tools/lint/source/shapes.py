@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from holdall.tools.lint.run import UNKNOWN, NotKnownError, OneOf, Reference, whole
+from holdall.tools.lint.run import UNKNOWN, NotKnownError, Reference, whole
 from holdall.tools.lint.source.values import (
     ArrayValue,
     ListValue,
@@ -94,9 +94,7 @@ class _Trial:
 
     def argument(self, value: Any) -> Any:
         """Return what stands for a value of the program."""
-        value = getattr(value, "observation", value) if isinstance(value, tuple) else value
-        if isinstance(value, OneOf):
-            value = best_array(value)
+        value = best_array(value)
         if isinstance(value, ArrayValue):
             return self.array(value)
         if isinstance(value, Reference) and value.last == "newaxis":

@@ -208,9 +208,7 @@ def item(base: Any, index: Any) -> Any:
     """Return `space[key]`: one of the spaces of a Dict."""
     is_dict = isinstance(base, SpaceInfo) and base.is_dict and isinstance(index, str)
     leaf = next((one for one in base.leaves if one.name == index), None) if is_dict else None
-    if leaf is None:
-        return UNKNOWN
-    return box(leaf.shape, leaf.dtype, base.place, *base.bounds.get(index, ()))
+    return UNKNOWN if leaf is None else box(leaf.shape, leaf.dtype, base.place, *base.bounds.get(index, ()))
 
 
 # ------------------------------------------------------------ wrappers

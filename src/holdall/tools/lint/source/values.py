@@ -305,10 +305,27 @@ def likely(value: Any) -> Any:
     return next((one for one in value.values if one is not UNKNOWN and one is not None), value.values[0])
 
 
-def best_array(value: OneOf) -> Any:
-    """Return the candidate that is the largest array, where one is known to be an array; otherwise a likely one."""
-    arrays = [one for one in value.values if isinstance(one, ArrayValue)]
-    return max(arrays, key=lambda one: one.nbytes or 0) if arrays else likely(value)
+class ReturnedValues(tuple[Any, ...]):
+    """What `reset` or `step` returned: an observation first; older environments return fewer values."""
+
+    __slots__ = ()
+
+    @property
+    def observation(self) -> Any:
+        """The first of the values."""
+        return self[0]
+
+
+def unwrapped(value: Any) -> Any:
+    """Return the observation of what `env.reset()` returned; any other value as it is."""
+    return value.observation if isinstance(value, ReturnedValues) else value
+
+
+def best_array(value: Any) -> Any:
+    """Return an observation, or of several candidates the largest array, or a likely one where none is an array."""
+    several = list(map(unwrapped, value.values)) if isinstance(value, OneOf) else [unwrapped(value)]
+    arrays = [one for one in several if isinstance(one, ArrayValue)]
+    return max(arrays, key=lambda one: one.nbytes or 0) if arrays else unwrapped(likely(value))
 
 
 def one_of(pairs: Iterable[tuple[Any, str]], most: int = MOST_CANDIDATES) -> Any:  # noqa: C901  called most of all
