@@ -96,7 +96,7 @@ class DeviceAssembler:
         self._launcher = launcher
         self.behind: Any = None
         self.most_blocks = KEPT_BLOCKS
-        self._heads = StagingRing(stream, RecordedSlot, _MOST_HEADS)  # batches are described there
+        self._heads = StagingRing(stream, RecordedSlot, _MOST_HEADS, is_sparing=True)  # batches are described there
         self._plans: dict[Any, BatchPlan] = {}
         self._plain: dict[int, BatchPlan] = {}  # by rows: of batches that are nothing but rows
         self._described: _Description | None = None

@@ -76,12 +76,13 @@ class DeviceBatches(Batches):
     def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """See `Batches`: rows of a `Uniform` sampler, once a batch of so many rows was made."""
         held = store.held
-        if self._assembler is None or type(sampler) is not Uniform or held[1] - held[0] < count:
+        if type(sampler) is not Uniform or held[1] - held[0] < count or (found := self._fetches(store)) is None:
             return None
-        plan = self._assembler.plain_plan(store, self._readable(store), count)
+        assembler, readable = found
+        plan = assembler.plain_plan(store, readable, count)
         if plan is None:
             return None
-        made = self._assembler.assemble_plain(plan, held, generator.integers(*held, size=count), ahead=False)
+        made = assembler.assemble_plain(plan, held, generator.integers(*held, size=count), ahead=False)
         return made.batch if isinstance(made, MadeBatch) else self._begin_otherwise(made, store).receive()
 
     def draw_slots(self, rows: SlotDraw, count: int, store: Store, *, ahead: bool) -> BatchJob | None:
@@ -91,12 +92,13 @@ class DeviceBatches(Batches):
             is_filled = held[1] - held[0] >= rows.slots * lanes
         else:
             is_filled = held == (0, rows.filled * lanes)
-        if self._assembler is None or not is_filled:
+        if not is_filled or (found := self._fetches(store)) is None:
             return None
-        plan = self._assembler.plain_plan(store, self._readable(store), count)
+        assembler, readable = found
+        plan = assembler.plain_plan(store, readable, count)
         if plan is None:
             return None
-        made = self._assembler.assemble_plain(plan, held, rows, ahead=ahead)
+        made = assembler.assemble_plain(plan, held, rows, ahead=ahead)
         if isinstance(made, MadeBatch):
             return ReadyJob(partial(self.hand_over, made))
         return self._begin_otherwise(made, store)
@@ -107,24 +109,27 @@ class DeviceBatches(Batches):
         (job := self.start(draw, self.plain.look_up(draw, store))).work()
         return job
 
-    def _readable(self, store: Store) -> SliceSnapshot | None:
-        """Return where the device reads slices now; arenas are looked at again when segments are others."""
-        if self._slices is None:
-            version = store.large_segments.index.version
-            if self._arenas is not None and version != self._pinned[0]:
+    def _fetches(self, store: Store) -> tuple[DeviceAssembler, SliceSnapshot | None] | None:
+        """Return what has the device fetch rows by itself, and where it reads slices; None where it cannot."""
+        assembler, segments, found = self._assembler, store.large_segments, None
+        if assembler is None:
+            return None
+        if self._slices is not None:
+            found = self._slices.up_to_date(store)
+            if (sent := self._slices.newly_sent()) is not None:
+                assembler.behind = sent
+        elif self._arenas is not None:
+            if segments.index.version != self._pinned[0]:  # arenas are looked at again when segments are others
                 self._pinned = -1, None  # this one keeps no arena pinned
-                self._pinned = version, self._arenas.up_to_date(store)
-            return self._pinned[1]
-        found = self._slices.up_to_date(store)
-        if self._assembler is not None and (sent := self._slices.newly_sent()) is not None:
-            self._assembler.behind = sent
-        return found
+                self._pinned = segments.index.version, self._arenas.up_to_date(store)
+            found = self._pinned[1]
+        return None if found is None and segments.cursors else (assembler, found)
 
     def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`."""
         made = None
-        if self._assembler is not None:
-            made = self._assembler.assemble(draw, store, self._readable(store), ahead=ahead)
+        if (found := self._fetches(store)) is not None:
+            made = found[0].assemble(draw, store, found[1], ahead=ahead)
             if made is not None and draw.goals is None:
                 return DrawnRows.of_made(*made)
         return self.plain.look_up(draw, store)._replace(made=made)
@@ -156,7 +161,7 @@ class DeviceBatches(Batches):
         if draw is not None and draw.goals is not None:
             key = draw.goals.desired_key
             for tensor, rows in zip((batch.obs[key], batch.next_obs[key], batch.reward), goals, strict=True):
-                tensor.copy_(self.torch.from_numpy(rows).view(tensor.shape))
+                tensor.copy_(self.torch.from_numpy(rows).view(tensor.shape), non_blocking=True)
         return batch
 
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:

@@ -71,35 +71,30 @@ class DeviceSampler:
         if self.priorities is not None:
             self.priorities.update(ids, priorities)
 
-    def _steps_after(self, ids: torch.Tensor, count: int, *, crossing: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `ids` and the steps after each, (batch, count), and which are real."""
+    def _steps_around(
+        self, ids: torch.Tensor, first: int, stop: int, *, crossing: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """See `steps_around` of `sampling`."""
         rings, torch = self._rings, self._rings.torch
-        steps = ids[:, None] + rings.lanes * torch.arange(count, device=rings.device)
-        real = steps < rings.bounds()[1]
+        lowest, behind = rings.bounds()
+        steps = ids[:, None] + rings.lanes * torch.arange(first, stop, device=rings.device)
+        real = steps >= lowest if first < 0 else steps < behind
         inside = torch.where(real, steps, ids[:, None])
         flags = rings.flag_bytes(inside)
         real &= (flags & INVALID) == 0
-        if not crossing:
-            real[:, 1:] &= (flags[:, :-1] & (TERMINATED | TRUNCATED)) == 0
-            real = real.to(torch.uint8).cumprod(dim=1, dtype=torch.uint8).bool()
-        return inside, real
-
-    def _steps_before(self, ids: torch.Tensor, count: int, *, crossing: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the steps before each of `ids`, oldest first, and which are real."""
-        rings, torch = self._rings, self._rings.torch
-        steps = ids[:, None] - rings.lanes * torch.arange(count, 0, -1, device=rings.device)
-        real = steps >= rings.bounds()[0]
-        inside = torch.where(real, steps, ids[:, None])
-        flags = rings.flag_bytes(inside)
-        real &= (flags & INVALID) == 0
-        if not crossing and count:
-            real &= (flags & (TERMINATED | TRUNCATED)) == 0
-            real = real.flip(1).to(torch.uint8).cumprod(dim=1, dtype=torch.uint8).bool().flip(1)
-        return inside, real
+        if crossing or first == stop:
+            return inside, real
+        goes_on = (flags & (TERMINATED | TRUNCATED)) == 0
+        if first < 0:
+            real = (real & goes_on).flip(1)
+        else:
+            real[:, 1:] &= goes_on[:, :-1]
+        real = real.to(torch.uint8).cumprod(dim=1, dtype=torch.uint8).bool()
+        return inside, real.flip(1) if first < 0 else real
 
     def _returns(self, ids: torch.Tensor, weights: torch.Tensor, sampler: NStep) -> DeviceDraw:
         rings, torch = self._rings, self._rings.torch
-        steps, real = self._steps_after(ids, sampler.n, crossing=False)
+        steps, real = self._steps_around(ids, 0, sampler.n, crossing=False)
         rewards = rings.reward_rows(steps)
         dtype = torch.promote_types(rewards.dtype, torch.float32)
         powers = [sampler.gamma**k for k in range(sampler.n + 1)]
@@ -117,9 +112,11 @@ class DeviceSampler:
 
     def _sequences(self, ids: torch.Tensor, weights: torch.Tensor, sampler: Sequence) -> DeviceDraw:
         torch = self._rings.torch
-        before, real_before = self._steps_before(ids, sampler.burn_in, crossing=sampler.crossing)
-        after, real_after = self._steps_after(ids, sampler.length, crossing=sampler.crossing)
-        steps, real = torch.cat([before, after], dim=1), torch.cat([real_before, real_after], dim=1)
+        sides = (
+            self._steps_around(ids, first, stop, crossing=sampler.crossing)
+            for first, stop in ((-sampler.burn_in, 0), (0, sampler.length))
+        )
+        steps, real = (torch.cat(both, dim=1) for both in zip(*sides, strict=True))
         return DeviceDraw(self._padded(steps, real), weights, mask=real)
 
     def _padded(self, steps: torch.Tensor, real: torch.Tensor) -> torch.Tensor:

@@ -240,11 +240,11 @@ class ResidentBatches(Batches):
         """Show rows as a batch, with weights and what else a draw has."""
         observed, shape = len(self._schema.observation.leaves), tuple(ids.shape)
         actions = observed + len(self._schema.action.leaves)
-        flags = [found.terminated, found.truncated]
-        rows, following, flags = (
-            some if len(shape) == 1 else [tensor.view(*shape, *tensor.shape[1:]) for tensor in some]
-            for some in (found.rows, found.next_obs, flags)
-        )
+        rows, following, flags = found.rows, found.next_obs, [found.terminated, found.truncated]
+        if len(shape) > 1:  # sequences, which were read row by row
+            rows, following, flags = (
+                [tensor.view(*shape, *tensor.shape[1:]) for tensor in some] for some in (rows, following, flags)
+            )
         leaves = rows[:observed], rows[observed:actions], following, rows[actions:-1]
         return self._form.batch(leaves, rows[-1], *flags, ids, *of_draw)
 
