@@ -448,11 +448,6 @@ class StagingRing(Generic[Slot]):
         return [slot.read for slot in self._slots if slot.read is not None]
 
     @property
-    def last_read(self) -> Any:
-        """The event behind the newest copy from here; None if there was none."""
-        return self._slots[-1].read if self._slots else None
-
-    @property
     def nbytes(self) -> int:
         """Pinned bytes held."""
         return sum(slot.host.numel() for slot in list(self._slots))
