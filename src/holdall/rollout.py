@@ -279,21 +279,11 @@ class RolloutMemory:
         if self._resident is not None:
             fields = self._resident.report(self._now.steps)
             return MemoryReport(transitions=len(self), fields=tuple(fields), segments=1, staging_bytes=0)
-        fields = frames.report(self._now.steps)
-        for name, rows in self._flat().items():
-            nbytes = 0 if rows is None else rows[: self._now.steps].nbytes
-            fields.append(FieldReport(name, 0, 0, nbytes, nbytes, "flat rows"))
-        fields.append(FieldReport("final_obs", 0, 0, self._final.nbytes, self._final.nbytes, "whole observations"))
-        sealer = frames.sealer
-        return MemoryReport(
-            transitions=len(self),
-            fields=tuple(fields),
-            staging_bytes=self._delivery.nbytes,
-            segments=1,
-            backlog=0 if sealer is None else sealer.backlog,
-            failure="" if sealer is None else sealer.failure,
-            fallback=fallback(),
-        )
+        final = FieldReport("final_obs", 0, 0, self._final.nbytes, self._final.nbytes, "whole observations")
+        sums = {"transitions": len(self), "staging_bytes": self._delivery.nbytes, "fallback": fallback()}
+        steps = self._now.steps
+        flat = [(name, 0 if rows is None else rows[:steps].nbytes) for name, rows in self._flat().items()]
+        return frames.report(steps, flat, [final], **sums)
 
     def arrays(self) -> list[tuple[str, Array]]:
         """Return every array that the memory holds, by field, for a watch that asks where they lie."""

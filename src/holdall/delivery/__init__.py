@@ -1,11 +1,11 @@
 """A draw becomes a batch: NumPy arrays, or tensors on a device.
 
 The chapters, in the order of the flow: `batches` (on the host; the entry), `device` (streams and memory of a device),
-`device_store` (slices where a device reads them), `device_assembly` (a batch in one call of C), `batch_layout` and
+`pinned_arenas` (slices that it reads by itself), `device_assembly` (a batch in one call of C), `batch_layout` and
 `device_batch` (sent once, stacked there; for JAX, too), `loader` (ahead of time), `to_device` (rollouts and
 trajectories). For data that is born on a device: `cuda_program`, `device_loops` (the kernels), `torch_loops` (their
-twins), `device_fields`, `device_rings`, `device_checkpoint` (where rows lie), `device_draws` (samplers), `resident`
-(arguments and batches), `device_mirror` (the same for rows that the host keeps, too), `device_rollout`.
+twins), `device_fields`, `device_rings`, `device_checkpoint` (where rows lie), `resident` (arguments, samplers and
+batches), `device_mirror` (the same for rows that the host keeps, too), `device_rollout`.
 Torch is imported when a device is asked for.
 """
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -88,20 +87,9 @@ class CudaProgram:
             raise CudaProgramError(f"the CUDA driver refuses {doing}: {(text.value or b'error').decode()} ({code})")
 
 
-_lock = threading.Lock()
-_binaries: dict[tuple[str, tuple[int, int]], bytes] = {}
-
-
+@functools.cache
 def _compiled(source: str, capability: tuple[int, int]) -> bytes:
     """Compile for one kind of device; once a process."""
-    with _lock:
-        key = (source, capability)
-        if key not in _binaries:
-            _binaries[key] = _compile(source, capability)
-        return _binaries[key]
-
-
-def _compile(source: str, capability: tuple[int, int]) -> bytes:
     compiler = _compiler()
     program = ctypes.c_void_p()
     compiler.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"device.cu", 0, None, None)

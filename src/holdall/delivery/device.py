@@ -406,14 +406,18 @@ Slot = TypeVar("Slot", bound=StagingSlot)
 class StagingRing(Generic[Slot]):
     """A few slots of pinned memory, filled in turn while the device still reads the ones before.
 
-    Slots are allocated when all others are still read, and grow to what is asked for. Pinned memory must not be used
-    for something else while a device may read it: when a ring is forgotten, the host waits.
+    Slots are allocated when their turn first comes, and grow to what is asked for. Pinned memory must not be used for
+    something else while a device may read it: when a ring is forgotten, the host waits.
 
     Args:
         slot: The kind of slot.
+        is_sparing: Whether a slot is allocated only if the device still reads all others.
     """
 
-    def __init__(self, stream: DeviceStream, slot: type[Slot], slots: int = 2, slot_bytes: int = 0) -> None:
+    def __init__(
+        self, stream: DeviceStream, slot: type[Slot], slots: int = 2, slot_bytes: int = 0, *, is_sparing: bool = False
+    ) -> None:
+        self._is_sparing = is_sparing
         self._stream = stream
         self._count = slots
         self._slot_bytes = slot_bytes
@@ -425,9 +429,10 @@ class StagingRing(Generic[Slot]):
     def next_slot(self, nbytes: int = 0) -> Slot:
         """Return the next slot, with room for `nbytes`; set its `read` when the copies from it are started."""
         slots = self._slots
-        if slots and (slots[0].read is None or self._stream.has_passed(slots[0].read)):
+        if slots and slots[0].read is not None and self._stream.has_passed(slots[0].read):
             slots[0].read = None
-        elif len(slots) < self._count:
+        is_read = bool(slots) and slots[0].read is None
+        if len(slots) < self._count and not (is_read and self._is_sparing):
             slots.appendleft(self._kind(self._stream, len(slots), self._slot_bytes))
         slots.rotate(-1)
         slots[-1].make_room(nbytes)
@@ -441,11 +446,6 @@ class StagingRing(Generic[Slot]):
     def events(self) -> list[Any]:
         """Events behind all that may be read from here."""
         return [slot.read for slot in self._slots if slot.read is not None]
-
-    @property
-    def last_read(self) -> Any:
-        """The event behind the newest copy from here; None if there was none."""
-        return self._slots[-1].read if self._slots else None
 
     @property
     def nbytes(self) -> int:

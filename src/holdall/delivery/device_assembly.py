@@ -21,7 +21,7 @@ from holdall.delivery.batches import MadeBatch
 from holdall.delivery.cuda_program import CudaProgramError
 from holdall.delivery.device import CudaStream, DeviceStream, RecordedSlot, StagingRing
 from holdall.delivery.device_loops import device_program
-from holdall.delivery.device_store import SliceSnapshot
+from holdall.delivery.pinned_arenas import PinnedSlices
 from holdall.errors import DamageError
 from holdall.native import MOST_DEVICE_FIELDS, BatchRequestStruct, Refusal, SliceNamer, number_function
 from holdall.schema import Array, Schema
@@ -38,7 +38,6 @@ _FEWEST_ROWS = 32
 """It begins with so many at least: a launch takes time, too."""
 _BLOCKS_OVER_BUS = 528
 """Enough to keep the bus busy, and few enough to leave the device to others."""
-_BLOCKS_ON_DEVICE = 4096
 _MOST_SLICES = (1 << 31) - 1
 """What C numbers the places of a batch with."""
 _NO_CONTEXT = 201
@@ -71,7 +70,7 @@ class _Description(NamedTuple):
     """What the requests of all plans name, and the version of the segments that it is of."""
 
     version: int
-    readable: SliceSnapshot | None
+    readable: PinnedSlices | None
     sources: RowSources
 
 
@@ -96,7 +95,7 @@ class DeviceAssembler:
         self._launcher = launcher
         self.behind: Any = None
         self.most_blocks = KEPT_BLOCKS
-        self._heads = StagingRing(stream, RecordedSlot, _MOST_HEADS)  # batches are described there
+        self._heads = StagingRing(stream, RecordedSlot, _MOST_HEADS, is_sparing=True)  # batches are described there
         self._plans: dict[Any, BatchPlan] = {}
         self._plain: dict[int, BatchPlan] = {}  # by rows: of batches that are nothing but rows
         self._described: _Description | None = None
@@ -112,7 +111,7 @@ class DeviceAssembler:
         launcher = Launcher.to(torch, stream, namer)
         return None if launcher is None else cls(torch, stream, schema, namer, launcher)
 
-    def assemble(self, draw: Draw, store: Store, readable: SliceSnapshot | None, *, ahead: bool) -> MadeBatch | None:
+    def assemble(self, draw: Draw, store: Store, readable: PinnedSlices | None, *, ahead: bool) -> MadeBatch | None:
         """Have a batch put together, but for other goals; None if the device cannot do that by itself."""
         sources, last = store.sources(), draw.last_ids
         if not draw.ids.size or (readable is None and sources.large):
@@ -126,7 +125,7 @@ class DeviceAssembler:
         arrays = self._fill(plan, draw)
         return self._make(plan, draw.ids, sources.held, arrays[: 1 if last is None else 2], ahead=ahead)
 
-    def plain_plan(self, store: Store, readable: SliceSnapshot | None, rows: int) -> BatchPlan | None:
+    def plain_plan(self, store: Store, readable: PinnedSlices | None, rows: int) -> BatchPlan | None:
         """Return the plan of batches of so many rows, any of those held, if it describes the store as it is now."""
         plan, described = self._plain.get(rows), self._described
         if plan is None or described is None or plan.described is not described or not store.all_valid:
@@ -223,15 +222,13 @@ class DeviceAssembler:
             return True
         request, sources, readable = plan.request, described.sources, described.readable
         for field, records in enumerate(sources.records):
-            source, task = request.source[field], request.task.field[field]
-            if readable is None or field not in readable.sources:
+            if readable is None:
                 return False
-            task.base, starts = readable.sources[field]
-            source.starts, source.parts, source.part_count = address(starts), address(records), len(records)
-            source.cursors = address(sources.cursors[field])
-            source.are_named = not readable.is_on_device
-        is_there = readable is not None and readable.is_on_device
-        request.most_blocks = _BLOCKS_ON_DEVICE if is_there else _BLOCKS_OVER_BUS
+            source, task = request.source[field], request.task.field[field]
+            task.base, source.starts = readable.base, address(readable.starts[field])
+            source.parts, source.part_count = address(records), len(records)
+            source.cursors, source.are_named = address(sources.cursors[field]), True
+        request.most_blocks = _BLOCKS_OVER_BUS
         request.first_ticks, request.segments = address(sources.first_ticks), len(sources.first_ticks)
         request.ring_rows, plan.described = sources.ring_rows, described
         return True

@@ -19,11 +19,19 @@ from numpy.typing import NDArray
 
 from holdall.background import fork_safe, left
 from holdall.batch import Batch, Draw
-from holdall.delivery.batch_layout import KEPT_BLOCKS, DeviceBlock, DeviceMove, PackedField, PinnedHead, SentLayout
+from holdall.delivery.batch_layout import (
+    KEPT_BLOCKS,
+    BatchPlan,
+    DeviceBlock,
+    DeviceMove,
+    PackedField,
+    PinnedHead,
+    SentLayout,
+)
 from holdall.delivery.batches import Batches, BatchJob, DrawnRows, HostBatches, MadeBatch, ReadyJob, goal_leaves
 from holdall.delivery.device import DeviceScratch, DeviceStream, StagingRing, StagingSlot
 from holdall.delivery.device_assembly import DeviceAssembler, SlotDraw
-from holdall.delivery.device_store import DeviceSlices, PinnedArenas, SliceSnapshot
+from holdall.delivery.pinned_arenas import PinnedArenas, PinnedSlices
 from holdall.errors import DamageError
 from holdall.native import CopyPlan, Cut, Names, SliceNamer
 from holdall.sampling import Uniform
@@ -55,16 +63,13 @@ class DeviceBatches(Batches):
     """
 
     def __init__(
-        self, schema: Schema, plain: HostBatches, stream: DeviceStream, kernels: Kernels, torch: Any,
-        store_on_device: bool, pins: bool,
-    ) -> None:  # fmt: skip
+        self, schema: Schema, plain: HostBatches, stream: DeviceStream, kernels: Kernels, torch: Any, pins: bool
+    ) -> None:
         self.schema, self.plain, self.stream, self.torch = schema, plain, stream, torch
         self._namer: SliceNamer | None = kernels.namer()
         self._assembler = DeviceAssembler.of(torch, stream, schema, self._namer)
-        is_read = self._assembler is not None
-        self._slices = DeviceSlices(stream, kernels.coder) if is_read and store_on_device else None
-        self._arenas = PinnedArenas(stream) if is_read and pins and not store_on_device else None
-        self._pinned: tuple[int, SliceSnapshot | None] = -1, None  # by the version of the segments
+        self._arenas = PinnedArenas(stream) if self._assembler is not None and pins else None
+        self._pinned: tuple[int, PinnedSlices | None] = -1, None  # by the version of the segments
         self._most_blocks = KEPT_BLOCKS
         self._rings: dict[int, StagingRing[StagingSlot]] = {}  # by leaf
         self._scratch: dict[int, DeviceScratch] = {}  # by leaf: its unique slices, before they are stacked
@@ -76,12 +81,14 @@ class DeviceBatches(Batches):
     def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """See `Batches`: rows of a `Uniform` sampler, once a batch of so many rows was made."""
         held = store.held
-        if self._assembler is None or type(sampler) is not Uniform or held[1] - held[0] < count:
+        if (
+            type(sampler) is not Uniform
+            or held[1] - held[0] < count
+            or (found := self._plain_plan(count, store)) is None
+        ):
             return None
-        plan = self._assembler.plain_plan(store, self._readable(store), count)
-        if plan is None:
-            return None
-        made = self._assembler.assemble_plain(plan, held, generator.integers(*held, size=count), ahead=False)
+        assembler, plan = found
+        made = assembler.assemble_plain(plan, held, generator.integers(*held, size=count), ahead=False)
         return made.batch if isinstance(made, MadeBatch) else self._begin_otherwise(made, store).receive()
 
     def draw_slots(self, rows: SlotDraw, count: int, store: Store, *, ahead: bool) -> BatchJob | None:
@@ -91,15 +98,19 @@ class DeviceBatches(Batches):
             is_filled = held[1] - held[0] >= rows.slots * lanes
         else:
             is_filled = held == (0, rows.filled * lanes)
-        if self._assembler is None or not is_filled:
+        if not is_filled or (found := self._plain_plan(count, store)) is None:
             return None
-        plan = self._assembler.plain_plan(store, self._readable(store), count)
-        if plan is None:
-            return None
-        made = self._assembler.assemble_plain(plan, held, rows, ahead=ahead)
+        assembler, plan = found
+        made = assembler.assemble_plain(plan, held, rows, ahead=ahead)
         if isinstance(made, MadeBatch):
             return ReadyJob(partial(self.hand_over, made))
         return self._begin_otherwise(made, store)
+
+    def _plain_plan(self, count: int, store: Store) -> tuple[DeviceAssembler, BatchPlan] | None:
+        """Return the plan of batches of so many rows, if there is one and the device fetches them by itself."""
+        found = self._fetches(store)
+        plan = None if found is None else found[0].plain_plan(store, found[1], count)
+        return None if found is None or plan is None else (found[0], plan)
 
     def _begin_otherwise(self, ids: NDArray[np.int64], store: Store) -> BatchJob:
         """Begin a batch of rows that the device cannot fetch by itself."""
@@ -107,24 +118,23 @@ class DeviceBatches(Batches):
         (job := self.start(draw, self.plain.look_up(draw, store))).work()
         return job
 
-    def _readable(self, store: Store) -> SliceSnapshot | None:
-        """Return where the device reads slices now; arenas are looked at again when segments are others."""
-        if self._slices is None:
-            version = store.large_segments.index.version
-            if self._arenas is not None and version != self._pinned[0]:
+    def _fetches(self, store: Store) -> tuple[DeviceAssembler, PinnedSlices | None] | None:
+        """Return what has the device fetch rows by itself, and where it reads slices; None where it cannot."""
+        assembler, segments, found = self._assembler, store.large_segments, None
+        if assembler is None:
+            return None
+        if self._arenas is not None:
+            if segments.index.version != self._pinned[0]:  # arenas are looked at again when segments are others
                 self._pinned = -1, None  # this one keeps no arena pinned
-                self._pinned = version, self._arenas.up_to_date(store)
-            return self._pinned[1]
-        found = self._slices.up_to_date(store)
-        if self._assembler is not None and (sent := self._slices.newly_sent()) is not None:
-            self._assembler.behind = sent
-        return found
+                self._pinned = segments.index.version, self._arenas.up_to_date(store)
+            found = self._pinned[1]
+        return None if found is None and segments.cursors else (assembler, found)
 
     def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`."""
         made = None
-        if self._assembler is not None:
-            made = self._assembler.assemble(draw, store, self._readable(store), ahead=ahead)
+        if (found := self._fetches(store)) is not None:
+            made = found[0].assemble(draw, store, found[1], ahead=ahead)
             if made is not None and draw.goals is None:
                 return DrawnRows.of_made(*made)
         return self.plain.look_up(draw, store)._replace(made=made)
@@ -156,7 +166,7 @@ class DeviceBatches(Batches):
         if draw is not None and draw.goals is not None:
             key = draw.goals.desired_key
             for tensor, rows in zip((batch.obs[key], batch.next_obs[key], batch.reward), goals, strict=True):
-                tensor.copy_(self.torch.from_numpy(rows).view(tensor.shape))
+                tensor.copy_(self.torch.from_numpy(rows).view(tensor.shape), non_blocking=True)
         return batch
 
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:

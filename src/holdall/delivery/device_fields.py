@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdall.delivery.device import torch_dtype
-from holdall.delivery.device_loops import DeviceField, DeviceWindow, typed_rows
-from holdall.delivery.torch_loops import put_places
+from holdall.delivery.device_loops import ApartPool, DeviceField, DeviceWindow, first_places, typed_rows
 from holdall.errors import ArgumentError, DamageError
 from holdall.schema import Array, Leaf, Schema, on_host
 from holdall.storage import LiveRows, Window, WindowScout, as_bytes
@@ -26,11 +25,6 @@ from holdall.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-SLACK_TICKS = 4
-"""Ticks that the device may lag behind before the host waits, if every lane ended an episode in each of them."""
-_POOLED_SHARE = 64
-"""A pool begins with a place for every so many rows."""
-_MOST_CHUNKS = 32
 _REWARD_BYTES = 4
 _WINDOWED_BYTES = 256
 """Shorter observations are not searched for windows."""
@@ -41,61 +35,6 @@ LOOKED_AT = 32
 _LOOKED_AT_ONCE = 4
 """A scout looks at so many lanes of a tick."""
 FLAG = Leaf("", (), np.dtype(np.bool_))
-
-
-class ApartPool:
-    """Next observations of one field that no tick continues, and a queue of the places that are free."""
-
-    def __init__(self, torch: Any, device: torch.device, row_bytes: int, lanes: int, cells: int) -> None:
-        self._torch, self._device, self._row_bytes = torch, device, row_bytes
-        self.cells = cells
-        self.first_chunk = self.places = _first_places(lanes, cells)
-        self.chunks = [self._new_chunk(self.places)]
-        self.table = torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device)
-        self.table[0] = self.chunks[0].data_ptr()
-        self.apart = torch.full((cells,), -1, dtype=torch.int32, device=device)
-        self._fill_queue(torch.arange(self.places, dtype=torch.int32, device=device))
-
-    def _new_chunk(self, places: int) -> torch.Tensor:
-        chunk: torch.Tensor = self._torch.empty((places, self._row_bytes), dtype=self._torch.uint8, device=self._device)
-        return chunk
-
-    def _fill_queue(self, free: torch.Tensor) -> None:
-        """Let the queue hold these places, with room for all that there are."""
-        torch, length = self._torch, 1 << (self.places - 1).bit_length()
-        self.queue = torch.zeros(length, dtype=torch.int32, device=self._device)
-        self.queue[: len(free)] = free
-        self.counts = torch.tensor([0, len(free), length - 1, 0], dtype=torch.int32, device=self._device)
-
-    def free(self) -> torch.Tensor:
-        """Return the places that are free; waits for the device."""
-        taken, given, mask, _ = (number & 0xFFFFFFFF for number in self.counts.tolist())
-        positions = self._torch.arange((given - taken) & 0xFFFFFFFF, device=self._device) + taken
-        places: torch.Tensor = self.queue[positions & mask]
-        return places
-
-    def grow(self) -> int:
-        """Add as many places as there are; return how many are free. The device is at rest."""
-        free, new = self.free(), self.places
-        self.chunks.append(self._new_chunk(new))
-        self.table[len(self.chunks) - 1] = self.chunks[-1].data_ptr()
-        self.places += new
-        added = self._torch.arange(new, 2 * new, dtype=self._torch.int32, device=self._device)
-        self._fill_queue(self._torch.cat([free, added]))
-        return len(free) + new
-
-    def put(self, cells: torch.Tensor, rows: torch.Tensor) -> None:
-        """Keep rows for cells that have none. The device is at rest."""
-        while len(free := self.free()) < len(rows):
-            self.grow()
-        put_places(self, free[: len(rows)].long(), rows)
-        self.apart[cells] = free[: len(rows)]
-        self._fill_queue(free[len(rows) :])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(tensor.nbytes for tensor in (*self.chunks, self.table, self.queue, self.counts, self.apart))
 
 
 def byte_rows(module: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -311,10 +250,6 @@ def rings_bytes(schema: Schema, ticks: int, windows: Windows | None = None) -> i
         window = (windows or {}).get(i)
         longer = cells if window is None else (ticks + window.count) * lanes
         kept = leaf.nbytes + 4 if window is None else window.slice_bytes + 8
-        total += longer * kept + _first_places(lanes, longer) * (leaf.nbytes + 8)
+        total += longer * kept + first_places(lanes, longer) * (leaf.nbytes + 8)
         total += 0 if window is None else 2 * lanes * leaf.nbytes
     return total
-
-
-def _first_places(lanes: int, cells: int) -> int:
-    return min(max(SLACK_TICKS * lanes, cells // _POOLED_SHARE), max(cells, lanes))

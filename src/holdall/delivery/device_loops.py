@@ -13,7 +13,7 @@ the ring, see `DeviceWindow`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -27,6 +27,11 @@ from holdall.delivery.device import stream_to
 if TYPE_CHECKING:
     import torch
 
+SLACK_TICKS = 4
+"""Ticks that the device may lag behind before the host waits, if every lane ended an episode in each of them."""
+_POOLED_SHARE = 64
+"""A pool begins with a place for every so many rows."""
+_MOST_CHUNKS = 32
 TERMINATED, TRUNCATED, INVALID = 1, 2, 4
 """Bits of a flag byte."""
 MOST_FIELDS = 24
@@ -42,15 +47,91 @@ _KEPT_LAYOUTS = 4
 """Kinds of batches whose blocks are kept."""
 
 
-class Pool(Protocol):
-    """Next observations of one field that no tick continues."""
+class ApartPool:
+    """Next observations of one field that no tick continues, and a queue of the places that are free.
 
-    first_chunk: int
-    chunks: list[torch.Tensor]  # the first has `first_chunk` places, each later one as many as all before
-    table: torch.Tensor  # where the chunks are
-    apart: torch.Tensor  # by cell: the place in the pool, or -1
-    queue: torch.Tensor  # places that are free, from counts[0] to counts[1], modulo its length
-    counts: torch.Tensor
+    Attributes:
+        chunks: The first has `first_chunk` places, each later one as many as all before.
+        table: Where the chunks are.
+        apart: By cell, the place in the pool, or -1.
+        queue: Places that are free, from counts[0] to counts[1], modulo its length.
+    """
+
+    def __init__(self, torch: Any, device: torch.device, row_bytes: int, lanes: int, cells: int) -> None:
+        self._torch, self._device, self._row_bytes = torch, device, row_bytes
+        self.cells = cells
+        self.first_chunk = self.places = first_places(lanes, cells)
+        self.chunks = [self._new_chunk(self.places)]
+        self.table = torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device)
+        self.table[0] = self.chunks[0].data_ptr()
+        self.apart = torch.full((cells,), -1, dtype=torch.int32, device=device)
+        self._fill_queue(torch.arange(self.places, dtype=torch.int32, device=device))
+
+    def _new_chunk(self, places: int) -> torch.Tensor:
+        chunk: torch.Tensor = self._torch.empty((places, self._row_bytes), dtype=self._torch.uint8, device=self._device)
+        return chunk
+
+    def _fill_queue(self, free: torch.Tensor) -> None:
+        """Let the queue hold these places, with room for all that there are."""
+        torch, length = self._torch, 1 << (self.places - 1).bit_length()
+        self.queue = torch.zeros(length, dtype=torch.int32, device=self._device)
+        self.queue[: len(free)] = free
+        self.counts = torch.tensor([0, len(free), length - 1, 0], dtype=torch.int32, device=self._device)
+
+    def free(self) -> torch.Tensor:
+        """Return the places that are free; waits for the device."""
+        taken, given, mask, _ = (number & 0xFFFFFFFF for number in self.counts.tolist())
+        positions = self._torch.arange((given - taken) & 0xFFFFFFFF, device=self._device) + taken
+        places: torch.Tensor = self.queue[positions & mask]
+        return places
+
+    def grow(self) -> int:
+        """Add as many places as there are; return how many are free. The device is at rest."""
+        free, new = self.free(), self.places
+        self.chunks.append(self._new_chunk(new))
+        self.table[len(self.chunks) - 1] = self.chunks[-1].data_ptr()
+        self.places += new
+        added = self._torch.arange(new, 2 * new, dtype=self._torch.int32, device=self._device)
+        self._fill_queue(self._torch.cat([free, added]))
+        return len(free) + new
+
+    def put(self, cells: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keep rows for cells that have none. The device is at rest."""
+        while len(free := self.free()) < len(rows):
+            self.grow()
+        self.write(free[: len(rows)].long(), rows)
+        self.apart[cells] = free[: len(rows)]
+        self._fill_queue(free[len(rows) :])
+
+    def write(self, places: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write rows to places."""
+        for here, within, chunk in self._chunks_of(places):
+            chunk[within] = rows[here]
+
+    def read(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the rows at places."""
+        rows = self.chunks[0].new_empty((len(places), self._row_bytes))
+        for here, within, chunk in self._chunks_of(places):
+            rows[here] = chunk[within]
+        return rows
+
+    def _chunks_of(self, places: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Return, chunk by chunk, which places lie in it, and where there."""
+        first = 0
+        for chunk in self.chunks:
+            here = (places >= first) & (places < first + len(chunk))
+            yield here, places[here] - first, chunk
+            first += len(chunk)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(tensor.nbytes for tensor in (*self.chunks, self.table, self.queue, self.counts, self.apart))
+
+
+def first_places(lanes: int, cells: int) -> int:
+    """Return how many places a pool begins with."""
+    return min(max(SLACK_TICKS * lanes, cells // _POOLED_SHARE), max(cells, lanes))
 
 
 class DeviceWindow(NamedTuple):
@@ -73,7 +154,7 @@ class DeviceField(NamedTuple):
     rows: torch.Tensor  # (slots * lanes, row bytes), bytes; of a window the newest slice
     kind: torch.dtype
     shape: tuple[int, ...]
-    pool: Pool | None  # of an observation
+    pool: ApartPool | None  # of an observation
     window: DeviceWindow | None = None
 
     @property

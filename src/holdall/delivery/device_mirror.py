@@ -4,8 +4,7 @@ In:  the store, as it grows; draws.  Out: batches of rows that are on the device
 Invariant: the rings on the device hold, row for row, what the store holds. The host draws, so that one seed gives the
 batches that it gives everywhere; it sends ids, and waits for nothing but pinned memory that it writes to again.
 
-Where a device has no compiler, or no room for all rows, slices are kept there and looked up on the host, see
-`device_store`.
+Where a device has no compiler, or no room for all rows, batches are sent there, see `device_batch`.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class MirroredBatches(ResidentBatches):
     """Makes batches of copies of all rows on one device; as `other` does, where there are none.
 
     Args:
-        other: Keeps slices alone on the device.
+        other: Keeps nothing on the device.
     """
 
     device_types: ClassVar[set[str]] = {"cuda"}

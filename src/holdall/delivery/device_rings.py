@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from holdall.delivery.device_fields import (
     FLAG,
-    SLACK_TICKS,
     DeviceColumn,
     DeviceRing,
     WindowColumn,
@@ -32,6 +31,7 @@ from holdall.delivery.device_fields import (
 from holdall.delivery.device_loops import (
     INVALID,
     MOST_FIELDS,
+    SLACK_TICKS,
     TERMINATED,
     TRUNCATED,
     PackedTicks,

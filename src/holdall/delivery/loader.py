@@ -227,14 +227,14 @@ def batches_for(
     """Return what makes batches for a delivery.
 
     Args:
-        store_on_device: Keep all slices on the delivery's device, and make batches of them there.
+        store_on_device: Keep all rows on the delivery's device, where there is room, and make batches of them there.
         pins: Whether raw blocks may be pinned; they then stay a while longer than they are needed.
     """
     plain, device = HostBatches(schema, assembler, delivery), delivery.torch_device
     batches: Batches = plain
     if device is not None and (store_on_device or delivery.is_remote):
         torch = delivery.torch
-        sent = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
+        sent = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, pins)
         batches = MirroredBatches(schema, sent, assembler) if store_on_device else sent
     to_jax: Any = JaxBatches(batches)
     return to_jax if delivery.is_jax else batches

@@ -16,12 +16,12 @@ from holdall.delivery.device_loops import (
     INVALID,
     TERMINATED,
     TRUNCATED,
+    ApartPool,
     CudaLoops,
     DeviceField,
     DeviceLoops,
     DeviceWindow,
     PackedTicks,
-    Pool,
     RingsOnDevice,
     RowsOnDevice,
     TickOnDevice,
@@ -110,7 +110,7 @@ class TorchLoops:
                     self._write_window(field, field.window, field.pool, number + k, some, None, goes_on)
 
     def _write_window(
-        self, field: DeviceField, window: DeviceWindow, pool: Pool, number: int, rows: torch.Tensor,
+        self, field: DeviceField, window: DeviceWindow, pool: ApartPool, number: int, rows: torch.Tensor,
         next_obs: torch.Tensor | None, has_previous: bool,
     ) -> None:  # fmt: skip
         """Write observations of a tick; those that are taken over from elsewhere have no next observations here."""
@@ -137,7 +137,7 @@ class TorchLoops:
             window.newest[_half(number + 1, lanes)] = next_obs
 
     def _window_rows(
-        self, field: DeviceField, window: DeviceWindow, pool: Pool, ids: torch.Tensor
+        self, field: DeviceField, window: DeviceWindow, pool: ApartPool, ids: torch.Tensor
     ) -> torch.Tensor:  # fmt: skip
         """Return the observations of windows, as bytes."""
         torch, lanes, cells = self._torch, self._rings.lanes, len(window.whole)
@@ -149,24 +149,24 @@ class TorchLoops:
             back = window.slices - 1 - slice_number
             found = field.rows[(ids - back * lanes) % cells].view(len(ids), window.outer, window.run_bytes)
             older = (back > since).nonzero()[:, 0]
-            kept = _slices(window, _at_places(pool, firsts[older]))
+            kept = _slices(window, pool.read(firsts[older]))
             found[older] = kept[torch.arange(len(older), device=ids.device), :, slice_number + since[older]]
             rows[:, :, slice_number] = found
         return rows.view(len(ids), -1)
 
-    def _keep_differing(self, pool: Pool, slot: slice, standing: torch.Tensor, rows: torch.Tensor) -> None:
+    def _keep_differing(self, pool: ApartPool, slot: slice, standing: torch.Tensor, rows: torch.Tensor) -> None:
         """Keep next observations apart that the following tick does not show."""
         lanes = (standing != rows).any(dim=1).nonzero()[:, 0]
         self._keep(pool, pool.apart, slot.start + lanes, standing[lanes])
 
-    def _keep(self, pool: Pool, kept: torch.Tensor, cells: torch.Tensor, rows: torch.Tensor) -> None:
+    def _keep(self, pool: ApartPool, kept: torch.Tensor, cells: torch.Tensor, rows: torch.Tensor) -> None:
         taken, mask = int(pool.counts[0]), int(pool.counts[2])
         places = pool.queue[(self._torch.arange(len(cells), device=cells.device) + taken) & mask]
         pool.counts[0] += len(cells)
-        put_places(pool, places.long(), rows)
+        pool.write(places.long(), rows)
         kept[cells] = places
 
-    def _leave(self, pool: Pool, kept: torch.Tensor, slot: slice) -> None:
+    def _leave(self, pool: ApartPool, kept: torch.Tensor, slot: slice) -> None:
         places = kept[slot]
         places = places[places >= 0]
         kept[slot] = -1  # first, so that no place is given back twice
@@ -190,7 +190,7 @@ class TorchLoops:
         flags, ones = rings.flags[last % cells], self._torch.ones(len(ids), device=ids.device)
         return RowsOnDevice(ids, rows, next_obs, (flags & TERMINATED) != 0, (flags & TRUNCATED) != 0, ones)
 
-    def _next_rows(self, field: DeviceField, pool: Pool, ids: torch.Tensor) -> torch.Tensor:
+    def _next_rows(self, field: DeviceField, pool: ApartPool, ids: torch.Tensor) -> torch.Tensor:
         lanes, window, following = self._rings.lanes, field.window, ids + self._rings.lanes
         if window is None:
             found = field.rows[following % len(field.rows)]
@@ -201,7 +201,7 @@ class TorchLoops:
             found[stands] = window.newest[_half(newest, lanes)][ids[stands] % lanes]
         places = pool.apart[ids % len(pool.apart)].long()
         kept = (places >= 0).nonzero()[:, 0]
-        found[kept] = _at_places(pool, places[kept])
+        found[kept] = pool.read(places[kept])
         return found
 
     def read_at(self, count: int, ids: int, last_ids: int, owner: torch.Tensor) -> RowsOnDevice:
@@ -255,21 +255,3 @@ def _cut(tick: TickOnDevice, k: int, lanes: int) -> TickOnDevice:
 
 def _bytes_of(byte: torch.dtype, value: torch.Tensor, lanes: int) -> torch.Tensor:
     return value.contiguous().view(lanes, -1).view(byte) if value.numel() else value.new_empty((lanes, 0), dtype=byte)
-
-
-def put_places(pool: Pool, places: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write rows to places of a pool."""
-    first = 0
-    for chunk in pool.chunks:
-        here = (places >= first) & (places < first + len(chunk))
-        chunk[places[here] - first] = rows[here]
-        first += len(chunk)
-
-
-def _at_places(pool: Pool, places: torch.Tensor) -> torch.Tensor:
-    rows, first = pool.chunks[0].new_empty((len(places), pool.chunks[0].shape[1])), 0
-    for chunk in pool.chunks:
-        here = (places >= first) & (places < first + len(chunk))
-        rows[here] = chunk[places[here] - first]
-        first += len(chunk)
-    return rows

@@ -162,32 +162,24 @@ class Episodes:
             self._ends, self._first_id = self._ends[held.at(self._ends)[1]], held.first_id
 
 
-def steps_after(held: Held, ids: Ids, count: int, crossing: bool = False) -> tuple[Ids, Flags]:
-    """Return `ids` and the `count` - 1 steps after each, (batch, count), and which are real.
+def steps_around(held: Held, ids: Ids, first: int, stop: int, crossing: bool = False) -> tuple[Ids, Flags]:
+    """Return the steps `first` to `stop` - 1 after each of `ids`, (batch, steps), and which are real.
 
     Args:
+        first: 0, for `ids` and what follows them, or negative, for the steps before them.
         crossing: Continue past the ends of episodes.
     """
-    steps, real = held.steps(ids, 0, count)
+    steps, real = held.steps(ids, first, stop)
     inside = np.where(real, steps, ids[:, None])
     if not held.fields.all_valid:
         real &= held.fields.are_valid(inside)
-    if not crossing:
-        real[:, 1:] &= ~held.fields.are_ends(inside[:, :-1])
-        real = np.logical_and.accumulate(real, axis=1)
-    return inside, real
-
-
-def steps_before(held: Held, ids: Ids, count: int, crossing: bool = False) -> tuple[Ids, Flags]:
-    """Return the `count` steps before each of `ids`, oldest first, and which are real."""
-    steps, real = held.steps(ids, -count, 0)
-    inside = np.where(real, steps, ids[:, None])
-    if not held.fields.all_valid:
-        real &= held.fields.are_valid(inside)
-    if not crossing:
+    if crossing:
+        return inside, real
+    if first < 0:
         real &= ~held.fields.are_ends(inside)
-        real = np.logical_and.accumulate(real[:, ::-1], axis=1)[:, ::-1]
-    return inside, real
+        return inside, np.logical_and.accumulate(real[:, ::-1], axis=1)[:, ::-1]
+    real[:, 1:] &= ~held.fields.are_ends(inside[:, :-1])
+    return inside, np.logical_and.accumulate(real, axis=1)
 
 
 def padded(steps: Ids, real: Flags) -> Ids:
@@ -221,7 +213,7 @@ class NStep(ComposedSampler):
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
         """Draw first steps, and follow each as far as its episode goes."""
         drawn = self.by.draw(held, count, generator)
-        steps, real = steps_after(held, drawn.ids, self.n)
+        steps, real = steps_around(held, drawn.ids, 0, self.n)
         used = np.count_nonzero(real, axis=1)
         powers = [self.gamma**k for k in range(self.n + 1)]
         return Draw(
@@ -284,8 +276,8 @@ class Sequence(ComposedSampler):
         """Draw first steps, and collect what lies before and behind them."""
         drawn = self.by.draw(self.starts(held), count, generator)
         self._flags_drawn = held.fields.flags_changed
-        before = steps_before(held, drawn.ids, self.burn_in, self.crossing)
-        after = steps_after(held, drawn.ids, self.length, self.crossing)
+        before = steps_around(held, drawn.ids, -self.burn_in, 0, self.crossing)
+        after = steps_around(held, drawn.ids, 0, self.length, self.crossing)
         steps, real = (np.concatenate(both, axis=1) for both in zip(before, after, strict=True))
         return Draw(padded(steps, real), drawn.weights, mask=real)
 
@@ -447,6 +439,3 @@ class RolloutSequences:
         step = np.arange(length.max())
         places = self.first_place[chosen][:, None] + step * self.lanes
         return np.where(step < length[:, None], places, -1)
-
-
-# ---------------------------------------------------------------- holdall's own samplers

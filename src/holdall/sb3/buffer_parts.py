@@ -31,9 +31,8 @@ from holdall.units import require_count
 ReadRows = Callable[[NDArray[np.int64]], NDArray[Any]]
 WriteRows = Callable[[NDArray[np.int64], NDArray[Any]], None]
 
-_ORDER_FREE = ("min", "max", "any", "all")
-"""Reductions that give the same bits in whatever pieces they are made; sums of whole numbers do, too."""
 _COMBINE: dict[str, Any] = {"min": np.minimum, "max": np.maximum, "any": np.logical_or, "all": np.logical_and}
+"""Reductions that give the same bits in whatever pieces they are made; sums of whole numbers do, too."""
 _ELEMENTS_AT_ONCE = 2**20
 _READ_AT_ONCE_BYTES = 8 * 2**20
 """Observations gathered in one go when an array is read, so that reading all rewards takes no memory for all images."""
@@ -197,7 +196,7 @@ class SlotArray(NDArrayOperatorsMixin):
         """Call a method of the plain array; what can be made of pieces exactly is, so that it takes little memory."""
         wanted = {key: value for key, value in settings.items() if value is not None}
         whole_numbers = self.dtype.kind in "biu" and name in {"sum", "mean"}
-        if (name in _ORDER_FREE or whole_numbers) and not args and not wanted and self.size:
+        if (name in _COMBINE or whole_numbers) and not args and not wanted and self.size:
             return self._reduced(name)
         return getattr(np.asarray(self), name)(*args, **settings)
 

@@ -276,21 +276,16 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         """Gather transitions, or the n-step returns that begin with them."""
         if self._is_delivered(env):
             return self._samples_on_device(self.memory.follow(self._recipe(ids), str(self.device)))
-        if self.n_steps > 1:
-            batch = self.memory.follow(self._recipe(ids, env))
-            return self._as_samples(batch, batch.reward.reshape(-1, 1), env, batch.discount.reshape(-1, 1))
-        rows = self.memory.rows(ids)
-        if env is None and self.device.type == "cpu":
+        if self.n_steps == 1 and env is None and self.device.type == "cpu":
+            rows = self.memory.rows(ids)
             observed = (array for i in range(len(self._obs_specs)) for array in rows.small[i])
-            return self._samples_at_once(
-                rows.action[0], rows.ended.reshape(-1, 1), rows.reward.reshape(-1, 1), *observed
-            )
-        obs: Any = {key: rows.small[i][0] for i, key in enumerate(self._obs_specs)}
-        next_obs: Any = {key: rows.small[i][1] for i, key in enumerate(self._obs_specs)}
-        if not self._is_dict:
-            obs, next_obs = obs[""], next_obs[""]
-        rewards = self._normalize_reward(rows.reward.reshape(-1, 1), env)
-        return self._tensors_of(obs, rows.action[0], next_obs, rows.ended, rewards, env, None)
+            ended, rewards = rows.ended.reshape(-1, 1), rows.reward.reshape(-1, 1)
+            return self._samples_at_once(rows.action[0], ended, rewards, *observed)
+        batch = self.memory.follow(self._recipe(ids, env))
+        rewards = batch.reward.reshape(-1, 1)
+        if self.n_steps > 1:  # which were normalised before they were added up
+            return self._as_samples(batch, rewards, env, batch.discount.reshape(-1, 1))
+        return self._as_samples(batch, self._normalize_reward(rewards, env), env)
 
     def _following(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Read rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 does."""
@@ -306,18 +301,12 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         """Return a batch as Stable-Baselines3's tuple of tensors."""
         ended = fresh_bytes(_FLOAT32.itemsize * len(batch)).view(_FLOAT32)
         np.greater(batch.terminated, batch.truncated, out=ended)
-        return self._tensors_of(batch.obs, batch.action, batch.next_obs, ended, rewards, env, discounts)
-
-    def _tensors_of(
-        self, obs: Any, action: Any, next_obs: Any, ended: Any, rewards: Any, env: Any, discounts: Any
-    ) -> Any:  # fmt: skip
-        """Return arrays of a batch as Stable-Baselines3's tuple of tensors."""
         tensor_of = self._tensor
         kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
         return kind(
-            observations=self._tensors(self._normalize_obs(obs, env)),
-            actions=tensor_of(action),
-            next_observations=self._tensors(self._normalize_obs(next_obs, env)),
+            observations=self._tensors(self._normalize_obs(batch.obs, env)),
+            actions=tensor_of(batch.action),
+            next_observations=self._tensors(self._normalize_obs(batch.next_obs, env)),
             dones=tensor_of(ended.reshape(-1, 1)),
             rewards=tensor_of(rewards),
             **({} if discounts is None else {"discounts": tensor_of(discounts)}),

@@ -24,7 +24,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError
 from holdall.native import chosen_kernels, estimate_advantages, fallback
-from holdall.report import FieldReport, MemoryReport
+from holdall.report import MemoryReport
 from holdall.sb3.buffer_parts import SlotArray, cast
 from holdall.schema import Leaf
 from holdall.storage import RolloutFields
@@ -70,9 +70,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def arrays(self) -> list[tuple[str, NDArray[Any]]]:
         """Return every array that the buffer holds, by field, for a watch that asks where they lie."""
-        staged = [("staging", block) for block in self._delivery.arrays()]
-        given = [(f"observations.{leaf.name}".rstrip("."), rows) for leaf, rows in self._exchanged()]
-        return [*self._frames.arrays(), *given, *self._rows.items(), ("episode_starts", self._starts), *staged]
+        return [*self._frames.arrays(), *self._plain(), *(("staging", block) for block in self._delivery.arrays())]
 
     @property
     def fill(self) -> float:
@@ -168,22 +166,18 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
-        frames = self._frames
-        fields = frames.report(self.pos if self._is_written else 0)
+        sums: dict[str, Any] = {
+            "transitions": self.pos * self.n_envs,
+            "staging_bytes": self._delivery.nbytes,
+            "fallback": fallback(),
+        }
+        flat = [(name, rows[: self.pos].nbytes) for name, rows in self._plain()]
+        return self._frames.report(self.pos if self._is_written else 0, flat, **sums)
+
+    def _plain(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return the plain arrays, by name."""
         given = [(f"observations.{leaf.name}".rstrip("."), rows) for leaf, rows in self._exchanged()]
-        for name, rows in (*given, *self._rows.items(), ("episode_starts", self._starts)):
-            nbytes = rows[: self.pos].nbytes
-            fields.append(FieldReport(name, 0, 0, nbytes, nbytes, "flat rows"))
-        sealer = frames.sealer
-        return MemoryReport(
-            transitions=self.pos * self.n_envs,
-            fields=tuple(fields),
-            staging_bytes=self._delivery.nbytes,
-            segments=1,
-            backlog=0 if sealer is None else sealer.backlog,
-            failure="" if sealer is None else sealer.failure,
-            fallback=fallback(),
-        )
+        return [*given, *self._rows.items(), ("episode_starts", self._starts)]
 
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:

@@ -10,7 +10,7 @@ cursor of a tick leads to it as a next observation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, DamageError
 from holdall.machine import pool_threads
-from holdall.report import FieldReport
+from holdall.report import FieldReport, MemoryReport
 from holdall.schema import Array, Leaf
 from holdall.storage.batch_source import RECORD_FIELDS, Places
 from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, reserve
@@ -350,9 +350,20 @@ class RolloutFields:
             self.sealer.drain()
             self._take_sealed(self.sealer)
 
-    def report(self, ticks: int) -> list[FieldReport]:
-        """Account for every field."""
-        return [field.report(ticks) for field in self._fields]
+    def report(
+        self, ticks: int, flat: Iterable[tuple[str, int]], others: Iterable[FieldReport] = (), **sums: Any
+    ) -> MemoryReport:
+        """Account for every field, for plain arrays, and for others.
+
+        Args:
+            flat: Names and bytes of plain arrays.
+            sums: What else a report has: transitions, staging_bytes, fallback.
+        """
+        fields = [field.report(ticks) for field in self._fields]
+        fields += [FieldReport(name, 0, 0, nbytes, nbytes, "flat rows") for name, nbytes in flat]
+        if self.sealer is not None:
+            sums |= {"backlog": self.sealer.backlog, "failure": self.sealer.failure}
+        return MemoryReport(fields=(*fields, *others), segments=1, **sums)
 
     def arrays(self) -> list[tuple[str, Array]]:
         """Return every array held, by field."""

@@ -38,6 +38,8 @@ _DTYPES: dict[torch.dtype, np.dtype[Any]] = {getattr(torch, name): np.dtype(name
 """Stored as they are; all others as bytes."""
 _OUTCOMES = {("next", "reward"): "reward", ("next", "terminated"): "terminated", ("next", "truncated"): "truncated"}
 """Keys that are rewards and flags of the memory, in the order of `ReplayMemory.outcomes`."""
+_PLACES = {"obs": "obs", "next": "next_obs", "alone": "obs", "column": "extras"}
+"""Fields of a batch that hold one array a name, by kind; other kinds are called as their fields are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,25 +122,20 @@ class Fields:
 
     def arguments(self, data: TensorDictBase, leading: tuple[int, int]) -> dict[str, Any]:
         """Return TensorDicts as arguments of `extend`, of so many steps and lanes; refuse another structure."""
-        given = self._require(data)
-        obs, next_obs, columns = {}, {}, {}
-        rest: dict[str, Any] = {"action": {}, "reward": np.zeros(leading, np.bool_)}
-        rest |= {"terminated": np.zeros(leading, np.bool_), "truncated": np.zeros(leading, np.bool_)}
+        given, flags = self._require(data), ("reward", "terminated", "truncated")
+        arguments: dict[str, Any] = {name: {} for name in ("obs", "next_obs", "extras", "action")}
+        arguments |= {name: np.zeros(leading, np.bool_) for name in flags}
         for field in self.tensors:
             if field.kind == "empty":
                 continue
             array = field.array(given[field.key], leading)
-            if field.kind == "obs":
-                obs[field.name] = array
-            elif field.kind == "next":
-                next_obs[field.name] = array
-            elif field.kind == "alone":  # what follows is a good guess of what it shares with it, and is never read
-                obs[field.name], next_obs[field.name] = array, np.concatenate([array[1:], array[-1:]])
-            elif field.kind == "column":
-                columns[field.name] = array
-            else:
-                rest[field.kind] = array
-        return {"obs": obs, "next_obs": next_obs, "extras": columns, **rest}
+            if field.kind not in _PLACES:
+                arguments[field.kind] = array
+                continue
+            arguments[_PLACES[field.kind]][field.name] = array
+            if field.kind == "alone":  # what follows is a good guess of what it shares with it, and is never read
+                arguments["next_obs"][field.name] = np.concatenate([array[1:], array[-1:]])
+        return arguments
 
     def read(self, memory: ReplayMemory, number: int, ids: Ids) -> torch.Tensor:
         """Return one tensor of transitions, on the host, of ids of any shape; small ones are read alone."""
@@ -153,16 +150,12 @@ class Fields:
 
     def tensors_of(self, batch: Batch, leading: tuple[int, ...]) -> Iterator[torch.Tensor]:
         """Return a batch tensor by tensor."""
-        sources: dict[str, Mapping[str, Any]] = {
-            "obs": batch.obs, "alone": batch.obs, "next": batch.next_obs, "column": batch.extras,
-            "action": {"action": batch.action}, "reward": {"reward": batch.reward},
-            "terminated": {"terminated": batch.terminated}, "truncated": {"truncated": batch.truncated},
-        }  # fmt: skip
         for field in self.tensors:
             if field.kind == "empty":
                 yield torch.empty((*leading, *field.shape), dtype=field.dtype)
-            else:
-                yield field.tensor(sources[field.kind][field.name], leading)
+                continue
+            rows = getattr(batch, _PLACES.get(field.kind, field.kind))
+            yield field.tensor(rows[field.name] if field.kind in _PLACES else rows, leading)
 
     def build(self, tensors: Iterator[torch.Tensor], leading: tuple[int, ...], device: torch.device) -> TensorDictBase:
         """Put tensors, in the order of the fields, into a TensorDict."""

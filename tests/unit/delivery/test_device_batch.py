@@ -143,7 +143,7 @@ def test_hindsight_goes_the_same_way(launches_here: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["frames first", "camera", "several large", "short rows"])
 def test_slices_on_a_device_follow_a_memory_that_grows_and_evicts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments open, close, are sealed and go; regions are used again; what was drawn before stays right."""
+    """Segments open, close, are sealed and go; what was drawn before stays right."""
     monkeypatch.setattr(DeviceStream, "launches_here", True)
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
     space, plans = SPACES[name]
@@ -165,7 +165,7 @@ def test_slices_on_a_device_follow_a_memory_that_grows_and_evicts(name: str, mon
 
 
 def test_the_slices_of_a_loaded_memory_are_sent_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its sealed slices are decoded once, to be sent."""
+    """Its sealed slices are decoded to be sent."""
     import pickle
 
     monkeypatch.setattr(DeviceStream, "launches_here", True)

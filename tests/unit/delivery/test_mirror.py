@@ -164,7 +164,7 @@ def test_ids_that_are_not_held_are_refused(device: str) -> None:
     pair.check()
 
 
-def test_where_rows_do_not_fit_slices_are_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_rows_do_not_fit_batches_are_sent(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batches are the same."""
 
     def refuse(*_: Any, **__: Any) -> None:
