@@ -320,12 +320,7 @@ class MemoryGuard:
         self._unseen_bytes -= grown
         if self._unseen_bytes > 0 or self._act != "spill" or os.getpid() != self._pid:  # a fork has no guard
             return False
-        try:
-            return self.check(rests=False)
-        except Exception:
-            _LOG.exception("the memory guard failed; training goes on without it")
-            self.stop()
-            return False
+        return self._check_or_stop(rests=False)
 
     def check(self, *, rests: bool = True) -> bool:
         """Check the limits once; return whether one was near and the guard acted.
@@ -390,11 +385,15 @@ class MemoryGuard:
 
     def _run(self) -> None:
         while not self._ended.wait(self._pause_s):
-            try:
-                self.check()
-            except Exception:  # a guard that fails must not end the training
-                _LOG.exception("the memory guard failed; training goes on without it")
-                return
+            self._check_or_stop()
+
+    def _check_or_stop(self, *, rests: bool = True) -> bool:
+        try:
+            return self.check(rests=rests)
+        except Exception:  # a guard that fails must not end the training
+            _LOG.exception("the memory guard failed; training goes on without it")
+            self.stop()
+            return False
 
 
 class ApproachedLimit(NamedTuple):

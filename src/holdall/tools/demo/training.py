@@ -95,13 +95,9 @@ def train(
 
 def _new(buffer: str, capacity: int, buffer_kwargs: dict[str, Any] | None) -> Any:
     network = {"features_extractor_class": CameraExtractor, "net_arch": [64, 64], "share_features_extractor": True}
-    sizes: dict[str, Any] = {"buffer_size": capacity, "learning_starts": RANDOM_STEPS, "batch_size": 32}
-    kind = BUFFERS[buffer]
-    sizes["replay_buffer_kwargs"] = buffer_kwargs
-    env = environment()
-    return SAC(
-        "MultiInputPolicy", env, **sizes, seed=SEED, replay_buffer_class=kind, policy_kwargs=network, device="cpu"
-    )
+    settings: dict[str, Any] = {"buffer_size": capacity, "learning_starts": RANDOM_STEPS, "batch_size": 32}
+    settings |= {"replay_buffer_class": BUFFERS[buffer], "replay_buffer_kwargs": buffer_kwargs}
+    return SAC("MultiInputPolicy", environment(), **settings, seed=SEED, policy_kwargs=network, device="cpu")
 
 
 def _resumed(checkpoint: str) -> Any:

@@ -99,12 +99,10 @@ def build_model(spec: Spec, *, capacity: int | None = None, env: VecEnv | None =
 
 def make_env(spec: Spec, *, real: bool = False) -> VecEnv:
     """Make the vector environment of the spec: the real one, or one that only has its spaces."""
-    if real and spec.env_id:
-        makers: list[Any] = [partial(make_single_env, spec.env_id, spec.wrapper)] * spec.num_envs
-    else:
-        makers = [partial(SpaceEnv, spec.observation, spec.action)] * spec.num_envs
+    is_real, make = real and bool(spec.env_id), partial(SpaceEnv, spec.observation, spec.action)
+    makers: list[Any] = [partial(make_single_env, spec.env_id, spec.wrapper) if is_real else make] * spec.num_envs
     envs = SubprocVecEnv(makers, spec.method) if spec.vec_env != "dummy" else DummyVecEnv(makers)
-    return VecFrameStack(envs, spec.frame_stack) if real and spec.env_id and spec.frame_stack > 1 else envs
+    return VecFrameStack(envs, spec.frame_stack) if is_real and spec.frame_stack > 1 else envs
 
 
 def fill_without_writing(model: Any) -> None:
