@@ -110,6 +110,7 @@ from holdall.storage.slices import (
     lies_direct,
 )
 from holdall.storage.snapshot import (
+    APART_FIELDS,
     Apart,
     FrozenRows,
     FrozenStore,

@@ -325,7 +325,7 @@ class ObservationRing(LiveRows):
 
     def flat(self) -> FlatField:
         """Return where ticks are written."""
-        return FlatField(self._rows, self.paired, is_observation=True)
+        return FlatField(self._rows, self.paired, is_observation=True, apart=self.kept_apart)
 
     def keep_apart(self, tick: int, obs: Array) -> None:
         """Save the next observations of `tick` that `obs`, about to take their place, is not.
@@ -340,9 +340,10 @@ class ObservationRing(LiveRows):
             return
         self.kept_apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
         self._has_apart = True
-        self.kept_apart.append(tick * self._lanes + differs, standing[differs])
         kept_ticks = min(tick + 1, self._ring_ticks - 1)
-        if len(self.kept_apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
+        most = max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2)
+        self.kept_apart.append(tick * self._lanes + differs, standing[differs], most)
+        if len(self.kept_apart) > most:
             self._pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
 
     def read(
@@ -378,7 +379,7 @@ class ObservationRing(LiveRows):
     def read_from(self, runs: ColumnRuns | None, number: int) -> None:
         """Look for rows in runs, or in the ring alone, from now on."""
         self._runs = None if runs is None else (runs, number)
-        self.kept_apart.held = replace(self.kept_apart.held)  # a `RowTable` sees that it is another object
+        self.kept_apart.hold(replace(self.kept_apart.held))  # a `RowTable` sees that it is another object
 
     def describe_columns(self) -> list[list[int]]:
         """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
@@ -410,11 +411,13 @@ class ObservationRing(LiveRows):
             + self.kept_apart.nbytes
         )
 
-    def describe(self, kept: int) -> str:
-        """Say what was found, for people; `kept` is the number of transitions whose rows are still there."""
+    def describe(self, first_tick: int, next_tick: int) -> str:
+        """Say what was found in ticks [first_tick, next_tick), whose rows are still there, for people."""
         if self.paired is not None:
             return "flat rows; next observations seldom shared, so kept beside"
-        share = 100 * (1 - len(self.kept_apart) / kept) if kept else 100.0
+        first, end = first_tick * self._lanes, next_tick * self._lanes
+        apart, _ = self.kept_apart.held.between(first, end)  # older ones may not be dropped yet
+        share = 100 * (1 - len(apart) / (end - first)) if end > first else 100.0
         found = "" if self._runs is None else self._runs[0].describe(self._runs[1])
         return f"flat rows; {share:.1f} % of next observations shared{found}"
 

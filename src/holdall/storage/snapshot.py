@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import HoldallError
 from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.blocks import SliceBlock
+from holdall.storage.blocks import SliceBlock, address
 from holdall.storage.slices import ClosedPart, OpenPart, Segment, Window
 
 Ring = Union[Array, "LiveRows"]
@@ -73,15 +73,45 @@ class Apart:
         return self.ids[start:stop], self.rows[start:stop]
 
 
+APART_FIELDS = ("ids", "rows", "end", "room")
+_END, _ROOM = 2, 3
+
+
+def _room_in(held: Apart, most: int = 0) -> NDArray[np.int64]:
+    room = min(len(held.ids), held.first + most)
+    return np.array([address(held.ids), address(held.rows), held.end, room], np.int64)
+
+
 class RowsById:
     """Rows under ascending transition ids: appended at the end, dropped at the front.
 
     What is held is one object, replaced in one step: an interrupt leaves what was there before or all of the new.
+    Compiled loops append rows by themselves, as far as there is room, and count them in `room`.
     """
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
-        self.held = Apart(np.empty(0, np.int64), np.empty((0, *leaf.shape), leaf.dtype), 0, 0)
+        held = Apart(np.empty(0, np.int64), np.empty((0, *leaf.shape), leaf.dtype), 0, 0)
+        self._held = held, _room_in(held)
+
+    @property
+    def held(self) -> Apart:
+        """All that is held now: another object after every change."""
+        held, room = self._held
+        if (end := int(room[_END])) != held.end:
+            held = replace(held, end=end)
+            self._held = held, room
+        return held
+
+    @property
+    def room(self) -> NDArray[np.int64]:
+        """Where loops may append rows, see `APART_FIELDS`; another object when that is elsewhere."""
+        return self._held[1]
+
+    def hold(self, held: Apart, most: int = 0) -> None:
+        """Hold other rows than before; loops may append until there are `most`."""
+        self._held[1][_ROOM] = 0  # from now on none are appended there: an interrupt may come before the next line
+        self._held = held, _room_in(held, most)
 
     def __len__(self) -> int:
         return self.held.end - self.held.first
@@ -95,8 +125,12 @@ class RowsById:
         """Return the arrays of ids and rows."""
         return [self.held.ids, self.held.rows]
 
-    def append(self, ids: NDArray[np.int64], rows: Array) -> None:
-        """Add rows whose ids are higher than all before; those of the same ids or higher ones are replaced."""
+    def append(self, ids: NDArray[np.int64], rows: Array, most: int = 0) -> None:
+        """Add rows whose ids are higher than all before; those of the same ids or higher ones are replaced.
+
+        Args:
+            most: As many may there be before somebody has to look at them again.
+        """
         held, count = self.held, len(ids)
         first, end = held.first, held.end
         if count and end > first and held.ids[end - 1] >= ids[0]:
@@ -109,14 +143,14 @@ class RowsById:
             all_ids[: end - first], all_rows[: end - first] = held.ids[first:end], held.rows[first:end]
             first, end = 0, end - first
         all_ids[end : end + count], all_rows[end : end + count] = ids, rows
-        self.held = Apart(all_ids, all_rows, first, end + count)
+        self.hold(Apart(all_ids, all_rows, first, end + count), most)
 
     def drop_before(self, first_id: int) -> None:
         """Forget rows of ids below `first_id`."""
         held = self.held
         gone = int(np.searchsorted(held.ids[held.first : held.end], first_id))
         if gone:
-            self.held = replace(held, first=held.first + gone)
+            self.hold(replace(held, first=held.first + gone))
 
     def replace(self, rows: Array, ids: NDArray[np.int64]) -> None:
         """Overwrite those of `rows` whose id is held here."""

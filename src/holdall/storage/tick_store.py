@@ -179,6 +179,7 @@ class TickStore:
             if ticks == NOT_CONTINUED:
                 self._end_batches()
                 self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
+                self._writer.keep_apart(self.large_segments.index.is_changed)
                 is_kept = True
             elif ticks == NO_ROOM:
                 self.large_segments.lengthen_logs()
@@ -218,6 +219,7 @@ class TickStore:
             small = _picked(obs, fast.small_keys, is_dict=fast.is_dict)
             self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, small, strict=True)))
             if self._writer.writes(self._rings.flat()):
+                self._writer.keep_apart(self.large_segments.index.is_changed)
                 ticks = write(packed, sliced, is_kept=True)
         if ticks > 0 and sliced is not None:
             self.after_write(sliced)
