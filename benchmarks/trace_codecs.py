@@ -1,7 +1,9 @@
 """What codecs make of recorded frames beside Stable-Baselines3's buffer: bytes a transition, and the time of a batch.
 
     python benchmarks/trace_codecs.py FOLDER [--traces seaquest,dog] [--prefer balanced,memory] [--json FILE]
-    python benchmarks/trace_codecs.py FOLDER --lanes 16     compressed bytes of 16 lanes over those of one
+    python benchmarks/trace_codecs.py FOLDER --lanes 16     bytes of 16 lanes over those of one
+    python benchmarks/trace_codecs.py --live Pong,Seaquest --lanes 16 --held 40000    the same for games
+    python benchmarks/trace_codecs.py FOLDER --chosen 20    which codec is chosen in 20 processes, 10 of them under load
     python benchmarks/trace_codecs.py FOLDER --slices       bytes and CPU time of a slice alone, whatever else runs
     python benchmarks/trace_codecs.py FOLDER --video        beside FFV1 and x264 in groups of 16; needs imageio-ffmpeg
 
@@ -10,6 +12,10 @@ mirrored, inverted or brighter, so that no pass repeats an older one. Bytes are 
 memory and of what the memory counts, from one compressed block to the next, in a process that only adds until many of
 them are; the first third is not read, while tables and pools grow that are made once. Batches of 256 are drawn by each
 side alone in three processes, and by both in turns in another.
+
+Of a trace each of 16 lanes plays a piece, and one lane all of them. So lanes see 16 times as many passes begin, each
+with images that are mirrored or inverted as a whole. Where images take few bytes these weigh much; games that are
+played live (by ale-py, at random, from a seed a lane) have none of them.
 """
 
 from __future__ import annotations
@@ -57,6 +63,9 @@ GROWN_BLOCKS, LEAST_GROWN, MOST_GROWN = 40, 48_000, 240_000
 LOOK_EVERY = 16
 """Transitions between two looks whether another block is compressed: as many may lie raw behind it."""
 BATCHES, IN_A_ROW, ROUNDS = 200, 5, 3
+CHOSEN_BLOCKS, BURNING = 3, 4
+"""Blocks that are added before it is read which codec was chosen, and processes that are the load."""
+BURN = "import numpy as np\na = np.zeros(30_000_000, np.uint8)\nwhile True: a.copy(), sum(range(20_000))"
 BRIGHTER = 5
 """What every eighth pass adds to all pixels; beyond 255 they begin at 0 again."""
 Reading = tuple[int, int]
@@ -89,6 +98,18 @@ def played(file: Path, lanes: int = 1, pieces: int = 1) -> Stream:
     return Stream(trace.observation_space, trace.action_space, lanes, _steps(arrays, file.name, lanes, pieces, rooms))
 
 
+def live(game: str, lanes: int) -> Stream:
+    """Play a game at random for ever, another one in every lane."""
+    atari = importlib.import_module("streams.atari")
+    played_so = [atari.stream(seed, game=game) for seed in range(lanes)]
+    names = TraceStep._fields
+    steps = (
+        _beside(tuple(TraceStep(*(getattr(step, name) for name in names)) for step in together), is_last=False)
+        for together in zip(*(stream.steps for stream in played_so), strict=True)
+    )
+    return Stream(played_so[0].observation_space, played_so[0].action_space, lanes, steps)
+
+
 def _steps(arrays: dict[str, Any], name: str, lanes: int, pieces: int, rooms: dict[str, Any]) -> Iterator[Step]:
     for number in itertools.count():
         trace = Trace(varied(arrays, number, rooms), name)
@@ -115,16 +136,16 @@ def _beside(steps: tuple[TraceStep, ...], *, is_last: bool) -> Step:
 # ---------------------------------------------------------------- one process
 
 
-def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, pieces: int, held: int) -> dict[str, Any]:
+def measure(stream: Stream, sides: list[SideName], prefer: str, held: int) -> dict[str, Any]:
     """Fill the sides, draw batches in turns, and say what one side alone takes."""
+    lanes = stream.lanes
     for name in sides:
         libraries_of(name)
-    stream = played(file, lanes, pieces)
     observation = sum(part.nbytes for part in _parts(next(stream.steps).obs)) // lanes
     most = held if sides == ["core"] else SB3_BYTES // (2 * observation)
     held = min(held, most) // lanes * lanes
     opened = [Side(name, stream, held, prefer) for name in sides]
-    readings, _, sealed = filled(opened, stream, held // lanes, lanes)
+    readings, counted, sealed = filled(opened, stream, held // lanes, lanes)
     found = {}
     for side in opened:
         if side.name != "sb3":
@@ -139,6 +160,7 @@ def measure(file: Path, sides: list[SideName], prefer: str, lanes: int, pieces: 
     if sides == ["core"]:
         # From one sealed block to the last: what lies raw between them is another in every lane.
         result["bytes_per_transition"] = (sealed[-1][1] - sealed[1][1]) / (sealed[-1][0] - sealed[1][0])
+        result["counted_bytes_per_transition"] = line_through(counted)[0]
     return result
 
 
@@ -151,6 +173,18 @@ def grown(file: Path, prefer: str) -> dict[str, Any]:
     first = len(readings) // 3
     slopes = {"process": line_through(readings[first:])[0], "counted": line_through(counted[first:])[0]}
     return slopes | {"transitions": readings[-1][0], "blocks": len(readings)}
+
+
+def chosen(file: Path, prefer: str) -> dict[str, Any]:
+    """Add some blocks as fast as can be; return which codecs were chosen, and what is compressed."""
+    stream = played(file)
+    side = Side("core", stream, MOST_GROWN, prefer)
+    slices = CHOSEN_BLOCKS * 2**24 // sum(part.nbytes for part in _parts(next(stream.steps).next_obs))
+    for step in itertools.islice(stream.steps, 4 * slices):  # of a stack of 4, a quarter is new
+        side.add(*side.arguments(step))
+    side.memory.drain()
+    fields = [field for field in side.memory.report().fields if field.sealed_bytes]
+    return {"found": {field.name: f"{field.finding}, {field.sealed_bytes} B" for field in fields}}
 
 
 def filled(
@@ -249,17 +283,45 @@ def beside_one_lane(wanted: argparse.Namespace) -> dict[str, Any]:
     results = {}
     for name, prefer in itertools.product(wanted.traces, wanted.prefer):
         taken = {lanes: _child(wanted, name, prefer, ["core"], lanes, wanted.lanes) for lanes in (1, wanted.lanes)}
-        one, many = (child["bytes_per_transition"] for child in taken.values())
-        results[f"{name} {prefer}"] = {"one": one, "many": many, "ratio": many / one}
-        results[f"{name} {prefer}"]["found"] = {str(lanes): child["found"] for lanes, child in taken.items()}
-        print(f"{name:10} {prefer:9} {one:8,.0f} B, {wanted.lanes} lanes {many:8,.0f} B: {many / one:.3f}", flush=True)
+        row: dict[str, Any] = {"found": {str(lanes): child["found"] for lanes, child in taken.items()}}
+        for key, what in (("bytes_per_transition", "compressed"), ("counted_bytes_per_transition", "whole")):
+            one, many = (child[key] for child in taken.values())
+            row[what] = {"one": one, "many": many, "ratio": many / one}
+            print(
+                f"{name:10} {prefer:9} {what}: {one:,.1f} B, {wanted.lanes} lanes {many:,.1f} B: {many / one:.3f}",
+                flush=True,
+            )
+        results[f"{name} {prefer}" + (" live" if wanted.live else "")] = row
+    return results
+
+
+def beside_load(wanted: argparse.Namespace) -> dict[str, Any]:
+    """Say which codecs many processes choose, every second of them beside others that keep all cores busy."""
+    results = {}
+    for name, prefer in itertools.product(wanted.traces, wanted.prefer):
+        answers: dict[str, list[Any]] = {"quiet": [], "loaded": []}
+        for number in range(wanted.chosen):
+            is_loaded = number % 2 == 1
+            burning = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(BURNING if is_loaded else 0)]
+            try:
+                answers["loaded" if is_loaded else "quiet"].append(_child(wanted, name, prefer, ["chosen"])["found"])
+            finally:
+                for process in burning:
+                    process.kill()
+                    process.wait()
+        different = {json.dumps(one, sort_keys=True) for of in answers.values() for one in of}
+        results[f"{name} {prefer}"] = {"runs": wanted.chosen, "chosen": [json.loads(one) for one in sorted(different)]}
+        print(
+            f"{name:10} {prefer:9} {wanted.chosen} runs, {len(different)} choices: {', '.join(different)}", flush=True
+        )
     return results
 
 
 def _child(
     wanted: argparse.Namespace, name: str, prefer: str, sides: list[str], lanes: int = 1, pieces: int = 1
 ) -> dict[str, Any]:
-    command = [sys.executable, __file__, str(wanted.folder), "--traces", name, "--prefer", prefer]
+    command = [sys.executable, __file__, *([str(wanted.folder)] if wanted.folder else []), "--prefer", prefer]
+    command += ["--live" if wanted.live else "--traces", name]
     command += ["--child", ",".join(sides), "--lanes", str(lanes), "--pieces", str(pieces), "--held", str(wanted.held)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -268,14 +330,27 @@ def _child(
     return result
 
 
+def _in_child(wanted: argparse.Namespace, name: str, prefer: str) -> dict[str, Any]:
+    if wanted.live:
+        return measure(live(name, wanted.lanes), wanted.child, prefer, wanted.held)
+    file = wanted.folder / TRACES[name]
+    if wanted.child == ["grown"]:
+        return grown(file, prefer)
+    if wanted.child == ["chosen"]:
+        return chosen(file, prefer)
+    return measure(played(file, wanted.lanes, wanted.pieces), wanted.child, prefer, wanted.held)
+
+
 def main() -> None:
     """Read the command line, measure, write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--traces", type=lambda text: text.split(","))
+    parser.add_argument("--live", type=lambda text: text.split(","), help="games in place of traces, with --lanes")
     parser.add_argument("--prefer", type=lambda text: text.split(","), default=["balanced"])
     parser.add_argument("--lanes", type=int, default=1)
     parser.add_argument("--held", type=int, default=MOST_HELD)
+    parser.add_argument("--chosen", type=int, default=0, metavar="RUNS")
     parser.add_argument("--video", action="store_true")
     parser.add_argument("--slices", action="store_true")
     parser.add_argument("--pieces", type=int, default=1, help=argparse.SUPPRESS)
@@ -283,24 +358,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=HERE / "results" / "codecs.json")
     wanted = parser.parse_args()
     is_played = not (wanted.video or wanted.slices)
-    wanted.traces = wanted.traces or [name for name in TRACES if not (is_played and name in NOT_PLAYED)]
-    wanted.named = {name: TRACES[name] for name in wanted.traces}
+    if not (wanted.folder or wanted.live):
+        parser.error("name the folder of traces, or --live and games")
+    wanted.traces = wanted.live or wanted.traces or [t for t in TRACES if not (is_played and t in NOT_PLAYED)]
+    wanted.named = {} if wanted.live else {name: TRACES[name] for name in wanted.traces}
     if wanted.child:
-        file = wanted.folder / TRACES[wanted.traces[0]]
-        prefer = wanted.prefer[0]
-        is_grown = wanted.child == ["grown"]
-        emit(
-            {
-                "result": grown(file, prefer)
-                if is_grown
-                else measure(file, wanted.child, prefer, wanted.lanes, wanted.pieces, wanted.held)
-            }
-        )
+        emit({"result": _in_child(wanted, wanted.traces[0], wanted.prefer[0])})
         return
     if wanted.video:
         kind, found = "video", importlib.import_module("video").beside_video(wanted.folder, wanted.named)
     elif wanted.slices:
         kind, found = "slices", importlib.import_module("video").slice_costs(wanted.folder, wanted.named, wanted.prefer)
+    elif wanted.chosen:
+        kind, found = "chosen", beside_load(wanted)
     elif wanted.lanes > 1:
         kind, found = "lanes", beside_one_lane(wanted)
     else:

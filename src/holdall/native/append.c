@@ -271,16 +271,46 @@ static int is_continued(const tick_writer *t, int64_t slot, const uint8_t *packe
     return 1;
 }
 
+/* Save the next observations of the tick before that a packed tick is not, lane by lane; with `only_asks`, say whether
+ * there is room for all of them, and save nothing. */
+static int keep_apart(const tick_writer *t, int64_t slot, const uint8_t *packed, int only_asks) {
+    const int64_t first_id = (t->next_tick - 1) * t->lanes;
+    for (const flat_field *f = t->flat; f < t->flat + t->flat_count; f++) {
+        const uint8_t *const standing = f->rows + slot * f->tick_bytes, *const coming = packed;
+        const int64_t row_bytes = f->tick_bytes / t->lanes;
+        packed += (f->is_observation ? 2 : 1) * f->tick_bytes;
+        if (!f->is_observation || f->next || memcmp(standing, coming, (size_t)f->tick_bytes) == 0) continue;
+        apart_rows *const a = f->apart;
+        int64_t *const ids = a ? (int64_t *)(intptr_t)a->ids : NULL;
+        if (only_asks) {
+            /* Those of this tick may have been saved before a call was interrupted. */
+            if (!a || a->end + t->lanes > a->room || (a->end > 0 && ids[a->end - 1] >= first_id)) return 0;
+            continue;
+        }
+        uint8_t *const rows = (uint8_t *)(intptr_t)a->rows;
+        for (int64_t lane = 0; lane < t->lanes; lane++) {
+            const int64_t at = lane * row_bytes;
+            if (memcmp(standing + at, coming + at, (size_t)row_bytes) == 0) continue;
+            memcpy(rows + a->end * row_bytes, standing + at, (size_t)row_bytes);
+            ids[a->end++] = first_id + lane;
+        }
+    }
+    return 1;
+}
+
 /* Write one tick of all fields, and count it: Python runs no signal handler inside, so a tick is written whole or not
  * at all. `packed` holds the fields in rings, one after another; the others are named in `t->sliced`.
  * Returns the number of ticks written in all. If that is not above 0, nothing was written: NOT_CONTINUED, unless
- * `is_kept`, if next observations of the tick before would be lost; NO_ROOM if the tick might not fit into a part. */
+ * `is_kept`, if next observations of the tick before would be lost, and there is no room to save them; NO_ROOM if the
+ * tick might not fit into a part. */
 EXPORT int64_t holdall_write_tick(tick_writer *t, const uint8_t *packed, int64_t packed_bytes, int64_t is_kept) {
     const int64_t slot = t->next_tick % t->ring_ticks, next_slot = (t->next_tick + 1) % t->ring_ticks;
     if (packed_bytes != t->packed_bytes) return ANOTHER_SIZE;
-    if (!is_kept && t->next_tick > t->first_tick && !is_continued(t, slot, packed)) return NOT_CONTINUED;
+    const int is_broken = !is_kept && t->next_tick > t->first_tick && !is_continued(t, slot, packed);
+    if (is_broken && !(t->is_changed && keep_apart(t, slot, packed, 1))) return NOT_CONTINUED;
     for (const sliced_field *s = t->sliced; s < t->sliced + t->sliced_count; s++)
         if (!has_room(s->part, s->order)) return NO_ROOM;
+    if (is_broken) *t->is_changed = (uint8_t)keep_apart(t, slot, packed, 0);
     for (const flat_field *f = t->flat; f < t->flat + t->flat_count; f++) {
         memcpy(f->rows + slot * f->tick_bytes, packed, (size_t)f->tick_bytes);
         packed += f->tick_bytes;

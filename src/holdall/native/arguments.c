@@ -16,6 +16,8 @@ int64_t holdall_write_tick(tick_writer *t, const uint8_t *packed, int64_t packed
 enum { MOST_FIELDS = 32, OBS = 0, ACTION, REWARD, NEXT_OBS, TERMINATED, TRUNCATED, INFOS };
 /* Longer ticks take so long to write that other threads should not wait for the GIL meanwhile. */
 enum { MOST_BYTES_WITH_GIL = 1 << 18 };
+/* Lanes of which each has a bit. */
+enum { MOST_CUT = 64 };
 
 /* Return an argument as the array that it is; NULL if it has not exactly this form, however its elements lie. */
 static const array *array_of(const python *p, const argument_form *form, const void *value) {
@@ -58,19 +60,23 @@ static int find_observed(const fast_tick *f, void *value, const array **arrays) 
     return 1;
 }
 
-/* Whether no info says that a time limit cut its episode; -1 if an exception was raised. */
-static int is_uncut(const fast_tick *f, void *infos) {
+/* Find the lanes whose infos say that a time limit cut their episode, a bit each. 0 if infos are not as they must be, or
+ * there are too many lanes; -1 if an exception was raised. */
+static int find_cuts(const fast_tick *f, void *infos, uint64_t *cuts) {
     const python *const p = f->python;
+    const int64_t lanes = f->rest[3].bytes;
     if (((const object *)infos)->type != p->list_type) return 0;
     for (int64_t i = 0; i < p->list_size(infos); i++) {
         void *const info = p->list_item(infos, i);
         if (((const object *)info)->type != p->dict_type) return 0;
         p->take(info); /* a key's own comparison may run, and drop it */
         void *const cut = p->dict_item(info, f->cut_key);
-        const int is_set = cut && cut != p->is_false && cut != p->is_none;
+        const int is_set = cut && cut != p->is_false && cut != p->is_none, is_true = cut == p->is_true;
         p->drop(info);
         if (!cut && p->error()) return -1;
-        if (is_set) return 0;
+        if (!is_set) continue;
+        if (!is_true || lanes > MOST_CUT || p->list_size(infos) != lanes || i >= lanes) return 0;
+        *cuts |= UINT64_C(1) << i;
     }
     return 1;
 }
@@ -84,8 +90,9 @@ typedef struct {
 static int pack(const fast_tick *f, void *const *given, int64_t count, observations *o) {
     const uint8_t *rest[4];
     const int order[4] = {ACTION, REWARD, TERMINATED, TRUNCATED};
+    uint64_t cuts = 0;
     if (count != INFOS && count != INFOS + 1) return 0;
-    const int goes_on = count == INFOS || given[INFOS] == f->python->is_none ? 1 : is_uncut(f, given[INFOS]);
+    const int goes_on = count == INFOS || given[INFOS] == f->python->is_none ? 1 : find_cuts(f, given[INFOS], &cuts);
     if (goes_on != 1) return goes_on;
     for (int i = 0; i < 4; i++)
         if (!(rest[i] = rows_of(f->python, &f->rest[i], given[order[i]]))) return 0;
@@ -99,6 +106,13 @@ static int pack(const fast_tick *f, void *const *given, int64_t count, observati
         to += 2 * bytes;
     }
     for (int i = 0; i < 4; to += f->rest[i++].bytes) memcpy(to, rest[i], (size_t)f->rest[i].bytes);
+    /* An episode that was cut has ended, and was not terminated. */
+    for (uint8_t *truncated = to - f->rest[3].bytes; cuts; cuts >>= 1, truncated++) {
+        if (!(cuts & 1)) continue;
+        uint8_t *const terminated = truncated - f->rest[2].bytes;
+        *terminated = !*terminated;
+        *truncated = 1;
+    }
     return 1;
 }
 

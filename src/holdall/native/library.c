@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 22; }
+EXPORT int64_t holdall_version(void) { return 23; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -153,9 +153,15 @@ static const struct_field FIELDS[] = {
     FIELD(open_part, steps),
     FIELD(open_part, broken_steps),
     FIELD(open_part, pushed),
+    STRUCT(apart_rows),
+    FIELD(apart_rows, ids),
+    FIELD(apart_rows, rows),
+    FIELD(apart_rows, end),
+    FIELD(apart_rows, room),
     STRUCT(flat_field),
     FIELD(flat_field, rows),
     FIELD(flat_field, next),
+    FIELD(flat_field, apart),
     FIELD(flat_field, tick_bytes),
     FIELD(flat_field, is_observation),
     STRUCT(sliced_field),
@@ -179,6 +185,8 @@ static const struct_field FIELDS[] = {
     FIELD(tick_writer, blocks_pause_tick),
     FIELD(tick_writer, sealed_bytes),
     FIELD(tick_writer, most_ahead),
+    FIELD(tick_writer, lanes),
+    FIELD(tick_writer, is_changed),
     STRUCT(python),
     FIELD(python, array_type),
     FIELD(python, dict_type),
@@ -186,6 +194,7 @@ static const struct_field FIELDS[] = {
     FIELD(python, list_type),
     FIELD(python, str_type),
     FIELD(python, is_false),
+    FIELD(python, is_true),
     FIELD(python, is_none),
     FIELD(python, number),
     FIELD(python, bytes),

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError
-from holdall.storage import COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
+from holdall.storage import APART_FIELDS, COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 22
+_VERSION = 23
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -115,7 +115,7 @@ class OpenPartStruct(ctypes.Structure):
 class FlatFieldStruct(ctypes.Structure):
     """A field of a tick that lies in a flat ring."""
 
-    _fields_ = [*_pointers("rows next"), *_numbers("tick_bytes is_observation")]
+    _fields_ = [*_pointers("rows next apart"), *_numbers("tick_bytes is_observation")]
 
 
 class SlicedFieldStruct(ctypes.Structure):
@@ -132,7 +132,8 @@ class TickWriterStruct(ctypes.Structure):
         *_pointers("flat sliced"),
         *_numbers("flat_count sliced_count pause_tick blocks_pause_tick"),
         *_pointers("sealed_bytes"),
-        *_numbers("most_ahead"),
+        *_numbers("most_ahead lanes"),
+        *_pointers("is_changed"),
     ]
 
 
@@ -140,7 +141,7 @@ class PythonStruct(ctypes.Structure):
     """Functions of Python's stable interface, and objects that are known by their addresses."""
 
     _fields_ = [
-        *_pointers("array_type dict_type ordered_dict_type list_type str_type is_false is_none"),
+        *_pointers("array_type dict_type ordered_dict_type list_type str_type is_false is_true is_none"),
         *_pointers("number bytes dict_size dict_next dict_item list_size list_item str_compare"),
         *_pointers("error take drop"),
     ]
@@ -265,7 +266,7 @@ class BatchRequestStruct(ctypes.Structure):
     ]  # fmt: skip
 
 
-_TABLES = {"part": RECORD_FIELDS, "row_column": COLUMN_FIELDS, **COLUMN_TABLES}
+_TABLES = {"part": RECORD_FIELDS, "row_column": COLUMN_FIELDS, "apart_rows": APART_FIELDS, **COLUMN_TABLES}
 """Rows of tables that Python writes as arrays."""
 _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "transform": TransformStruct, "sealed_block": SealedBlockStruct, "decoded_slice": DecodedSliceStruct,

@@ -63,7 +63,7 @@ _FUNCTIONS = {
 }  # fmt: skip
 _OBJECTS = {
     "array_type": np.ndarray, "dict_type": dict, "ordered_dict_type": OrderedDict, "list_type": list, "str_type": str,
-    "is_false": False, "is_none": None,
+    "is_false": False, "is_true": True, "is_none": None,
 }  # fmt: skip
 _BYTES_PER_THREAD, _SEALED_BYTES_PER_THREAD = 1 << 20, 1 << 18
 """A thread is woken only for at least this much to copy, or to decode."""

@@ -163,10 +163,19 @@ typedef struct {
     int64_t pushed;       /* slices passed in, known or new */
 } open_part;
 
+/* Next observations that no ring shows, and room for more: numbers that Python names APART_FIELDS. */
+typedef struct {
+    int64_t ids;  /* address of their ids, ascending ... */
+    int64_t rows; /* ... and of the rows */
+    int64_t end;  /* how many stand there */
+    int64_t room; /* how many may, before Python has to look at them */
+} apart_rows;
+
 /* A field of a tick that lies in a flat ring. A packed tick holds its rows, and the next observations behind them. */
 typedef struct {
     uint8_t *rows; /* (ring ticks, lanes, ...) */
     uint8_t *next; /* the ring of next observations; NULL: they stand where the next tick's observations will */
+    apart_rows *apart; /* where they are saved that others are about to be written over; NULL: Python does that */
     int64_t tick_bytes;
     int64_t is_observation;
 } flat_field;
@@ -196,6 +205,8 @@ typedef struct {
     int64_t blocks_pause_tick; /* ... and before this one, if fields are cut into slices */
     const int64_t *sealed_bytes; /* that a worker has sealed so far: it counts on at any time. Slices of the open segment ... */
     int64_t most_ahead;          /* ... may take so many bytes more when a tick comes */
+    int64_t lanes;
+    uint8_t *is_changed; /* set when next observations were saved: batches are described again then */
 } tick_writer;
 
 /* ---- arguments as Python passes them ----------------------------------------------- */
@@ -208,6 +219,7 @@ typedef struct {
     const void *list_type;
     const void *str_type;
     const void *is_false;
+    const void *is_true;
     const void *is_none;
     void *(*number)(long long);
     void *(*bytes)(const char *, int64_t);

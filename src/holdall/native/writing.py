@@ -23,16 +23,13 @@ from holdall.native.library import (
     EncoderStruct,
     FlatFieldStruct,
     OpenPartStruct,
-    SealedBlockStruct,
     SliceBlockStruct,
     SlicedFieldStruct,
     TickWriterStruct,
-    TransformStruct,
 )
-from holdall.native.reading import DenseLayout, NativeDecoder, as_they_lie
+from holdall.native.reading import DenseLayout, NativeDecoder, NativeSealed, as_they_lie, transform_struct
 from holdall.schema import Array, Bytes
 from holdall.storage import (
-    TRANSFORM_FIELDS,
     WATCHED_BYTES,
     Codec,
     Coded,
@@ -48,7 +45,6 @@ from holdall.storage import (
     SliceBlock,
     SlicedTick,
     TickWriter,
-    Transform,
     Watch,
     Window,
     address,
@@ -66,7 +62,6 @@ _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 200, 201, 202
 """Numbers of ZSTD_cParameter, part of the library's stable interface."""
 _LONG_UNIT, _LONG_UNIT_TABLES = 2**18, 17
 """Of longer units Zstandard would keep tables of 10 to 30 MiB: with 1 MiB they are as small, and made faster."""
-_of_transform = operator.attrgetter(*TRANSFORM_FIELDS)
 
 
 # ---------------------------------------------------------------- ticks
@@ -110,18 +105,19 @@ class NativeTickWriter(TickWriter):
         self.flat, self.first_tick = tuple(flat), ticks[0]
         self._write, self._write_ticks = library.holdall_write_tick, library.holdall_write_ticks
         rings = []
-        for rows, following, is_observation in flat:
+        for rows, following, is_observation, _ in flat:
             beside = None if following is None else address(following)
-            rings.append(FlatFieldStruct(address(rows), beside, rows[0].nbytes, is_observation))
+            rings.append(FlatFieldStruct(address(rows), beside, None, rows[0].nbytes, is_observation))
         self._flat = (FlatFieldStruct * len(rings))(*rings)
         self._sliced = (SlicedFieldStruct * 0)()
         self._parts: list[OpenPart] = []
         self._cursors: list[Cursors] = []
         self._sealed: ctypes.c_int64 | None = None  # what the struct points to
+        self._apart: list[Any] = []  # likewise
         self._struct = TickWriterStruct(
             next_tick=ticks[1], first_tick=ticks[0], ring_ticks=ring_ticks, flat=ctypes.addressof(self._flat),
-            packed_bytes=sum((1 + is_observation) * rows[0].nbytes for rows, _, is_observation in flat),
-            flat_count=len(rings),
+            packed_bytes=sum((1 + field.is_observation) * field.rows[0].nbytes for field in flat),
+            flat_count=len(rings), lanes=flat[0].rows.shape[1] if flat else 1,
         )  # fmt: skip
         self._address = ctypes.addressof(self._struct)
 
@@ -129,6 +125,16 @@ class NativeTickWriter(TickWriter):
         """See `TickWriter.limit`; blocks may hold slices of the segments before."""
         self._sealed, self._struct.sealed_bytes = sealed, None if sealed is None else ctypes.addressof(sealed)
         self._struct.most_ahead = ahead + sum(part.used_bytes - part.added_bytes for part in self._parts)
+
+    def keep_apart(self, is_changed: bytearray) -> None:
+        """See `TickWriter.keep_apart`."""
+        kept: list[Any] = [np.frombuffer(is_changed, np.uint8)]
+        self._struct.is_changed = None
+        for struct, field in zip(self._flat, self.flat, strict=True):
+            if field.apart is not None:
+                kept.append(field.apart.room)
+                struct.apart = address(kept[-1])
+        self._apart, self._struct.is_changed = kept, address(kept[0])
 
     @property
     def places(self) -> tuple[TickWriterStruct, Any]:
@@ -285,29 +291,6 @@ class NativePart(OpenPart):
 # ---------------------------------------------------------------- compressed blocks
 
 
-class NativeSealed(SealedSlices):
-    """Sealed slices that decode.c reads."""
-
-    address = property(lambda self: ctypes.addressof(self._struct), doc="Where the C structure lies.")
-
-    def __init__(self, coded: Coded, ddict: int) -> None:
-        super().__init__(coded)
-        extent, codec, common = self.extent, coded.codec, (0, 0)
-        if codec.dictionary is not None and codec.common and codec.method is Method.LZ4:
-            # Where the dictionary has it, which all blocks share.
-            content = np.frombuffer(codec.dictionary.content, np.uint8)[len(codec.known_palette) :]
-            common = address(content), content.nbytes
-        self._struct = SealedBlockStruct(
-            data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0, offsets=address(coded.offsets),
-            checks=0 if extent is None else address(extent.checks), palette=address(coded.palette),
-            places=address(coded.places) if len(coded.places) else 0, ddict=ddict, common=common[0],
-            common_bytes=common[1], place_bytes=coded.places.itemsize, data_bytes=coded.data.nbytes,
-            slice_count=coded.count, group=coded.codec.group, key=coded.codec.key, method=int(coded.codec.method),
-            file=-1 if extent is None else extent.file.descriptor, file_start=0 if extent is None else extent.start,
-            form=_form(coded.codec.transform),
-        )  # fmt: skip
-
-
 class NativeCoder(NativeDecoder):
     """Seals blocks, and reads them as `NativeDecoder` does.
 
@@ -376,7 +359,7 @@ class NativeCoder(NativeDecoder):
         end: int,
     ) -> tuple[Bytes, NDArray[np.uint32], Any]:  # fmt: skip
         """Code slices [first, end) into `data`; return their units, the units' ends, the palette (None: too small)."""
-        form = _form(codec.transform)
+        form = transform_struct(codec.transform)
         offsets = np.zeros(-(-(end - first) // codec.group) + 1, np.uint32)
         palette = np.zeros(codec.transform.palette_bytes, np.uint8)
         if codec.is_of_colours:
@@ -494,7 +477,3 @@ class _Compressor:
         # Not when the interpreter ends: a worker may be in the middle of a call with it.
         weakref.finalize(self, self._functions[f"{library}_free{kind}"], handle).atexit = False
         return int(handle)
-
-
-def _form(transform: Transform) -> TransformStruct:
-    return TransformStruct(*map(int, _of_transform(transform)))

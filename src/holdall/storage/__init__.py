@@ -94,6 +94,7 @@ from holdall.storage.slices import (
     ClosedPart,
     Cursors,
     OpenPart,
+    OpenSlices,
     Segment,
     Window,
     WindowScout,
@@ -101,13 +102,13 @@ from holdall.storage.slices import (
     lies_direct,
 )
 from holdall.storage.snapshot import (
+    APART_FIELDS,
     PIECE_BYTES,
     Apart,
     FrozenRows,
     FrozenStore,
     Like,
     LiveRows,
-    OpenSlices,
     RowChunk,
     StoreContent,
     copy_held,

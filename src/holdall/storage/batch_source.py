@@ -257,7 +257,7 @@ class RowTable:
 
 def _described(ring: ObservationRing) -> list[list[int]]:
     """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
-    (rows, paired, _), nbytes, apart = ring.flat(), ring.leaf.nbytes, ring.kept_apart
+    (rows, paired, *_), nbytes, apart = ring.flat(), ring.leaf.nbytes, ring.kept_apart
     start, runs = address(rows), [0, 0] if ring.runs is None else [ring.runs[0].address, ring.runs[1]]
     obs = [start, nbytes, 0, 0, 0, 0, 0, 0, *runs]
     if paired is not None:

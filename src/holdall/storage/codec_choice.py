@@ -69,6 +69,8 @@ _BESIDE_DECODING = 0.4
 _TIME_MATTERS = 2.8
 """A codec is worth its ratio over its time to the power of this over the cap's cube: with `balanced`, one that takes
 two copies in place of one must shrink slices 1.21 times as much, with `memory` 1.02 times."""
+_QUICK_ENOUGH = 0.5
+"""Raw copies below which time does not matter: a batch is drawn faster than a raw one by either codec."""
 _NEAR_THE_CAP, _WORTH_LESS = 0.8, 0.7
 """One that takes nearly all the time that is allowed must shrink slices 1.4 times as much, unless memory is preferred:
 it is for slices that nothing quicker makes small."""
@@ -163,7 +165,8 @@ class _Worth:
         return self.cap >= COST_CAPS["memory"]
 
     def of(self, found: MeasuredCodec) -> float:
-        time = (found.decode_us / self.raw_us + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap**3)
+        copies = max(found.decode_us / self.raw_us, _QUICK_ENOUGH)
+        time = (copies + _BESIDE_DECODING) ** (_TIME_MATTERS / self.cap**3)
         is_late = found.decode_us > _NEAR_THE_CAP * self._most_us(found) and not self.prefers_memory
         return float(found.ratio / time * (_WORTH_LESS if is_late else 1))
 

@@ -20,7 +20,7 @@ from holdall.schema import Array, Leaf, Schema
 from holdall.storage.column_plan import rows_to_look_at
 from holdall.storage.columns import NEVER, ColumnRuns
 from holdall.storage.slices import Window, WindowScout, as_bytes
-from holdall.storage.snapshot import Apart, LiveRows, Ring, new_ring, put_rows, rows_of
+from holdall.storage.snapshot import Apart, KeptApart, LiveRows, Ring, new_ring, put_rows, rows_of
 from holdall.storage.ticks import Arguments, FlatField, Kernels, Tick, TickWriter
 
 if TYPE_CHECKING:
@@ -98,18 +98,21 @@ class ObservationRing(LiveRows):
     """
 
     def __init__(self, leaf: Leaf, lanes: int, ring_ticks: int) -> None:
-        self.leaf = leaf
-        self._lanes = lanes
-        self._ring_ticks = ring_ticks
+        self.leaf, self._lanes, self._ring_ticks = leaf, lanes, ring_ticks
         self._rows = new_ring(ring_ticks, lanes, leaf)
         self.shape, self.dtype = self._rows.shape, self._rows.dtype
         self.runs: tuple[ColumnRuns, int] | None = None  # and which of their rings this is
         self.paired: Array | None = None
-        self.kept_apart = Apart.none_of(leaf)
+        self._apart = KeptApart(leaf)
+
+    @property
+    def kept_apart(self) -> Apart:
+        """Next observations that no row shows."""
+        return self._apart.held
 
     def flat(self) -> FlatField:
         """Return where ticks are written."""
-        return FlatField(self._rows, self.paired, is_observation=True)
+        return FlatField(self._rows, self.paired, is_observation=True, apart=self._apart)
 
     def keep_apart(self, tick: int, obs: Array) -> None:
         """Save the next observations of `tick` that `obs`, about to take their place, is not.
@@ -123,9 +126,9 @@ class ObservationRing(LiveRows):
         if not differs.size:
             return
         kept = self.kept_apart.since((tick + 2 - self._ring_ticks) * self._lanes)
-        self.kept_apart = kept.appended(tick * self._lanes + differs, standing[differs])
-        kept_ticks = min(tick + 1, self._ring_ticks - 1)
-        if len(self.kept_apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
+        most = max(_UNSHARED_BEFORE_PAIRING, min(tick + 1, self._ring_ticks - 1) * self._lanes // 2)
+        self._apart.hold(kept.appended(tick * self._lanes + differs, standing[differs]), most)
+        if len(self.kept_apart) > most:
             self.pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
 
     def rows(self, first: int, end: int) -> Array:
@@ -154,7 +157,7 @@ class ObservationRing(LiveRows):
     def read_from(self, runs: ColumnRuns | None, number: int) -> None:
         """Look for rows in runs, or in the ring alone, from now on."""
         self.runs = None if runs is None else (runs, number)
-        self.kept_apart = replace(self.kept_apart)  # a `RowTable` sees that it is another object
+        self._apart.hold(replace(self.kept_apart))  # a `RowTable` sees that it is another object
 
     @property
     def is_shared(self) -> bool:
@@ -176,11 +179,13 @@ class ObservationRing(LiveRows):
             + self.kept_apart.nbytes
         )
 
-    def describe(self, kept: int) -> str:
-        """Say what was found, for people; `kept` is the number of transitions whose rows are still there."""
+    def describe(self, first_tick: int, next_tick: int) -> str:
+        """Say what was found in ticks [first_tick, next_tick), whose rows are still there, for people."""
         if self.paired is not None:
             return "flat rows; next observations seldom shared, so kept beside"
-        share = 100 * (1 - len(self.kept_apart) / kept) if kept else 100.0
+        first, end = first_tick * self._lanes, next_tick * self._lanes
+        apart, _ = self.kept_apart.between(first, end)  # older ones may not be dropped yet
+        share = 100 * (1 - len(apart) / (end - first)) if end > first else 100.0
         found = "" if self.runs is None else self.runs[0].describe(self.runs[1])
         return f"flat rows; {share:.1f} % of next observations shared{found}"
 
@@ -216,7 +221,7 @@ class ObservationRing(LiveRows):
         if self.paired is not None and following is not None:
             put_rows(self.paired, first_tick, following)
         if self.paired is None and apart is not None:
-            self.kept_apart = self.kept_apart.appended(*apart)
+            self._apart.hold(self.kept_apart.appended(*apart))
 
     def pair(self, first_tick: int, next_tick: int) -> None:
         """Give next observations a ring of their own, with those of the ticks [first_tick, next_tick) in it."""
@@ -227,7 +232,7 @@ class ObservationRing(LiveRows):
         paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
         put_rows(paired, first_tick, self.following(first_tick, next_tick))
         self.paired = paired
-        self.kept_apart = Apart.none_of(self.leaf)
+        self._apart.hold(Apart.none_of(self.leaf))
 
 
 # ---------------------------------------------------------------- all of them

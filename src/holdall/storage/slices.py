@@ -477,3 +477,24 @@ class FrozenBlock:
         named = seen[np.argsort(first)]
         order = np.concatenate([named, np.setdiff1d(np.arange(self.block.used), seen)])
         return order.astype(np.uint32) if len(order) == self.block.used else None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSlices:
+    """The slices of a block that was still being filled: those numbered by then."""
+
+    key: object  # the same one in every snapshot, for as long as the block is open
+    block: SliceBlock  # as the segments of the snapshot name it
+    slice_bytes: int
+    slices: Bytes  # (count * slice_bytes,)
+    settled: int  # of the slices, the first so many never change
+
+    @classmethod
+    def of(cls, part: OpenPart, closed: ClosedPart) -> OpenSlices:
+        """See what an open part's block holds."""
+        slice_bytes, count = part.window.slice_bytes, closed.slice_count
+        slices = part.slices[: count * slice_bytes]
+        if part.block is not None:
+            return cls(part.block, closed.block, slice_bytes, slices, count)
+        # Without a log, slices lie where the log's entries would: lanes that are behind fill their places later.
+        return cls(part, closed.block, slice_bytes, slices, part.shortest * part.lanes)

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.schema import Array, Bytes, Leaf, dtype_name, dtype_of
-from holdall.storage.blocks import SliceBlock, reserve
+from holdall.schema import Array, Leaf, dtype_name, dtype_of
+from holdall.storage.blocks import address, reserve
 from holdall.storage.records import Buffer, CompressedParts, Read, Record, array_of, require_kind
-from holdall.storage.slices import ClosedPart, OpenPart, Segment, Window
+from holdall.storage.slices import ClosedPart, OpenSlices, Segment, Window
 from holdall.units import count_of
 
 Ring = Union[Array, "LiveRows"]
@@ -119,6 +119,41 @@ class Apart:
         found = (held.take(place, mode="clip") == ids).nonzero()[0]
         if found.size:
             rows[found] = self.rows[self.first + place[found]]
+
+
+APART_FIELDS = ("ids", "rows", "end", "room")
+_END, _ROOM = 2, 3
+
+
+class KeptApart:
+    """The next observations of a ring that are kept apart now, and room where compiled loops may add more.
+
+    What is held is replaced in one step: an interrupt leaves what was there before or all of the new. Loops count in
+    `room` what they add.
+    """
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._held = Apart.none_of(leaf), np.zeros(len(APART_FIELDS), np.int64)
+
+    @property
+    def held(self) -> Apart:
+        """All that is held now: another object after every change."""
+        held, room = self._held
+        if (end := int(room[_END])) != held.end:
+            held = replace(held, end=end)
+            self._held = held, room
+        return held
+
+    @property
+    def room(self) -> NDArray[np.int64]:
+        """Where loops may add rows, see `APART_FIELDS`; another object when that is elsewhere."""
+        return self._held[1]
+
+    def hold(self, held: Apart, most: int = 0) -> None:
+        """Hold other rows than before; loops may add to them until there are `most`."""
+        self.room[_ROOM] = 0  # from now on none are added there: an interrupt may come before the next line
+        most = min(len(held.ids), held.first + most)
+        self._held = held, np.array([address(held.ids), address(held.rows), held.end, most], np.int64)
 
 
 class LiveRows(ABC):
@@ -331,27 +366,6 @@ def put_rows(ring: Array, first: int, rows: Array) -> None:
     before_wrap = min(len(rows), len(ring) - start)
     ring[start : start + before_wrap] = rows[:before_wrap]
     ring[: len(rows) - before_wrap] = rows[before_wrap:]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenSlices:
-    """The slices of a block that was still being filled: those numbered by then."""
-
-    key: object  # the same one in every snapshot, for as long as the block is open
-    block: SliceBlock  # as the segments of the snapshot name it
-    slice_bytes: int
-    slices: Bytes  # (count * slice_bytes,)
-    settled: int  # of the slices, the first so many never change
-
-    @classmethod
-    def of(cls, part: OpenPart, closed: ClosedPart) -> OpenSlices:
-        """See what an open part's block holds."""
-        slice_bytes, count = part.window.slice_bytes, closed.slice_count
-        slices = part.slices[: count * slice_bytes]
-        if part.block is not None:
-            return cls(part.block, closed.block, slice_bytes, slices, count)
-        # Without a log, slices lie where the log's entries would: lanes that are behind fill their places later.
-        return cls(part, closed.block, slice_bytes, slices, part.shortest * part.lanes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,7 +269,7 @@ class Store(TickStore):
         """Account for every field."""
         held, observed = (self.next_tick - self.first_tick) * self._lanes, []
         touched = min(self.next_tick - self._begun_at, self._ring_ticks) * self._lanes
-        kept = min(self.next_tick, self._capacity_ticks) * self._lanes  # also of ticks that left early
+        kept = [max(0, self.next_tick - self._capacity_ticks), self.next_tick]  # also ticks that left early
         for i, leaf in enumerate(self._schema.observation.leaves):
             name, plain, ring = field_name("obs", leaf.name), 2 * held * leaf.nbytes, self._rings.small.get(i)
             if ring is None:
@@ -278,7 +278,7 @@ class Store(TickStore):
                 why = "" if self.sealer is None else self.sealer.reason(field)
                 observed.append(replace(found, finding=f"{found.finding}: {why}") if why else found)
             else:
-                observed.append(FieldReport(name, 0, 0, ring.bytes_of(touched), plain, ring.describe(kept)))
+                observed.append(FieldReport(name, 0, 0, ring.bytes_of(touched), plain, ring.describe(*kept)))
         return observed + self._rings.report(held, touched)
 
     def arrays(self) -> list[tuple[str, Array]]:

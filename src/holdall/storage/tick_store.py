@@ -29,11 +29,10 @@ from holdall.storage.records import SpillFolder
 from holdall.storage.rings import CURSOR_BYTES, TINY_BYTES, Rings, field_layouts
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
-from holdall.storage.slices import ClosedPart, Segment, Window, WindowScout
+from holdall.storage.slices import ClosedPart, OpenSlices, Segment, Window, WindowScout
 from holdall.storage.snapshot import (
     FrozenRows,
     FrozenStore,
-    OpenSlices,
     Ring,
     RowChunk,
     RowSnapshots,
@@ -184,6 +183,7 @@ class TickStore:
             if ticks == NOT_CONTINUED:
                 self._end_batches()
                 self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
+                self._writer.keep_apart(self.large_segments.index.is_changed)
                 is_kept = True
             elif ticks == NO_ROOM:
                 self.large_segments.lengthen_logs()
@@ -223,6 +223,7 @@ class TickStore:
             small = _picked(obs, fast.small_keys, is_dict=fast.is_dict)
             self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, small, strict=True)))
             if self._writer.writes(self._rings.flat()):
+                self._writer.keep_apart(self.large_segments.index.is_changed)
                 ticks = write(packed, sliced, is_kept=True)
         if ticks > 0 and sliced is not None:
             self.after_write(sliced)

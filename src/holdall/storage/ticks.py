@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from holdall.storage.rings import Rings
     from holdall.storage.segment import Segments
     from holdall.storage.slices import Cursors, OpenPart, Window
+    from holdall.storage.snapshot import KeptApart
     from holdall.storage.store import Store
     from holdall.storage.tick_store import Repair
 
@@ -171,6 +172,7 @@ class FlatField(NamedTuple):
     rows: Array
     following: Array | None  # the ring of next observations, if they have one of their own
     is_observation: bool
+    apart: KeptApart | None = None  # if they have none: what no ring shows
 
 
 class SlicedTick(NamedTuple):
@@ -211,6 +213,13 @@ class TickWriter(ABC):
 
         Args:
             rows: Of the fields in rings; next observations follow on their observations.
+        """
+
+    def keep_apart(self, is_changed: bytearray) -> None:  # noqa: B027  not all do
+        """From now on save next observations by itself that would be lost, where `KeptApart` has room for them.
+
+        Args:
+            is_changed: Its first byte is set to 1 when that was done.
         """
 
     def write_packed(self, packed: bytes, sliced: SlicedTick | None, *, is_kept: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import pickle
 import threading
 import weakref
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from gymnasium import spaces
 
 import holdall
 from holdall.native import compiled_library, one_call
+from holdall.storage import columns
 from holdall.testing import OracleMemory, assert_same_bits
 
 pytestmark = pytest.mark.skipif(compiled_library() is None, reason="the compiled loops were not built here")
@@ -219,9 +221,75 @@ def test_anything_else_is_left_to_the_general_way(name: str) -> None:
         assert memory.add_at_once(*step(GOALS, 3)) == 4
 
 
+@pytest.mark.parametrize("infos", [[UNCUT, CUT], [CUT, CUT], [CUT, {}], [{"TimeLimit.truncated": None}, CUT]])
+def test_episodes_that_a_time_limit_cut_are_added_at_once(infos: Any) -> None:
+    """They ended, and were not terminated; a lane that is cut without an end is terminated, as in the general way."""
+    memory, oracle = begun(PLAIN)
+    cut = np.array([bool(info.get("TimeLimit.truncated")) for info in infos])
+    with memory:
+        for t, done in enumerate(([True, True], [False, True], [True, False]), start=3):
+            given = step(PLAIN, t)
+            given[4] = np.array(done)
+            assert memory.add_at_once(*given, infos) == t + 1
+            oracle.add(*given[:4], given[4] ^ cut, cut)
+        assert_same(memory, oracle)
+
+
+def test_a_cut_in_one_of_many_lanes_is_left_to_the_caller() -> None:
+    space, lanes = spaces.Box(-9, 9, (), np.float32), 65
+    rows, flags = np.arange(lanes, dtype=np.float32), np.zeros(lanes, np.bool_)
+    given = [rows, np.zeros((lanes, 2), np.float32), rows, rows, flags, flags]
+    with holdall.ReplayMemory(space, ACTION, 16 * lanes, lanes) as memory:
+        memory.add(*given)
+        assert memory.add_at_once(*given, [UNCUT] * lanes) == 2
+        assert memory.add_at_once(*given, [UNCUT] * 64 + [CUT]) == 0
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("space", [PLAIN, GOALS, CAMERA], ids=["box", "dict", "camera"])
+def test_ticks_that_continue_nothing_are_added_at_once(
+    space: Any, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a reset the next observations of the tick before are kept apart; where most are, they get a ring."""
+    monkeypatch.setattr(columns, "_UNSHARED_BEFORE_PAIRING", 150)
+    rng = np.random.default_rng(int(10 * share))
+    oracle = OracleMemory(100 * LANES, LANES)
+    memory: Any = holdall.ReplayMemory(space, ACTION, 100 * LANES, LANES)
+    at_once = 0
+    with memory:
+        for t in range(450):
+            given = step(PLAIN, t)
+            given[0], given[3] = pictured(space, t), pictured(space, t + 1)
+            if rng.random() < share:
+                lane = slice(None) if rng.random() < 0.5 else rng.integers(LANES)
+                given[0] = _otherwise(given[0], lane)
+            oracle.add(*given)
+            ticks = memory.add_at_once(*given)
+            at_once += ticks > 0
+            if not ticks:
+                memory.add(*given)
+            if t % 50 == 7:
+                assert_same(memory, oracle)
+                assert_same(pickle.loads(pickle.dumps(memory)), oracle)
+        assert_same(memory, oracle)
+    assert at_once > (250 if space is CAMERA else 360)
+
+
+def _otherwise(obs: Any, lane: Any) -> Any:
+    if isinstance(obs, dict):
+        return {key: _otherwise(each, lane) for key, each in obs.items()}
+    changed = obs.copy()
+    changed[lane] = 0
+    return changed
+
+
 @pytest.mark.parametrize(
-    "infos", [[UNCUT, CUT], (UNCUT, UNCUT), [UNCUT, None], [{"TimeLimit.truncated": np.True_}, {}]]
-)
+    "infos",
+    [
+        [CUT], [CUT, UNCUT, UNCUT], (UNCUT, UNCUT), [UNCUT, None], [{"TimeLimit.truncated": np.True_}, {}],
+        [{"TimeLimit.truncated": 1}, {}],
+    ],
+)  # fmt: skip
 def test_infos_that_say_more_are_left_to_the_caller(infos: Any) -> None:
     memory, oracle = begun(PLAIN)
     with memory:

@@ -572,3 +572,15 @@ def test_choosing_takes_little_memory_whatever_the_size_of_a_slice() -> None:
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 24 * 2**20, f"{most / 2**20:.0f} MiB"
+
+
+@pytest.mark.parametrize("prefer", COST_CAPS)
+def test_time_does_not_matter_among_codecs_that_are_quick_enough(prefer: str) -> None:
+    """What is decoded in less than half a raw copy is chosen by its size; beyond that, time counts."""
+    cap = COST_CAPS[prefer]
+    worth = choice._Worth(cap, 1.0, cap)
+    codec = Codec(Method.LZ4, 7, Transform(100))
+    smaller, quicker = MeasuredCodec(codec, 10.1, 0.49), MeasuredCodec(codec, 10.0, 0.2)
+    assert worth.of(smaller) > worth.of(quicker)
+    slower = MeasuredCodec(codec, 10.0, 0.9)
+    assert worth.of(quicker) > worth.of(slower)

@@ -14,7 +14,7 @@ from holdall.native import chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage import rings as ring
 from holdall.storage.rings import ObservationRing
-from holdall.storage.snapshot import Apart
+from holdall.storage.snapshot import Apart, KeptApart
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import NOT_CONTINUED
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -128,8 +128,9 @@ def test_a_ring_compares_bytes_and_not_values() -> None:
     assert np.signbit(batch.obs[:, 0]).tolist() == [False, False, False, True]
 
 
-def test_a_ring_lets_go_of_rows_whose_ticks_were_evicted() -> None:
-    """Rows kept apart do not pile up over a long run."""
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_a_ring_lets_go_of_rows_whose_ticks_were_evicted(by_itself: bool) -> None:
+    """Rows kept apart do not pile up over a long run, whoever keeps them."""
     leaf = Leaf("", (8,), np.dtype("f8"))
     observed = ObservationRing(leaf, lanes=1, ring_ticks=2001)
     rows = np.random.default_rng(0).random((2, 1, 8))
@@ -139,6 +140,8 @@ def test_a_ring_lets_go_of_rows_whose_ticks_were_evicted() -> None:
         tick_rows = [rows[0] + tick + (0.5 if breaks else 0), rows[0] + tick + 1]
         if writer.write(tick_rows, None, is_kept=False) == NOT_CONTINUED:
             observed.keep_apart(tick - 1, tick_rows[0])
+            if by_itself:
+                writer.keep_apart(bytearray(1))
             writer.write(tick_rows, None, is_kept=True)
     assert writer.next_tick == 40_000
     assert observed.is_shared
@@ -161,6 +164,24 @@ def test_rows_by_id_overwrite_the_rows_of_their_ids_alone() -> None:
     rows = np.full((6, 3), -1, "f4")
     held.write_over(rows, ids)
     assert rows[:, 0].tolist() == [8, -1, 3, -1, 8, -1]
+
+
+def test_loops_append_rows_by_id_only_where_they_may() -> None:
+    """What was frozen before stays as it was; room that was left is no room any more."""
+    kept = KeptApart(VECTOR)
+    assert kept.room[3] == 0
+    kept.hold(kept.held.appended(np.array([3]), numbered(np.array([3]))), 5)
+    frozen, room = kept.held, kept.room
+    assert room[2:].tolist() == [1, 5]
+    frozen.ids[1], frozen.rows[1] = 8, 8.0
+    room[2] = 2  # as append.c does it
+    assert len(kept.held) == 2
+    assert frozen.end == 1
+    rows = np.zeros((2, 3), "f4")
+    kept.held.write_over(rows, np.array([8, 3]))
+    assert rows[:, 0].tolist() == [8, 3]
+    kept.hold(kept.held.appended(np.array([9]), numbered(np.array([9]))))
+    assert (room[3], kept.room[3], len(kept.held)) == (0, 0, 3)
 
 
 def test_rows_by_id_forget_what_is_dropped() -> None:
