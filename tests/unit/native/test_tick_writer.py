@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 import holdall
 from holdall.native import compiled_library, one_call
-from holdall.storage import columns
+from holdall.storage import rings
 from holdall.testing import OracleMemory, assert_same_bits
 
 pytestmark = pytest.mark.skipif(compiled_library() is None, reason="the compiled loops were not built here")
@@ -251,7 +251,7 @@ def test_ticks_that_continue_nothing_are_added_at_once(
     space: Any, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a reset the next observations of the tick before are kept apart; where most are, they get a ring."""
-    monkeypatch.setattr(columns, "_UNSHARED_BEFORE_PAIRING", 150)
+    monkeypatch.setattr(rings, "_UNSHARED_BEFORE_PAIRING", 150)
     rng = np.random.default_rng(int(10 * share))
     oracle = OracleMemory(100 * LANES, LANES)
     memory: Any = holdall.ReplayMemory(space, ACTION, 100 * LANES, LANES)
