@@ -179,10 +179,10 @@ class NativeSealed(SealedSlices):
     def __init__(self, coded: Coded, ddict: int) -> None:
         super().__init__(coded)
         extent, codec, common = self.extent, coded.codec, (0, 0)
-        if codec.dictionary is not None and codec.common and codec.method is Method.LZ4:
+        if codec.method is Method.LZ4 and codec.dictionary is not None:
             # Where the dictionary has it, which all blocks share.
             content = np.frombuffer(codec.dictionary.content, np.uint8)[len(codec.known_palette) :]
-            common = address(content), content.nbytes
+            common = (address(content), content.nbytes) if content.nbytes else (0, 0)
         self._struct = SealedBlockStruct(
             data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0, offsets=address(coded.offsets),
             checks=0 if extent is None else address(extent.checks), palette=address(coded.palette),

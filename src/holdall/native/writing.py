@@ -403,12 +403,12 @@ class NativeCoder(NativeDecoder):
 
     def _read_dictionary(self, codec: Codec) -> int:
         """Return the form in which C reads a dictionary; made once, and kept as long as the dictionary."""
-        dictionary, method, content = codec.dictionary, codec.method, codec.common
+        dictionary, method = codec.dictionary, codec.method
         if dictionary is None or method not in {Method.ZSTD, Method.PAIRS}:
             return 0
         made = self._dictionaries.setdefault(dictionary, {})
         if method not in made:
-            functions, by_zstd = self._libraries.functions, method is Method.ZSTD
+            functions, by_zstd, content = self._libraries.functions, method is Method.ZSTD, codec.common
             found = functions["ZSTD_createDDict"](content, len(content)) if by_zstd else self.pair_tables(dictionary)
             if not found:
                 raise DamageError(f"a dictionary of {len(content)} bytes is none; nothing is read with it")

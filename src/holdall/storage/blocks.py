@@ -426,7 +426,6 @@ class SliceBlock(ABC):
         self.slice_bytes = slice_bytes
         self.capacity = arena.size // slice_bytes
         self.arena = arena
-        self.steps_before = 0  # transitions of the closed parts that name slices of the block
         self.sealed: SealedSlices | None = None
 
     def replace_by(self, sealed: SealedSlices) -> None:

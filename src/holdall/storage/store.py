@@ -31,7 +31,7 @@ from holdall.storage.segment import Segments
 from holdall.storage.slices import AnyPart, ClosedPart, Segment, Window
 from holdall.storage.snapshot import Apart, FrozenRows, LiveRows, Ring, RowChunk, StoreContent, rows_of
 from holdall.storage.tick_store import TickStore
-from holdall.storage.ticks import StepRuns
+from holdall.storage.ticks import StepsLeft
 from holdall.storage.tiers import NO_LIMIT
 
 
@@ -120,14 +120,14 @@ class Store(TickStore):
         """Whether every lane made a transition in every tick held."""
         return self._rings.invalid is None or self._rings.count_invalid(self.first_tick, self.next_tick) == 0
 
-    def write_steps(self, runs: StepRuns, first: int) -> None:
+    def write_steps(self, left: StepsLeft, first: int) -> None:
         """Write the step `first`, and those behind it that need nothing done in between."""
         (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
-        if writer.has_runs and runs.steps.valid is None and not (self._snapshots.pending or segments.searches.scouts):
+        if writer.has_runs and left.steps.valid is None and not (self._snapshots.pending or segments.searches.scouts):
             most = segments.ticks_in_a_piece if self.sealer is not None and self.sealer.waiting else NO_LIMIT
-            written, sliced = runs.write(first, writer, self._rings, segments, self._large, most)
+            written, sliced = left.write_run(first, writer, self._rings, segments, self._large, most)
         if not written:
-            self.write(runs.steps.cut(first))
+            self.write(left.steps.cut(first))
         elif sliced is not None:
             self.after_write(sliced)
         self._pack(self.next_tick)

@@ -85,14 +85,56 @@ class Tick(NamedTuple):
         return digest.digest()
 
 
-class StepRuns:
-    """Steps of an `extend`, written several in one call; the fields in rings are packed once for all calls."""
+_MOST_PACKED = 4096
+"""Steps that are packed at once."""
+
+
+def packed_rows(rows: Sequence[Array]) -> Bytes:
+    """Return the rows of some steps, field by field, as bytes: of every step one field after another."""
+    return np.concatenate([np.ascontiguousarray(row).reshape(len(row), -1).view(np.uint8) for row in rows], axis=1)
+
+
+def steps_in(reward: Any) -> int:
+    """Count the steps of trajectories, by their rewards."""
+    shape = reward.shape if hasattr(reward, "shape") else as_array(reward, "reward").shape
+    if not shape:
+        raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
+    return int(shape[0])
+
+
+class StepsLeft:
+    """The steps that an `extend` was given, and how many of them are written.
+
+    Several are written in one call where nothing has to be done in between; the fields in rings are packed once for all
+    calls.
+    """
 
     def __init__(self, steps: Tick) -> None:
-        self.steps = steps
+        self.steps, self._count, self._written = steps, len(steps.reward), 0
         self._packed: tuple[TickWriter | None, int, Bytes] = None, 0, np.empty((0, 0), np.uint8)
 
-    def write(
+    def __bool__(self) -> bool:
+        return self._written < self._count
+
+    def write(self, store: Store) -> None:
+        """Write steps until none is left or blocks pile up; called under the lock. An interrupt waits for that."""
+        before = store.next_tick - self._written
+        try:
+            self._write_until_crowded(store, before)
+        except BaseException:
+            store.repair.run()
+            self._write_until_crowded(store, before)
+            raise
+
+    def _write_until_crowded(self, store: Store, before: int) -> None:
+        """Go on behind the last tick that the store counts: all since `before` are these steps."""
+        while (done := store.next_tick - before) < self._count:
+            store.write_steps(self, done)
+            if store.is_crowded:
+                break
+        self._written = store.next_tick - before
+
+    def write_run(
         self, first: int, writer: TickWriter, rings: Rings, segments: Segments, large: list[int], most: int
     ) -> tuple[int, SlicedTick | None]:
         """Write steps from `first` on in one call; return how many, `most` of large fields, and what was sliced."""
@@ -115,52 +157,6 @@ class StepRuns:
             packed_first, packed = first, packed_rows(rows)
             self._packed = writer, packed_first, packed
         return packed[first - packed_first :]
-
-
-_MOST_PACKED = 4096
-"""Steps that are packed at once."""
-
-
-def packed_rows(rows: Sequence[Array]) -> Bytes:
-    """Return the rows of some steps, field by field, as bytes: of every step one field after another."""
-    return np.concatenate([np.ascontiguousarray(row).reshape(len(row), -1).view(np.uint8) for row in rows], axis=1)
-
-
-def steps_in(reward: Any) -> int:
-    """Count the steps of trajectories, by their rewards."""
-    shape = reward.shape if hasattr(reward, "shape") else as_array(reward, "reward").shape
-    if not shape:
-        raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
-    return int(shape[0])
-
-
-class StepsLeft:
-    """The steps that an `extend` was given, and how many of them are written."""
-
-    def __init__(self, steps: Tick) -> None:
-        self._runs, self._count = StepRuns(steps), len(steps.reward)
-        self._written = 0
-
-    def __bool__(self) -> bool:
-        return self._written < self._count
-
-    def write(self, store: Store) -> None:
-        """Write steps until none is left or blocks pile up; called under the lock. An interrupt waits for that."""
-        before = store.next_tick - self._written
-        try:
-            self._write_until_crowded(store, before)
-        except BaseException:
-            store.repair.run()
-            self._write_until_crowded(store, before)
-            raise
-
-    def _write_until_crowded(self, store: Store, before: int) -> None:
-        """Go on behind the last tick that the store counts: all since `before` are these steps."""
-        while (done := store.next_tick - before) < self._count:
-            store.write_steps(self._runs, done)
-            if store.is_crowded:
-                break
-        self._written = store.next_tick - before
 
 
 # ---------------------------------------------------------------- writing
