@@ -244,7 +244,7 @@ class Saver:
         self._records = saved or SavedRecords()
         self._target: CheckpointWriter | None = None  # opened with the first save
         self._last = 0  # the newest checkpoint when the url was opened, or this saver's own last one
-        self._may_collect = True  # whether files may be there that no checkpoint names
+        self._has_leftovers = True  # perhaps: files that no checkpoint names, of a save that failed, or of others
         self._mirrors: dict[str, CheckpointMirror] = {}
         self._saving: SnapshotWriter | None = None  # begun by blocks that were written ahead
         self.waiting = Waiting(url)
@@ -328,7 +328,7 @@ class Saver:
             try:
                 checkpoint = self._written(job)
             except BaseException as error:  # raised by the handle; training goes on
-                self._may_collect = True
+                self._has_leftovers = True
                 _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
                 job.snapshot.drop()
                 job.handle.end(error)
@@ -340,7 +340,7 @@ class Saver:
                 self._saving = self._saving or SnapshotWriter(self._opened(), self._records, self._coder)
                 self._saving.write_ahead(job)
         except Exception as error:
-            self._saving, self._may_collect = None, True
+            self._saving, self._has_leftovers = None, True
             _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
 
     def _written(self, job: _SaveJob) -> Checkpoint:
@@ -355,7 +355,7 @@ class Saver:
         self._last = number
         if job.mirror is not None and job.keep is not None:
             job.mirror.send(manifest, job.keep)
-        if self._may_collect or job.keep is None or len(numbers) >= job.keep:
+        if self._has_leftovers or job.keep is None or len(numbers) >= job.keep:
             self._collect(target, job.keep)
         return Checkpoint(
             url=self.url,
@@ -384,7 +384,7 @@ class Saver:
             try:
                 newest = target.reader.newest(target.reader.numbers())
                 self._last = 0 if newest is None else newest.number
-                self._may_collect = bool(target.reader.file_sizes())
+                self._has_leftovers = bool(target.reader.file_sizes())
                 if is_remote(self.url):
                     # What was loaded may have been collected since: only what the newest checkpoint names is safe.
                     self._records.keep_only({} if newest is None else newest.files)
@@ -399,7 +399,6 @@ class Saver:
         try:
             mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
             target.collect(keep, set(self._records.files).union(*mirrored))
-            self._may_collect = False
         except OSError as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
 
