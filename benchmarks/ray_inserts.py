@@ -60,10 +60,11 @@ def main() -> None:
     )
     for figure, name in enumerate(FIGURES):
         old, new = ([each[figure] for each in taken] for taken in found)
-        ratios = [now / then for then, now in zip(old, new, strict=True) if then]
-        least = f"{min(new) / min(old):.3f}" if min(old) else "-"  # the kernel counts CPU in hundredths of a second
-        medians = f"{statistics.median(old):.2f} | {statistics.median(new):.2f} | {statistics.median(ratios):.3f}"
-        print(f"| {name} | {medians} | {least} | {sum(new) / sum(old):.3f} |")
+        ratios = "-", "-"  # the kernel counts CPU in hundredths of a second: of one round that says nothing
+        if figure == 0:
+            ratios = f"{statistics.median(map(float.__truediv__, new, old)):.3f}", f"{min(new) / min(old):.3f}"
+        means = f"{statistics.mean(old):.2f} | {statistics.mean(new):.2f}"
+        print(f"| {name} | {means} | {ratios[0]} | {ratios[1]} | {sum(new) / sum(old):.3f} |")
 
 
 def started(root: Path, asked: argparse.Namespace) -> Any:

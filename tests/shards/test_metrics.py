@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import urllib.request
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ import pytest
 import ray
 from gymnasium import spaces
 
+from holdall.cluster import protocol
+from holdall.cluster.protocol import Gauges
 from holdall.ray import RateLimit, ReplayMemory
 
 from .processes import wait_until
@@ -39,6 +42,36 @@ def scraped(memory: str) -> dict[tuple[str, str, str], float]:
             if tags.get("memory") == memory and "le" not in tags:
                 found[name, tags.get("shard", ""), tags.get("call", "")] = float(value)
     return found
+
+
+class Figures:
+    """A shard whose figures take so much CPU."""
+
+    def __init__(self, cpu_s: float) -> None:
+        self.cpu_s, self.clock, self.paused = cpu_s, 0.0, list[float]()
+
+    def measured(self) -> dict[str, float]:
+        self.clock += self.cpu_s
+        return {"coverage": 0.5, "unknown": 1.0}
+
+    def pause(self, seconds: float) -> None:
+        self.paused.append(seconds)
+
+
+@pytest.mark.parametrize(("cpu_s", "pause_s"), [(0.0, 1.0), (0.01, 1.0), (0.2, 10.0)])
+def test_figures_that_take_long_are_told_less_often(
+    cpu_s: float, pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And each is set that has a gauge."""
+    figures, told = Figures(cpu_s), list[float]()
+    clock = SimpleNamespace(thread_time=lambda: figures.clock, sleep=figures.pause)
+    monkeypatch.setattr(protocol, "time", clock)
+    gauges = object.__new__(Gauges)
+    gauges._gauges = {"coverage": SimpleNamespace(set=told.append)}
+    turns = iter([figures.measured, figures.measured, None])
+    gauges._follow(lambda: next(turns))  # type: ignore[arg-type]  # stands for a weak method
+    assert told == [0.5, 0.5]
+    assert figures.paused == pytest.approx([pause_s] * 2)
 
 
 @pytest.mark.nightly

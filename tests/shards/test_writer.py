@@ -81,7 +81,7 @@ def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: Replay
                 raised += 1
         assert added < 2_000  # what waits is bounded
         for _ in range(2):
-            with pytest.raises(ShardError, match="kept"):
+            with pytest.raises(ShardError, match="kept: make the same call again"):
                 other.extend(*steps(2_000, 8_000))
         assert other.unacknowledged_rows + other.waiting_rows < 5_000
     finally:

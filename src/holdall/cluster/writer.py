@@ -93,7 +93,7 @@ class SegmentStream:
         return len(self.under_way) < _MOST_UNDER_WAY and nbytes < _MOST_BYTES_UNDER_WAY
 
     def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
-        """Send a segment; it is kept until the shard has acknowledged it."""
+        """Send a segment; it is kept until the shard has acknowledged it. What becomes of it, `poll` hears."""
         self.under_way.append(SentSegment(payload, rows, lease))
         self._send()
 
@@ -116,7 +116,7 @@ class SegmentStream:
         return ShardError(
             f"shard {self.number} has not acknowledged a segment for {self._patience_s:g} s "
             f"({said or self._trouble or 'it answers, but is slow'}); the {self.unacknowledged_rows} transitions under "
-            "way are kept: call flush() to try again"
+            "way are kept: make the same call again, with the same steps if it has any"
         )
 
     def poll(self, wait_s: float = 0.0) -> None:
@@ -200,8 +200,7 @@ class ShardStreams:
     def send(self, stream: SegmentStream, payload: bytes, rows: int, lease: int = -1, *, stays: bool = False) -> None:
         """Send a segment on its way; `stays`: the next one goes to the same shard, as far as that is not too full."""
         self._home, self._first = stream.number if stays else -1, -1
-        with self._rerouting(stream):
-            stream.send(payload, rows, lease)
+        stream.send(payload, rows, lease)
 
     def roomy(self) -> SegmentStream:
         """Return where the next segment goes: to the less filled of two that have room for it.
@@ -250,9 +249,8 @@ class ShardStreams:
                     f"{stream.number}, which is gone; they are kept: add one with memory.add_shard(), and call flush()"
                 ) from error
             while stream.under_way:
-                segment, least = stream.under_way.popleft(), min(others, key=lambda each: each.inserted)
-                with self._rerouting(least):
-                    least.send(segment.payload, segment.rows)
+                segment = stream.under_way.popleft()
+                min(others, key=lambda each: each.inserted).send(segment.payload, segment.rows)
 
     def look_around(self, now: bool = False) -> None:
         """Ask which shards there are, from time to time, or at once."""
