@@ -231,14 +231,15 @@ def test_episodes_that_a_time_limit_cut_are_added_at_once(infos: Any) -> None:
             given = step(PLAIN, t)
             given[4] = np.array(done)
             assert memory.add_at_once(*given, infos) == t + 1
-            oracle.add(*given[:4], given[4] ^ cut, cut)
+            given[4:] = [given[4] ^ cut, cut]
+            oracle.add(*given)
         assert_same(memory, oracle)
 
 
 def test_a_cut_in_one_of_many_lanes_is_left_to_the_caller() -> None:
     space, lanes = spaces.Box(-9, 9, (), np.float32), 65
     rows, flags = np.arange(lanes, dtype=np.float32), np.zeros(lanes, np.bool_)
-    given = [rows, np.zeros((lanes, 2), np.float32), rows, rows, flags, flags]
+    given: list[Any] = [rows, np.zeros((lanes, 2), np.float32), rows, rows, flags, flags]
     with holdall.ReplayMemory(space, ACTION, 16 * lanes, lanes) as memory:
         memory.add(*given)
         assert memory.add_at_once(*given, [UNCUT] * lanes) == 2
