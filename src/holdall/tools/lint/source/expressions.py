@@ -294,7 +294,10 @@ class Expressions(Names):
         arguments = self._arguments(node)
         outer, self.anchor = self.anchor, node if self.scope.module is self.main else self.anchor
         try:
-            result = spread(lambda one: self.call(one, arguments, node), called)
+            if isinstance(called, OneOf):
+                result = spread(lambda one: self.call(one, arguments, node), called)
+            else:
+                result = self.call(called, arguments, node)
         finally:
             self.anchor = outer
         self.seen_function = called

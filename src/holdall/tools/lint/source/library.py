@@ -61,6 +61,8 @@ Described = Callable[[Any, CallArguments, ast.AST], Any]
 
 def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Return what a call of a library's function, or of its class, returns: the first description that there is."""
+    if dotted.startswith("builtins."):
+        return _builtin(interpreter, dotted, arguments, node)
     last = dotted.rpartition(".")[2]
     if last == "__init__" and arguments.values and isinstance(arguments.values[0], InstanceValue):
         return interpreter.library_start(arguments.values[0], arguments.behind(1))
@@ -72,7 +74,7 @@ def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST)
         interpreter.is_soft = True
         return _HARDWARE[dotted]
     with suppress(NotKnownError):
-        for follow in (_builtin,) if dotted.startswith("builtins.") else _FOLLOWS:
+        for follow in _FOLLOWS:
             found = follow(interpreter, dotted, arguments, node)
             if found is not NotImplemented:
                 is_told = "config" in arguments.named and isinstance(found, Environments)

@@ -44,18 +44,27 @@ class _ChildFields(dict[type[ast.AST], tuple[str, ...]]):
 _CHILD_FIELDS = _ChildFields()
 
 
-def subtree(root: ast.AST, parents: dict[ast.AST, ast.AST] | None = None) -> list[ast.AST]:
-    """Return a node and all below it but contexts and operators, those above before those below; note their parents."""
+def parents_below(root: ast.AST) -> dict[ast.AST, ast.AST]:
+    """Return the parents of all nodes below one but contexts and operators, those above before those below."""
+    parents: dict[ast.AST, ast.AST] = {}
     nodes = [root]
     for node in nodes:  # grows as children are found
         for name in _CHILD_FIELDS[type(node)]:
             value = getattr(node, name, None)
-            children = value if type(value) is list else (value,)
-            below = [child for child in children if isinstance(child, ast.AST)]
-            nodes += below
-            if parents is not None:
-                parents |= dict.fromkeys(below, node)
-    return nodes
+            if type(value) is list:
+                for child in value:
+                    if isinstance(child, ast.AST):
+                        parents[child] = node
+                        nodes.append(child)
+            elif isinstance(value, ast.AST):
+                parents[value] = node
+                nodes.append(value)
+    return parents
+
+
+def subtree(root: ast.AST) -> list[ast.AST]:
+    """Return a node and all below it, those above before those below."""
+    return [root, *parents_below(root)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +91,7 @@ class Script:
 
     @cached_property
     def _parents(self) -> dict[ast.AST, ast.AST]:
-        parents: dict[ast.AST, ast.AST] = {}
-        subtree(self.tree, parents)
-        return parents
+        return parents_below(self.tree)
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
