@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import operator
 import os
 import threading
 import weakref
@@ -31,8 +30,6 @@ from holdall.native.library import (
     DecodedSliceStruct,
     DecoderStruct,
     LayoutStruct,
-    SealedBlockStruct,
-    TransformStruct,
     chosen_library,
 )
 from holdall.native.numpy_kernels import PortableKernels
@@ -40,11 +37,8 @@ from holdall.schema import Array, Bytes
 from holdall.storage import (
     COLOUR_PALETTE_BYTES,
     RECORD_FIELDS,
-    TRANSFORM_FIELDS,
-    Coded,
     Coder,
     Dictionary,
-    Method,
     Places,
     SealedSlices,
     Transform,
@@ -70,7 +64,6 @@ _pointer: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).fro
 """Makes the pointer to an array that can be written to; it costs less than the address."""
 
 _SEALED = RECORD_FIELDS.index("sealed")
-_of_transform = operator.attrgetter(*TRANSFORM_FIELDS)
 BATCH_NUMBERS = itertools.count(1)
 """Numbers batches, so that a thread knows what it decoded for an older one."""
 
@@ -171,34 +164,6 @@ def _end_threads(library: ctypes.CDLL, address: int, threads: list[threading.Thr
 # ---------------------------------------------------------------- decoding
 
 
-class NativeSealed(SealedSlices):
-    """Sealed slices that decode.c reads."""
-
-    address = property(lambda self: ctypes.addressof(self._struct), doc="Where the C structure lies.")
-
-    def __init__(self, coded: Coded, ddict: int) -> None:
-        super().__init__(coded)
-        extent, codec, common = self.extent, coded.codec, (0, 0)
-        if codec.method is Method.LZ4 and codec.dictionary is not None:
-            # Where the dictionary has it, which all blocks share.
-            content = np.frombuffer(codec.dictionary.content, np.uint8)[len(codec.known_palette) :]
-            common = (address(content), content.nbytes) if content.nbytes else (0, 0)
-        self._struct = SealedBlockStruct(
-            data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0, offsets=address(coded.offsets),
-            checks=0 if extent is None else address(extent.checks), palette=address(coded.palette),
-            places=address(coded.places) if len(coded.places) else 0, ddict=ddict, common=common[0],
-            common_bytes=common[1], place_bytes=coded.places.itemsize, data_bytes=coded.data.nbytes,
-            slice_count=coded.count, group=coded.codec.group, key=coded.codec.key, method=int(coded.codec.method),
-            file=-1 if extent is None else extent.file.descriptor, file_start=0 if extent is None else extent.start,
-            form=transform_struct(coded.codec.transform),
-        )  # fmt: skip
-
-
-def transform_struct(transform: Transform) -> TransformStruct:
-    """Describe a transform to C."""
-    return TransformStruct(*map(int, _of_transform(transform)))
-
-
 class NativeDecoder:
     """Decodes slices of sealed blocks; used by any number of threads."""
 
@@ -217,6 +182,12 @@ class NativeDecoder:
         )
         if failed >= 0:
             raise DamageError(f"slice {int(numbers[failed])} is damaged; nothing of it is returned")
+
+    def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `Coder.count_work`."""
+        units, work = np.ascontiguousarray(units), np.zeros((len(units), 3), np.int64)
+        self._library.holdall_count_work(sealed.address, address(units), len(units), address(work))
+        return work
 
     def pair_tables(self, dictionary: Dictionary) -> int:
         """Make the tables by which pairs.c codes; return where they lie while the dictionary lives. 0: it is none."""

@@ -23,13 +23,16 @@ from holdall.native.library import (
     EncoderStruct,
     FlatFieldStruct,
     OpenPartStruct,
+    SealedBlockStruct,
     SliceBlockStruct,
     SlicedFieldStruct,
     TickWriterStruct,
+    TransformStruct,
 )
-from holdall.native.reading import DenseLayout, NativeDecoder, NativeSealed, as_they_lie, transform_struct
+from holdall.native.reading import DenseLayout, NativeDecoder, as_they_lie
 from holdall.schema import Array, Bytes
 from holdall.storage import (
+    TRANSFORM_FIELDS,
     WATCHED_BYTES,
     Codec,
     Coded,
@@ -45,6 +48,7 @@ from holdall.storage import (
     SliceBlock,
     SlicedTick,
     TickWriter,
+    Transform,
     Watch,
     Window,
     address,
@@ -291,17 +295,36 @@ class NativePart(OpenPart):
 # ---------------------------------------------------------------- compressed blocks
 
 
-class NativeCoder(NativeDecoder):
-    """Seals blocks, and reads them as `NativeDecoder` does.
+class NativeSealed(SealedSlices):
+    """Sealed slices that decode.c reads."""
 
-    Args:
-        most_kept: Compressors that are kept from block to block.
-    """
+    address = property(lambda self: ctypes.addressof(self._struct), doc="Where the C structure lies.")
+
+    def __init__(self, coded: Coded, ddict: int) -> None:
+        super().__init__(coded)
+        extent, codec, common = self.extent, coded.codec, (0, 0)
+        if codec.method is Method.LZ4 and codec.dictionary is not None:
+            # Where the dictionary has it, which all blocks share.
+            content = np.frombuffer(codec.dictionary.content, np.uint8)[len(codec.known_palette) :]
+            common = (address(content), content.nbytes) if content.nbytes else (0, 0)
+        self._struct = SealedBlockStruct(
+            data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0, offsets=address(coded.offsets),
+            checks=0 if extent is None else address(extent.checks), palette=address(coded.palette),
+            places=address(coded.places) if len(coded.places) else 0, ddict=ddict, common=common[0],
+            common_bytes=common[1], place_bytes=coded.places.itemsize, data_bytes=coded.data.nbytes,
+            slice_count=coded.count, group=coded.codec.group, key=coded.codec.key, method=int(coded.codec.method),
+            file=-1 if extent is None else extent.file.descriptor, file_start=0 if extent is None else extent.start,
+            form=_form(coded.codec.transform),
+        )  # fmt: skip
+
+
+class NativeCoder(NativeDecoder):
+    """Seals blocks, and reads them as `NativeDecoder` does."""
 
     def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries, most_kept: int = 0) -> None:
         super().__init__(library, libraries)
         self._compressors: dict[Codec, _Compressor] = {}
-        self._most_kept = most_kept
+        self._most_kept = most_kept  # compressors, from block to block
         self._dictionaries: weakref.WeakKeyDictionary[Dictionary, dict[Method, int]] = weakref.WeakKeyDictionary()
 
     def adopt(self, coded: Coded) -> SealedSlices:
@@ -359,7 +382,7 @@ class NativeCoder(NativeDecoder):
         end: int,
     ) -> tuple[Bytes, NDArray[np.uint32], Any]:  # fmt: skip
         """Code slices [first, end) into `data`; return their units, the units' ends, the palette (None: too small)."""
-        form = transform_struct(codec.transform)
+        form = _form(codec.transform)
         offsets = np.zeros(-(-(end - first) // codec.group) + 1, np.uint32)
         palette = np.zeros(codec.transform.palette_bytes, np.uint8)
         if codec.is_of_colours:
@@ -371,12 +394,6 @@ class NativeCoder(NativeDecoder):
             address(offsets), address(palette), address(slots),
         )  # fmt: skip
         return data[: max(used, 0)], offsets[1:], None if used < 0 else palette
-
-    def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See `Coder.count_work`."""
-        units, work = np.ascontiguousarray(units), np.zeros((len(units), 3), np.int64)
-        self._library.holdall_count_work(sealed.address, address(units), len(units), address(work))
-        return work
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`."""
@@ -477,3 +494,7 @@ class _Compressor:
         # Not when the interpreter ends: a worker may be in the middle of a call with it.
         weakref.finalize(self, self._functions[f"{library}_free{kind}"], handle).atexit = False
         return int(handle)
+
+
+def _form(transform: Transform) -> TransformStruct:
+    return TransformStruct(*(int(getattr(transform, name)) for name in TRANSFORM_FIELDS))

@@ -7,6 +7,7 @@ Other packages import the names below, and kernels (`Kernels`, `Coder`) are hand
 
 from holdall.storage.batch_source import (
     ALIGNMENT_BYTES,
+    APART_FIELDS,
     COLUMN_FIELDS,
     RECORD_FIELDS,
     BatchArray,
@@ -99,7 +100,6 @@ from holdall.storage.slices import (
     lies_direct,
 )
 from holdall.storage.snapshot import (
-    APART_FIELDS,
     PIECE_BYTES,
     Apart,
     FrozenRows,

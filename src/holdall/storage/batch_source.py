@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from holdall.storage.slices import Cursors, OpenPart
     from holdall.storage.ticks import Kernels, TickWriter
 
+APART_FIELDS = ("ids", "rows", "end", "room")
+APART_END, APART_ROOM = 2, 3
+"""Where next observations lie that no ring shows, and where compiled loops may add some."""
 COLUMN_FIELDS = (
     "ring", "row_bytes", "later", "block", "apart_count", "apart_ids", "apart_rows", "unless", "runs", "leaf",
 )  # fmt: skip
@@ -187,7 +190,7 @@ class RowTable:
         rows += [[rings.terminated.ctypes.data, 4, 0, 1, 0, 0, 0, rings.truncated.ctypes.data, 0, 0]]
         rows += [[ring.ctypes.data, ring.itemsize, 0, 1, *[0] * 6] for ring in cursors]
         self._table = np.array([[0] * len(COLUMN_FIELDS)] * 2 * len(self._small) + rows, np.int64)
-        self._following: list[object] = [None] * len(self._small)  # what the table points into, kept alive too
+        self._seen: list[tuple[object, ...]] = [(None, 0)] * len(self._small)  # what the table points into, kept alive
         self._spans: tuple[int, int, int, list[ColumnSpan]] = (-1, 0, 0, [])
 
     def fits(self, rings: Rings, cursors: list[NDArray[np.uint32]]) -> bool:
@@ -236,10 +239,11 @@ class RowTable:
     def columns(self) -> NDArray[np.int64]:
         """Describe all columns as they are now, see `COLUMN_FIELDS`; cursors come last."""
         for i, ring in enumerate(self._small):
-            following = ring.kept_apart if ring.paired is None else ring.paired
-            if self._following[i] is not following:
+            following = ring.apart.now[1] if ring.paired is None else ring.paired
+            end = int(following[APART_END]) if ring.paired is None else 0
+            if self._seen[i][0] is not following or self._seen[i][1] != end:
                 self._table[2 * i : 2 * i + 2] = _described(ring)
-                self._following[i] = following
+                self._seen[i] = following, end, ring.kept_apart
         return self._table
 
     def spans(self, rows: int) -> tuple[int, int, int, list[ColumnSpan]]:

@@ -149,7 +149,7 @@ class Codec:
     raw_keys: bool = False  # whether keys stay as they are, so that they need no decoding
     reason: str = field(default="", repr=False, compare=False)  # why it was chosen, for people
 
-    @property
+    @functools.cached_property
     def is_of_colours(self) -> bool:
         """Whether pixels become numbers of their colours."""
         return self.transform.is_of_colours

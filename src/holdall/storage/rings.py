@@ -103,16 +103,16 @@ class ObservationRing(LiveRows):
         self.shape, self.dtype = self._rows.shape, self._rows.dtype
         self.runs: tuple[ColumnRuns, int] | None = None  # and which of their rings this is
         self.paired: Array | None = None
-        self._apart = KeptApart(leaf)
+        self.apart = KeptApart(leaf)
 
     @property
     def kept_apart(self) -> Apart:
         """Next observations that no row shows."""
-        return self._apart.held
+        return self.apart.held
 
     def flat(self) -> FlatField:
         """Return where ticks are written."""
-        return FlatField(self._rows, self.paired, is_observation=True, apart=self._apart)
+        return FlatField(self._rows, self.paired, is_observation=True, apart=self.apart)
 
     def keep_apart(self, tick: int, obs: Array) -> None:
         """Save the next observations of `tick` that `obs`, about to take their place, is not.
@@ -127,7 +127,7 @@ class ObservationRing(LiveRows):
             return
         kept = self.kept_apart.since((tick + 2 - self._ring_ticks) * self._lanes)
         most = max(_UNSHARED_BEFORE_PAIRING, min(tick + 1, self._ring_ticks - 1) * self._lanes // 2)
-        self._apart.hold(kept.appended(tick * self._lanes + differs, standing[differs]), most)
+        self.apart.hold(kept.appended(tick * self._lanes + differs, standing[differs]), most)
         if len(self.kept_apart) > most:
             self.pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
 
@@ -157,7 +157,7 @@ class ObservationRing(LiveRows):
     def read_from(self, runs: ColumnRuns | None, number: int) -> None:
         """Look for rows in runs, or in the ring alone, from now on."""
         self.runs = None if runs is None else (runs, number)
-        self._apart.hold(replace(self.kept_apart))  # a `RowTable` sees that it is another object
+        self.apart.hold(replace(self.kept_apart))  # a `RowTable` sees that it is another object
 
     @property
     def is_shared(self) -> bool:
@@ -221,7 +221,7 @@ class ObservationRing(LiveRows):
         if self.paired is not None and following is not None:
             put_rows(self.paired, first_tick, following)
         if self.paired is None and apart is not None:
-            self._apart.hold(self.kept_apart.appended(*apart))
+            self.apart.hold(self.kept_apart.appended(*apart))
 
     def pair(self, first_tick: int, next_tick: int) -> None:
         """Give next observations a ring of their own, with those of the ticks [first_tick, next_tick) in it."""
@@ -232,7 +232,7 @@ class ObservationRing(LiveRows):
         paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
         put_rows(paired, first_tick, self.following(first_tick, next_tick))
         self.paired = paired
-        self._apart.hold(Apart.none_of(self.leaf))
+        self.apart.hold(Apart.none_of(self.leaf))
 
 
 # ---------------------------------------------------------------- all of them

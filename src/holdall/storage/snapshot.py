@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Array, Leaf, dtype_name, dtype_of
+from holdall.storage.batch_source import APART_END, APART_FIELDS, APART_ROOM
 from holdall.storage.blocks import address, reserve
 from holdall.storage.records import Buffer, CompressedParts, Read, Record, array_of, require_kind
 from holdall.storage.slices import ClosedPart, OpenSlices, Segment, Window
@@ -121,39 +122,35 @@ class Apart:
             rows[found] = self.rows[self.first + place[found]]
 
 
-APART_FIELDS = ("ids", "rows", "end", "room")
-_END, _ROOM = 2, 3
-
-
 class KeptApart:
     """The next observations of a ring that are kept apart now, and room where compiled loops may add more.
 
-    What is held is replaced in one step: an interrupt leaves what was there before or all of the new. Loops count in
-    `room` what they add.
+    Both are replaced in one step: an interrupt leaves what was there before or all of the new. Loops count in the
+    room what they add: who looks whether all is as it was compares the room and its `APART_END`.
     """
 
     def __init__(self, leaf: Leaf) -> None:
-        self._held = Apart.none_of(leaf), np.zeros(len(APART_FIELDS), np.int64)
+        self.now = Apart.none_of(leaf), np.zeros(len(APART_FIELDS), np.int64)
 
     @property
     def held(self) -> Apart:
         """All that is held now: another object after every change."""
-        held, room = self._held
-        if (end := int(room[_END])) != held.end:
+        held, room = self.now
+        if (end := int(room[APART_END])) != held.end:
             held = replace(held, end=end)
-            self._held = held, room
+            self.now = held, room
         return held
 
     @property
     def room(self) -> NDArray[np.int64]:
         """Where loops may add rows, see `APART_FIELDS`; another object when that is elsewhere."""
-        return self._held[1]
+        return self.now[1]
 
     def hold(self, held: Apart, most: int = 0) -> None:
         """Hold other rows than before; loops may add to them until there are `most`."""
-        self.room[_ROOM] = 0  # from now on none are added there: an interrupt may come before the next line
+        self.room[APART_ROOM] = 0  # from now on none are added there: an interrupt may come before the next line
         most = min(len(held.ids), held.first + most)
-        self._held = held, np.array([address(held.ids), address(held.rows), held.end, most], np.int64)
+        self.now = held, np.array([address(held.ids), address(held.rows), held.end, most], np.int64)
 
 
 class LiveRows(ABC):
