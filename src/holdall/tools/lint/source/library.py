@@ -73,12 +73,14 @@ def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST)
     if dotted in _HARDWARE:
         interpreter.is_soft = True
         return _HARDWARE[dotted]
-    with suppress(NotKnownError):
+    try:
         for follow in _FOLLOWS:
             found = follow(interpreter, dotted, arguments, node)
             if found is not NotImplemented:
                 is_told = "config" in arguments.named and isinstance(found, Environments)
                 return frameworks.configured(found, arguments.named["config"]) if is_told else found
+    except NotKnownError:
+        pass
     return UNKNOWN
 
 

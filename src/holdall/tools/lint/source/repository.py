@@ -66,6 +66,9 @@ class Repository:
         self._text: Callable[[Path], str] = cache(_text_of)
         self._data: Callable[[Path], Any] = cache(read_data)
         self._bases: Callable[[Path], dict[str, None]] = cache(self._find_bases)
+        self._has_folder: Callable[[Path, str], bool] = cache(
+            lambda here, name: any(Path(base, name).is_dir() for base in self._bases(here))
+        )
         self._first: Callable[[Path, str, int], Path | None] = cache(lambda *key: next(self._candidates(*key), None))
         self._settings: Callable[[Path, tuple[str, ...]], list[tuple[str, Any]]] = cache(self._settings_near)
 
@@ -94,8 +97,7 @@ class Repository:
 
     def has_folder(self, name: str, importer: str) -> bool:
         """Whether there is a folder of this name beside a file, or above it in the repository."""
-        bases = () if self.root is None else self._bases(self._directory(importer))
-        return any(Path(base, name).is_dir() for base in bases)
+        return self.root is not None and self._has_folder(self._directory(importer), name)
 
     def imports_match(self, pattern: re.Pattern[str], text: str, path: str) -> bool:
         """Whether one of the files that a script imports, directly or through others, matches a pattern."""

@@ -124,9 +124,13 @@ class Names:
             method = _METHODS.get(kind) or self._method(kind)
             value = method(self, node)
         if self.scope.module is self.main:
-            before = self._seen.setdefault(node, [])
-            if not before or before[-1] is not value:
-                before.append(containers.snapshot(value) if type(value) in containers.CHANGEABLE else value)
+            before = self._seen.get(node)
+            if before is None or before[-1] is not value:
+                kept = containers.snapshot(value) if type(value) in containers.CHANGEABLE else value
+                if before is None:
+                    self._seen[node] = [kept]
+                else:
+                    before.append(kept)
         return value
 
     @classmethod
