@@ -81,11 +81,9 @@ class DeviceBatches(Batches):
     def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """See `Batches`: rows of a `Uniform` sampler, once a batch of so many rows was made."""
         held = store.held
-        if (
-            type(sampler) is not Uniform
-            or held[1] - held[0] < count
-            or (found := self._plain_plan(count, store)) is None
-        ):
+        if type(sampler) is not Uniform or held[1] - held[0] < count:
+            return None
+        if (found := self._plain_plan(count, store)) is None:
             return None
         assembler, plan = found
         made = assembler.assemble_plain(plan, held, generator.integers(*held, size=count), ahead=False)

@@ -16,7 +16,7 @@ import torch
 from gymnasium import spaces
 
 import holdall
-from holdall.delivery import device_fields
+from holdall.delivery import device_fields, device_loops
 from holdall.schema import Schema
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
@@ -207,7 +207,7 @@ def test_a_device_that_runs_out_later_refuses_the_step_and_keeps_the_others(
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(device_fields.ApartPool, "_new_chunk", refuse)
+        patched.setattr(device_loops.ApartPool, "_new_chunk", refuse)
         with pytest.raises(holdall.ArgumentError, match="no room for more observations"):
             fed.add(40)
         fed.check()
