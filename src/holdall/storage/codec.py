@@ -63,7 +63,7 @@ class Predictor(IntEnum):
     CHANGES = 6  # the slice before it in its unit: of slices together, the first is whole, of others it is what changed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Transform:
     """What is done to a slice before it is compressed, in this order; see codec.h."""
 
@@ -76,31 +76,23 @@ class Transform:
     interleaved: bool = False
     green: bool = False
     shuffle: int = 0
+    coded_bytes: int = field(init=False, repr=False, compare=False)  # of a slice that reach the compressor
+    is_of_colours: bool = field(init=False, repr=False, compare=False)  # whether pixels become numbers of their colours
+    is_of_differences: bool = field(init=False, repr=False, compare=False)  # whether neighbours predict each other
+    palette_bytes: int = field(init=False, repr=False, compare=False)  # of a block
+    # That may stand in front of a unit: how many colours it has of its own, and these.
+    head_bytes: int = field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
-    def is_of_colours(self) -> bool:
-        """Whether pixels become numbers of their colours."""
-        return self.predictor in {Predictor.COLOURS, Predictor.COLUMNS}
-
-    @functools.cached_property
-    def is_of_differences(self) -> bool:
-        """Whether neighbours predict each other."""
-        return self.predictor in {Predictor.LEFT, Predictor.UP}
-
-    @functools.cached_property
-    def coded_bytes(self) -> int:
-        """Bytes of a slice that reach the compressor."""
-        return self.slice_bytes // (3 if self.is_of_colours else max(self.word_bytes, 1))
-
-    @functools.cached_property
-    def palette_bytes(self) -> int:
-        """Bytes of a block's palette."""
-        return COLOUR_PALETTE_BYTES if self.is_of_colours else 256 * self.word_bytes
-
-    @functools.cached_property
-    def head_bytes(self) -> int:
-        """Bytes that may stand in front of a unit: how many colours it has of its own, and these."""
-        return 1 + 4 * MOST_UNIT_COLOURS if self.is_of_colours else 0
+    def __post_init__(self) -> None:
+        is_of_colours = self.predictor in {Predictor.COLOURS, Predictor.COLUMNS}
+        for name, value in (
+            ("coded_bytes", self.slice_bytes // (3 if is_of_colours else max(self.word_bytes, 1))),
+            ("is_of_colours", is_of_colours),
+            ("is_of_differences", self.predictor in {Predictor.LEFT, Predictor.UP}),
+            ("palette_bytes", COLOUR_PALETTE_BYTES if is_of_colours else 256 * self.word_bytes),
+            ("head_bytes", 1 + 4 * MOST_UNIT_COLOURS if is_of_colours else 0),
+        ):
+            object.__setattr__(self, name, value)
 
     def is_sound(self) -> bool:
         """Whether the numbers agree with each other: they may come from a file. See decode.c."""
@@ -117,7 +109,7 @@ class Transform:
         return image and self.shuffle == 0 and self.planes * self.rows * self.columns == self.coded_bytes
 
 
-TRANSFORM_FIELDS = tuple(each.name for each in fields(Transform))
+TRANSFORM_FIELDS = tuple(each.name for each in fields(Transform) if each.init)
 """What says all about a transform, in the order in which the compiled loops expect it."""
 
 
@@ -136,7 +128,7 @@ class Dictionary:
         return hashlib.sha256(self.content).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Codec:
     """One way of coding slices."""
 
@@ -148,49 +140,39 @@ class Codec:
     key: int = 0  # units of which the first is the key that the others are compressed against; 0: there are none
     raw_keys: bool = False  # whether keys stay as they are, so that they need no decoding
     reason: str = field(default="", repr=False, compare=False)  # why it was chosen, for people
+    is_sound: bool = field(init=False, repr=False, compare=False)  # it may come from a file
+    # How many bytes must repeat for Zstandard to refer to them; 0: as many as it says itself.
+    shortest_match: int = field(init=False, repr=False, compare=False)
+    is_of_colours: bool = field(init=False, repr=False, compare=False)
+    known_palette: bytes = field(
+        init=False, repr=False, compare=False
+    )  # the colours that its dictionary numbers, if any
+    common: bytes = field(init=False, repr=False, compare=False)  # what the compressor is given beforehand
+    unit_bytes: int = field(init=False, repr=False, compare=False)  # of memory that reading a unit takes
 
-    @property
-    def is_of_colours(self) -> bool:
-        """Whether pixels become numbers of their colours."""
-        return self.transform.is_of_colours
-
-    @property
-    def known_palette(self) -> bytes:
-        """The colours that its dictionary numbers, if any."""
-        return self.dictionary.content[:COLOUR_PALETTE_BYTES] if self.dictionary and self.is_of_colours else b""
-
-    @property
-    def common(self) -> bytes:
-        """What the compressor is given beforehand."""
-        return self.dictionary.content[len(self.known_palette) :] if self.dictionary else b""
-
-    @property
-    def shortest_match(self) -> int:
-        """How many bytes must repeat for Zstandard to refer to them; 0: as many as it says itself."""
-        return _REPEATED_DIFFERENCES if self.transform.is_of_differences else 0
-
-    @functools.cached_property
-    def unit_bytes(self) -> int:
-        """Bytes of memory that reading a unit takes."""
-        form = self.transform
-        is_of_pairs = self.method is Method.PAIRS  # see pairs.c
-        return 6 * form.coded_bytes + 1024 if is_of_pairs else self.group * form.coded_bytes + form.head_bytes
-
-    @functools.cached_property
-    def is_sound(self) -> bool:
-        """Whether it can be read: it may come from a file."""
-        form = self.transform
+    def __post_init__(self) -> None:
+        content = b"" if self.dictionary is None else self.dictionary.content
+        of_palette = COLOUR_PALETTE_BYTES if self.transform.is_of_colours else 0
+        object.__setattr__(self, "is_of_colours", self.transform.is_of_colours)
+        object.__setattr__(self, "known_palette", content[:of_palette])
+        object.__setattr__(self, "common", content[of_palette:] if of_palette else content)
         # Units are of a size that readers make room for, see codec.h.
-        fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * form.coded_bytes < 2**31
-        fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and (self.dictionary or self.is_of_changes))
+        fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
+        fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and self.dictionary)
+        fits = fits and not (self.key and self.is_of_changes)
         if self.is_of_colours:
-            fits = fits and not self.key
-            fits = fits and (self.dictionary is None or len(self.known_palette) == COLOUR_PALETTE_BYTES)
+            fits = (
+                fits and not self.key and (self.dictionary is None or len(self.known_palette) == COLOUR_PALETTE_BYTES)
+            )
+        form, unit_bytes = self.transform, self.group * self.transform.coded_bytes + self.transform.head_bytes
         if self.method is Method.PAIRS:
             fewest, most = _PIXELS_OF_PAIRS
             fits = fits and form.is_of_differences and fewest <= form.rows * form.columns <= most
             fits = fits and self.group == 1 and not self.key and self.dictionary is not None
-        return fits and form.is_sound()
+            unit_bytes = 6 * form.coded_bytes + 1024  # see pairs.c
+        object.__setattr__(self, "is_sound", fits and form.is_sound())
+        object.__setattr__(self, "shortest_match", _REPEATED_DIFFERENCES if form.is_of_differences else 0)
+        object.__setattr__(self, "unit_bytes", unit_bytes)
 
     @property
     def wants_dictionary(self) -> bool:
