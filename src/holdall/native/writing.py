@@ -303,10 +303,10 @@ class NativeSealed(SealedSlices):
     def __init__(self, coded: Coded, ddict: int) -> None:
         super().__init__(coded)
         extent, codec, common = self.extent, coded.codec, (0, 0)
-        if codec.method is Method.LZ4 and codec.dictionary is not None:
+        if codec.dictionary is not None and codec.common and codec.method is Method.LZ4:
             # Where the dictionary has it, which all blocks share.
             content = np.frombuffer(codec.dictionary.content, np.uint8)[len(codec.known_palette) :]
-            common = (address(content), content.nbytes) if content.nbytes else (0, 0)
+            common = address(content), content.nbytes
         self._struct = SealedBlockStruct(
             data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0, offsets=address(coded.offsets),
             checks=0 if extent is None else address(extent.checks), palette=address(coded.palette),
@@ -420,12 +420,12 @@ class NativeCoder(NativeDecoder):
 
     def _read_dictionary(self, codec: Codec) -> int:
         """Return the form in which C reads a dictionary; made once, and kept as long as the dictionary."""
-        dictionary, method = codec.dictionary, codec.method
+        dictionary, method, content = codec.dictionary, codec.method, codec.common
         if dictionary is None or method not in {Method.ZSTD, Method.PAIRS}:
             return 0
         made = self._dictionaries.setdefault(dictionary, {})
         if method not in made:
-            functions, by_zstd, content = self._libraries.functions, method is Method.ZSTD, codec.common
+            functions, by_zstd = self._libraries.functions, method is Method.ZSTD
             found = functions["ZSTD_createDDict"](content, len(content)) if by_zstd else self.pair_tables(dictionary)
             if not found:
                 raise DamageError(f"a dictionary of {len(content)} bytes is none; nothing is read with it")

@@ -129,7 +129,7 @@ class Dictionary:
 
     @functools.cached_property
     def behind_palette(self) -> bytes:
-        """What follows on a palette; one copy for the codecs of all blocks."""
+        """What follows on a palette; once for all codecs of a field, each block of which may have its own."""
         return self.content[COLOUR_PALETTE_BYTES:]
 
 
@@ -156,12 +156,14 @@ class Codec:
     unit_bytes: int = field(init=False, repr=False, compare=False)  # of memory that reading a unit takes
 
     def __post_init__(self) -> None:
-        content = b"" if self.dictionary is None else self.dictionary.content
-        of_palette = COLOUR_PALETTE_BYTES if self.transform.is_of_colours else 0
+        palette = common = b""
+        if self.dictionary is not None:
+            common = self.dictionary.content
+            if self.transform.is_of_colours:
+                palette, common = common[:COLOUR_PALETTE_BYTES], self.dictionary.behind_palette
         object.__setattr__(self, "is_of_colours", self.transform.is_of_colours)
-        object.__setattr__(self, "known_palette", content[:of_palette])
-        shared = self.dictionary.behind_palette if self.dictionary is not None and of_palette else content
-        object.__setattr__(self, "common", shared)
+        object.__setattr__(self, "known_palette", palette)
+        object.__setattr__(self, "common", common)
         # Units are of a size that readers make room for, see codec.h.
         fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
         fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and self.dictionary)
