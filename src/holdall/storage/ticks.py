@@ -278,8 +278,8 @@ class FastTick:
     """Writes ticks whose arguments are arrays of exactly the right shapes and dtypes; this one never does.
 
     `add(obs, action, reward, next_obs, terminated, truncated, infos=None)` writes a tick in one step, and returns how
-    many were written in all. Lanes whose infos say that a time limit cut their episode are truncated, and not terminated
-    if they ended. It returns 0 and leaves all as it was if an argument is not as it must be, the tick needs more than
+    many were written in all. Lanes whose infos say that a time limit cut their episode are truncated, and if they ended
+    not terminated. It returns 0 and leaves all as it was if an argument is not as it must be, the tick needs more than
     this step, or somebody has the memory's lock. `pack`, with the same arguments, returns the fields in rings one after
     another, or 0.
     """
