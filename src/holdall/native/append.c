@@ -282,18 +282,21 @@ static int keep_apart(const tick_writer *t, int64_t slot, const uint8_t *packed,
         if (!f->is_observation || f->next || memcmp(standing, coming, (size_t)f->tick_bytes) == 0) continue;
         apart_rows *const a = f->apart;
         int64_t *const ids = a ? (int64_t *)(intptr_t)a->ids : NULL;
-        if (only_asks) {
-            /* Those of this tick may have been saved before a call was interrupted. */
-            if (!a || a->end + t->lanes > a->room || (a->end > 0 && ids[a->end - 1] >= first_id)) return 0;
-            continue;
-        }
+        /* Those of this tick may have been saved before a call was interrupted. */
+        if (only_asks && (!a || (a->end > 0 && ids[a->end - 1] >= first_id))) return 0;
         uint8_t *const rows = (uint8_t *)(intptr_t)a->rows;
+        int64_t end = a->end;
         for (int64_t lane = 0; lane < t->lanes; lane++) {
             const int64_t at = lane * row_bytes;
             if (memcmp(standing + at, coming + at, (size_t)row_bytes) == 0) continue;
-            memcpy(rows + a->end * row_bytes, standing + at, (size_t)row_bytes);
-            ids[a->end++] = first_id + lane;
+            if (end >= a->room) return 0;
+            if (!only_asks) {
+                memcpy(rows + end * row_bytes, standing + at, (size_t)row_bytes);
+                ids[end] = first_id + lane;
+            }
+            end++;
         }
+        if (!only_asks) a->end = end;
     }
     return 1;
 }

@@ -377,3 +377,27 @@ def test_objects_that_lie_otherwise_are_noticed(monkeypatch: pytest.MonkeyPatch)
         other = type("Other", (ctypes.Structure,), {"_fields_": swapped})
         monkeypatch.setattr(one_call, "_ArrayFields", other)
         assert not one_call._has_expected_layout.__wrapped__(), swapped
+
+
+@pytest.mark.parametrize("lanes", [1, 16])
+def test_next_observations_are_kept_apart_only_where_there_is_room(lanes: int) -> None:
+    """Room that was given up, or is too small for one of several fields, is not written to: Python is asked."""
+    space = spaces.Box(-9, 9, (2,), np.float64)
+    rows = np.random.default_rng(0).random((400, lanes, 2))
+    action, flags = np.zeros((lanes, 2), np.float32), np.zeros(lanes, np.bool_)
+    oracle = OracleMemory(900 * lanes, lanes)
+    with holdall.ReplayMemory(space, ACTION, 900 * lanes, lanes) as memory:
+        for t in range(399):
+            is_last = (np.arange(lanes)[:, None] + t) % 7 == 0
+            following = np.where(is_last, -rows[t + 1], rows[t + 1])
+            given = (rows[t], action, flags.astype(np.float32), following, flags, flags)
+            apart = next(iter(memory._store._rings.small.values())).kept_apart
+            before, room = len(apart), apart.room
+            if t % 42 == 36:
+                apart.hold(apart.held)  # as after a run was packed
+                assert memory.add_at_once(*given) == 0
+                assert (len(apart), room[3]) == (before, 0)
+            memory.add(*given)
+            oracle.add(*given)
+            assert len(apart) <= len(apart.held.ids)
+        assert_same(memory, oracle)
