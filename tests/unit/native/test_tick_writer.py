@@ -391,13 +391,13 @@ def test_next_observations_are_kept_apart_only_where_there_is_room(lanes: int) -
             is_last = (np.arange(lanes)[:, None] + t) % 7 == 0
             following = np.where(is_last, -rows[t + 1], rows[t + 1])
             given = (rows[t], action, flags.astype(np.float32), following, flags, flags)
-            apart = next(iter(memory._store._rings.small.values())).kept_apart
-            before, room = len(apart), apart.room
+            apart = next(iter(memory._open()._rings.small.values())).apart
+            before, room = len(apart.held), apart.room
             if t % 42 == 36:
                 apart.hold(apart.held)  # as after a run was packed
                 assert memory.add_at_once(*given) == 0
-                assert (len(apart), room[3]) == (before, 0)
+                assert (len(apart.held), room[3]) == (before, 0)
             memory.add(*given)
             oracle.add(*given)
-            assert len(apart) <= len(apart.held.ids)
+            assert len(apart.held) <= len(apart.held.ids)
         assert_same(memory, oracle)

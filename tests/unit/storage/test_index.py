@@ -7,9 +7,9 @@ import pytest
 
 from holdall.native import PortableKernels
 from holdall.schema import Leaf
-from holdall.storage.batch_source import SegmentIndex
 from holdall.storage.blocks import reserve
 from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.segment import SegmentIndex
 from holdall.storage.slices import AnyPart, ClosedPart, OpenPart, Window
 
 FIELDS = [Leaf("a", (40,), np.dtype("u1")), Leaf("b", (50,), np.dtype("u1"))]
@@ -116,7 +116,7 @@ def test_a_segment_that_is_put_behind_others_is_what_is_built_anew() -> None:
         followed.segments[-1:] = [list(put), last]
         before = [(table, table[:-1].tobytes()) for table in (followed.index.first_ticks, *followed.index.records)]
         for _ in range(2):  # as after an interrupt
-            followed.index.put_behind(len(followed.segments) - 2, followed.first_ticks[-1], put, last)  # type: ignore[arg-type]
+            followed.index.put_behind(len(followed.segments) - 2, followed.first_ticks[-1], put, last)
             followed.check()
         assert all(table[:-1].tobytes() == content for table, content in before)
         shared += all(map(np.shares_memory, followed.index.records, [table for table, _ in before[1:]]))
