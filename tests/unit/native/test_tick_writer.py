@@ -386,7 +386,8 @@ def test_next_observations_are_kept_apart_only_where_there_is_room(lanes: int) -
     rows = np.random.default_rng(0).random((400, lanes, 2))
     action, flags = np.zeros((lanes, 2), np.float32), np.zeros(lanes, np.bool_)
     oracle = OracleMemory(900 * lanes, lanes)
-    with holdall.ReplayMemory(space, ACTION, 900 * lanes, lanes) as memory:
+    memory: Any = holdall.ReplayMemory(space, ACTION, 900 * lanes, lanes)
+    with memory:
         for t in range(399):
             is_last = (np.arange(lanes)[:, None] + t) % 7 == 0
             following = np.where(is_last, -rows[t + 1], rows[t + 1])
