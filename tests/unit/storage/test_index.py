@@ -116,7 +116,7 @@ def test_a_segment_that_is_put_behind_others_is_what_is_built_anew() -> None:
         followed.segments[-1:] = [list(put), last]
         before = [(table, table[:-1].tobytes()) for table in (followed.index.first_ticks, *followed.index.records)]
         for _ in range(2):  # as after an interrupt
-            followed.index.put_behind(len(followed.segments) - 2, followed.first_ticks[-1], put, last)
+            followed.index.put_behind(len(followed.segments) - 2, followed.first_ticks[-1], put, last)  # type: ignore[arg-type]
             followed.check()
         assert all(table[:-1].tobytes() == content for table, content in before)
         shared += all(map(np.shares_memory, followed.index.records, [table for table, _ in before[1:]]))
