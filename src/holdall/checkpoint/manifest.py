@@ -23,8 +23,7 @@ from typing import Any
 from holdall.background import Waiting
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
 from holdall.storage import SegmentFile, parsed, unparsed
-from holdall.units import count_of as counted
-from holdall.units import malformed_refused, require_path, text_of
+from holdall.units import count_of, malformed_refused, require_path, text_of
 
 FORMAT = "holdall checkpoint"
 VERSION = 1
@@ -231,35 +230,37 @@ def _require_readable(words: Any) -> None:
 
 
 def _decoded(words: Any) -> Manifest:
-    files = {text_of(name, DATA_NAME): counted(nbytes) for name, nbytes in words["files"]}
+    files = {text_of(name, DATA_NAME): count_of(nbytes) for name, nbytes in words["files"]}
     names = list(files)
 
     def unpacked(packed: Any) -> Ref:
         index, start, nbytes, digest = packed
-        ref = Ref(names[counted(index)], counted(start), counted(nbytes), text_of(digest, _HEX32))
+        ref = Ref(names[count_of(index)], count_of(start), count_of(nbytes), text_of(digest, _HEX32))
         if ref.start + ref.nbytes > files[ref.file]:
             raise ValueError(f"a record of {ref.file} ends behind its file")
         return ref
 
     blocks = tuple(
-        BlockEntry(counted(slice_bytes), counted(slices), tuple(unpacked(ref) for ref in refs))
+        BlockEntry(count_of(slice_bytes), count_of(slices), tuple(unpacked(ref) for ref in refs))
         for slice_bytes, slices, refs in words["blocks"]
     )
     segments = tuple(
-        SegmentEntry(counted(first), counted(ticks), unpacked(ref), tuple(counted(b, len(blocks) - 1) for b in numbers))
+        SegmentEntry(
+            count_of(first), count_of(ticks), unpacked(ref), tuple(count_of(b, len(blocks) - 1) for b in numbers)
+        )
         for first, ticks, numbers, *ref in words["segments"]
     )
-    rows = tuple(Chunk(counted(first), counted(ticks), unpacked(ref)) for first, ticks, *ref in words["rows"])
+    rows = tuple(Chunk(count_of(first), count_of(ticks), unpacked(ref)) for first, ticks, *ref in words["rows"])
     if not isinstance(words["schema"], dict):
         raise TypeError("its schema is no object")
     return Manifest(
-        number=counted(words["number"]),
+        number=count_of(words["number"]),
         commit=text_of(words["commit"], _HEX32),
         writer_id=text_of(words["epoch"], _WRITER_ID),
         time=float(words["time"]),
-        first_tick=counted(words["first_tick"]),
-        next_tick=counted(words["next_tick"]),
-        capacity_ticks=counted(words["capacity_ticks"]),
+        first_tick=count_of(words["first_tick"]),
+        next_tick=count_of(words["next_tick"]),
+        capacity_ticks=count_of(words["capacity_ticks"]),
         schema=words["schema"],
         files=files,
         state=unpacked(words["state"]),
@@ -276,8 +277,8 @@ def _decoded(words: Any) -> Manifest:
 
 
 def _shard_of(folder: Any, number: Any, commit: Any, *counts: Any) -> ShardEntry:
-    transitions, nbytes = (counted(count) for count in counts)
-    return ShardEntry(text_of(folder, SHARD_FOLDER), counted(number), text_of(commit, _HEX32), transitions, nbytes)
+    transitions, nbytes = (count_of(count) for count in counts)
+    return ShardEntry(text_of(folder, SHARD_FOLDER), count_of(number), text_of(commit, _HEX32), transitions, nbytes)
 
 
 def _in_order(runs: Any) -> Any:

@@ -23,8 +23,7 @@ import numpy as np
 from holdall.checkpoint import Slots, objects_at
 from holdall.errors import CheckpointError, DamageError, FencedError, ShardError
 from holdall.storage import SealedSegment, pack, records_in
-from holdall.units import count_of as counted
-from holdall.units import malformed_refused
+from holdall.units import count_of, malformed_refused
 
 SLOT, ENTRY, PRIORITIES, FOLDER = "slot", "entry", "priorities", "journal"
 SLOT_BYTES = 16 * 2**20
@@ -82,9 +81,9 @@ class JournalState:
         move = None if head.get("move") is None else SegmentMove(**head["move"])
         if move is not None:
             _writer_of(move.writer)
-            counted(move.shard, 2**16), counted(move.sequence), counted(move.first_row)
+            count_of(move.shard, 2**16), count_of(move.sequence), count_of(move.first_row)
         words = str(head.get("loading", "")), str(head.get("closed_by", "")), head.get("drained") is True
-        return cls(counted(head["hidden_before"]), *words, move)
+        return cls(count_of(head["hidden_before"]), *words, move)
 
 
 Priorities = Callable[[], Mapping[str, Any] | None]
@@ -305,7 +304,7 @@ class Journal:
             if not records or records[0].kind != SLOT or records[0].head["number"] != number:
                 raise DamageError(f"slot {number} of {self.url} is none; it is not used")
             head = records[0].head
-            self._expect({_writer_of(name): counted(n) for name, n in head.get("expected", {}).items()})
+            self._expect({_writer_of(name): count_of(n) for name, n in head.get("expected", {}).items()})
             self._full_at = number if "expected" in head else self._full_at
             self.state = JournalState.of(head)
             entries = []
@@ -314,9 +313,9 @@ class Journal:
                     scaled = np.frombuffer(record.part("scaled", read), "<f8")
                     self.priorities, self._priorities_at = record.head | {"scaled": scaled}, number
                 elif record.kind == ENTRY:
-                    named = _writer_of(record.head["writer"]), counted(record.head["sequence"])
+                    named = _writer_of(record.head["writer"]), count_of(record.head["sequence"])
                     entries.append(Entry(*named, record.part("segment", read)))
-            page = Page(counted(head["first_row"]), entries, not self._first_rows)
+            page = Page(count_of(head["first_row"]), entries, not self._first_rows)
         if entries:
             self._expect({entry.writer: entry.sequence + 1 for entry in entries})
             self._first_rows[number] = page.first_row

@@ -27,7 +27,7 @@ import numpy as np
 import ray
 from gymnasium import spaces
 
-from holdall import checkpoint
+from holdall import checkpoint, sampling
 from holdall.cluster import roster
 from holdall.cluster.handle import MemoryHandle
 from holdall.cluster.journal import journals_in_use
@@ -39,15 +39,7 @@ from holdall.errors import ArgumentError, ShardError
 from holdall.native import chosen_kernels
 from holdall.ray_access import require_safe_cluster
 from holdall.replay import ReplayMemory as LocalReplayMemory
-from holdall.sampling import (
-    Sampler,
-    Uniform,
-    generator_of,
-    generator_state,
-    restored_generator,
-    sampler_to_resume,
-    sampler_words,
-)
+from holdall.sampling import Sampler, Uniform
 from holdall.schema import Schema, schema_of, schema_words
 from holdall.units import require_count, whole
 
@@ -250,7 +242,7 @@ class ReplayMemory(MemoryHandle):
             require_count("shards", shards, 1)
             capacity = require_count("capacity", whole(capacity), schema.num_envs * shards, " (num_envs times shards)")
             rows = capacity // schema.num_envs // shards * schema.num_envs
-            shards = SavedShards(rows, generator_of(seed), dict.fromkeys(range(shards)))
+            shards = SavedShards(rows, sampling.generator_of(seed), dict.fromkeys(range(shards)))
         roster.require_settings(
             url, patience_s, durability=durability, on_shard_loss=on_shard_loss, prefer=prefer, placement=placement
         )
@@ -309,8 +301,8 @@ class ReplayMemory(MemoryHandle):
         place, self._has_saved = checkpoint.normalized_url(url), True
         state = {
             "shard_rows": self._terms.shard_rows,
-            "generator": generator_state(self._drawing.generator),
-            "sampler": sampler_words(self.sampler),
+            "generator": sampling.generator_state(self._drawing.generator),
+            "sampler": sampling.sampler_words(self.sampler),
         }
         calls = {
             number: self._cluster.call(number, "begin_save", checkpoint.shard_url(place, number))
@@ -358,7 +350,7 @@ class ReplayMemory(MemoryHandle):
         state, schema = checkpoint.restored_state(manifest, reader), schema_of(manifest.schema)
         count = len(manifest.shards) or _LOCAL_ON if shards is None else shards
         goes_on = count == len(manifest.shards)
-        sampler = sampler_to_resume(sampler, state["sampler"], goes_on=goes_on)
+        sampler = sampling.sampler_to_resume(sampler, state["sampler"], goes_on=goes_on)
         rows = -(-manifest.capacity_ticks * schema.num_envs // count) + _SPARE_ROWS
         places: dict[int, tuple[str, int] | None] = dict.fromkeys(range(count))
         if goes_on:
@@ -366,7 +358,7 @@ class ReplayMemory(MemoryHandle):
             places = {
                 int(shard.folder[-5:]): (f"{reader.url}/{shard.folder}", shard.number) for shard in manifest.shards
             }
-        saved = SavedShards(rows, restored_generator(state["generator"]), places)
+        saved = SavedShards(rows, sampling.restored_generator(state["generator"]), places)
         memory = cls(schema, None, shards=saved, sampler=sampler, **settings)
         if not goes_on:
             try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from holdall import storage
+from holdall import sampling, storage
 from holdall.batch import Draw, of_ids
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, runs_of, runs_state
 from holdall.cluster.answer import Answer, AnswerPacker, Payload
@@ -24,18 +24,7 @@ from holdall.delivery import DrawnRows, ObservationAssembler, Prefetched
 from holdall.errors import DamageError
 from holdall.machine import memory_limits
 from holdall.native import chosen_kernels
-from holdall.sampling import (
-    ComposedSampler,
-    Held,
-    Hindsight,
-    Likelihood,
-    RowOrder,
-    Sampler,
-    WriterRun,
-    generator_state,
-    restored_generator,
-    resume,
-)
+from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun
 from holdall.schema import Schema, schema_of
 from holdall.shared import OpenedBlocks, Pair, RowsPlace, SharedCount, block_bytes, block_leaves, pairs_in
 
@@ -146,7 +135,7 @@ class ShardData:
         saved, by = journal.priorities, self.likelihood.prioritized
         # Priorities that were made with other settings are worth nothing.
         if saved is not None and by is not None and [by.alpha, by.floor] == saved["settings"]:
-            resume(by, {"kind": type(by).__name__, "state": saved}, self.capacity, self.store.first_tick)
+            sampling.resume(by, {"kind": type(by).__name__, "state": saved}, self.capacity, self.store.first_tick)
 
     def priorities(self) -> dict[str, Any] | None:
         """Return all that `replay` needs of a sampler with priorities; None of one without."""
@@ -173,8 +162,8 @@ class ShardData:
             for run in self._runs:
                 self._order.add(run, store.first_tick)
         self.inserted = int(state["inserted"])
-        self.generator = restored_generator(state["generator"])
-        resume(self.sampler, state["sampler"], self.capacity, store.first_tick)
+        self.generator = sampling.restored_generator(state["generator"])
+        sampling.resume(self.sampler, state["sampler"], self.capacity, store.first_tick)
 
     def write_loaded(self, journal: Journal, checkpoint: str, written: int) -> None:
         """Write the segments of a checkpoint that a journal does not have yet.
@@ -199,7 +188,7 @@ class ShardData:
         saver = self.savers.to(url)
         state = {
             "sampler": {"kind": type(self.sampler).__name__, "state": self.sampler.state()},
-            "generator": generator_state(self.generator),
+            "generator": sampling.generator_state(self.generator),
             "prefetched": Prefetched().state(),
             "inserted": self.inserted,
             "runs": runs_state(self._runs),

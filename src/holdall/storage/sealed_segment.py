@@ -30,8 +30,7 @@ from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window, WindowSear
 from holdall.storage.snapshot import ROWS, Like, RowChunk, pack_logs, pack_rows, unpack_logs, unpack_rows
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import Arguments, FastTick, FlatField, Kernels, SlicedTick, Tick, TickWriter, packed_rows
-from holdall.units import count_of as counted
-from holdall.units import malformed_refused
+from holdall.units import count_of, malformed_refused
 
 _MOST_SEGMENT_ROWS = 2**20
 _SEGMENT_BYTES = 4 * 2**20
@@ -137,7 +136,7 @@ def unpack_segment(
         rows, logs, *slices = records_in(payload)
         require_kind(rows, ROWS, read)
         like = _columns_like(rows.head["columns"], schema)
-        ticks, first_tick = rows.head["ticks"], counted(rows.head["first_tick"])
+        ticks, first_tick = rows.head["ticks"], count_of(rows.head["first_tick"])
         lanes = like["terminated.0"][0][0]
         if type(ticks) is not int or not 1 <= ticks * lanes <= _MOST_SEGMENT_ROWS:
             raise DamageError(f"a segment claims {ticks!r} ticks of {lanes} lanes; nothing of it is used")
@@ -163,7 +162,7 @@ def records_in(payload: bytes) -> Iterator[Record]:
 def _columns_like(described: Any, schema: Schema) -> Like:
     """Return what the columns of a segment must be, where only lanes, large leaves and the reward's dtype are free."""
     found = {name: (dtype_of(dtype), shape) for name, dtype, shape in described}
-    (lanes,) = {counted(shape[0]) for _, shape in found.values()}
+    (lanes,) = {count_of(shape[0]) for _, shape in found.values()}
     leaves = _column_leaves(schema, _large_leaves(found)) | {"reward.0": schema.reward_leaf(found["reward.0"][0])}
     leaves |= {"invalid.0": FLAG} if "invalid.0" in found else {}
     return {name: ((lanes, *leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
