@@ -149,7 +149,7 @@ class DeviceRing:
         """Bytes that the field takes."""
         return self.nbytes
 
-    def describe(self, kept: int) -> str:
+    def describe(self, first_tick: int, next_tick: int) -> str:
         """Say where the field lies, for people."""
         places = 0 if self.pool is None else self.pool.places
         how = "flat rows" if self.window is None else f"window of {self.window.slices}, each slice once,"
