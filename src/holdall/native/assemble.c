@@ -3,6 +3,7 @@
  *
  * Every index is checked, as in gather.c. A batch that fails leaves nothing but launches whose results nobody sees.
  */
+#include "batch_structs.h"
 #include "reading.h"
 
 #include <string.h>

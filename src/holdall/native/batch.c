@@ -6,6 +6,7 @@
  * which needs no lock: what they are read from is referred to until then.
  * Whatever is not as it must be is noticed before anything is drawn: then 0 is returned, and Python goes the general way.
  */
+#include "batch_structs.h"
 #include "objects.h"
 #include "reading.h"
 #include "threads.h"

@@ -401,7 +401,7 @@ extern "C" __global__ void estimate_advantages(const struct Rollout rollout)
     }
 }
 
-/* A batch of a memory on the host: see native/structs.h, which declares the same structs. */
+/* A batch of a memory on the host: see native/batch_structs.h, which declares the same structs. */
 
 #define MOST_SLICED_FIELDS 16
 

@@ -341,11 +341,10 @@ static int64_t name(names *n, const part *parts, int64_t which, int64_t number) 
 }
 
 /* Write the names of all slices of some rows' observations, (rows, window); NULL for one that is not wanted.
- * With `base`, a slice's name is its number plus its part's base, and `n` is not used.
  * Returns -1, or the first row whose place is not inside its segment or whose windows are others. */
 EXPORT int64_t holdall_name(const part *parts, int64_t part_count, const int32_t *segment, const uint32_t *cursor,
                             const int32_t *lane, int64_t lanes, int64_t rows, int64_t window, int64_t slice_bytes,
-                            int32_t *obs, int32_t *next_obs, const int64_t *base, names *n) {
+                            int32_t *obs, int32_t *next_obs, names *n) {
     for (int64_t i = 0; i < rows; i++) {
         if (segment[i] < 0 || segment[i] >= part_count || lane[i] < 0 || lane[i] >= lanes) return i;
         const part *const p = &parts[segment[i]];
@@ -359,24 +358,11 @@ EXPORT int64_t holdall_name(const part *parts, int64_t part_count, const int32_t
             if (number < 0 || number > INT32_MAX) return i;
             const int in_obs = obs && w < window, in_next = next_obs && w >= step;
             if (!in_obs && !in_next) continue;
-            const int64_t named = base ? base[segment[i]] + number : name(n, parts, segment[i], number);
-            if (named < 0 || named > INT32_MAX) return i;
+            const int64_t named = name(n, parts, segment[i], number);
+            if (named < 0) return i;
             if (in_obs) obs[i * window + w] = (int32_t)named;
             if (in_next) next_obs[i * window + w - step] = (int32_t)named;
         }
-    }
-    return -1;
-}
-
-/* Write where the slices named begin, in units of `unit` bytes (a power of two), given where those of each part begin.
- * Returns -1, or the first slice of a part whose start is not known: less than 0. */
-EXPORT int64_t holdall_locate(const names *n, const int64_t *starts, int64_t slice_bytes, int64_t unit, int64_t *out) {
-    int shift = 0; /* a division for each slice would take as long as all the rest */
-    while (unit >> shift > 1) shift++;
-    for (int64_t i = 0; i < n->count; i++) {
-        const int64_t start = starts[n->part[i]];
-        if (start < 0) return i;
-        out[i] = (start + n->number[i] * slice_bytes) >> shift;
     }
     return -1;
 }

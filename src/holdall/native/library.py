@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import APART_FIELDS, COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 23
+_VERSION = 24
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -343,8 +343,7 @@ _SIGNATURES = _signatures("""
     holdall_find v pnpnnpp
     holdall_expect v pnpppnn
     holdall_gather n pnpppnnpnnpppnpnp
-    holdall_name n pnpppnnnnpppp
-    holdall_locate n ppnnp
+    holdall_name n pnpppnnnnppp
     holdall_collect n ppnppnnpnpupp
     holdall_assemble n p
     holdall_launch_here i pjjjjjjjppp

@@ -106,7 +106,7 @@ class SliceNamer:
         failed = self._library.holdall_name(
             _pointer(records), len(records), _pointer(places.segment), _pointer(places.cursors[field]),
             _pointer(places.lane), places.lanes, len(places.segment), window, outer * run_bytes,
-            *(None if names is None else _pointer(names) for names in (obs, next_obs)), None,
+            *(None if names is None else _pointer(names) for names in (obs, next_obs)),
             ctypes.addressof(self._struct),
         )  # fmt: skip
         if failed >= 0:
