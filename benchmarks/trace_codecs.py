@@ -13,9 +13,9 @@ memory and of what the memory counts, from one compressed block to the next, in 
 them are; the first third is not read, while tables and pools grow that are made once. Batches of 256 are drawn by each
 side alone in three processes, and by both in turns in another.
 
-Of a trace each of 16 lanes plays a piece, and one lane all of them. So lanes see 16 times as many passes begin, each
-with images that are mirrored or inverted as a whole. Where images take few bytes these weigh much; games that are
-played live (by ale-py, at random, from a seed a lane) have none of them.
+Of a trace each of 16 lanes plays a piece, and one lane all of them: lanes see 16 times as many passes begin, each with
+images that changed as a whole. Games that are played live (by ale-py, at random, a seed a lane) have no such passes.
+Shown are compressed bytes, and all that the memory counts for a transition.
 """
 
 from __future__ import annotations
