@@ -40,7 +40,7 @@ def test_what_a_writer_was_given_outlives_its_patience(is_known: bool, memory: R
     shard.send_signal(signal.SIGSTOP)
     try:
         for _ in range(2):  # what raised is not held: it is added again, and not twice
-            with pytest.raises(ShardError, match="the same call again"):  # noqa: PT012  which of them it is does not matter
+            with pytest.raises(ShardError, match="make the same call again"):  # noqa: PT012  which of them it is does not matter
                 while added < 2_000:
                     writer.add(*step(added))
                     added += 1
