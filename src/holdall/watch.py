@@ -445,8 +445,10 @@ class LimitTracker:
         ]
 
     def _rate(self, limit: Limit, now: float) -> float:
-        moment, left, before = self._before.get(limit.name, (now, limit.free_bytes, 0.0))
-        rate = max((left - limit.free_bytes) / (now - moment), 0.0) if now > moment else 0.0
+        moment, left, before = self._before.setdefault(limit.name, (now, limit.free_bytes, 0.0))
+        if now - moment < _SHORTEST_PAUSE_S:  # a page that was taken in a microsecond would be gigabytes a second
+            return before
+        rate = max((left - limit.free_bytes) / (now - moment), 0.0)
         rate = max(rate, 0.5 * (before + rate))
         self._before[limit.name] = (now, limit.free_bytes, rate)
         return rate

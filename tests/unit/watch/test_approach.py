@@ -49,3 +49,13 @@ def test_what_comes_fast_or_is_close_is_looked_at_often() -> None:
         nearest_of(approach.follow([limit(188)], 0.0)).pause_s == 0.25
     )  # 128 MiB to go, which 512 a second would take
     assert nearest_of(approach.follow([limit(60)], 0.5)).pause_s == 0.02
+
+
+def test_two_looks_at_nearly_the_same_moment_give_no_rate_of_their_own() -> None:
+    """A page that is taken between them would be gigabytes a second; it counts in the next rate."""
+    approach = LimitTracker(0.9)
+    approach.follow([limit(400)], 0.0)
+    assert nearest_of(approach.follow([limit(390)], 1.0)).bytes_per_second == 10 * MIB
+    hurried = nearest_of(approach.follow([limit(380)], 1.00001))
+    assert (hurried.bytes_per_second, hurried.is_near) == (10 * MIB, False)
+    assert nearest_of(approach.follow([limit(350)], 1.5)).bytes_per_second == 80 * MIB
