@@ -1,7 +1,7 @@
 """Attached files: a trainer's own, saved with a memory: checked, written in pieces, read back when they are asked for.
 
 In:  bytes, or paths of files, by name.  Out: pieces that become records; and of these the bytes again.
-Invariant: names can be those of files below a folder, whoever wrote them, and lead nowhere else.
+Invariant: names can be those of files below a folder, whatever program wrote them, and lead nowhere else.
 """
 
 from __future__ import annotations

@@ -327,10 +327,10 @@ class DirectoryReader(CheckpointReader):
             try:
                 sizes[name] = self._disk.size(path)
             except OSError as error:
-                told = read_error(path, error)
+                explained = read_error(path, error)
                 is_gone = isinstance(error, FileNotFoundError | NotADirectoryError | DamageError)
-                if not is_gone and (names is not None or not isinstance(told, DamageError)):
-                    raise told from error  # of a sector that cannot be read, only if it is asked for by name
+                if not is_gone and (names is not None or not isinstance(explained, DamageError)):
+                    raise explained from error  # of a sector that cannot be read, only if it is asked for by name
         return sizes
 
     def open(self, name: str) -> tuple[SegmentFile, int]:

@@ -212,7 +212,7 @@ class Delivery:
 
 
 class MadeBatch(NamedTuple):
-    """A batch that a device was told to put together, and the event behind which it is there.
+    """A batch that a device was asked to put together, and the event behind which it is there.
 
     The event is None if the consumer's own stream does it.
     """

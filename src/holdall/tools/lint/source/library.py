@@ -145,9 +145,9 @@ def _subscribed(interpreter: Any, given: CallArguments, node: ast.AST) -> Any:
 
 def _tracked(interpreter: Any, given: CallArguments, node: ast.AST) -> InstanceValue:
     """Return a run of Weights & Biases: the configuration that it was given is read back from it."""
-    told = given.likely(None, "config", None)
-    told = told.attributes if isinstance(told, InstanceValue) else told
-    entries, complete = told.items() if isinstance(told, dict) else (), getattr(told, "is_complete", True)
+    config = given.likely(None, "config", None)
+    config = config.attributes if isinstance(config, InstanceValue) else config
+    entries, complete = config.items() if isinstance(config, dict) else (), getattr(config, "is_complete", True)
     interpreter.tracked = TableValue(entries, path=interpreter.path, attributes=True, complete=complete)
     return InstanceValue(Reference("wandb.Run"), {"config": interpreter.tracked}, node=node)
 
