@@ -13,9 +13,11 @@ memory and of what the memory counts, from one compressed block to the next, in 
 them are; the first third is not read, while tables and pools grow that are made once. Batches of 256 are drawn by each
 side alone in three processes, and by both in turns in another.
 
-Of a trace each of 16 lanes plays a piece, and one lane all of them: lanes see 16 times as many passes begin, each with
-images that changed as a whole. Games that are played live (by ale-py, at random, a seed a lane) have no such passes.
-Shown are compressed bytes, and all that the memory counts for a transition.
+Of a trace each of 16 lanes plays a piece again and again; one lane plays what all of them play, pass after pass. So
+its images change as a whole once a pass, and those of 16 lanes 16 times. With `--stretch 78` one lane plays so many
+steps of the first lane, then those of the second at the same time: about what one block of the 16 lanes holds.
+Games that are played live (by ale-py, at random, a seed a lane) have no such passes. Shown are compressed bytes, and
+all that the memory counts for a transition.
 """
 
 from __future__ import annotations
@@ -89,13 +91,17 @@ def varied(arrays: dict[str, Any], number: int, rooms: dict[str, Any]) -> dict[s
     return changed
 
 
-def played(file: Path, lanes: int = 1, pieces: int = 1) -> Stream:
-    """Play a trace for ever: in one lane, whole or piece after piece, or each of the pieces in a lane of its own."""
+def played(file: Path, lanes: int = 1, pieces: int = 1, stretch: int = 0) -> Stream:
+    """Play a trace for ever: whole, or each of its pieces in a lane of its own, or stretches of these in one lane."""
     with np.load(file, allow_pickle=False) as loaded:
         arrays = {name: loaded[name] for name in loaded.files}
     rooms: dict[str, Any] = {}
     trace = Trace(varied(arrays, 0, rooms), file.name)
-    return Stream(trace.observation_space, trace.action_space, lanes, _steps(arrays, file.name, lanes, pieces, rooms))
+    length = len(trace) // pieces
+    steps = _played_pieces(arrays, file.name, rooms, pieces, length)
+    if lanes < pieces:
+        steps = one_by_one(steps, pieces, stretch or length)
+    return Stream(trace.observation_space, trace.action_space, lanes, steps)
 
 
 def live(game: str, lanes: int) -> Stream:
@@ -110,17 +116,33 @@ def live(game: str, lanes: int) -> Stream:
     return Stream(played_so[0].observation_space, played_so[0].action_space, lanes, steps)
 
 
-def _steps(arrays: dict[str, Any], name: str, lanes: int, pieces: int, rooms: dict[str, Any]) -> Iterator[Step]:
+def _played_pieces(
+    arrays: dict[str, Any], name: str, rooms: dict[str, Any], pieces: int, length: int
+) -> Iterator[Step]:
+    """Play pieces of a trace side by side, pass after pass."""
     for number in itertools.count():
         trace = Trace(varied(arrays, number, rooms), name)
         if pieces == 1:
             yield from (Step(*step) for step in trace.steps())
             continue
-        length = len(trace) // pieces
         cut = [itertools.islice(trace.steps(), piece * length, (piece + 1) * length) for piece in range(pieces)]
-        for together in [cut] if lanes == pieces else [[piece] for piece in cut]:
-            for place, side_by_side in enumerate(zip(*together, strict=True)):
-                yield _beside(side_by_side, is_last=place == length - 1)
+        for place, side_by_side in enumerate(zip(*cut, strict=True)):
+            yield _beside(side_by_side, is_last=place == length - 1)
+
+
+def one_by_one(steps: Iterator[Step], lanes: int, stretch: int) -> Iterator[Step]:
+    """Play what lanes play in one: so many steps of the first lane, then those of the second at the same time."""
+    while together := list(itertools.islice(steps, stretch)):
+        for lane in range(lanes):
+            for number, step in enumerate(together, 1):
+                obs, action, reward, next_obs, terminated, truncated = (
+                    _lane(part, lane) for part in (getattr(step, name) for name in TraceStep._fields)
+                )
+                yield Step(obs, action, reward, next_obs, terminated, truncated | ((number == stretch) & ~terminated))
+
+
+def _lane(part: Any, lane: int) -> Any:
+    return {key: _lane(one, lane) for key, one in part.items()} if isinstance(part, dict) else part[lane : lane + 1]
 
 
 def _beside(steps: tuple[TraceStep, ...], *, is_last: bool) -> Step:
@@ -322,7 +344,18 @@ def _child(
 ) -> dict[str, Any]:
     command = [sys.executable, __file__, *([str(wanted.folder)] if wanted.folder else []), "--prefer", prefer]
     command += ["--live" if wanted.live else "--traces", name]
-    command += ["--child", ",".join(sides), "--lanes", str(lanes), "--pieces", str(pieces), "--held", str(wanted.held)]
+    command += [
+        "--child",
+        ",".join(sides),
+        "--lanes",
+        str(lanes),
+        "--pieces",
+        str(pieces),
+        "--stretch",
+        str(wanted.stretch),
+        "--held",
+        str(wanted.held),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
@@ -338,7 +371,7 @@ def _in_child(wanted: argparse.Namespace, name: str, prefer: str) -> dict[str, A
         return grown(file, prefer)
     if wanted.child == ["chosen"]:
         return chosen(file, prefer)
-    return measure(played(file, wanted.lanes, wanted.pieces), wanted.child, prefer, wanted.held)
+    return measure(played(file, wanted.lanes, wanted.pieces, wanted.stretch), wanted.child, prefer, wanted.held)
 
 
 def main() -> None:
@@ -349,6 +382,7 @@ def main() -> None:
     parser.add_argument("--live", type=lambda text: text.split(","), help="games in place of traces, with --lanes")
     parser.add_argument("--prefer", type=lambda text: text.split(","), default=["balanced"])
     parser.add_argument("--lanes", type=int, default=1)
+    parser.add_argument("--stretch", type=int, default=0, help="steps of a lane before those of the next, with --lanes")
     parser.add_argument("--held", type=int, default=MOST_HELD)
     parser.add_argument("--chosen", type=int, default=0, metavar="RUNS")
     parser.add_argument("--video", action="store_true")

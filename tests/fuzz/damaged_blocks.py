@@ -12,7 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from holdall.errors import DamageError
 from holdall.native import NativeCoder, NativeKernels, PortableCoder, native_kernels, open_library
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
-from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.codec import Codec, Dictionary, Method, Predictor, SlicePlaces, Transform
 from holdall.storage.pairs import train_pairs
 
 COUNT = 12
@@ -59,7 +59,7 @@ class Block:
     checks: NDArray[np.uint32] | None = None  # of the units in a file; None: those that are right
     cut: int = 0  # bytes that the file lacks at its end
     start: int = 0  # where in the file the units are said to begin
-    places: NDArray[Any] = field(default_factory=lambda: np.zeros(0, np.uint16))
+    places: SlicePlaces | None = None
 
 
 def tables_for(slices: Bytes, form: Transform) -> Dictionary | None:
@@ -135,7 +135,7 @@ def whole_blocks() -> list[Block]:
 
 
 BLOCKS = whole_blocks()
-SINGLES = [block for block in BLOCKS if block.codec.group == 1 and not len(block.places)]
+SINGLES = [block for block in BLOCKS if block.codec.group == 1 and block.places is None]
 Damage = Callable[[Block, np.random.Generator], None]
 
 
@@ -249,18 +249,26 @@ def mistake_the_key(block: Block, generator: np.random.Generator) -> None:
 
 
 def spoil_places(block: Block, generator: np.random.Generator) -> None:
-    """Let slices stand in places that others have or nobody has, in too few of them, or in numbers of another size."""
-    places = np.resize(block.places, COUNT) if len(block.places) else np.arange(COUNT, dtype=np.uint16)
-    match generator.integers(4):
+    """Let slices be of lanes that there are none of, stand behind the last, or be fewer or more than are counted."""
+    places = block.places or SlicePlaces.of(np.arange(COUNT, dtype=np.uint32)[::-1].copy())
+    assert places is not None
+    lanes, run = places.lanes.copy(), places.run
+    firsts: NDArray[Any] = places.firsts.copy()
+    if not (lanes.size and firsts.size):  # spoilt before
+        return
+    match generator.integers(5):
         case 0:
-            places[generator.integers(0, COUNT, 3)] = generator.integers(0, 1 << 16, 3)
+            lanes[generator.integers(0, len(lanes), 3)] = generator.integers(0, 256, 3)
         case 1:
-            places[generator.integers(0, COUNT, 3)] = COUNT
+            firsts.reshape(-1)[generator.integers(0, firsts.size, 3)] = generator.integers(0, 1 << 16, 3)
         case 2:
-            places = places[: int(generator.integers(COUNT))].copy()
+            lanes = lanes[: int(generator.integers(len(lanes)))].copy()
+        case 3:
+            firsts = firsts[:, : int(generator.integers(1, firsts.shape[1] + 1))].astype(generator.choice(["u2", "u4"]))
         case _:
-            places = places.astype(generator.choice(["u4", "u8", "i4"]))
-    block.places = places
+            run = int(generator.choice([2, 3, 4, 8, COUNT, 1024, 1 << 40]))
+            firsts = np.resize(firsts, (max(1, -(-COUNT // run)), firsts.shape[1]))
+    block.places = SlicePlaces(lanes, np.ascontiguousarray(firsts), run)
 
 
 def mistake_the_count(block: Block, generator: np.random.Generator) -> None:
@@ -357,8 +365,11 @@ def read_damaged(coder: Coder, block: Block, lay: Callable[[NDArray[Any]], NDArr
     out = room[MARGIN:-MARGIN].reshape(len(block.numbers), slice_bytes)
     try:
         units = laid(block, lay)
-        told = lay(block.offsets), lay(block.palette)
-        sealed = coder.adopt(Coded(block.codec, block.count, *told, units, lay(block.places)))
+        told, places = (lay(block.offsets), lay(block.palette)), block.places
+        if places is not None:
+            firsts = lay(places.firsts.reshape(-1)).reshape(places.firsts.shape)
+            places = replace(places, lanes=lay(places.lanes), firsts=firsts)
+        sealed = coder.adopt(Coded(block.codec, block.count, *told, units, places))
         coder.decode(sealed, block.numbers, out)
     except DamageError:
         return None

@@ -32,12 +32,30 @@ static int is_cut_soundly(const sealed_block *b) {
     return b->group * coded_bytes(&b->form) <= INT32_MAX;
 }
 
+/* How many of the slices [first, end) a lane brought; two lanes are in a byte, and `first` is even. */
+static int64_t count_in_halves(const uint8_t *lanes, int64_t first, int64_t end, int lane) {
+    int32_t count = 0;
+    for (int64_t i = first / 2; i < end / 2; i++) count += ((lanes[i] & 15) == lane) + (lanes[i] >> 4 == lane);
+    return count + (end % 2 != 0 && (lanes[end / 2] & 15) == lane);
+}
+
+static int64_t count_in_bytes(const uint8_t *lanes, int64_t first, int64_t end, int lane) {
+    int32_t count = 0;
+    for (int64_t i = first; i < end; i++) count += lanes[i] == lane;
+    return count;
+}
+
 /* The slice of the units that a number names; -1 if there is none. */
 static int64_t place_of_slice(const sealed_block *b, int64_t number) {
     if (number < 0 || number >= b->slice_count) return -1;
-    if (!b->places) return number;
-    const int64_t place = b->place_bytes == 2 ? ((const uint16_t *)b->places)[number]
-                                              : (int64_t)((const uint32_t *)b->places)[number];
+    if (!b->lanes) return number;
+    const int in_halves = b->lane_count <= HALF_BYTE_LANES;
+    if ((in_halves ? number / 2 : number) >= b->lane_bytes || b->lane_run < 2) return -1;
+    const int lane = in_halves ? b->lanes[number / 2] >> number % 2 * 4 & 15 : b->lanes[number];
+    const int64_t run = number / b->lane_run, at = run * b->lane_count + lane;
+    if (lane >= b->lane_count || at >= b->first_count) return -1;
+    const int64_t first = b->first_bytes == 2 ? ((const uint16_t *)b->firsts)[at] : ((const uint32_t *)b->firsts)[at];
+    const int64_t place = first + (in_halves ? count_in_halves : count_in_bytes)(b->lanes, run * b->lane_run, number, lane);
     return place < b->slice_count ? place : -1;
 }
 
@@ -78,7 +96,7 @@ void expect_slices(const sealed_block *b, int64_t first, int64_t end) {
     if (!is_cut_soundly(b) || first < 0 || end > b->slice_count || first >= end) return;
     for (int64_t number = first; number < end;) {
         /* Slices that are in order lie side by side; of others each is looked up. */
-        const int64_t stop = b->places ? number + 1 : end, place = place_of_slice(b, number);
+        const int64_t stop = b->lanes ? number + 1 : end, place = place_of_slice(b, number);
         const int64_t unit = place / b->group;
         if (place >= 0) expect_units(b, unit, (place + stop - 1 - number) / b->group + 1);
         if (place >= 0 && b->key > 0) expect_units(b, unit - unit % b->key, unit - unit % b->key + 1);
@@ -195,7 +213,7 @@ static int find_key(decoder *d, const sealed_block *b, int64_t u, const uint8_t 
 
 void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end) {
     if (!is_cut_soundly(b) || first < 0 || end > b->slice_count || first >= end) return;
-    const int64_t place = place_of_slice(b, first), last = b->places ? place : end - 1;
+    const int64_t place = place_of_slice(b, first), last = b->lanes ? place : end - 1;
     const uint8_t *key;
     if (place < 0) return;
     /* First, since it is read to the same memory. */

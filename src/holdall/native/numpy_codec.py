@@ -29,11 +29,11 @@ from holdall.storage import (
     PairTables,
     Predictor,
     SealedSlices,
+    SlicePlaces,
     Transform,
     Watch,
     decode_pairs,
     encode_pairs,
-    places_of,
 )
 
 Compress = Callable[[bytes, bytes], bytes]
@@ -105,7 +105,7 @@ class PortableCoder:
         offsets = np.zeros(len(pieces) + 1, np.uint32)
         np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
         data = np.frombuffer(b"".join(pieces), np.uint8).copy()
-        return self.adopt(Coded(codec, len(slices), offsets, palette, data, places_of(order)))
+        return self.adopt(Coded(codec, len(slices), offsets, palette, data, SlicePlaces.of(order)))
 
     def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `Coder.count_work`: by the units' sizes, as it was on the average of seven recorded environments."""

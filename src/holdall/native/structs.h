@@ -32,11 +32,16 @@ typedef struct {
     const uint32_t *offsets; /* unit i lies in [offsets[i], offsets[i + 1]) */
     const uint32_t *checks;  /* checksums of the units in a file */
     const uint8_t *palette;  /* 256 words */
-    const void *places;      /* which slice of the units a number names; NULL: the one with that number */
+    const uint8_t *lanes;    /* of slices, which stand lane after lane in the units; NULL: by their numbers */
+    const void *firsts;      /* where the first slice of each lane in each run of slices stands */
     const void *ddict;       /* ZSTD_DDict *, tables of pairs, or NULL */
     const uint8_t *common;   /* the dictionary's bytes, for LZ4, or NULL */
     int64_t common_bytes;
-    int64_t place_bytes; /* of an entry of `places`: 2 or 4 */
+    int64_t lane_count; /* up to HALF_BYTE_LANES two lanes are in a byte */
+    int64_t lane_bytes;
+    int64_t first_count;
+    int64_t first_bytes; /* of one: 2 or 4 */
+    int64_t lane_run;    /* slices of a run */
     int64_t data_bytes;
     int64_t slice_count;
     int64_t group;

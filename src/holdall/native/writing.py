@@ -47,6 +47,7 @@ from holdall.storage import (
     SealedSlices,
     SliceBlock,
     SlicedTick,
+    SlicePlaces,
     TickWriter,
     Transform,
     Watch,
@@ -54,7 +55,6 @@ from holdall.storage import (
     address,
     first_bytes,
     mapping_of,
-    places_of,
     release_tail,
     reserve,
 )
@@ -108,14 +108,15 @@ class NativeTickWriter(TickWriter):
     ) -> None:
         self.flat, self.first_tick = tuple(flat), ticks[0]
         self._write, self._write_ticks = library.holdall_write_tick, library.holdall_write_ticks
-        rings = []
-        for rows, following, is_observation, _ in flat:
-            beside = None if following is None else address(following)
-            rings.append(FlatFieldStruct(address(rows), beside, None, rows[0].nbytes, is_observation))
+        rings = [
+            FlatFieldStruct(
+                address(rows), None if beside is None else address(beside), None, rows[0].nbytes, is_observation
+            )
+            for rows, beside, is_observation, _ in flat
+        ]
         self._flat = (FlatFieldStruct * len(rings))(*rings)
         self._sliced = (SlicedFieldStruct * 0)()
-        self._parts: list[OpenPart] = []
-        self._cursors: list[Cursors] = []
+        self._parts, self._cursors = list[OpenPart](), list[Cursors]()
         self._sealed: ctypes.c_int64 | None = None  # what the struct points to
         self._apart: list[Any] = []  # likewise
         self._struct = TickWriterStruct(
@@ -172,15 +173,14 @@ class NativeTickWriter(TickWriter):
         """Point C to the slices of the tick to come."""
         parts: Any = sliced.parts
         if self._parts is not parts:
-            rings = [
-                SlicedFieldStruct(part.address, address(ring)) for part, ring in zip(parts, sliced.cursors, strict=True)
-            ]
-            fields = (SlicedFieldStruct * len(rings))(*rings)
+            fields = zip(parts, sliced.cursors, strict=True)
+            rings = [SlicedFieldStruct(part.address, address(cursors)) for part, cursors in fields]
+            structs = (SlicedFieldStruct * len(rings))(*rings)
             self._struct.sliced_count = 0
             if self._sealed is not None:
                 self._struct.most_ahead = -(1 << 62)  # what it said was of other parts
-            self._sliced = fields
-            self._struct.sliced, self._struct.sliced_count = ctypes.addressof(fields), len(rings)
+            self._sliced = structs
+            self._struct.sliced, self._struct.sliced_count = ctypes.addressof(structs), len(rings)
             self._parts, self._cursors = parts, sliced.cursors
         arrays = zip(parts, self._sliced, sliced.obs, sliced.next_obs, sliced.cursors, strict=True)
         return [part.aim(field, obs, next_obs, ring.shape[1]) for part, field, obs, next_obs, ring in arrays]
@@ -224,20 +224,16 @@ class NativePart(OpenPart):
     ) -> None:
         super().__init__(window, lanes, block, arena_bytes)
         self._append_tick = library.holdall_append
-        self._memory: tuple[NDArray[Any], ...] = (
-            np.empty(lanes * self.obs_bytes, np.uint8),
-            np.zeros(lanes, np.int64),
-            np.empty(window.slice_bytes, np.uint8),
-        )
-        last, end, scratch = self._memory
+        last, scratch = (np.empty(nbytes, np.uint8) for nbytes in (lanes * self.obs_bytes, window.slice_bytes))
+        end = np.zeros(lanes, np.int64)
+        self._memory: tuple[NDArray[Any], ...] = last, end, scratch
         self._struct = OpenPartStruct(
             block=block.address if isinstance(block, NativeBlock) else None, direct=address(self.slices),
             log=None if self.log is None else address(self.log), last=address(last), end=address(end),
             scratch=address(scratch), log_rows=self.log_rows, lanes=lanes, outer=window.outer,
             run_bytes=window.run_bytes, window=window.count, shift=window.shift,
         )  # fmt: skip
-        self._linked = self.log  # what the struct points to
-        self.address = ctypes.addressof(self._struct)
+        self.address, self._linked = ctypes.addressof(self._struct), self.log  # what the struct points to
         self._layouts: dict[tuple[int, ...], DenseLayout] = {}
 
     def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
@@ -281,8 +277,7 @@ class NativePart(OpenPart):
 
     def _make_layout_room(self) -> None:
         """Give C memory to put ticks in order in."""
-        tick_bytes = self.lanes * self.obs_bytes
-        raw, packed = np.empty(tick_bytes, np.uint8), np.empty(2 * tick_bytes, np.uint8)
+        raw, packed = (np.empty(ticks * self.lanes * self.obs_bytes, np.uint8) for ticks in (1, 2))
         self._memory = (*self._memory, raw, packed)
         self._struct.last_raw, self._struct.packed = address(raw), address(packed)
 
@@ -310,12 +305,17 @@ class NativeSealed(SealedSlices):
         self._struct = SealedBlockStruct(
             data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0, offsets=address(coded.offsets),
             checks=0 if extent is None else address(extent.checks), palette=address(coded.palette),
-            places=address(coded.places) if len(coded.places) else 0, ddict=ddict, common=common[0],
-            common_bytes=common[1], place_bytes=coded.places.itemsize, data_bytes=coded.data.nbytes,
+            ddict=ddict, common=common[0], common_bytes=common[1], data_bytes=coded.data.nbytes,
             slice_count=coded.count, group=coded.codec.group, key=coded.codec.key, method=int(coded.codec.method),
             file=-1 if extent is None else extent.file.descriptor, file_start=0 if extent is None else extent.start,
-            form=_form(coded.codec.transform),
+            form=_form(coded.codec.transform), **({} if coded.places is None else _lanes(coded.places)),
         )  # fmt: skip
+
+
+def _lanes(places: SlicePlaces) -> dict[str, int]:
+    lanes, firsts, of_run = places.lanes, places.firsts, {"lane_count": places.firsts.shape[1], "lane_run": places.run}
+    counted = {"firsts": address(firsts), "first_count": firsts.size, "first_bytes": firsts.itemsize}
+    return {"lanes": address(lanes), "lane_bytes": lanes.nbytes} | counted | of_run
 
 
 class NativeCoder(NativeDecoder):
@@ -375,7 +375,7 @@ class NativeCoder(NativeDecoder):
         else:
             del pieces, units, data  # views of it
             packed = first_bytes(memory, int(bases[-1]))
-        return self.adopt(Coded(codec, count, offsets, palettes[0], packed, places_of(order)))
+        return self.adopt(Coded(codec, count, offsets, palettes[0], packed, SlicePlaces.of(order)))
 
     def _encode(
         self, slices: Bytes, codec: Codec, order: Order | None, compressor: _Compressor, data: Bytes, first: int,

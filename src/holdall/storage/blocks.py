@@ -15,7 +15,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Bytes
-from holdall.storage.codec import Codec
+from holdall.storage.codec import Codec, Order, SlicePlaces
 
 _MAP_NORESERVE = 0x4000  # Linux's flag; the mmap module names it from Python 3.13 on
 
@@ -233,21 +233,6 @@ def _close(descriptor: int, doomed: Path | None, process: int) -> None:
         doomed.unlink(missing_ok=True)
 
 
-Order = NDArray[np.uint32]
-SlicePlaces = NDArray[np.uint16] | NDArray[np.uint32]
-_IN_ORDER: SlicePlaces = np.zeros(0, np.uint16)
-
-
-def places_of(order: Order | None) -> SlicePlaces:
-    """Return the place of every slice, given the slice of every place; nothing if they are in order."""
-    if order is None or np.array_equal(order, np.arange(len(order))):
-        return _IN_ORDER
-    dtype: Any = np.uint16 if len(order) <= 1 << 16 else np.uint32
-    places: SlicePlaces = np.empty(len(order), dtype)
-    places[order] = np.arange(len(order))
-    return places
-
-
 @dataclass(frozen=True, slots=True)
 class Coded:
     """What a block became: all that is needed to read it."""
@@ -257,7 +242,7 @@ class Coded:
     offsets: NDArray[np.uint32]  # (units + 1,)
     palette: Bytes  # 256 words or colours, or nothing
     data: Bytes | Extent
-    places: SlicePlaces = field(default_factory=lambda: _IN_ORDER)  # of every slice in the units; none: in order
+    places: SlicePlaces | None = None  # of slices in the units; None: in the order of their numbers
 
     def __post_init__(self) -> None:
         form, group = self.codec.transform, self.codec.group
@@ -271,20 +256,15 @@ class Coded:
     def _fits(self, units: int) -> bool:
         """Whether offsets, sums and palette are those of so many units."""
         checked = not isinstance(self.data, Extent) or len(self.data.checks) == units
-        placed = len(self.places) in {0, self.count} and self.places.dtype in (np.uint16, np.uint32)
         whole = len(self.offsets) == units + 1 and self.palette.size == self.codec.transform.palette_bytes
-        return checked and placed and whole
+        return checked and whole and (self.places is None or self.places.are_of(self.count))
 
     def place(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return where slices stand among those of the units; a DamageError names one that is not there."""
         outside = numbers[(numbers < 0) | (numbers >= self.count)]
-        if not outside.size and len(self.places):
-            found = self.places[numbers].astype(np.int64)
-            outside = numbers[found >= self.count]
-            numbers = found
         if outside.size:
             raise DamageError(f"slice {int(outside[0])} is not in its block; nothing of it is returned")
-        return numbers
+        return numbers if self.places is None else self.places.find(numbers, self.count)
 
     def units_for(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the units that are read for slices in some places: theirs, and the keys of those."""
@@ -326,7 +306,8 @@ class SealedSlices(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         coded = self.coded.in_memory()
-        return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, coded.data, coded.places)
+        lanes = None if coded.places is None else coded.places.lanes
+        return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, coded.data, lanes)
 
     @property
     @abstractmethod
@@ -357,7 +338,8 @@ class SealedSlices(ABC):
         """Return the arrays in memory."""
         coded = self.coded
         data = coded.data.checks if isinstance(coded.data, Extent) else coded.data
-        return [data, coded.offsets, coded.palette, coded.places]
+        placed = [] if coded.places is None else [coded.places.lanes, coded.places.firsts]
+        return [data, coded.offsets, coded.palette, *placed]
 
     @property
     def disk_bytes(self) -> int:
@@ -375,8 +357,9 @@ class CarriedSlices(SealedSlices):
 
 
 def _carry(
-    codec: Codec, count: int, offsets: NDArray[np.uint32], palette: Bytes, data: Bytes, places: SlicePlaces = _IN_ORDER
+    codec: Codec, count: int, offsets: NDArray[np.uint32], palette: Bytes, data: Bytes, lanes: Bytes | None = None
 ) -> CarriedSlices:
+    places = None if lanes is None else SlicePlaces.stored(lanes, count)
     return CarriedSlices(Coded(codec, count, offsets, palette, data, places))
 
 
@@ -397,7 +380,8 @@ class Coder(Protocol):
         """Code all rows of `slices`; None if a palette does not hold their words, or one of them has too many colours.
 
         Args:
-            order: Which row comes first, second, ... in the units; each once. Their numbers stay as they are.
+            order: Which row comes first, second, ... in the units; each once, lane after lane, and of a lane one after
+                another, in at most 256 lanes. Their numbers stay as they are.
             threads: Threads that may share the work; the bytes are the same.
             watch: Called after every piece of the work with how many slices are done; what it raises ends the work.
         """

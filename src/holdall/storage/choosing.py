@@ -16,8 +16,8 @@ from typing import Any
 
 from holdall.schema import Bytes
 from holdall.storage.block_sample import BlockSample
-from holdall.storage.blocks import Coder, Order, SealedSlices
-from holdall.storage.codec import Codec
+from holdall.storage.blocks import Coder, SealedSlices
+from holdall.storage.codec import Codec, Order
 from holdall.storage.codec_choice import choose
 from holdall.storage.slices import FrozenBlock, Window
 from holdall.storage.tiers import SealJob, SealQueue

@@ -11,9 +11,13 @@ import functools
 import hashlib
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from holdall.schema import Leaf
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.errors import DamageError
+from holdall.schema import Bytes, Leaf
 
 if TYPE_CHECKING:
     from holdall.storage.slices import Window
@@ -293,3 +297,87 @@ def _predictions(base: Transform, leaf: Leaf, window: Window) -> list[Transform]
     if planes == 3 and not base.word_bytes:
         predicted += [replace(image, predictor=which, green=False) for which in (Predictor.COLOURS, Predictor.COLUMNS)]
     return predicted
+
+
+# ---------------------------------------------------------------- lanes side by side
+
+Order = NDArray[np.uint32]
+MOST_LANES = 256
+_IN_HALF_BYTES = 16
+_RUNS = 256, 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SlicePlaces:
+    """Where the slices of a block stand in its units: lane after lane, those of a lane in the order of their numbers.
+
+    Whatever the lanes are, every slice has a place of its own. To find it, C counts the slices of its lane in a run.
+    """
+
+    lanes: Bytes  # that brought each slice; two in a byte where there are no more than 16
+    firsts: NDArray[np.uint16] | NDArray[np.uint32]  # (runs, lanes): where the first slice of a lane in a run stands
+    run: int  # slices between two counts: those of more lanes take more room
+
+    @classmethod
+    def of(cls, order: Order | None) -> SlicePlaces | None:
+        """Find lanes in an order, which says what slice stands in every place; None: they stand by their numbers."""
+        if order is None or np.array_equal(order, np.arange(len(order))):
+            return None
+        if not np.array_equal(np.sort(order), np.arange(len(order))):
+            raise DamageError("two slices stand in one place, or one in none; nothing of their block is used")
+        passed = np.cumsum(order[1:] < order[:-1])
+        if passed[-1] >= MOST_LANES:
+            raise DamageError(f"slices stand in {passed[-1] + 1} lanes, and {MOST_LANES} are the most; report this")
+        lanes = np.zeros(len(order), np.uint8)
+        lanes[order[1:]] = passed
+        return cls.counted(lanes)
+
+    @classmethod
+    def counted(cls, lanes: Bytes) -> SlicePlaces:
+        """Count the slices of each lane."""
+        count, most = len(lanes), int(lanes.max(initial=0)) + 1
+        in_halves, dtype = most <= _IN_HALF_BYTES, "u2" if count <= 1 << 16 else "u4"
+        run = _RUNS[0] if in_halves else _RUNS[1]
+        runs = -(-count // run)
+        within = np.bincount(np.arange(count) // run * most + lanes, minlength=runs * most).reshape(runs, most)
+        total = within.sum(axis=0)
+        firsts = (total.cumsum() - total + within.cumsum(axis=0) - within).astype(dtype)
+        even = np.append(lanes, np.zeros(count % 2, np.uint8))
+        halves: Bytes = even[::2] | even[1::2] << np.uint8(4)
+        return cls(halves if in_halves else lanes, firsts, run)
+
+    @classmethod
+    def stored(cls, lanes: Bytes, count: int) -> SlicePlaces:
+        """Count lanes as they were stored; a DamageError if they are those of another number of slices."""
+        if len(lanes) == -(-count // 2):
+            lanes = _apart(lanes)[:count]
+        if len(lanes) != count:
+            raise DamageError(f"{len(lanes)} lanes are said to have brought {count} slices; nothing of them is used")
+        return cls.counted(lanes)
+
+    def are_of(self, count: int) -> bool:
+        """Whether they can be the places of so many slices."""
+        in_halves = self.firsts.shape[1] <= _IN_HALF_BYTES
+        return len(self.lanes) == (-(-count // 2) if in_halves else count) and len(self.firsts) == -(-count // self.run)
+
+    def find(self, numbers: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """Return the places of some of `count` slices."""
+        lanes = _apart(self.lanes)[:count] if self.firsts.shape[1] <= _IN_HALF_BYTES else self.lanes
+        places = np.empty(count, np.int64)
+        places[lanes.argsort(kind="stable")] = np.arange(count)
+        return places[numbers]
+
+
+def order_by_lanes(log: NDArray[Any], count: int) -> Order | None:
+    """Order slices as lane after lane brought them, by the rows of their numbers; None if these name others."""
+    lanes = log.shape[1]
+    seen, first = np.unique(log, return_index=True)
+    if seen.size and seen[-1] >= count:
+        return None
+    brought = np.full(count, MOST_LANES)  # what nothing names comes last
+    brought[seen] = first % lanes * (MOST_LANES - 1) // max(lanes, MOST_LANES - 1)
+    return brought.argsort(kind="stable").astype(np.uint32)
+
+
+def _apart(halves: Bytes) -> Bytes:
+    return np.column_stack([halves & 15, halves >> 4]).reshape(-1)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError, CheckpointError, DamageError, NewerFormatError, SpillError
 from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
-from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, SlicePlaces, Transform
 from holdall.storage.own_folder import OwnFolder
 from holdall.units import count_of, malformed_refused, require_path
 
@@ -148,8 +148,7 @@ def unparsed(words: Any) -> bytes:
 
 def _parts_of(head: Any, start: int, body_bytes: int) -> dict[str, RecordPart]:
     """Lay the parts out as the head says, which must fill the body."""
-    parts: dict[str, RecordPart] = {}
-    end = start + body_bytes
+    parts, end = dict[str, RecordPart](), start + body_bytes
     if not isinstance(head["kind"], str):
         raise TypeError("its kind is no text")
     for described in head["parts"]:
@@ -290,14 +289,14 @@ def pack_slices(coded: Coded, checks: NDArray[np.uint32]) -> list[Buffer]:
     """Return a block as a record, its units last."""
     if isinstance(coded.data, Extent):
         raise TypeError("the block lies in a file already")
-    head = {"count": coded.count} | codec_words(coded.codec, is_placed=len(coded.places) > 0)
+    head = {"count": coded.count} | codec_words(coded.codec, is_placed=coded.places is not None)
     parts: dict[str, Buffer] = {
         "palette": coded.palette.data,
         "offsets": coded.offsets.astype("<u4").data,
         "checks": checks.astype("<u4").data,
     }
-    if len(coded.places):
-        parts["places"] = coded.places.astype(coded.places.dtype.newbyteorder("<")).data
+    if coded.places is not None:
+        parts["lanes"] = coded.places.lanes.data
     parts["units"] = coded.data.data
     return pack(SLICES, head, parts, frozenset({"units"}))
 
@@ -334,11 +333,21 @@ def _units_of(record: Record, read: Read) -> tuple[RecordPart, NDArray[np.uint32
 def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], data: Bytes | Extent) -> Coded:
     with malformed_refused(f"the block at byte {record.start}"):
         codec, count = codec_of(record.head, dictionaries), count_of(record.head["count"], _MOST_SETTING)
+        places = _places_of(record, read, count)
     palette, offsets = (record.part(name, read) for name in ("palette", "offsets"))
-    width = 2 if count <= 1 << 16 else 4
-    places = record.part("places", read) if "places" in record.parts else b""
-    palette_words = np.frombuffer(palette, np.uint8)
-    return Coded(codec, count, numbers(offsets, "u4"), palette_words, data, numbers(places, f"u{width}"))
+    return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), data, places)
+
+
+def _places_of(record: Record, read: Read, count: int) -> SlicePlaces | None:
+    if "lanes" in record.parts:
+        return SlicePlaces.stored(np.frombuffer(record.part("lanes", read), np.uint8), count)
+    if "places" not in record.parts:
+        return None
+    places = numbers(record.part("places", read), "u2" if count <= 1 << 16 else "u4")  # as they were written at first
+    order = places.argsort().astype(np.uint32)
+    if not np.array_equal(places[order], np.arange(count)):
+        raise ValueError("two slices stand in one place, or one in none")
+    return SlicePlaces.of(order)
 
 
 def codec_words(codec: Codec, *, is_placed: bool = False) -> dict[str, Any]:
@@ -361,8 +370,7 @@ def codec_words(codec: Codec, *, is_placed: bool = False) -> dict[str, Any]:
 
 def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
     """Make a codec of its description; KeyError, TypeError or ValueError if that makes no sense."""
-    transform = _transform_of(*(head["transform"][name] for name in TRANSFORM_FIELDS))
-    name = head["dictionary"]
+    transform, name = _transform_of(*(head["transform"][name] for name in TRANSFORM_FIELDS)), head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
     method, level, group = (count_of(head[key], _MOST_SETTING) for key in ("method", "level", "group"))
     if method < _LATER_METHODS:
@@ -400,8 +408,7 @@ class SpillFolder:
         self._coder = coder
         self._place = Path(require_path("spill_dir", spill_dir))
         self._open: _OpenFile | None = None
-        self._files = 0
-        self._written = 0
+        self._files = self._written = 0
         try:
             self._folder = OwnFolder(self._place)
         except OSError as error:
@@ -419,8 +426,7 @@ class SpillFolder:
             self._folder.leave_to_parent()
         checks = self._coder.checksums(data, sealed.coded.offsets)
         try:
-            file = self._file()
-            dictionary = sealed.codec.dictionary
+            file, dictionary = self._file(), sealed.codec.dictionary
             if dictionary is not None and file.lacks(dictionary):
                 file.append(pack_dictionary(dictionary))
             start, end = file.end, file.append(pack_slices(sealed.coded, checks))
@@ -470,10 +476,9 @@ class _OpenFile:
 
     def lacks(self, dictionary: Dictionary) -> bool:
         """Whether a dictionary has to be written first; it then counts as written."""
-        name = dictionary.name
-        known = name in self._dictionaries
-        self._dictionaries.add(name)
-        return not known
+        is_new = dictionary.name not in self._dictionaries
+        self._dictionaries.add(dictionary.name)
+        return is_new
 
     def append(self, record: list[Buffer]) -> int:
         """Write a record behind the others and return where it ends."""

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.batch_source import Held
-from holdall.storage.blocks import KeptBlock, Order, SliceBlock, reserve
+from holdall.storage.blocks import KeptBlock, SliceBlock, reserve
+from holdall.storage.codec import Order, order_by_lanes
 from holdall.units import count_of
 
 Log = NDArray[np.uint16] | NDArray[np.uint32]
@@ -469,14 +470,9 @@ class FrozenBlock:
     logs: Callable[[], list[NDArray[Any]]] = list  # slices' numbers, (rows, lanes), of the segments that name the block
 
     def lane_order(self) -> Order | None:
-        """Order the slices as lane after lane shows them; None if there is one lane, or nothing names them."""
+        """Order the slices as lane after lane brought them; None if there is one lane, or nothing names them."""
         logs = self.logs() if self.lanes > 1 else []
-        if not logs:
-            return None
-        seen, first = np.unique(np.concatenate(logs).T.reshape(-1), return_index=True)
-        named = seen[np.argsort(first)]
-        order = np.concatenate([named, np.setdiff1d(np.arange(self.block.used), seen)])
-        return order.astype(np.uint32) if len(order) == self.block.used else None
+        return order_by_lanes(np.concatenate(logs), self.block.used) if logs else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from holdall.native.writing import NativeCoder
 from holdall.schema import Bytes, Leaf
 from holdall.storage import choosing, sealer, segment
 from holdall.storage.block_sample import BlockSample
-from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, Watch, address
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, Watch, address
+from holdall.storage.codec import Codec, Method, Order, Transform
 from holdall.storage.sealer import HurriedBlock, Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Window

@@ -26,8 +26,8 @@ from holdall.schema import Bytes, Leaf
 from holdall.storage import choosing, segment
 from holdall.storage import sealer as seal
 from holdall.storage.batch_source import Places
-from holdall.storage.blocks import KeptBlock, Order, SealedSlices, SliceBlock, Watch, address
-from holdall.storage.codec import Codec, Method, Predictor, Transform
+from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, Watch, address
+from holdall.storage.codec import Codec, Method, Order, Predictor, Transform
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Segment, Window
