@@ -313,7 +313,8 @@ def beside_one_lane(wanted: argparse.Namespace) -> dict[str, Any]:
                 f"{name:10} {prefer:9} {what}: {one:,.1f} B, {wanted.lanes} lanes {many:,.1f} B: {many / one:.3f}",
                 flush=True,
             )
-        results[f"{name} {prefer}" + (" live" if wanted.live else "")] = row
+        how = " live" if wanted.live else f" in stretches of {wanted.stretch}" if wanted.stretch else ""
+        results[f"{name} {prefer}{how}"] = row | {"transitions": taken[1]["transitions"]}
     return results
 
 

@@ -84,6 +84,17 @@ def test_the_golden_checkpoint_of_changes_has_units_of_changes() -> None:
     assert any(head["dictionary"] and head["group"] == 32 and head["transform"]["predictor"] == 6 for head in blocks)
 
 
+def test_the_golden_checkpoint_of_lanes_has_lanes_and_no_places() -> None:
+    """Half a byte for each slice."""
+    reader = DirectoryReader(HERE / "v1_lanes")
+    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
+    blocks = [record for record in records if record.kind == "slices"]
+    assert any("lanes" in record.parts for record in blocks)
+    for record in blocks:
+        assert "places" not in record.parts
+        assert "lanes" not in record.parts or record.parts["lanes"].nbytes == -(-record.head["count"] // 2)
+
+
 def test_the_golden_checkpoint_of_pairs_has_units_that_shrank() -> None:
     """So that neither they nor their tables change unnoticed."""
     reader = DirectoryReader(HERE / "v1_pairs")

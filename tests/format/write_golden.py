@@ -2,8 +2,8 @@
 
 Each is written once, by the version that first writes such blocks, and never again: later versions have to read it. The
 blocks of v1 are coded as the first version coded them, those of v1_keys against keys, and lane by lane; in
-v1_colours the pixels of images are numbers of their colours, in v1_changes frames are changes of each other, and in
-v1_pairs differences are coded as pairs.
+v1_colours the pixels of images are numbers of their colours, in v1_changes frames are changes of each other, in
+v1_pairs differences are coded as pairs, and v1_lanes says of slices which lane brought them, not where they stand.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from holdall.storage import (
 )
 
 HERE = Path(__file__).parent
-COLOURED, CHANGED = "v1_colours", "v1_changes"
+COLOURED, CHANGED, LANED = "v1_colours", "v1_changes", "v1_lanes"
 TICKS, LANES, CAPACITY_TICKS = 150, 2, 120
 SPACE = spaces.Dict(
     {
@@ -50,7 +50,7 @@ def observation(tick: int, name: str) -> dict[str, Any]:
     frames = [(pixels * (1 + (tick - back) % 7) // 5 + 11 * (tick - back) + 3 * lanes) % 251 for back in (1, 0)]
     if name == COLOURED:
         frames = [frame // 64 * 64 for frame in frames]
-    if name == CHANGED:
+    if name in {CHANGED, LANED}:
         frames = [np.where(pixels // 9 == (tick - back) % 48, 200, 5 * (pixels % 3)) + lanes for back in (1, 0)]
     days = np.arange(tick, tick + 70).reshape(1, -1, 1)
     history = np.concatenate([(days * 37 + lanes) % 101 / 8, (days * days + lanes) % 89 / 16], axis=2)
@@ -117,7 +117,7 @@ def main(name: str) -> None:
     if folder.exists():
         sys.exit(f"{folder} was written by the version that first wrote such blocks, and stays as it is")
     segment.SEGMENT_BYTES = 2**14
-    choices = {"v1_keys": keyed, COLOURED: coloured, CHANGED: changed, "v1_pairs": paired}
+    choices = {"v1_keys": keyed, COLOURED: coloured, CHANGED: changed, LANED: changed, "v1_pairs": paired}
     if name in choices:
         vars(choosing)["choose"] = choices[name]
     extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
