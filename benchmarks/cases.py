@@ -85,7 +85,10 @@ _QUICK_IMAGES = Sizes(2_000, 8_000, 200, held=3_000, wrapped=1_000, block=50, ba
 _VECTORS = Sizes(20_000, 100_000, 500, held=100_000, wrapped=20_000, block=100, batches=300, in_a_row=10)
 _QUICK_VECTORS = Sizes(2_000, 20_000, 200, held=20_000, wrapped=4_000, block=100, batches=100, in_a_row=10)
 
-_GAMES = Sizes(10_000, 50_000, 500, held=10_000, wrapped=2_000, block=50, batches=40, in_a_row=5)
+_GAMES = Sizes(
+    40_000, 200_000, 1_000, held=10_000, wrapped=2_000, block=50, batches=40, in_a_row=5,
+    sb3_read_from=10_000, sb3_read_to=50_000, sb3_read_every=500,
+)  # fmt: skip
 _MARKET_BYTES = 504 * 117 * 8 * 4
 
 CASES = {

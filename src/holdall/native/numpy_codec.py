@@ -105,7 +105,8 @@ class PortableCoder:
         offsets = np.zeros(len(pieces) + 1, np.uint32)
         np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
         data = np.frombuffer(b"".join(pieces), np.uint8).copy()
-        return self.adopt(Coded(codec, len(slices), offsets, palette, data, SlicePlaces.of(order)))
+        places = None if order is None else SlicePlaces.of(order)
+        return self.adopt(Coded(codec, len(slices), offsets, palette, data, places))
 
     def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
         """See `Coder.count_work`: by the units' sizes, as it was on the average of seven recorded environments."""

@@ -337,8 +337,7 @@ class NativeCoder(NativeDecoder):
         self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
     ) -> SealedSlices | None:
         """See `Coder.seal`."""
-        transform, count = codec.transform, len(slices)
-        slices = np.ascontiguousarray(slices)  # C reads row after row
+        transform, count, slices = codec.transform, len(slices), np.ascontiguousarray(slices)  # C reads row after row
         if slices.nbytes != count * transform.slice_bytes:
             raise DamageError(f"slices of {slices.shape} came to a codec of {transform.slice_bytes} bytes; report this")
         if order is not None and (len(order) != count or order.dtype != np.uint32):
@@ -375,7 +374,8 @@ class NativeCoder(NativeDecoder):
         else:
             del pieces, units, data  # views of it
             packed = first_bytes(memory, int(bases[-1]))
-        return self.adopt(Coded(codec, count, offsets, palettes[0], packed, SlicePlaces.of(order)))
+        places = None if order is None else SlicePlaces.of(order)
+        return self.adopt(Coded(codec, count, offsets, palettes[0], packed, places))
 
     def _encode(
         self, slices: Bytes, codec: Codec, order: Order | None, compressor: _Compressor, data: Bytes, first: int,

@@ -319,9 +319,9 @@ class SlicePlaces:
     run: int  # slices between two counts: those of more lanes take more room
 
     @classmethod
-    def of(cls, order: Order | None) -> SlicePlaces | None:
+    def of(cls, order: Order) -> SlicePlaces | None:
         """Find lanes in an order, which says what slice stands in every place; None: they stand by their numbers."""
-        if order is None or np.array_equal(order, np.arange(len(order))):
+        if np.array_equal(order, np.arange(len(order))):
             return None
         if not np.array_equal(np.sort(order), np.arange(len(order))):
             raise DamageError("two slices stand in one place, or one in none; nothing of their block is used")
