@@ -136,7 +136,7 @@ class TickStore:
         )
         self._writer = self._new_writer(first_tick, first_tick)
         self._is_fit_known = budget.limit is None or folder is not None
-        self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
+        self._tiers = Tiers(budget, measures_early=not self._is_fit_known)
         self._spare_bytes: int | None = None  # that may wait for it, see `Sealer`
         self._may_hurry = True  # whether it may seal quickly
         self._snapshots = RowSnapshots(self._lanes)

@@ -4,55 +4,78 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdall import machine
 from holdall.errors import ArgumentError, HoldallError
-from holdall.machine import Limit
+from holdall.machine import Limit, available_bytes
 from holdall.storage import tiers as budget
 from holdall.storage.codec_choice import COST_CAPS
-from holdall.storage.tiers import Budget, available_bytes
+from holdall.storage.tiers import Budget
 
 GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> list[Limit]:
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[Limit]:
     """A machine with 8 GiB free; control groups are put into the list that is returned."""
-    limits = [Limit("machine", 8 * GIB, 16 * GIB)]
-    monkeypatch.setattr(budget, "memory_limits", lambda: sorted(limits, key=lambda limit: limit.free_bytes))
-    return limits
+    found = [Limit("machine", 8 * GIB, 16 * GIB)]
+    monkeypatch.setattr(machine, "memory_limits", lambda: sorted(found, key=lambda limit: limit.free_bytes))
+    return found
 
 
-def test_the_smallest_limit_is_what_is_available(machine: list[Limit]) -> None:
+def test_the_smallest_limit_is_what_is_available(limits: list[Limit]) -> None:
     """The machine's memory, or a control group's if that is less."""
     assert available_bytes() == 8 * GIB
-    machine.append(Limit("group", 2 * GIB, 3 * GIB))
+    limits.append(Limit("group", 2 * GIB, 3 * GIB))
     assert available_bytes() == 2 * GIB
 
 
-def test_auto_keeps_a_quarter_of_what_is_available_raw(machine: list[Limit]) -> None:
+def test_auto_keeps_a_quarter_of_what_is_available_raw(limits: list[Limit]) -> None:
     """Of the control group's, if that is less."""
-    assert Budget.of("auto", "balanced", 2).raw_bytes == 2 * GIB
-    machine.append(Limit("group", 2 * GIB, 3 * GIB))
-    assert Budget.of("auto", "balanced", 2).raw_bytes == GIB // 2
+    assert Budget.of("auto", "balanced").raw_allowed(GIB) == 2 * GIB
+    limits.append(Limit("group", 2 * GIB, 3 * GIB))
+    assert Budget.of("auto", "balanced").raw_allowed(GIB) == GIB // 2
 
 
-def test_auto_spills_only_what_half_of_what_is_available_does_not_hold(machine: list[Limit]) -> None:
+def test_auto_spills_only_what_half_of_what_is_available_does_not_hold(limits: list[Limit]) -> None:
     """Without a disk tier nothing is bounded: the user named no limit."""
-    assert Budget.of("auto", "balanced", 2, spills=True).closed_bytes == 4 * GIB
-    machine.append(Limit("group", 2 * GIB, 3 * GIB))
-    assert Budget.of("auto", "balanced", 2, spills=True).closed_bytes == GIB
-    assert Budget.of("auto", "balanced", 2).closed_bytes > 2**60
+    assert Budget.of("auto", "balanced", spills=True).closed_allowed(0, 0, 0) == 4 * GIB
+    limits.append(Limit("group", 2 * GIB, 3 * GIB))
+    assert Budget.of("auto", "balanced", spills=True).closed_allowed(0, 0, 0) == GIB
+    assert Budget.of("auto", "balanced").closed_allowed(0, 0, 0) > 2**60
 
 
 def test_none_keeps_nothing_raw() -> None:
     """All that is closed is compressed; with a disk tier, none of it stays in memory."""
-    assert Budget.of(None, "balanced", 2).raw_bytes == 0
-    assert Budget.of(None, "balanced", 2).closed_bytes > 2**60
-    assert Budget.of(None, "balanced", 2, spills=True).closed_bytes == 0
+    assert Budget.of(None, "balanced").raw_allowed(0) == 0
+    assert Budget.of(None, "balanced").closed_allowed(0, 0, 0) > 2**60
+    assert Budget.of(None, "balanced", spills=True).closed_allowed(0, 0, 0) == 0
+
+
+def test_the_machine_is_asked_only_when_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for the few raw blocks of a memory that was just loaded; what it said once holds."""
+    available, threads = Mock(return_value=GIB), Mock(return_value=3)
+    monkeypatch.setattr(budget, "available_bytes", available)
+    monkeypatch.setattr(budget, "pool_threads", threads)
+    read = Budget.of("auto", "balanced")
+    assert read.raw_allowed(16 << 20) > 2**60
+    assert not available.called
+    assert not threads.called
+    assert [read.raw_allowed(GIB), read.raw_allowed(GIB)] == [GIB // 4] * 2
+    assert [read.threads, read.threads] == [3, 3]
+    assert (available.call_count, threads.call_count) == (1, 1)
+
+
+def test_a_bad_number_of_threads_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the `add` that fills the first block."""
+    monkeypatch.setenv("HOLDALL_THREADS", "many")
+    with pytest.raises(ArgumentError, match="HOLDALL_THREADS"):
+        Budget.of("auto", "balanced")
 
 
 @pytest.mark.parametrize("prefer", COST_CAPS)
@@ -71,7 +94,7 @@ def test_a_size_is_a_limit_over_everything(value: Any, limit: int, spills: bool)
     """As written, in bytes or with a unit, whatever the machine has; raw blocks may take what is left of it."""
     read = Budget.of(value, "balanced", 1, spills=spills)
     assert read.limit == limit
-    assert read.raw_bytes == limit
+    assert read.raw_allowed(0) == limit
     assert read.closed_allowed(0, 0, 0) + read.staging_bytes == limit
 
 
