@@ -64,6 +64,7 @@ from holdall.sampling import (
 )
 from holdall.schema import Schema, schema_words
 from holdall.storage import (
+    COST_CAPS,
     BatchReader,
     Budget,
     FastTick,
@@ -75,7 +76,7 @@ from holdall.storage import (
     StoreContent,
     Tick,
 )
-from holdall.units import require_count, require_number, whole
+from holdall.units import parse_bytes, require_choice, require_count, require_number, whole
 
 _LOG = logging.getLogger("holdall")
 
@@ -127,7 +128,11 @@ class BaseMemory:
         self._fetch: Any = None
         if device is not None or store_device is not None:
             self._delivery = Delivery.of(device, store_device, schema.leaves)  # now: it may be refused
-        self._budget = Budget.of(budget, prefer, spills=spill_dir is not None)
+        require_choice("prefer", prefer, COST_CAPS)
+        limit = None if budget is None or budget == "auto" else parse_bytes(budget, "budget")
+        self._budget = Budget(limit, budget == "auto", spill_dir is not None, COST_CAPS[prefer])
+        if "HOLDALL_THREADS" in os.environ:
+            _ = self._budget.threads  # now: it may be refused
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
         try:
             ticks = self.capacity // schema.num_envs

@@ -69,7 +69,7 @@ class ShardData:
         """Hold nothing, and number the next row so."""
         self._runs.clear()
         self._order = RowOrder() if isinstance(self.sampler, ComposedSampler) else None
-        budget = storage.Budget.of(None, "balanced", 1)
+        budget = storage.Budget(most_threads=1)
         self.store = storage.Store(
             self._schema, self.capacity, self._kernels, self._lock, budget, first_tick=first_row, large=self._large
         )

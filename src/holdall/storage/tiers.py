@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdall.errors import ArgumentError
 from holdall.machine import available_bytes, pool_threads
@@ -25,14 +24,12 @@ from holdall.storage.blocks import SealedSlices, SliceBlock
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.rings import FieldLayout
 from holdall.storage.slices import FrozenBlock
-from holdall.units import format_bytes, parse_bytes, require_choice
+from holdall.units import format_bytes
 
 if TYPE_CHECKING:
     from holdall.storage.sealer import HurriedBlock
 
 _SHARE_OF_AVAILABLE = 4
-_LITTLE_BYTES = 16 * 2**20
-"""With no limit named and no disk tier, so much stays raw without a look at what is free: a block, mostly."""
 _SHARE_BEFORE_DISK = 2
 """With a disk tier and no limit named, sealed blocks stay in memory up to this share of what is available."""
 _SEGMENTS_OF_A_BUDGET = 32
@@ -53,22 +50,11 @@ NO_LIMIT = 1 << 62
 class Budget:
     """What the stages need to know of `budget`, `prefer` and `spill_dir`; this machine is asked when it matters."""
 
-    limit: int | None  # over everything, if the user named one
-    is_auto: bool  # whether it goes by what is available
-    spills: bool
-    cost_cap: float  # of sampling sealed slices, over a raw gather
-    most_threads: int | None  # None: see `pool_threads`
-
-    @classmethod
-    def of(cls, budget: Any, prefer: Any, most_threads: int | None = None, *, spills: bool = False) -> Budget:
-        """Read the constructor's arguments."""
-        require_choice("prefer", prefer, COST_CAPS)
-        is_auto = budget == "auto"
-        limit = None if budget is None or is_auto else parse_bytes(budget, "budget")
-        read = cls(limit, is_auto, spills, COST_CAPS[prefer], most_threads)
-        if "HOLDALL_THREADS" in os.environ:
-            _ = read.threads  # now: it may be refused
-        return read
+    limit: int | None = None  # over everything, if the user named one
+    is_auto: bool = False  # whether it goes by what is available
+    spills: bool = False
+    cost_cap: float = COST_CAPS["balanced"]  # of sampling sealed slices, over a raw gather
+    most_threads: int | None = None  # None: see `pool_threads`
 
     @cached_property
     def threads(self) -> int:
@@ -79,33 +65,28 @@ class Budget:
     def _available(self) -> int:
         return available_bytes()
 
-    def raw_allowed(self, held: int) -> int:
-        """Return what closed blocks may take raw, where `held` bytes do: little may, whatever is available."""
-        if self.is_auto and not self.spills and held <= _LITTLE_BYTES:
-            return NO_LIMIT
-        return self._available // _SHARE_OF_AVAILABLE if self.is_auto else self.limit or 0
-
     @property
-    def segment_bytes(self) -> int:
-        """Most that one segment may take."""
-        return NO_LIMIT if self.limit is None else self.limit // _SEGMENTS_OF_A_BUDGET
+    def raw_bytes(self) -> int:
+        """What closed blocks may take that stay raw."""
+        return self._available // _SHARE_OF_AVAILABLE if self.is_auto else self.limit or 0
 
     @property
     def staging_bytes(self) -> int:
         """Most that may be kept for the next batches."""
         return NO_LIMIT if self.limit is None else min(self.limit // _STAGING_SHARE, _MOST_STAGING)
 
-    def choose(self, layouts: Sequence[FieldLayout]) -> FieldLayout:
-        """Return a layout that the limit allows, the first where possible; or say which limit would allow one."""
-        limit = self.limit
-        if limit is None:
-            return layouts[0]
+    def choose(self, layouts: Sequence[FieldLayout]) -> tuple[list[int], int]:
+        """Return the large fields of a layout that the limit allows, and the most that one segment may take.
+
+        The first layout where possible; if none is allowed, say which limit would allow one.
+        """
+        limit = self.limit or 0
         fitting = [layout for layout in layouts if _least_limit(layout.fixed, layout.segment) <= limit]
         if not fitting:
             least = min(layouts, key=lambda layout: _least_limit(layout.fixed, layout.segment))
             self.require(least.fixed, least.segment)
         modest = (layout for layout in fitting if layout.optional * _RINGS_OF_A_BUDGET <= limit)
-        return next(modest, fitting[-1])
+        return next(modest, fitting[-1]).large, limit // _SEGMENTS_OF_A_BUDGET
 
     def require(self, fixed: int, segment: int) -> None:
         """Refuse a limit that is too small for rings and tables of all ticks, and for the smallest useful segment."""
@@ -172,7 +153,7 @@ class Tiers:
         """Return what closed blocks may take beside all else, see `Budget.closed_allowed`."""
         closed = min(self._budget.closed_allowed(fixed, overhead, segment), self._most_closed)
         at_most = closed + _SPARED_WHILE_STUCK * segment
-        return Allowance(min(self._budget.raw_allowed(self._raw.nbytes), self._most_raw, closed), closed, at_most)
+        return Allowance(min(self._budget.raw_bytes, self._most_raw, closed), closed, at_most)
 
     def keep(self, frozen: FrozenBlock) -> None:
         """Take a block that was just frozen, or one that was sealed elsewhere."""
@@ -228,14 +209,15 @@ class Tiers:
         """Give a block that was sealed before its next form, if it is still in memory and about to stay."""
         self._sealed.exchange(block, exchange)
 
-    def forget(self, evicted: Iterable[SliceBlock]) -> None:
-        """Let go of blocks that were evicted; they need not be sealed or spilled any more."""
+    def forget(self, evicted: Sequence[SliceBlock]) -> int:
+        """Let go of blocks that were evicted, which need no sealing or spilling; return the bytes they had on disk."""
         gone = {id(block) for block in evicted}
         self._raw.drop(gone)
         self._sealed.drop(gone)
         for key in gone:
             self._sealing.pop(key, None)
             self._spilling.pop(key, None)
+        return sum(block.sealed.disk_bytes for block in evicted if block.sealed is not None)
 
     def under_way(self) -> tuple[list[FrozenBlock], list[FrozenBlock]]:
         """Return the blocks that are to be sealed, and those that are to be spilled."""
