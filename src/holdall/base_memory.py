@@ -48,7 +48,6 @@ from holdall.delivery import (
     rings_on,
 )
 from holdall.errors import ArgumentError, CheckpointError, ClosedError, HoldallError
-from holdall.machine import pool_threads
 from holdall.native import kernels_for
 from holdall.report import LIVING
 from holdall.sampling import (
@@ -65,6 +64,7 @@ from holdall.sampling import (
 )
 from holdall.schema import Schema, schema_words
 from holdall.storage import (
+    COST_CAPS,
     BatchReader,
     Budget,
     FastTick,
@@ -76,7 +76,7 @@ from holdall.storage import (
     StoreContent,
     Tick,
 )
-from holdall.units import require_count, require_number, whole
+from holdall.units import parse_bytes, require_choice, require_count, require_number, whole
 
 _LOG = logging.getLogger("holdall")
 
@@ -128,7 +128,11 @@ class BaseMemory:
         self._fetch: Any = None
         if device is not None or store_device is not None:
             self._delivery = Delivery.of(device, store_device, schema.leaves)  # now: it may be refused
-        self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
+        require_choice("prefer", prefer, COST_CAPS)
+        limit = None if budget is None or budget == "auto" else parse_bytes(budget, "budget")
+        self._budget = Budget(limit, budget == "auto", spill_dir is not None, COST_CAPS[prefer])
+        if "HOLDALL_THREADS" in os.environ:
+            _ = self._budget.threads  # now: it may be refused
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
         try:
             ticks = self.capacity // schema.num_envs
@@ -294,7 +298,7 @@ class BaseMemory:
         """Let everything live on the store's device; nothing was added yet."""
         ticks = self.capacity // self.num_envs
         rings: Any = rings_on(fit, self.schema, ticks, self._budget.limit, steps)
-        budget = replace(self._budget, limit=None)  # the limit was one of the device
+        budget = replace(self._budget, limit=None, spills=False)  # the limit was one of the device
         store = Store(self.schema, ticks, self._kernels, self._lock, budget, None, large=(), rings=rings)
         before, batches = self._open(), ResidentBatches(self.schema, rings, self.capacity)
         # In one step, since an interrupt may come between any two; `_batches` were those of the host.

@@ -94,6 +94,11 @@ def memory_limits(budget_bytes: int | None = None, process: int | None = None) -
     return sorted(limits, key=lambda limit: limit.free_bytes)
 
 
+def available_bytes() -> int:
+    """Return the memory that is free for this process: the machine's, or a control group's if that is less."""
+    return memory_limits()[0].free_bytes
+
+
 def control_groups(proc: Path = Path("/proc"), process: int | None = None) -> list[Limit]:
     """Return the memory limits of all control groups that a process is in; None: this one."""
     limits = []

@@ -28,7 +28,7 @@ from holdall.sampling import Uniform
 from holdall.schema import Schema, schema_words
 from holdall.storage import batch_source
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
-from holdall.storage.codec_choice import choose
+from holdall.storage.codec_choice import COST_CAPS, choose
 from holdall.storage.sealed_segment import Encoder, SealedSegment, pack_segment, sliced_leaves, unpack_segment
 from holdall.storage.store import Store
 from holdall.storage.ticks import Kernels, Tick
@@ -54,7 +54,12 @@ class Desk:
         self.encoder = Encoder(self.schema, stream.num_envs, ticks, self.kernels)
         one_lane, rows = replace(self.schema, num_envs=1), capacity * stream.num_envs
         self.store = Store(
-            one_lane, rows, self.kernels, threading.Lock(), Budget.of(None, "memory", 1), large=sliced_leaves(one_lane)
+            one_lane,
+            rows,
+            self.kernels,
+            threading.Lock(),
+            Budget(cost_cap=COST_CAPS["memory"], most_threads=1),
+            large=sliced_leaves(one_lane),
         )
         self.reader = ShardReader(one_lane, sliced_leaves(one_lane), self.kernels, decoded_bytes)
         self.packer = AnswerPacker()

@@ -420,7 +420,7 @@ def test_a_machine_with_memory_to_spare_spills_nothing(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_has_little_left_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is available is looked at when the memory is made."""
+    """What is available is looked at once, when it matters."""
     monkeypatch.setattr(budget, "available_bytes", lambda: 800_000)
     pair = Pair(budget="auto", spill_dir=tmp_path)
     with pair.memory:

@@ -22,7 +22,7 @@ from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
 from holdall.delivery import DrawnRows, ObservationAssembler, Prefetched
 from holdall.errors import DamageError
-from holdall.machine import memory_limits
+from holdall.machine import available_bytes
 from holdall.native import chosen_kernels
 from holdall.sampling import ComposedSampler, Held, Hindsight, Likelihood, RowOrder, Sampler, WriterRun
 from holdall.schema import Schema, schema_of
@@ -54,7 +54,7 @@ class ShardData:
         self._words = words | {"num_envs": 1}
         self._schema, self._lock, self._kernels = schema_of(self._words), lock, chosen_kernels()
         self._large = storage.sliced_leaves(self._schema)
-        decoded_bytes = memory_limits()[0].free_bytes // _SHARE_OF_AVAILABLE // neighbours
+        decoded_bytes = available_bytes() // _SHARE_OF_AVAILABLE // neighbours
         self._reader = ShardReader(self._schema, self._large, self._kernels, decoded_bytes, neighbours)
         self._packer = AnswerPacker()
         self.savers = Savers(self._kernels.coder)
@@ -69,7 +69,7 @@ class ShardData:
         """Hold nothing, and number the next row so."""
         self._runs.clear()
         self._order = RowOrder() if isinstance(self.sampler, ComposedSampler) else None
-        budget = storage.Budget.of(None, "balanced", 1)
+        budget = storage.Budget(most_threads=1)
         self.store = storage.Store(
             self._schema, self.capacity, self._kernels, self._lock, budget, first_tick=first_row, large=self._large
         )

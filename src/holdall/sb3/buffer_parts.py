@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import ReplayBufferSamples
 
+from holdall import ReplayMemory
 from holdall.batch import Batch
 from holdall.errors import ArgumentError
-from holdall.replay import ReplayMemory
 from holdall.units import require_count
 
 ReadRows = Callable[[NDArray[np.int64]], NDArray[Any]]

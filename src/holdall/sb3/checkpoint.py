@@ -27,9 +27,9 @@ from stable_baselines3.common.save_util import load_from_zip_file
 from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
+from holdall import ReplayMemory
 from holdall.checkpoint import SaveHandle, attached_files
 from holdall.errors import ArgumentError, CheckpointError, DamageError
-from holdall.replay import ReplayMemory
 from holdall.sampling import Prioritized, decode_state, encode_state, generator_state, restored_generator
 from holdall.sb3.her import HerReplayBuffer
 from holdall.sb3.prioritized import PrioritizedReplayBuffer

@@ -25,11 +25,11 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from holdall import ReplayMemory
 from holdall.batch import Batch, Draw
 from holdall.delivery import BatchJob, DeviceBatch, SlotDraw
 from holdall.errors import ArgumentError
 from holdall.native import draw_slots
-from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.sb3.buffer_parts import (
     BufferArrays,

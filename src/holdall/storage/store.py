@@ -139,6 +139,8 @@ class Store(TickStore):
 
     def relieve(self, nbytes: int) -> None:
         """Hold that much less as the worker gets to it: raw blocks are sealed and spilled, and nothing is evicted."""
+        if self.large_segments.frozen:  # a load left it for later
+            self._settle(may_evict=False)
         self._change(lambda: self._tiers.relieve(nbytes))
         self._settle(may_evict=False)
 

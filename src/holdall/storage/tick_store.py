@@ -24,11 +24,10 @@ import numpy as np
 
 from holdall.errors import DamageError
 from holdall.schema import Array, Schema
-from holdall.storage.blocks import SliceBlock
 from holdall.storage.records import SpillFolder
 from holdall.storage.rings import CURSOR_BYTES, TINY_BYTES, Rings, field_layouts
 from holdall.storage.sealer import Sealer
-from holdall.storage.segment import Segments
+from holdall.storage.segment import SEGMENT_BYTES, Segments
 from holdall.storage.slices import ClosedPart, OpenSlices, Segment, Window, WindowScout
 from holdall.storage.snapshot import (
     FrozenRows,
@@ -45,7 +44,6 @@ from holdall.storage.tiers import NO_LIMIT, Budget, Tiers
 
 _SNAPSHOT_S = 0.003
 """For so long no codec is chosen: a snapshot takes less, if it has Python's lock to itself."""
-
 _LOG = logging.getLogger("holdall")
 
 
@@ -125,21 +123,25 @@ class TickStore:
         self._capacity_ticks, self._ring_ticks = capacity_ticks, capacity_ticks + 1
         self._kernels, self._lock, self._folder, self._budget = kernels, lock, folder, budget
         leaves = schema.observation.leaves
-        self._large = budget.choose(field_layouts(schema, self._ring_ticks, large)).large
+        layouts = field_layouts(schema, self._ring_ticks, large)
+        self._large, most_bytes = (layouts[0].large, NO_LIMIT) if budget.limit is None else budget.choose(layouts)
         small = [i for i in range(len(leaves)) if i not in self._large]
         searched = small if large is None else []
         self._rings = Rings(schema, self._ring_ticks, small, first_tick) if rings is None else rings
         self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > TINY_BYTES}
         sliced = [leaves[i] for i in self._large]
         self.large_segments = Segments(
-            kernels, sliced, self._lanes, capacity_ticks, self.repair, budget.segment_bytes, first_tick
+            kernels, sliced, self._lanes, capacity_ticks, self.repair, most_bytes, first_tick
         )
         self._writer = self._new_writer(first_tick, first_tick)
         self._is_fit_known = budget.limit is None or folder is not None
-        self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
         self._spare_bytes: int | None = None  # that may wait for it, see `Sealer`
         self._may_hurry = True  # whether it may seal quickly
         self._snapshots = RowSnapshots(self._lanes)
+
+    @cached_property
+    def _tiers(self) -> Tiers:
+        return Tiers(self._budget, measures_early=self._budget.limit is not None and self._folder is None)
 
     @cached_property
     def fast_tick(self) -> FastTick:
@@ -282,16 +284,15 @@ class TickStore:
             gone = segments.evict_oldest()
             if gone is None:
                 break
-            freed += self._let_go(gone)
+            freed += tiers.forget(gone)
         tiers.try_again()
         self._spare_bytes = tiers.spare_bytes(allowance)
         self._may_hurry = tiers.has_room(allowance, 2 * segments.segment_bytes)
 
     def _made_sealer(self) -> Sealer:
         if self.sealer is None:
-            write = None if self._folder is None else self._folder.write
-            cap, threads = self._budget.cost_cap, self._budget.threads
-            self.sealer = Sealer(self._kernels.coder, cap, threads, self._on_sealed, write)
+            budget, write = self._budget, None if self._folder is None else self._folder.write
+            self.sealer = Sealer(self._kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write)
         return self.sealer
 
     def wait_for_room(self) -> None:
@@ -317,11 +318,6 @@ class TickStore:
         for frozen in spilling:
             sealer.spill(frozen)
         self._writer.limit(-NO_LIMIT)  # until somebody looks again how much may come
-
-    def _let_go(self, gone: list[SliceBlock]) -> int:
-        """Forget blocks that were dropped; return the bytes that they had on disk."""
-        self._tiers.forget(gone)
-        return sum(block.sealed.disk_bytes for block in gone if block.sealed is not None)
 
     def _evict_before(self, tick: int) -> None:
         """Drop the segments whose last tick is older than `tick`."""
@@ -444,10 +440,13 @@ class TickStore:
         self._not_before = self._begun_at = content.first_tick
         self._writer = self._new_writer(content.first_tick, content.next_tick)
         rings.keep(i for i in range(len(leaves)) if i not in self._large)
-        self._budget.choose(field_layouts(self._schema, self._ring_ticks, self._large))  # it may be another than here
+        if self._budget.limit is not None:  # it may be another than here
+            self._budget.choose(field_layouts(self._schema, self._ring_ticks, self._large))
         sliced = [leaves[i] for i in self._large]
         self.large_segments.thaw(self.next_tick, sliced, content.windows, content.segments, content.searches)
-        self._settle(may_evict=True)
+        raw_bytes = sum(frozen.block.used_bytes for frozen in self.large_segments.frozen)
+        if raw_bytes > SEGMENT_BYTES or not self._budget.is_auto or self._budget.spills:
+            self._settle(may_evict=True)  # else with the first tick
         rings.thaw(self.next_tick, self.first_tick, content.newest, content.paired, content.scouts)
         if content.reward_dtype is not None:
             rings.begin(content.reward_dtype, has_invalid=content.has_invalid)

@@ -13,17 +13,18 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdall.errors import ArgumentError
-from holdall.machine import memory_limits
+from holdall.machine import available_bytes, pool_threads
 from holdall.storage.blocks import SealedSlices, SliceBlock
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.rings import FieldLayout
 from holdall.storage.slices import FrozenBlock
-from holdall.units import format_bytes, parse_bytes, require_choice
+from holdall.units import format_bytes
 
 if TYPE_CHECKING:
     from holdall.storage.sealer import HurriedBlock
@@ -37,8 +38,7 @@ SEGMENTS_ON_THE_WAY = 6
 """One open, one waiting to be sealed, one being sealed, what it becomes, that being written out, and a spare arena."""
 _RINGS_OF_A_BUDGET = 8
 """Fields that could lie in segments take at most this share of a limit in rings, which are never compressed."""
-_STAGING_SHARE = 8
-_MOST_STAGING = 256 * 2**20
+_STAGING_SHARE, _MOST_STAGING = 8, 256 * 2**20
 _AHEAD_S = 0.5
 """Raw blocks are sealed before they reach what is allowed, if they would do so within this time."""
 _SPARED_WHILE_STUCK = 2
@@ -46,51 +46,47 @@ _SPARED_WHILE_STUCK = 2
 NO_LIMIT = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Budget:
-    """What the stages need to know of `budget`, `prefer` and `spill_dir`."""
+    """What the stages need to know of `budget`, `prefer` and `spill_dir`; this machine is asked when it matters."""
 
-    limit: int | None  # over everything, if the user named one
-    raw_bytes: int  # closed blocks that stay raw
-    closed_bytes: int  # closed blocks that stay in memory, raw or sealed
-    cost_cap: float  # of sampling sealed slices, over a raw gather
-    threads: int
+    limit: int | None = None  # over everything, if the user named one
+    is_auto: bool = False  # whether it goes by what is available
+    spills: bool = False
+    cost_cap: float = COST_CAPS["balanced"]  # of sampling sealed slices, over a raw gather
+    most_threads: int | None = None  # None: see `pool_threads`
 
-    @classmethod
-    def of(cls, budget: Any, prefer: Any, threads: int, *, spills: bool = False) -> Budget:
-        """Read the constructor's arguments."""
-        require_choice("prefer", prefer, COST_CAPS)
-        cap = COST_CAPS[prefer]
-        if budget is None:
-            return cls(None, 0, 0 if spills else NO_LIMIT, cap, threads)
-        if budget == "auto":
-            available = available_bytes()
-            closed = available // _SHARE_BEFORE_DISK if spills else NO_LIMIT
-            return cls(None, available // _SHARE_OF_AVAILABLE, closed, cap, threads)
-        limit = parse_bytes(budget, "budget")
-        return cls(limit, limit, limit, cap, threads)
+    @cached_property
+    def threads(self) -> int:
+        """Threads of a pool."""
+        return self.most_threads or pool_threads()
+
+    @cached_property
+    def _available(self) -> int:
+        return available_bytes()
 
     @property
-    def segment_bytes(self) -> int:
-        """Most that one segment may take."""
-        return NO_LIMIT if self.limit is None else self.limit // _SEGMENTS_OF_A_BUDGET
+    def raw_bytes(self) -> int:
+        """What closed blocks may take that stay raw."""
+        return self._available // _SHARE_OF_AVAILABLE if self.is_auto else self.limit or 0
 
     @property
     def staging_bytes(self) -> int:
         """Most that may be kept for the next batches."""
         return NO_LIMIT if self.limit is None else min(self.limit // _STAGING_SHARE, _MOST_STAGING)
 
-    def choose(self, layouts: Sequence[FieldLayout]) -> FieldLayout:
-        """Return a layout that the limit allows, the first where possible; or say which limit would allow one."""
-        limit = self.limit
-        if limit is None:
-            return layouts[0]
+    def choose(self, layouts: Sequence[FieldLayout]) -> tuple[list[int], int]:
+        """Return the large fields of a layout that the limit allows, and the most that one segment may take.
+
+        The first layout where possible; if none is allowed, say which limit would allow one.
+        """
+        limit = self.limit or 0
         fitting = [layout for layout in layouts if _least_limit(layout.fixed, layout.segment) <= limit]
         if not fitting:
             least = min(layouts, key=lambda layout: _least_limit(layout.fixed, layout.segment))
             self.require(least.fixed, least.segment)
         modest = (layout for layout in fitting if layout.optional * _RINGS_OF_A_BUDGET <= limit)
-        return next(modest, fitting[-1])
+        return next(modest, fitting[-1]).large, limit // _SEGMENTS_OF_A_BUDGET
 
     def require(self, fixed: int, segment: int) -> None:
         """Refuse a limit that is too small for rings and tables of all ticks, and for the smallest useful segment."""
@@ -109,18 +105,13 @@ class Budget:
         on disk (`elsewhere`), and segments on their way, of so many bytes at most.
         """
         if self.limit is None:
-            return self.closed_bytes
+            return NO_LIMIT if not self.spills else self._available // _SHARE_BEFORE_DISK if self.is_auto else 0
         aside = fixed + elsewhere + SEGMENTS_ON_THE_WAY * segment + self.staging_bytes
         return max(self.limit - aside, 0)
 
 
 def _least_limit(fixed: int, segment: int) -> int:
     return max(_SEGMENTS_OF_A_BUDGET * segment, 2 * fixed)
-
-
-def available_bytes() -> int:
-    """Return the memory that is free for this process: the machine's, or a control group's if that is less."""
-    return memory_limits()[0].free_bytes
 
 
 _WORTH_TRYING_BYTES = 128 * 2**20
@@ -141,15 +132,13 @@ class Tiers:
     It decides and counts; who owns it carries the orders out and says what became of every block.
 
     Args:
-        spills: Whether there is a disk tier.
         measures_early: Whether the first block of every field is sealed at once, though it might stay raw: how much
             fits a limit is known by how much it shrinks.
     """
 
-    def __init__(self, budget: Budget, *, spills: bool = False, measures_early: bool = False) -> None:
+    def __init__(self, budget: Budget, *, measures_early: bool = False) -> None:
         self._budget = budget
         self._most_raw = self._most_closed = NO_LIMIT  # what is left of the budget after `relieve`
-        self._spills = spills
         self._measures_early = measures_early
         self._raw = _BlockQueue()
         self._sealed = _BlockQueue()  # in memory: sealed, or did not shrink
@@ -179,41 +168,39 @@ class Tiers:
 
     def settle(self, allowance: Allowance, bytes_per_second: float = 0.0) -> None:
         """Decide what has to be sealed and spilled; it counts as on its way from now on, see `under_way`."""
-        measured, self._measured = self._measured, []
-        for frozen in measured:
-            self._sealing[id(frozen.block)] = frozen
+        self._sealing |= {id(frozen.block): frozen for frozen in self._measured}
+        self._measured = []
         raw_allowed = allowance.raw - int(_AHEAD_S * bytes_per_second)
         while self._raw.blocks and (self._raw.nbytes > raw_allowed or self._held > allowance.closed):
-            self._move_oldest(self._raw, self._sealing)
-        if self._spills and not self._is_stuck:
+            self._raw.move_oldest(self._sealing)
+        if self._budget.spills and not self._is_stuck:
             while self._sealed.blocks and self._held > allowance.closed:
-                self._move_oldest(self._sealed, self._spilling)
+                self._sealed.move_oldest(self._spilling)
 
     def is_over(self, allowance: Allowance, freed: int) -> bool:
         """Whether the oldest segment has to leave early, after segments with `freed` bytes on disk did.
 
         All that is too much leaves, or with a disk that takes nothing, enough that it may take the rest.
         """
-        if self._spills and not self._is_stuck:
+        if self._budget.spills and not self._is_stuck:
             return False
-        ceiling = allowance.at_most if self._spills else allowance.closed
+        ceiling = allowance.at_most if self._budget.spills else allowance.closed
         return self._held > ceiling or (self._held > allowance.closed and freed < _WORTH_TRYING_BYTES)
 
     def try_again(self) -> None:
         """Have a block spilled if the disk took nothing and something new came since."""
         if self._is_stuck and self._tries_again and self._sealed.blocks:
             self._tries_again = False
-            self._move_oldest(self._sealed, self._spilling)
+            self._sealed.move_oldest(self._spilling)
 
     def take_back(self, block: SliceBlock) -> None:
         """Go on with a block that was sealed or spilled, or could not be: then no other one is spilled."""
-        frozen = self._sealing.pop(id(block), None)
-        if frozen is not None:
+        if (frozen := self._sealing.pop(id(block), None)) is not None:
             self._sealed.put(frozen)
-        frozen = self._spilling.pop(id(block), None)
-        if frozen is not None:
-            self._is_stuck = not block.is_on_disk
-        if frozen is not None and self._is_stuck:
+        if (frozen := self._spilling.pop(id(block), None)) is None:
+            return
+        self._is_stuck = not block.is_on_disk
+        if self._is_stuck:
             waiting, self._spilling = list(self._spilling.values()), {}
             for back in reversed([frozen, *waiting]):
                 self._sealed.put_back(back)
@@ -222,14 +209,15 @@ class Tiers:
         """Give a block that was sealed before its next form, if it is still in memory and about to stay."""
         self._sealed.exchange(block, exchange)
 
-    def forget(self, evicted: Iterable[SliceBlock]) -> None:
-        """Let go of blocks that were evicted; they need not be sealed or spilled any more."""
+    def forget(self, evicted: Sequence[SliceBlock]) -> int:
+        """Let go of blocks that were evicted, which need no sealing or spilling; return the bytes they had on disk."""
         gone = {id(block) for block in evicted}
         self._raw.drop(gone)
         self._sealed.drop(gone)
         for key in gone:
             self._sealing.pop(key, None)
             self._spilling.pop(key, None)
+        return sum(block.sealed.disk_bytes for block in evicted if block.sealed is not None)
 
     def under_way(self) -> tuple[list[FrozenBlock], list[FrozenBlock]]:
         """Return the blocks that are to be sealed, and those that are to be spilled."""
@@ -246,7 +234,7 @@ class Tiers:
     def relieve(self, nbytes: int) -> None:
         """Allow that many bytes less from now on: raw, and where there is a disk tier, in any form."""
         self._most_raw = min(self._most_raw, max(self._raw.nbytes - nbytes, 0))
-        if self._spills:
+        if self._budget.spills:
             self._most_closed = min(self._most_closed, max(self._held - nbytes, 0))
 
     def ticks_that_fit(
@@ -280,10 +268,6 @@ class Tiers:
         sealing = sum(frozen.block.used_bytes for frozen in self._sealing.values())
         return self._raw.nbytes + self._sealed.nbytes + int(ratio * sealing)
 
-    def _move_oldest(self, queue: _BlockQueue, target: dict[int, FrozenBlock]) -> None:
-        oldest = queue.take_oldest()
-        target[id(oldest.block)] = oldest
-
 
 class _BlockQueue:
     """Blocks in the order in which they came, and what they take."""
@@ -301,18 +285,17 @@ class _BlockQueue:
         self.blocks = {id(frozen.block): frozen, **self.blocks}
         self._count(frozen, 1)
 
-    def take_oldest(self) -> FrozenBlock:
-        oldest = self.blocks.pop(next(iter(self.blocks)))
-        self._count(oldest, -1)
-        return oldest
+    def move_oldest(self, target: dict[int, FrozenBlock]) -> None:
+        name = next(iter(self.blocks))
+        target[name] = self.blocks.pop(name)
+        self._count(target[name], -1)
 
     def drop(self, gone: set[int]) -> None:
         for frozen in [self.blocks.pop(key) for key in gone if key in self.blocks]:
             self._count(frozen, -1)
 
     def exchange(self, block: SliceBlock, exchange: Callable[[], None]) -> None:
-        frozen = self.blocks.get(id(block))
-        if frozen is not None:
+        if (frozen := self.blocks.get(id(block))) is not None:
             self._count(frozen, -1)
             exchange()
             self._count(frozen, 1)
@@ -489,8 +472,7 @@ class SealQueue:
 
 def new_bell() -> threading.Lock:
     """Return what one waits for with `acquire`, and others ring."""
-    bell = threading.Lock()
-    bell.acquire()
+    (bell := threading.Lock()).acquire()
     return bell
 
 

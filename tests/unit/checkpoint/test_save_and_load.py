@@ -29,7 +29,7 @@ from holdall import (
 )
 from holdall.checkpoint import files, write
 from holdall.checkpoint.manifest import is_remote, normalized_url, signed
-from holdall.storage import snapshot
+from holdall.storage import snapshot, tick_store, tiers
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 
 FRAMES = spaces.Dict(
@@ -86,6 +86,29 @@ def test_a_loaded_memory_draws_the_batches_that_the_saved_one_would_have(tmp_pat
                     each.add(**tick)
             trainer.require_same(loaded)
             assert_same_bits(loaded.sample(100), memory.sample(100))
+
+
+@pytest.mark.parametrize("little", [True, False])
+def test_what_a_load_leaves_raw_is_sealed_as_the_budget_says(
+    tmp_path: Path, little: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit, little of it waits for the first tick: a memory that is only read need not ask what is free."""
+    monkeypatch.setattr(tiers, "available_bytes", lambda: 0)
+    monkeypatch.setattr(tick_store, "SEGMENT_BYTES", 16 << 20 if little else 1000)
+    trainer = Trainer()
+    with trainer.memory as memory:
+        trainer.add(100)
+        memory.save(tmp_path).result()
+    with ReplayMemory.load(tmp_path) as loaded:
+        assert (loaded._whole().sealer is None) == little
+        trainer.require_same(loaded)
+        loaded.add(**trainer.stream.tick().arguments())
+        loaded.drain()
+        store = loaded._whole()
+        assert (store.large_segments.frozen, store._tiers._raw.nbytes) == ([], 0)
+        assert store._tiers._sealed.nbytes > 0  # or tried, in vain
+    with ReplayMemory.load(tmp_path, budget=None) as at_once:
+        assert at_once._whole().sealer is not None
 
 
 def test_priorities_go_on_where_they_were_saved(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from holdall.native import ThreadPool, chosen_kernels
 from holdall.schema import Schema
 from holdall.storage.blocks import KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.records import SpillFolder
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.store import Store
@@ -40,6 +41,7 @@ EXTRAS = {"note": spaces.Box(-1, 1, (2,), np.float32)}
 LARGE = (0, 2)
 FIRST = 7 << 36
 ALONE = ThreadPool(threads=1)
+FOR_MEMORY = Budget(cost_cap=COST_CAPS["memory"], most_threads=1)
 STORAGE = str(Path(storage.__file__).parent)
 
 
@@ -74,7 +76,7 @@ class Writer:
 
     def segment(self, ticks: int, *, some_invalid: bool = False) -> tuple[SealedSegment, list[Row]]:
         kernels = chosen_kernels()
-        store = Store(schema(self.lanes), 1000, kernels, threading.Lock(), Budget.of(None, "memory", 1), large=LARGE)
+        store = Store(schema(self.lanes), 1000, kernels, threading.Lock(), FOR_MEMORY, large=LARGE)
         rows: list[Row] = []
         for _ in range(ticks):
             tick = self._tick(some_invalid)
@@ -124,7 +126,7 @@ def new_store(space: Schema, capacity: int, budget: Budget, *rest: Any, **settin
 
 
 def shard(capacity: int, folder: SpillFolder | None = None, first: int = FIRST) -> Store:
-    budget = Budget.of(None, "memory", 1, spills=folder is not None)
+    budget = replace(FOR_MEMORY, spills=folder is not None)
     return Store(schema(1), capacity, chosen_kernels(), threading.Lock(), budget, folder, first_tick=first, large=LARGE)
 
 
@@ -230,7 +232,7 @@ def test_all_segments_of_a_store_move_to_another(capacity: int) -> None:
 
 def test_a_store_that_is_written_to_can_adopt_too() -> None:
     writer = Writer(0, 2)
-    store = Store(schema(2), 1000, chosen_kernels(), threading.Lock(), Budget.of(None, "memory", 1), large=LARGE)
+    store = Store(schema(2), 1000, chosen_kernels(), threading.Lock(), FOR_MEMORY, large=LARGE)
     rows: list[Row] = []
     for ticks in (30, 7, 50):
         for _ in range(ticks):
@@ -403,7 +405,7 @@ def test_a_segment_of_another_reward_dtype_is_refused_before_anything_changes() 
 
 
 def test_a_segment_with_other_large_leaves_is_refused() -> None:
-    store = new_store(schema(1), 100, Budget.of(None, "memory", 1), large=(0,))
+    store = new_store(schema(1), 100, FOR_MEMORY, large=(0,))
     with pytest.raises(ArgumentError, match="large"):
         store.adopt(Writer(0, 2).segment(5)[0])
 

@@ -3,63 +3,94 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from gymnasium import spaces
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdall import ReplayMemory, machine
 from holdall.errors import ArgumentError, HoldallError
-from holdall.machine import Limit
+from holdall.machine import Limit, available_bytes
 from holdall.storage import tiers as budget
 from holdall.storage.codec_choice import COST_CAPS
-from holdall.storage.tiers import Budget, available_bytes
+from holdall.storage.rings import FieldLayout
+from holdall.storage.tiers import Budget
 
 GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> list[Limit]:
+def limits(monkeypatch: pytest.MonkeyPatch) -> list[Limit]:
     """A machine with 8 GiB free; control groups are put into the list that is returned."""
-    limits = [Limit("machine", 8 * GIB, 16 * GIB)]
-    monkeypatch.setattr(budget, "memory_limits", lambda: sorted(limits, key=lambda limit: limit.free_bytes))
-    return limits
+    found = [Limit("machine", 8 * GIB, 16 * GIB)]
+    monkeypatch.setattr(machine, "memory_limits", lambda: sorted(found, key=lambda limit: limit.free_bytes))
+    return found
 
 
-def test_the_smallest_limit_is_what_is_available(machine: list[Limit]) -> None:
+def read_by_a_memory(**arguments: Any) -> Budget:
+    """Return what the constructor of a memory makes of its arguments."""
+    with ReplayMemory(spaces.Box(0, 1, (2,)), spaces.Discrete(2), 4, **arguments) as memory:
+        return memory._budget
+
+
+def test_the_smallest_limit_is_what_is_available(limits: list[Limit]) -> None:
     """The machine's memory, or a control group's if that is less."""
     assert available_bytes() == 8 * GIB
-    machine.append(Limit("group", 2 * GIB, 3 * GIB))
+    limits.append(Limit("group", 2 * GIB, 3 * GIB))
     assert available_bytes() == 2 * GIB
 
 
-def test_auto_keeps_a_quarter_of_what_is_available_raw(machine: list[Limit]) -> None:
+def test_auto_keeps_a_quarter_of_what_is_available_raw(limits: list[Limit]) -> None:
     """Of the control group's, if that is less."""
-    assert Budget.of("auto", "balanced", 2).raw_bytes == 2 * GIB
-    machine.append(Limit("group", 2 * GIB, 3 * GIB))
-    assert Budget.of("auto", "balanced", 2).raw_bytes == GIB // 2
+    assert Budget(is_auto=True).raw_bytes == 2 * GIB
+    limits.append(Limit("group", 2 * GIB, 3 * GIB))
+    assert Budget(is_auto=True).raw_bytes == GIB // 2
 
 
-def test_auto_spills_only_what_half_of_what_is_available_does_not_hold(machine: list[Limit]) -> None:
+def test_auto_spills_only_what_half_of_what_is_available_does_not_hold(limits: list[Limit]) -> None:
     """Without a disk tier nothing is bounded: the user named no limit."""
-    assert Budget.of("auto", "balanced", 2, spills=True).closed_bytes == 4 * GIB
-    machine.append(Limit("group", 2 * GIB, 3 * GIB))
-    assert Budget.of("auto", "balanced", 2, spills=True).closed_bytes == GIB
-    assert Budget.of("auto", "balanced", 2).closed_bytes > 2**60
+    assert Budget(is_auto=True, spills=True).closed_allowed(0, 0, 0) == 4 * GIB
+    limits.append(Limit("group", 2 * GIB, 3 * GIB))
+    assert Budget(is_auto=True, spills=True).closed_allowed(0, 0, 0) == GIB
+    assert Budget(is_auto=True).closed_allowed(0, 0, 0) > 2**60
 
 
 def test_none_keeps_nothing_raw() -> None:
     """All that is closed is compressed; with a disk tier, none of it stays in memory."""
-    assert Budget.of(None, "balanced", 2).raw_bytes == 0
-    assert Budget.of(None, "balanced", 2).closed_bytes > 2**60
-    assert Budget.of(None, "balanced", 2, spills=True).closed_bytes == 0
+    assert Budget().raw_bytes == 0
+    assert Budget().closed_allowed(0, 0, 0) > 2**60
+    assert Budget(spills=True).closed_allowed(0, 0, 0) == 0
+
+
+def test_the_machine_is_asked_once_when_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by a memory that was just made."""
+    available, threads = Mock(return_value=GIB), Mock(return_value=3)
+    monkeypatch.setattr(budget, "available_bytes", available)
+    monkeypatch.setattr(budget, "pool_threads", threads)
+    read = read_by_a_memory()
+    assert not available.called
+    assert not threads.called
+    assert [read.raw_bytes, read.raw_bytes] == [GIB // 4] * 2
+    assert [read.threads, read.threads] == [3, 3]
+    assert (available.call_count, threads.call_count) == (1, 1)
+
+
+def test_a_bad_number_of_threads_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the `add` that fills the first block."""
+    monkeypatch.setenv("HOLDALL_THREADS", "many")
+    with pytest.raises(ArgumentError, match="HOLDALL_THREADS"):
+        read_by_a_memory()
 
 
 @pytest.mark.parametrize("prefer", COST_CAPS)
 def test_the_preference_sets_the_cap(prefer: str) -> None:
-    """And the number of threads is passed on."""
-    read = Budget.of(None, prefer, 3)
-    assert (read.cost_cap, read.threads) == (COST_CAPS[prefer], 3)
+    """Of every budget."""
+    assert read_by_a_memory(budget=None, prefer=prefer).cost_cap == COST_CAPS[prefer]
+    assert Budget(most_threads=3).threads == 3
 
 
 @pytest.mark.parametrize(
@@ -67,32 +98,32 @@ def test_the_preference_sets_the_cap(prefer: str) -> None:
     [("8GiB", 8 * GIB), ("8 gib", 8 * GIB), ("500MB", 500_000_000), ("0.5 GiB", GIB // 2), (12_345, 12_345)],
 )
 @pytest.mark.parametrize("spills", [False, True])
-def test_a_size_is_a_limit_over_everything(value: Any, limit: int, spills: bool) -> None:
+def test_a_size_is_a_limit_over_everything(value: Any, limit: int, spills: bool, tmp_path: Path) -> None:
     """As written, in bytes or with a unit, whatever the machine has; raw blocks may take what is left of it."""
-    read = Budget.of(value, "balanced", 1, spills=spills)
-    assert read.limit == limit
+    read = read_by_a_memory(budget=value, spill_dir=tmp_path if spills else None)
+    assert (read.limit, read.spills) == (limit, spills)
     assert read.raw_bytes == limit
     assert read.closed_allowed(0, 0, 0) + read.staging_bytes == limit
 
 
 def test_without_a_size_there_is_no_limit() -> None:
-    """Neither for segments nor for staging, and nothing is refused."""
+    """Not for staging either, and nothing is refused."""
     for value in ("auto", None):
-        read = Budget.of(value, "balanced", 1)
+        read = read_by_a_memory(budget=value)
         assert read.limit is None
-        assert min(read.segment_bytes, read.staging_bytes) > 2**60
+        assert read.staging_bytes > 2**60
         read.require(1 << 50, 1 << 50)
 
 
-@pytest.mark.parametrize("limit", ["32MiB", "1GiB", "64GiB"])
-def test_everything_that_is_set_aside_leaves_room_within_a_limit(limit: str) -> None:
+@pytest.mark.parametrize("limit", [32 << 20, GIB, 64 * GIB])
+def test_everything_that_is_set_aside_leaves_room_within_a_limit(limit: int) -> None:
     """Segments on their way and staging together leave most of it for closed blocks."""
-    read = Budget.of(limit, "balanced", 1)
-    assert read.limit is not None
-    room = read.closed_allowed(0, 0, read.segment_bytes)
-    assert room + read.staging_bytes + budget.SEGMENTS_ON_THE_WAY * read.segment_bytes == read.limit
-    assert room > read.limit // 2
-    assert read.closed_allowed(1 << 20, 1 << 20, read.segment_bytes) == room - (2 << 20)
+    read = Budget(limit)
+    _, segment = read.choose([FieldLayout([0], 0, 1 << 10, 1 << 10)])
+    room = read.closed_allowed(0, 0, segment)
+    assert room + read.staging_bytes + budget.SEGMENTS_ON_THE_WAY * segment == limit
+    assert room > limit // 2
+    assert read.closed_allowed(1 << 20, 1 << 20, segment) == room - (2 << 20)
     assert read.closed_allowed(1 << 50, 0, 0) == 0
 
 
@@ -101,10 +132,10 @@ def test_everything_that_is_set_aside_leaves_room_within_a_limit(limit: str) -> 
 def test_a_limit_that_is_too_small_is_refused_with_the_least_that_will_do(fixed: int, segment: int) -> None:
     """And that least is taken, and leaves room for closed blocks."""
     with pytest.raises(ArgumentError, match=r"^budget \(1 B\) is too small") as caught:
-        Budget.of(1, "balanced", 1).require(fixed, segment)
+        Budget(1).require(fixed, segment)
     told = re.search(r"give it at least (\d+) bytes", str(caught.value))
     assert told is not None
-    least = Budget.of(int(told[1]), "balanced", 1)
+    least = Budget(int(told[1]))
     least.require(fixed, segment)
     assert least.closed_allowed(fixed, 0, segment) > 0
 
@@ -113,7 +144,7 @@ def test_a_limit_that_is_too_small_is_refused_with_the_least_that_will_do(fixed:
 def test_a_budget_that_is_none_is_refused(value: Any) -> None:
     """The message names argument, value, and what may be given instead."""
     with pytest.raises(ArgumentError, match=r"^budget \(.*\) is no size.*8GiB") as caught:
-        Budget.of(value, "balanced", 1)
+        read_by_a_memory(budget=value)
     assert repr(value) in str(caught.value)
     assert isinstance(caught.value, HoldallError)
 
@@ -122,6 +153,6 @@ def test_a_budget_that_is_none_is_refused(value: Any) -> None:
 def test_a_preference_that_is_none_is_refused(value: Any) -> None:
     """Likewise."""
     with pytest.raises(ArgumentError, match=r"^prefer \(.*\) must be one of") as caught:
-        Budget.of(None, value, 1)
+        read_by_a_memory(prefer=value)
     for word in (repr(value), *COST_CAPS):
         assert word in str(caught.value)

@@ -15,6 +15,7 @@ from holdall.machine import held_bytes
 from holdall.native import chosen_kernels, native_kernels
 from holdall.schema import Leaf, Schema
 from holdall.storage import rings
+from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.column_plan import ColumnPlan, find_plan
 from holdall.storage.store import Store
 from holdall.storage.ticks import Tick
@@ -110,7 +111,9 @@ def repeating(ticks: int, lanes: int, seed: int = 0) -> NDArray[Any]:
 
 def new_store(kind: type[Store], lanes: int, capacity: int = 100) -> Any:
     schema = Schema.of(spaces.Box(-np.inf, np.inf, (6,), np.float64), spaces.Discrete(2), None, lanes)
-    return kind(schema, capacity, chosen_kernels(), threading.Lock(), Budget.of(None, "memory", 1))
+    return kind(
+        schema, capacity, chosen_kernels(), threading.Lock(), Budget(cost_cap=COST_CAPS["memory"], most_threads=1)
+    )
 
 
 def write(store: Store, rows: NDArray[Any], first: int, end: int) -> None:

@@ -365,7 +365,7 @@ def test_a_feed_that_never_ends_gets_a_codec_after_all(monkeypatch: pytest.Monke
 
 def test_sealing_begins_before_raw_blocks_reach_what_is_allowed() -> None:
     """If they come so fast that they would soon; else they stay raw while they fit."""
-    tiers = Tiers(Budget.of("1GiB", "balanced", 1))
+    tiers = Tiers(Budget(1 << 30))
     for _ in range(4):
         tiers.keep(frozen_block())
     allowance = Allowance(raw=5 * 4000, closed=10**6, at_most=10**6)
@@ -376,7 +376,7 @@ def test_sealing_begins_before_raw_blocks_reach_what_is_allowed() -> None:
 
 def test_blocks_are_sealed_quickly_under_a_limit_while_something_is_raw_or_free() -> None:
     """What they take more makes nothing leave early then."""
-    tiers, little = Tiers(Budget.of("1GiB", "balanced", 1)), Allowance(0, 4 * 4000, 4 * 4000)
+    tiers, little = Tiers(Budget(1 << 30)), Allowance(0, 4 * 4000, 4 * 4000)
     for _ in range(2):
         tiers.keep(frozen_block())
     assert tiers.has_room(little, 4 * 4000)  # half of it is raw
@@ -388,7 +388,7 @@ def test_blocks_are_sealed_quickly_under_a_limit_while_something_is_raw_or_free(
         frozen.block.replace_by(kept)
         tiers.keep(frozen)
     assert not tiers.has_room(little, 4000)
-    assert Tiers(Budget.of(None, "balanced", 1)).has_room(little, 10**12)
+    assert Tiers(Budget()).has_room(little, 10**12)
 
 
 def test_arenas_are_filled_again_if_blocks_come_fast() -> None:

@@ -89,7 +89,7 @@ class Memory:
 
     def __init__(self, sealer: Waiting, *, spills: bool = False, measures_early: bool = False) -> None:
         self.sealer = sealer
-        self.tiers = Tiers(Budget.of(None, "balanced", 1), spills=spills, measures_early=measures_early)
+        self.tiers = Tiers(Budget(spills=spills), measures_early=measures_early)
         self.blocks: deque[SliceBlock] = deque()
 
     def forget(self, *blocks: SliceBlock) -> None:

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.machine import begin_peak, held_bytes, memory_limits, peak_bytes
+from holdall.machine import available_bytes, begin_peak, held_bytes, peak_bytes
 from holdall.tools.plan.environments import make_single_env
 from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
 from holdall.tools.plan.spec import Spec
@@ -190,7 +190,7 @@ def _mapped_from(share: float) -> int:
 
 def _real_batch(batch: int, traced: UpdateBytes) -> int:
     """Return how large a batch real updates are made with: no larger than needed, quick, and small; 0: none."""
-    if traced.settled > min(_MOST_REAL_BYTES, memory_limits()[0].free_bytes // 4):
+    if traced.settled > min(_MOST_REAL_BYTES, available_bytes() // 4):
         return 0
     share = _REAL_BYTES / max(traced.live - traced.settled, 1)
     return max(int(batch * min(share, 1)), _TINY_BATCH)
