@@ -344,8 +344,7 @@ def _places_of(record: Record, read: Read, count: int) -> SlicePlaces | None:
     if "places" not in record.parts:
         return None
     places = numbers(record.part("places", read), "u2" if count <= 1 << 16 else "u4")  # as they were written at first
-    order = places.argsort().astype(np.uint32)
-    if not np.array_equal(places[order], np.arange(count)):
+    if not np.array_equal(places[order := places.argsort().astype(np.uint32)], np.arange(count)):
         raise ValueError("two slices stand in one place, or one in none")
     return SlicePlaces.of(order)
 
