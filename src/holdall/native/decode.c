@@ -32,10 +32,20 @@ static int is_cut_soundly(const sealed_block *b) {
     return b->group * coded_bytes(&b->form) <= INT32_MAX;
 }
 
-/* How many of the slices [first, end) a lane brought; two lanes are in a byte, and `first` is even. */
+/* How many of the slices [first, end) a lane brought: fewer than 256, two lanes in a byte, and `first` is even. */
 static int64_t count_in_halves(const uint8_t *lanes, int64_t first, int64_t end, int lane) {
-    int32_t count = 0;
-    for (int64_t i = first / 2; i < end / 2; i++) count += ((lanes[i] & 15) == lane) + (lanes[i] >> 4 == lane);
+    const uint64_t ones = UINT64_C(0x1111111111111111), low = UINT64_C(0x0F0F0F0F0F0F0F0F);
+    uint64_t found = 0; /* in each half byte */
+    int64_t i = first / 2;
+    for (; i + 8 <= end / 2; i += 8) {
+        uint64_t other;
+        memcpy(&other, lanes + i, 8);
+        other ^= ones * (uint64_t)lane;
+        other |= other >> 2;
+        found += ~(other | other >> 1) & ones;
+    }
+    int64_t count = (int64_t)(((found & low) + (found >> 4 & low)) * UINT64_C(0x0101010101010101) >> 56);
+    for (; i < end / 2; i++) count += ((lanes[i] & 15) == lane) + (lanes[i] >> 4 == lane);
     return count + (end % 2 != 0 && (lanes[end / 2] & 15) == lane);
 }
 

@@ -304,7 +304,7 @@ def _predictions(base: Transform, leaf: Leaf, window: Window) -> list[Transform]
 Order = NDArray[np.uint32]
 MOST_LANES = 256
 _IN_HALF_BYTES = 16
-_RUNS = 256, 1024
+_RUNS = 256, 512
 
 
 @dataclass(frozen=True, slots=True, eq=False)
