@@ -102,6 +102,20 @@ def feed(writer: Writer, count: int) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
+def test_what_is_added_first_is_not_taken_for_what_was_there() -> None:
+    """Whichever shard gets it, and whatever others have said by then: what they held is known before anything comes."""
+    space, row, no = spaces.Box(-1, 1, (3,), np.float32), np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+    with ReplayMemory(space, spaces.Discrete(2), 10_000, shards=2, limit=RateLimit(1.0, 1, 4_000)) as memory:
+        roster = memory._fleet.roster
+        assert not ray.get(roster.__ray_call__.remote(lambda it: it._recentres))
+        for _ in range(100):
+            memory.add(row, np.zeros(1, np.int64), np.zeros(1, np.float32), row, no, no)
+        memory.flush()
+        counters = ray.get(roster.limiter.remote())
+        assert (counters["inserted"], counters["sampled"], counters["error"]) == (100, 0, 100)
+
+
+@pytest.mark.usefixtures("cluster")
 def test_writers_and_learners_wait_for_each_other() -> None:
     limit = RateLimit(samples_per_insert=2.0, min_size=256, tolerance=512)
     space = spaces.Box(-1, 1, (3,), np.float32)

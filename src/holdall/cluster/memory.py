@@ -32,7 +32,7 @@ from holdall.cluster import roster
 from holdall.cluster.handle import MemoryHandle
 from holdall.cluster.journal import journals_in_use
 from holdall.cluster.learner import saved_by
-from holdall.cluster.protocol import MOST_SHARDS, Cluster, GoneError, asked
+from holdall.cluster.protocol import MOST_SHARDS, Cluster, GoneError, ShardCounters, asked
 from holdall.cluster.shard import THREADS, Shard
 from holdall.cluster.writer import ShardStreams, Writer
 from holdall.errors import ArgumentError, ShardError
@@ -176,6 +176,10 @@ class Fleet:
                 arrived = to in self.actors and self._ask(self.actors[to], "insert", writer, 0, []).expected > sequence
                 self._ask(actor, "end_move", arrived)
 
+    def begin(self, known: Mapping[int, ShardCounters]) -> None:
+        """Tell the roster what shards hold, before writers hear of the memory."""
+        self._ask(self.roster, "begin", known)
+
     def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
         """Call what may be called twice; a shard, or the roster, that is killed meanwhile is waited for."""
         timeout_s = None if actor is self.roster else self._patience_s
@@ -267,7 +271,7 @@ class ReplayMemory(MemoryHandle):
         for number, saved in shards.places.items():
             self._fleet.start(number, saved)
         self._fleet.settle()
-        self._cluster.refresh()
+        self._fleet.begin(self._cluster.refresh())
         self._drawing.level()
 
     def add_shard(self) -> int:

@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -331,6 +331,11 @@ class Roster:
     def admit(self, shard: int, handle: Any) -> None:
         """Add a shard to the list."""
         self._list(self._shards | {shard: handle})
+
+    def begin(self, known: Mapping[int, ShardCounters]) -> None:
+        """Hear what shards hold before anything is added; without that, what came first would count as held before."""
+        for shard, counters in known.items():
+            self._note(shard, counters)
 
     def dismiss(self, shard: int) -> None:
         """Take a shard off the list."""
