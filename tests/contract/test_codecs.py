@@ -323,6 +323,20 @@ def test_any_changes_come_back(sealer: Coder, reader: Coder, data: st.DataObject
         assert np.asarray(other.coded.data).tobytes() == np.asarray(sealed.coded.data).tobytes()
 
 
+@pytest.mark.parametrize("size", [1, 2, 5, 40, 387])
+def test_changes_are_noted_up_to_the_last_byte_that_they_spare(size: int) -> None:
+    """Both coders keep a unit whole at the same length, and not some bytes before it."""
+    generator, codec = np.random.default_rng(0), Codec(Method.STORED, 0, Transform(size, predictor=Predictor.CHANGES))
+    for number in range(300):
+        slices = changing(9, size, number % 12, size, generator)
+        sealed = [
+            PortableCoder().seal(slices, replace(codec, group=3)),
+            (NATIVE or PORTABLE).seal(slices, replace(codec, group=3)),
+        ]
+        one, other = (None if each is None else np.asarray(each.coded.data).tobytes() for each in sealed)
+        assert one == other
+
+
 @pytest.mark.parametrize("coder", BOTH)
 def test_a_slice_costs_what_changed_in_it(coder: Coder) -> None:
     """One change of 3 bytes takes these, where it stands, how long it is, and that there is one: 7 bytes at most."""

@@ -227,27 +227,32 @@ static int64_t next_difference(const uint8_t *before, const uint8_t *slice, int6
     return at;
 }
 
+static int64_t bytes_of_count(int64_t count) {
+    int64_t bytes = 1;
+    for (; count > 127; count >>= 7) bytes++;
+    return bytes;
+}
+
 /* Write how a slice differs from the one before: the number of changes, and for each the bytes that are skipped, its
  * length, and what stands there now. Returns the end of it, NULL if there is no room. */
 static uint8_t *note_changes(const uint8_t *before, const uint8_t *slice, int64_t bytes, uint8_t *to, const uint8_t *end) {
-    enum { COUNT_ROOM = 5 };
     int64_t changes = 0, behind = 0;
-    if (end - to < COUNT_ROOM) return NULL;
-    uint8_t *const counted = to;
-    to += COUNT_ROOM;
-    uint8_t *const noted = to;
+    if (end - to < 1) return NULL;
+    uint8_t *const counted = to++; /* few have more than 127 */
     for (int64_t at = next_difference(before, slice, 0, bytes); at < bytes; changes++) {
         int64_t stop = at + 1, next;
         while ((next = next_difference(before, slice, stop, bytes)) < bytes && next - stop < EQUAL_BETWEEN) stop = next + 1;
-        if (end - to < 2 * COUNT_ROOM + stop - at) return NULL;
+        if (end - to < bytes_of_count(at - behind) + bytes_of_count(stop - at) + stop - at) return NULL;
         to = write_count(write_count(to, at - behind), stop - at);
         memcpy(to, slice + at, (size_t)(stop - at));
         to += stop - at;
         behind = stop, at = next;
     }
-    uint8_t *const begun = write_count(counted, changes);
-    memmove(begun, noted, (size_t)(to - noted));
-    return begun + (to - noted);
+    const int64_t more = bytes_of_count(changes) - 1;
+    if (end - to < more) return NULL;
+    memmove(counted + 1 + more, counted + 1, (size_t)(to - counted - 1));
+    write_count(counted, changes);
+    return to + more;
 }
 
 /* Turn a unit into its first slice and the changes of the others; returns the bytes of that, 0 if it would not spare a
