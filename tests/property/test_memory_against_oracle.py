@@ -113,7 +113,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         try:
-            if self.oracle.next_id:
+            if len(self.oracle):
                 assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
             self.memory.close()
             for batch, expected in self.kept:
@@ -270,7 +270,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
     def pickle_and_go_on(self) -> None:
         self.memory = pickle.loads(pickle.dumps(self.memory, protocol=5))
 
-    @precondition(lambda self: self.oracle.next_id > 0)
+    @precondition(lambda self: len(self.oracle) > 0)
     @rule()
     def gather_everything(self) -> None:
         self._check(self.memory.gather(self.oracle.ids), self.oracle.ids)

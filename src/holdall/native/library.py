@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import APART_FIELDS, COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 25
+_VERSION = 26
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -356,7 +356,7 @@ _SIGNATURES = _signatures("""
     holdall_tree_update n pnppnnnndp
     holdall_tree_find v pnpnpp
     holdall_threads_new p -
-    holdall_threads_help v pn
+    holdall_threads_help v p
     holdall_threads_dismiss v p
     holdall_threads_free v p
 """)

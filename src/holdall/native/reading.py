@@ -140,7 +140,7 @@ class ThreadPool:
         threads = [
             threading.Thread(
                 target=library.holdall_threads_help,
-                args=(address, number),
+                args=(address,),
                 name=f"holdall-pool-{number}",
                 daemon=True,  # a thread that waits in C must not keep the process from ending
             )

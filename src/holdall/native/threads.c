@@ -44,7 +44,8 @@ struct thread_pool {
     work_on work;
     void *job;
     int64_t wanted; /* helpers that may still begin the job */
-    int64_t busy;   /* helpers that work on it */
+    int64_t begun;  /* helpers that began it, and ... */
+    int64_t busy;   /* those that work on it still */
     int dismissed;
 #ifdef __linux__
     pthread_t helpers[MOST_PLACED];
@@ -88,8 +89,9 @@ EXPORT thread_pool *holdall_threads_new(void) {
     return pool;
 }
 
-/* What a helper's thread runs until the pool is dismissed; `thread` is its number, from 1 on. */
-EXPORT void holdall_threads_help(thread_pool *pool, int64_t thread) {
+/* What a helper's thread runs until the pool is dismissed. For a job it has the number with which it came to it: any of
+ * the pool's may be the ones that come, and who asked for `helpers` has memory for so many. */
+EXPORT void holdall_threads_help(thread_pool *pool) {
     LOCK(&pool->lock);
     join_pool(pool);
     for (;;) {
@@ -97,6 +99,7 @@ EXPORT void holdall_threads_help(thread_pool *pool, int64_t thread) {
         if (pool->dismissed) break;
         pool->wanted--;
         pool->busy++;
+        const int64_t thread = ++pool->begun;
         const work_on work = pool->work;
         void *const job = pool->job;
         UNLOCK(&pool->lock);
@@ -125,6 +128,7 @@ void threads_begin(thread_pool *pool, work_on work, void *job, int64_t helpers) 
     pool->work = work;
     pool->job = job;
     pool->wanted = helpers;
+    pool->begun = 0;
     UNLOCK(&pool->lock);
     for (int64_t i = 0; i < helpers; i++) WAKE_ONE(&pool->has_work);
 }

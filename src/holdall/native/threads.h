@@ -6,7 +6,8 @@
 
 typedef struct thread_pool thread_pool;
 
-/* What a thread does with a job: it takes pieces until none are left. Thread 0 is the caller. */
+/* What a thread does with a job: it takes pieces until none are left. Thread 0 is the caller, the helpers that begin
+ * are 1, 2, ... up to as many as were asked for. */
 typedef void (*work_on)(void *job, int64_t thread);
 
 /* Let up to `helpers` threads begin a job, and return at once; `pool` may be NULL if there are none. */

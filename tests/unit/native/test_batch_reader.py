@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -396,3 +397,34 @@ def test_the_byte_that_says_that_a_lock_is_held_is_found() -> None:
     with lock:
         assert held.value == 1
     assert held.value == 0
+
+
+MANY_THREADS = """
+import sys
+import numpy as np
+from gymnasium import spaces
+import holdall
+
+frames = np.random.default_rng(0).integers(0, 9, (1200, 3, 84, 84), np.uint8)
+no, action, reward = np.zeros(1, bool), np.zeros((1, 2), np.float32), np.zeros(1, np.float32)
+space = spaces.Box(0, 255, (3, 84, 84), np.uint8)
+memory = holdall.ReplayMemory(space, spaces.Box(-1, 1, (2,), np.float32), 1200, budget=None, seed=0)
+for number in range(1199):
+    memory.add(frames[number][None], action, reward, frames[number + 1][None], no, no)
+memory.drain()
+assert memory.report().fields[0].sealed_bytes > 0
+for rows in [int(size) for size in sys.argv[1].split(",")] * 60:
+    batch = memory.sample(rows)
+    assert np.array_equal(batch.obs, frames[batch.ids]), rows
+    assert np.array_equal(batch.next_obs, frames[batch.ids + 1]), rows
+    batch.obs[:], batch.next_obs[:] = 99, 99  # it is the trainer's now: nothing of it may be read again
+"""
+
+
+@pytest.mark.parametrize("sizes", ["12", "20", "64,5,12,16,24"])
+def test_few_of_many_threads_help(sizes: str) -> None:
+    """Whichever of them begin, and whatever they decoded for the batch before, which its owner has changed since."""
+    environment = os.environ | {"HOLDALL_THREADS": "8"}
+    command = [sys.executable, "-X", "faulthandler", "-c", MANY_THREADS, sizes]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
