@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from holdall import ArgumentError, ReplayMemory, TransitionIdError
 from holdall.batch import Batch
-from holdall.native import native_kernels
+from holdall.native import native_kernels, one_call, reading
 from holdall.storage import columns, segment
 from holdall.storage import rings as ring
 from holdall.storage.store import Store
@@ -45,6 +45,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         capacity_ticks=st.one_of(st.integers(1, 20), st.integers(20, 300)),
         remainder=st.integers(0, 4),
         kernels=st.sampled_from(KERNELS),
+        threads=st.sampled_from([1, 2, 8]),
         segment_bytes=st.sampled_from([1, 30_000, 200_000, segment.SEGMENT_BYTES]),
         segments_of_a_memory=st.sampled_from([1, 4, 16]),
         replayed_ticks=st.sampled_from([4, 64]),
@@ -63,6 +64,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         capacity_ticks: int,
         remainder: int,
         kernels: str,
+        threads: int,
         segment_bytes: int,
         segments_of_a_memory: int,
         replayed_ticks: int,
@@ -78,6 +80,12 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         # Small limits make segments roll, blocks go on and rings pair within a few ticks.
         self.patch = pytest.MonkeyPatch()
         self.patch.setenv("HOLDALL_KERNELS", kernels)
+        self.patch.setenv("HOLDALL_THREADS", str(threads))
+        for module in (one_call, reading):  # so that small batches are shared by threads, too
+            self.patch.setattr(module, "_BYTES_PER_THREAD", 5_000)
+            self.patch.setattr(module, "_PIECE_BYTES", 1_000)
+        self.patch.setattr(one_call, "_SEALED_BYTES_PER_THREAD", 3_000)
+        self.patch.setattr(one_call, "_BYTES_WITHOUT_GIL", 1_000)
         self.patch.setattr(segment, "SEGMENT_BYTES", segment_bytes)
         self.patch.setattr(segment, "_SEGMENTS_OF_A_MEMORY", segments_of_a_memory)
         self.patch.setattr(segment, "_REPLAYED_TICKS", replayed_ticks)

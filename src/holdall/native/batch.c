@@ -15,7 +15,7 @@
 
 /* Four threads use up the bandwidth of memory: more of them copy raw slices no faster. */
 enum { RAW_HELPERS = 3 };
-enum { ALIGNMENT_BYTES = 64, WRITEABLE_C_ARRAY = 0x501, PIECE_BYTES = 1 << 18, MOST_COLUMNS = 160 };
+enum { ALIGNMENT_BYTES = 64, WRITEABLE_C_ARRAY = 0x501, MOST_COLUMNS = 160 };
 enum { KEPT_ALIKE = 4 }; /* memories of one size: one in use, one being filled, two for latecomers */
 
 void holdall_draw(uint32_t (*next_uint32)(void *), void *state, int64_t filled, int64_t slots, int64_t newest,
@@ -149,7 +149,7 @@ static void *arrays_of(const batch_reader *f, batch_arrays wanted, int64_t rows,
 /* Copy one large field, without the GIL; 0 if a place is damaged. */
 static int copy_field(const batch_reader *f, const batch_field *b, int64_t rows, const uint32_t *cursor, uint8_t *to) {
     const int64_t bytes = 2 * rows * b->obs_bytes, least = b->is_sealed ? f->sealed_bytes_per_thread : f->bytes_per_thread;
-    int64_t helpers = bytes / least - 1, pieces = bytes / PIECE_BYTES, error;
+    int64_t helpers = bytes / least - 1, pieces = 1 + bytes / f->piece_bytes, error;
     if (helpers > f->most_helpers) helpers = f->most_helpers;
     if (!b->is_sealed && helpers > RAW_HELPERS) helpers = RAW_HELPERS;
     if (helpers < 1 || !f->pool) helpers = 0, pieces = 1;

@@ -69,7 +69,7 @@ typedef struct {
     int32_t *lane;
     decoder *const *decoders; /* one a thread, or NULL */
     void *pool;
-    int64_t most_helpers, bytes_per_thread, sealed_bytes_per_thread, bytes_without_gil;
+    int64_t most_helpers, bytes_per_thread, sealed_bytes_per_thread, piece_bytes, bytes_without_gil;
     int64_t one_memory_bytes; /* short fields share one memory up to this size */
     int64_t least_kept_bytes, most_kept_bytes, kept_bytes;
     void *kept_owner[KEPT_MEMORIES]; /* arrays of bytes, or NULL, ... */

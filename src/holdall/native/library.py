@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import APART_FIELDS, COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 26
+_VERSION = 27
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -203,7 +203,8 @@ class BatchReaderStruct(ctypes.Structure):
         ("field", BatchFieldStruct * _MOST_BATCH_FIELDS), *_numbers("field_count"), *_pointers("first_ticks"),
         *_numbers("segments"), *_pointers("kept"), *_numbers("first_tick capacity_ticks lanes ring_rows most_rows"),
         *_pointers("ids drawn_lanes segment lane decoders pool"),
-        *_numbers("most_helpers bytes_per_thread sealed_bytes_per_thread bytes_without_gil one_memory_bytes"),
+        *_numbers("most_helpers bytes_per_thread sealed_bytes_per_thread piece_bytes bytes_without_gil"),
+        *_numbers("one_memory_bytes"),
         *_numbers("least_kept_bytes most_kept_bytes kept_bytes"), ("kept_owner", POINTER * KEPT_MEMORIES),
         ("kept_length", NUMBER * KEPT_MEMORIES),
         *_pointers("generator next_uint32 generator_state generator_is_locked lock_owner is_pending is_changed"),

@@ -65,8 +65,8 @@ _OBJECTS = {
     "array_type": np.ndarray, "dict_type": dict, "ordered_dict_type": OrderedDict, "list_type": list, "str_type": str,
     "is_false": False, "is_true": True, "is_none": None,
 }  # fmt: skip
-_BYTES_PER_THREAD, _SEALED_BYTES_PER_THREAD = 1 << 20, 1 << 18
-"""A thread is woken only for at least this much to copy, or to decode."""
+_BYTES_PER_THREAD, _SEALED_BYTES_PER_THREAD, _PIECE_BYTES = 1 << 20, 1 << 18, 1 << 18
+"""A thread is woken only for at least this much to copy, or to decode; and what it takes at once."""
 _BYTES_WITHOUT_GIL = 1 << 16
 """Copying less takes no longer than it takes to give up the GIL and to get it back."""
 _MOST_SHORT_BYTES = 1 << 20
@@ -194,8 +194,9 @@ class NativeBatchReader(BatchReader):
         flags = [np.frombuffer(flag, np.uint8) for flag in (repair.is_pending, is_changed)]
         self._struct = BatchReaderStruct(
             maker=ctypes.addressof(_array_maker()), bytes_per_thread=_BYTES_PER_THREAD,
-            sealed_bytes_per_thread=_SEALED_BYTES_PER_THREAD, bytes_without_gil=_BYTES_WITHOUT_GIL,
-            one_memory_bytes=_ONE_MEMORY_BYTES, least_kept_bytes=_LEAST_KEPT_BYTES, most_kept_bytes=most_kept_bytes,
+            sealed_bytes_per_thread=_SEALED_BYTES_PER_THREAD, piece_bytes=_PIECE_BYTES,
+            bytes_without_gil=_BYTES_WITHOUT_GIL, one_memory_bytes=_ONE_MEMORY_BYTES,
+            least_kept_bytes=_LEAST_KEPT_BYTES, most_kept_bytes=most_kept_bytes,
             lock_owner=owner_address(lock), is_pending=address(flags[0]), is_changed=address(flags[1]),
         )  # fmt: skip
         self._described: list[Any] = []  # what the struct points into

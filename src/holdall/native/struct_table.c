@@ -344,6 +344,7 @@ static const struct_field FIELDS[] = {
     FIELD(batch_reader, most_helpers),
     FIELD(batch_reader, bytes_per_thread),
     FIELD(batch_reader, sealed_bytes_per_thread),
+    FIELD(batch_reader, piece_bytes),
     FIELD(batch_reader, bytes_without_gil),
     FIELD(batch_reader, one_memory_bytes),
     FIELD(batch_reader, least_kept_bytes),
