@@ -35,6 +35,7 @@ def segment(numbers: range) -> bytes:
     return pack_segment(encoder.close({}), kernels.coder)
 
 
+@pytest.mark.usefixtures("cluster")  # or the shard, which asks where it runs, starts a Ray of its own
 def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

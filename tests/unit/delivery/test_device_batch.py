@@ -64,7 +64,7 @@ def on(where: str) -> dict[str, Any]:
 EXTRAS = {"log_prob": box((2,), "f4")}
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=2 * len(SPACES))  # tests go from one space to the next, and round again
 def steps_of(name: str, ticks: int, lanes: int) -> list[dict[str, Any]]:
     """Draw what all memories of a test are fed with."""
     space, plans = SPACES[name]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -102,14 +104,20 @@ def test_a_negative_place_gives_zeros() -> None:
         assert np.array_equal(out[1], told.reshape(-1, *shape)[5])
 
 
+@functools.cache  # 33 million pixels, drawn once for all
+def few_colours() -> NDArray[np.uint8]:
+    """Draw frames for 640 ticks, and what the first of them look back on."""
+    numbers = np.arange(643 * LANES * 160 * 160, dtype=np.uint32)
+    return (numbers // 977 % 7).astype(np.uint8).reshape(643, LANES, 160, 160)
+
+
 @pytest.mark.parametrize("compress", ["speed", "balanced", "memory"])
 def test_compressed_rollouts_come_back_and_take_less(compress: str) -> None:
     """Frames of few colours, in segments that fill several times a rollout, rollout after rollout."""
     leaf = Leaf("", (4, 160, 160), np.dtype(np.uint8))
     tracks = RolloutFields([leaf], 640, LANES, compress, chosen_kernels())
     for seed in range(2):
-        numbers = np.arange(643 * LANES * 160 * 160, dtype=np.uint32).reshape(643, LANES, 160, 160)
-        film = (numbers // 977 % 7 + seed).astype(np.uint8)
+        film = few_colours() + np.uint8(seed)
         tracks.reset()
         for tick in range(640):
             tracks.write(tick, [film[tick : tick + 4].swapaxes(0, 1)])
