@@ -1,7 +1,6 @@
 """How the suite is run: Hypothesis profiles, GPU tests that say why they are skipped, and an interrupt at a line."""
 
 import gc
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -71,35 +70,14 @@ SERVERS = ("cluster", "weed")
 """Fixtures of a session that take seconds to start: Ray, an S3 server."""
 
 
-def _rank(item: pytest.Item) -> int:
-    """Return which server a test needs; or a number behind theirs, for one that may take long and for all others."""
-    for number, name in enumerate(SERVERS):
-        if name in getattr(item, "fixturenames", ()):
-            return number
-    return len(SERVERS) if item.get_closest_marker("timeout") else len(SERVERS) + 1
+def _server_of(item: pytest.Item) -> int:
+    return next((i for i, name in enumerate(SERVERS) if name in getattr(item, "fixturenames", ())), len(SERVERS))
 
 
-def _in_shares(items: list[pytest.Item], shares: int) -> list[pytest.Item]:
-    """Begin every process's share of the list with what one process must do, or what should not be begun last.
-
-    xdist gives every process an equal run of the list, and who has done its own takes from the end of another's. So one
-    process has all tests of a server, which is started once, and no process is left alone with a long test.
-    """
-    kinds: list[list[pytest.Item]] = [[] for _ in range(len(SERVERS) + 2)]
-    for item in items:
-        kinds[_rank(item)].append(item)
-    *first, others = kinds
-    left = iter(others)
-    found: list[pytest.Item] = []
-    for share in range(shares):
-        found += itertools.chain.from_iterable(first[share::shares])
-        found += itertools.islice(left, max(len(items) * (share + 1) // shares - len(found), 0))
-    return [*found, *left]
-
-
-@pytest.hookimpl(trylast=True)  # when those that do not run are gone
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:] = _in_shares(items, getattr(config, "workerinput", {}).get("workercount", 1))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # xdist gives every process a run of the list, and others take from its end. So one process has all tests of a
+    # server, and it is started once.
+    items.sort(key=_server_of)
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not _has_cuda():
         for item in wanting:
