@@ -71,19 +71,24 @@ class ArenaPool:
     """Arenas that were given up and can be written to again, without the cost of fresh pages.
 
     An arena may still be read by a batch that is being built: it is handed out when nothing refers to it any more.
+
+    Args:
+        most: How many are kept.
+        most_raw: Bytes that may stay raw. If all that is held takes more, new arenas are sealed soon: then they are in
+            small pages. Who adds may wait milliseconds for a large one, and who reads raw slices gains a sixth by them.
     """
 
-    def __init__(self, most: int = 1) -> None:
-        self._most = most
+    def __init__(self, most: int = 1, most_raw: int = 1 << 62) -> None:
+        self._most, self._most_raw = most, most_raw
         self._spare: list[_SpareArena] = []
 
-    def take(self, nbytes: int) -> Bytes:
-        """Return an arena of `nbytes`, used before or new."""
+    def take(self, nbytes: int, all_bytes: int = 0) -> Bytes:
+        """Return an arena of `nbytes`, used before or new, for slices that take up to `all_bytes` in all arenas."""
         for position, spare in enumerate(self._spare):
             if spare.nbytes == nbytes and spare.seen() is None:
                 del self._spare[position]
                 return np.frombuffer(spare.memory, np.uint8)[:nbytes]
-        return reserve(nbytes)
+        return reserve(nbytes, in_small_pages=all_bytes > self._most_raw)
 
     def give_up(self, arena: Bytes) -> None:
         """Keep an arena from `reserve` that its owner no longer needs, if there is room for it."""

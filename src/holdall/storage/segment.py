@@ -123,25 +123,24 @@ class Segments:
     Args:
         most_bytes: Most that the unique slices of one segment may take.
         first_tick: Number of the first tick that will be written.
+        most_raw: Bytes of slices that may stay raw.
     """
 
     def __init__(
         self, kernels: Kernels, leaves: list[Leaf], lanes: int, capacity_ticks: int, repair: Repair,
-        most_bytes: int = 1 << 62, first_tick: int = 0,
+        most_bytes: int = 1 << 62, first_tick: int = 0, most_raw: int = 1 << 62,
     ) -> None:  # fmt: skip
         self._kernels, self._repair, self._lanes = kernels, repair, lanes
-        self.arenas = ArenaPool()
+        self.arenas = ArenaPool(most_raw=most_raw)
         self.recycles = False  # whether arenas of blocks that are sealed are filled again
-        self._ring_ticks = capacity_ticks + 1
-        self._most_bytes = most_bytes
+        self._ring_ticks, self._most_bytes = capacity_ticks + 1, most_bytes
         self.frozen: list[FrozenBlock] = []  # blocks that are full, and were not asked for yet
         self.index = SegmentIndex()
         self.blocks_on_disk = 0
         self.awaited: list[SegmentFile] = []
         self.overhead_bytes = 0  # closed logs, slices that lie in logs, and the indexes of blocks on disk
         self._most_ticks = max(capacity_ticks // _SEGMENTS_OF_A_MEMORY, _FEWEST_TICKS)
-        self._leaves: list[Leaf] = []
-        self.windows: list[Window] = []
+        self._leaves, self.windows = list[Leaf](), list[Window]()
         self.cursors: list[Cursors] = []  # per field: (ring_ticks, lanes)
         self.searches = WindowSearches(lanes)
         self._limit_bytes = SEGMENT_BYTES
@@ -381,7 +380,8 @@ class Segments:
         most_in_a_tick = 2 * self._lanes * self._leaves[field].nbytes
         arena_bytes = self._limit_bytes + (2 + replayed_ticks) * most_in_a_tick
         if block is None and not lies_direct(window):
-            block = self._kernels.new_block(window.slice_bytes, self.arenas.take(arena_bytes))
+            arena = self.arenas.take(arena_bytes, window.slice_bytes * self._ring_ticks * self._lanes)
+            block = self._kernels.new_block(window.slice_bytes, arena)
         return self._kernels.new_part(window, self._lanes, block, arena_bytes)
 
     def open_bytes(self) -> int:

@@ -130,8 +130,9 @@ class TickStore:
         self._rings = Rings(schema, self._ring_ticks, small, first_tick) if rings is None else rings
         self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > TINY_BYTES}
         sliced = [leaves[i] for i in self._large]
+        most_raw = NO_LIMIT if budget.is_auto else budget.limit or 0
         self.large_segments = Segments(
-            kernels, sliced, self._lanes, capacity_ticks, self.repair, most_bytes, first_tick
+            kernels, sliced, self._lanes, capacity_ticks, self.repair, most_bytes, first_tick, most_raw
         )
         self._writer = self._new_writer(first_tick, first_tick)
         self._is_fit_known = budget.limit is None or folder is not None

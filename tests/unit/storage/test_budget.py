@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from gymnasium import spaces
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +17,8 @@ from hypothesis import strategies as st
 from holdall import ReplayMemory, machine
 from holdall.errors import ArgumentError, HoldallError
 from holdall.machine import Limit, available_bytes
+from holdall.schema import Bytes
+from holdall.storage import address
 from holdall.storage import tiers as budget
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.rings import FieldLayout
@@ -156,3 +160,34 @@ def test_a_preference_that_is_none_is_refused(value: Any) -> None:
         read_by_a_memory(prefer=value)
     for word in (repr(value), *COST_CAPS):
         assert word in str(caught.value)
+
+
+def flags_of_pages(array: Bytes) -> set[str]:
+    """Return what the system was told of the memory that an array lies in."""
+    place, inside = address(array), False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii").splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            first, end = (int(number, 16) for number in words[0].split("-"))
+            inside = first <= place < end
+        elif inside and words[0] == "VmFlags:":
+            return set(words[1:])
+    raise LookupError("the array lies nowhere")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says which pages memory is in")
+@pytest.mark.parametrize(
+    ("limit", "are_small"), [("auto", False), (None, True), ("256MiB", True), ("20GiB", False)], ids=str
+)
+def test_what_is_sealed_soon_lies_in_small_pages(limit: str | None, are_small: bool) -> None:
+    """Who adds never waits for a large one there; what may stay raw is in large ones, which are read faster."""
+    space, no = spaces.Box(0, 255, (3, 84, 84), np.uint8), np.zeros(1, np.bool_)
+    frames = np.random.default_rng(0).integers(0, 256, (40, 1, 3, 84, 84), np.uint8)
+    with ReplayMemory(space, spaces.Discrete(2), 100_000, budget=limit) as memory:
+        for now, after in itertools.pairwise(frames):  # the first arena is a small one
+            memory.add(now, np.zeros(1, np.int64), np.zeros(1, np.float32), after, no, no)
+        (part,) = memory._open().large_segments.open.parts
+        assert part.block is not None
+        assert part.block.arena.nbytes >= 4 * 2**20
+        flags = flags_of_pages(part.block.arena)
+        assert ("nh" in flags, "hg" in flags) == (are_small, not are_small)
