@@ -55,10 +55,8 @@ static int64_t count_in_bytes(const uint8_t *lanes, int64_t first, int64_t end, 
     return count;
 }
 
-/* The slice of the units that a number names; -1 if there is none. */
-static int64_t place_of_slice(const sealed_block *b, int64_t number) {
-    if (number < 0 || number >= b->slice_count) return -1;
-    if (!b->lanes) return number;
+/* Where a slice of several lanes stands in the units; -1 if nowhere. */
+static int64_t place_in_lanes(const sealed_block *b, int64_t number) {
     const int in_halves = b->lane_count <= HALF_BYTE_LANES;
     if ((in_halves ? number / 2 : number) >= b->lane_bytes || b->lane_run < 2) return -1;
     const int lane = in_halves ? b->lanes[number / 2] >> number % 2 * 4 & 15 : b->lanes[number];
@@ -67,6 +65,12 @@ static int64_t place_of_slice(const sealed_block *b, int64_t number) {
     const int64_t first = b->first_bytes == 2 ? ((const uint16_t *)b->firsts)[at] : ((const uint32_t *)b->firsts)[at];
     const int64_t place = first + (in_halves ? count_in_halves : count_in_bytes)(b->lanes, run * b->lane_run, number, lane);
     return place < b->slice_count ? place : -1;
+}
+
+/* The slice of the units that a number names; -1 if there is none. */
+static inline int64_t place_of_slice(const sealed_block *b, int64_t number) {
+    if (number < 0 || number >= b->slice_count) return -1;
+    return b->lanes ? place_in_lanes(b, number) : number;
 }
 
 #ifdef _WIN32
