@@ -5,7 +5,7 @@
 #include "holdall.h"
 #include "structs.h"
 
-enum { MOST_IN_A_UNIT = 64, HALF_BYTE_LANES = 16 };
+enum { MOST_IN_A_UNIT = 64 };
 enum { METHOD_STORED = 0, METHOD_LZ4 = 1, METHOD_ZSTD = 2, METHOD_PAIRS = 3 };
 /* By PIXELS nothing is predicted: planes are coded pixel by pixel. By COLOURS a pixel becomes a number, row by
  * row, and by COLUMNS column by column, see colours.c. By CHANGES a unit is its first slice, and how each of the others

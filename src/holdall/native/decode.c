@@ -32,6 +32,8 @@ static int is_cut_soundly(const sealed_block *b) {
     return b->group * coded_bytes(&b->form) <= INT32_MAX;
 }
 
+enum { HALF_BYTE_LANES = 16, HALF_BYTE_RUN = 256, BYTE_RUN = 512 }; /* as in codec.py */
+
 /* How many of the slices [first, end) a lane brought: fewer than 256, two lanes in a byte, and `first` is even. */
 static int64_t count_in_halves(const uint8_t *lanes, int64_t first, int64_t end, int lane) {
     const uint64_t ones = UINT64_C(0x1111111111111111), low = UINT64_C(0x0F0F0F0F0F0F0F0F);
@@ -58,12 +60,13 @@ static int64_t count_in_bytes(const uint8_t *lanes, int64_t first, int64_t end, 
 /* Where a slice of several lanes stands in the units; -1 if nowhere. */
 static int64_t place_in_lanes(const sealed_block *b, int64_t number) {
     const int in_halves = b->lane_count <= HALF_BYTE_LANES;
-    if ((in_halves ? number / 2 : number) >= b->lane_bytes || b->lane_run < 2) return -1;
+    if ((in_halves ? number / 2 : number) >= b->lane_bytes) return -1;
     const int lane = in_halves ? b->lanes[number / 2] >> number % 2 * 4 & 15 : b->lanes[number];
-    const int64_t run = number / b->lane_run, at = run * b->lane_count + lane;
+    const int64_t run = in_halves ? number / HALF_BYTE_RUN : number / BYTE_RUN, at = run * b->lane_count + lane;
     if (lane >= b->lane_count || at >= b->first_count) return -1;
     const int64_t first = b->first_bytes == 2 ? ((const uint16_t *)b->firsts)[at] : ((const uint32_t *)b->firsts)[at];
-    const int64_t place = first + (in_halves ? count_in_halves : count_in_bytes)(b->lanes, run * b->lane_run, number, lane);
+    const int64_t place = first + (in_halves ? count_in_halves(b->lanes, run * HALF_BYTE_RUN, number, lane)
+                                             : count_in_bytes(b->lanes, run * BYTE_RUN, number, lane));
     return place < b->slice_count ? place : -1;
 }
 

@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import APART_FIELDS, COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 27
+_VERSION = 28
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -51,7 +51,7 @@ class SealedBlockStruct(ctypes.Structure):
 
     _fields_ = [
         *_pointers("data offsets checks palette lanes firsts ddict common"),
-        *_numbers("common_bytes lane_count lane_bytes first_count first_bytes lane_run data_bytes slice_count"),
+        *_numbers("common_bytes lane_count lane_bytes first_count first_bytes data_bytes slice_count"),
         *_numbers("group key method file file_start"),
         ("form", TransformStruct),
     ]

@@ -38,7 +38,6 @@ static const struct_field FIELDS[] = {
     FIELD(sealed_block, lane_bytes),
     FIELD(sealed_block, first_count),
     FIELD(sealed_block, first_bytes),
-    FIELD(sealed_block, lane_run),
     FIELD(sealed_block, data_bytes),
     FIELD(sealed_block, slice_count),
     FIELD(sealed_block, group),

@@ -37,11 +37,10 @@ typedef struct {
     const void *ddict;       /* ZSTD_DDict *, tables of pairs, or NULL */
     const uint8_t *common;   /* the dictionary's bytes, for LZ4, or NULL */
     int64_t common_bytes;
-    int64_t lane_count; /* up to HALF_BYTE_LANES two lanes are in a byte */
+    int64_t lane_count; /* up to 16: two lanes are in a byte */
     int64_t lane_bytes;
     int64_t first_count;
     int64_t first_bytes; /* of one: 2 or 4 */
-    int64_t lane_run;    /* slices of a run */
     int64_t data_bytes;
     int64_t slice_count;
     int64_t group;

@@ -313,9 +313,9 @@ class NativeSealed(SealedSlices):
 
 
 def _lanes(places: SlicePlaces) -> dict[str, int]:
-    lanes, firsts, of_run = places.lanes, places.firsts, {"lane_count": places.firsts.shape[1], "lane_run": places.run}
+    lanes, firsts = places.lanes, places.firsts
     counted = {"firsts": address(firsts), "first_count": firsts.size, "first_bytes": firsts.itemsize}
-    return {"lanes": address(lanes), "lane_bytes": lanes.nbytes} | counted | of_run
+    return {"lanes": address(lanes), "lane_bytes": lanes.nbytes, "lane_count": firsts.shape[1]} | counted
 
 
 class NativeCoder(NativeDecoder):

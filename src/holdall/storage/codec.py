@@ -305,6 +305,7 @@ Order = NDArray[np.uint32]
 MOST_LANES = 256
 _IN_HALF_BYTES = 16
 _RUNS = 256, 512
+"""Slices from one count to the next, of up to 16 lanes and of more; as in decode.c."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,7 +317,6 @@ class SlicePlaces:
 
     lanes: Bytes  # that brought each slice; two in a byte where there are no more than 16
     firsts: NDArray[np.uint16] | NDArray[np.uint32]  # (runs, lanes): where the first slice of a lane in a run stands
-    run: int  # slices between two counts: those of more lanes take more room
 
     @classmethod
     def of(cls, order: Order) -> SlicePlaces | None:
@@ -337,14 +337,14 @@ class SlicePlaces:
         """Count the slices of each lane."""
         count, most = len(lanes), int(lanes.max(initial=0)) + 1
         in_halves, dtype = most <= _IN_HALF_BYTES, "u2" if count <= 1 << 16 else "u4"
-        run = _RUNS[0] if in_halves else _RUNS[1]
+        run = _RUNS[not in_halves]
         runs = -(-count // run)
         within = np.bincount(np.arange(count) // run * most + lanes, minlength=runs * most).reshape(runs, most)
         total = within.sum(axis=0)
         firsts = (total.cumsum() - total + within.cumsum(axis=0) - within).astype(dtype)
         even = np.append(lanes, np.zeros(count % 2, np.uint8))
         halves: Bytes = even[::2] | even[1::2] << np.uint8(4)
-        return cls(halves if in_halves else lanes, firsts, run)
+        return cls(halves if in_halves else lanes, firsts)
 
     @classmethod
     def stored(cls, lanes: Bytes, count: int) -> SlicePlaces:
@@ -358,7 +358,8 @@ class SlicePlaces:
     def are_of(self, count: int) -> bool:
         """Whether they can be the places of so many slices."""
         in_halves = self.firsts.shape[1] <= _IN_HALF_BYTES
-        return len(self.lanes) == (-(-count // 2) if in_halves else count) and len(self.firsts) == -(-count // self.run)
+        runs = -(-count // _RUNS[not in_halves])
+        return len(self.lanes) == (-(-count // 2) if in_halves else count) and len(self.firsts) == runs
 
     def find(self, numbers: NDArray[np.int64], count: int) -> NDArray[np.int64]:
         """Return the places of some of `count` slices."""
