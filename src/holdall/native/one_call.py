@@ -65,7 +65,7 @@ _OBJECTS = {
     "array_type": np.ndarray, "dict_type": dict, "ordered_dict_type": OrderedDict, "list_type": list, "str_type": str,
     "is_false": False, "is_true": True, "is_none": None,
 }  # fmt: skip
-_BYTES_PER_THREAD, _SEALED_BYTES_PER_THREAD, _PIECE_BYTES = 1 << 20, 1 << 18, 1 << 18
+_BYTES_PER_THREAD, _SEALED_BYTES_PER_THREAD, _PIECE_BYTES = 1 << 20, 1 << 18, 1 << 16
 """A thread is woken only for at least this much to copy, or to decode; and what it takes at once."""
 _BYTES_WITHOUT_GIL = 1 << 16
 """Copying less takes no longer than it takes to give up the GIL and to get it back."""
