@@ -4,10 +4,11 @@
 
 All sides hold the same steps in one process and draw in turn: first for 20 ms that are not timed, then a block of calls
 that is. So long because threads of the side before keep a core busy: those of OpenMP, which copies Stable-Baselines3's
-tensors, look for more to do for some milliseconds. A trace is a file of recorded steps with `f_obs` (frames, which are stacked by four) or `f_image` (whole images in a
-Dict with `f_vector`); without one, frames are made up: a few small things that move over a plain ground. Shown are
-the medians over blocks, by the wall clock and by the CPU time of the process, and the ratios of these, which other
-programs on the machine change little. Exit status 1 if a bar is not met, by the wall clock.
+tensors, look for more to do for some milliseconds. A trace is a file of recorded steps with `f_obs` (frames, which are
+stacked by four) or `f_image` (whole images in a Dict with `f_vector`); without one, frames are made up: a few small
+things that move over a plain ground. Shown are the medians over blocks, by the wall clock and by the CPU time of the
+process, and the ratios of these, which other programs on the machine change little. Exit status 1 if a bar is not met,
+by the wall clock.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssemb
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
 from holdall.schema import Array, Leaf, Schema, put_together
-from holdall.shared import BatchBlock, BatchBlocks, BlockPlace, Pair, block_leaves
+from holdall.shared import BatchBlock, BatchBlocks, Pair, block_leaves
 from holdall.storage import Kernels, Rows
 
 Payload = tuple[Any, ...] | bytes
@@ -47,7 +47,6 @@ class Answer(NamedTuple):
     scaled: NDArray[np.float64]  # what each drawn one was drawn in proportion to
     found: DrawnRows  # without leaves that were written to a block
     order: Ids | None = None  # which of those asked for each drawn one is; None: as they were asked for
-    counted_at: BlockPlace | None = None  # where a learner on its machine sees how often the shard has changed
 
     def part(self, first: int, end: int) -> Answer:
         """Return some of the rows that were drawn; nothing is copied."""

@@ -188,11 +188,9 @@ class Drawing:
                     raise _away([shard], type(error).__name__) from error
                 return None
             call.is_heard = True
-            if isinstance(payload, ShardCounters):
-                self._cluster.note(shard, payload)
-            else:
+            if not isinstance(payload, ShardCounters):
                 call.answer = read_answer(payload)
-                self._cluster.note(shard, call.answer.counters, call.answer.counted_at)
+            self._cluster.note(shard, payload if call.answer is None else call.answer.counters)
         return None if call.answer is None else call.answer.part(asked.first, asked.first + len(asked.rows))
 
     def _payload(self, shard: int, call: Call) -> Any:

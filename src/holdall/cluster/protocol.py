@@ -75,6 +75,7 @@ class ShardCounters(NamedTuple):
     backlog: int  # bytes that wait to be made durable
     mass: float  # what its draws are in proportion to: transitions, or the sum of scaled priorities
     highest: float = 0.0  # scaled priority that a new row gets
+    counted_at: BlockPlace | None = None  # where others on its machine see how often it has changed
 
 
 class RestartedError(ShardError):
@@ -382,9 +383,7 @@ class Cluster:
                 if not member.lost
             }
 
-    def note(
-        self, shard: int, counters: ShardCounters, count: BlockPlace | None = None, *, answers: bool = False
-    ) -> None:
+    def note(self, shard: int, counters: ShardCounters, *, answers: bool = False) -> None:
         """Keep what a shard said of itself; `answers`: one that was lost, too, is there again."""
         with self._lock:
             member = self._member(shard)
@@ -394,8 +393,8 @@ class Cluster:
             member.counters = counters
             if known is not None and known.epoch != counters.epoch:  # it counts its changes elsewhere now
                 member.count = None
-            if count is not None and member.count is None:
-                member.count = SeenCount(count)
+            if counters.counted_at is not None and member.count is None:
+                member.count = SeenCount(counters.counted_at)
 
     def changes(self) -> dict[int, tuple[int, int]] | None:
         """Say of every shard how often it has changed, if all are as they are known here; None if that is not seen."""

@@ -293,7 +293,8 @@ class Shard:
             rows = (store.first_tick, store.next_tick, store.transitions)
             mass = data.mass()  # first: what is new gets its priority with it
             counted = data.inserted, data.changes.value, self._journal.backlog
-            return protocol.ShardCounters(self._epoch, *rows, *counted, mass, data.likelihood.highest)
+            priorities = mass, data.likelihood.highest
+            return protocol.ShardCounters(self._epoch, *rows, *counted, *priorities, data.changes.place)
 
     def process(self) -> dict[str, Any]:
         """Say where this shard runs, what its process takes, and how it stands, as plain numbers and text."""

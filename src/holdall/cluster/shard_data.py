@@ -232,8 +232,7 @@ class ShardData:
         read = self._reader.read
         rows, last, outcomes, *_ = found.found
         decoded = DrawnRows(read(rows, counts, blocks if is_near else ()), read(last), read(outcomes))
-        counted_at = self.changes.place if is_near else None
-        return self._packer.pack(found._replace(found=decoded, counted_at=counted_at), is_near=is_near)
+        return self._packer.pack(found._replace(found=decoded), is_near=is_near)
 
     def mass(self) -> float:
         """Return what draws are in proportion to, see `Likelihood.total`."""

@@ -39,8 +39,8 @@ _TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.05, "green": 0.03, "pixels"
 """The same for a kilobyte of a slice: to copy it from where its unit is decompressed, and to undo each transform."""
 _CHANGED_US = {Method.STORED: 0.06, Method.LZ4: 0.06, Method.ZSTD: 0.4}
 """The same for a kilobyte of changes that are made; with all that Zstandard takes longer for such units than is
-counted. Fitted to frames of nine games, of which LZ4's took from 0.9 to 1.2 times as long as this says; where nearly all
-bytes change, which takes twice as long, other codecs are chosen."""
+counted. Fitted to frames of nine games, of which LZ4's took from 0.9 to 1.2 times as long as this says. Where nearly
+all bytes change it takes twice as long, and other codecs are chosen."""
 _COPY_US = (0.03, 0.088)
 """The same for a slice that is copied, and a kilobyte of it."""
 
@@ -75,7 +75,8 @@ def decode_us(
         # Up to the last slice of a transition in its unit; from there on the next unit begins, or the transition ends.
         share = float(np.mean(within[np.diff(units, axis=1, append=-1) != 0])) / codec.group
         noted = float(unpacked.mean()) - form.coded_bytes
-        total_us += decoded * (_CHANGED_US[codec.method] * share * noted + _TRANSFORM_US["copy"] * form.coded_bytes) / 1000
+        changed_us = _CHANGED_US[codec.method] * share * noted
+        total_us += decoded * (changed_us + _TRANSFORM_US["copy"] * form.coded_bytes) / 1000
     is_apart = codec.group > 1 or (codec.method is Method.LZ4 and codec.dictionary is not None)
     undone = {
         "copy": is_apart and not (form.predictor is Predictor.PIXELS or form.shuffle or form.is_of_colours),
