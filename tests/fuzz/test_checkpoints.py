@@ -57,19 +57,27 @@ def test_a_harmed_directory_gives_what_was_acknowledged_or_an_error(templates: P
 
 OLD_MISTAKES = {
     "a checkpoint that is not whole counts among those to keep": (
-        "checkpoint/manifest.py",
+        "checkpoint/files.py",
         "whole += _is_whole(found, reader, sizes)",
         "whole += 1",
         "is as it was written, and is not loaded",
     ),
     "slices below those of the last save are taken for written": (
-        "storage/snapshot.py",
-        "return cls(part, slice_bytes, slices, part.shortest * part.lanes)",
-        "return cls(part, slice_bytes, slices, count)",
+        "storage/slices.py",
+        "return cls(part, closed.block, slice_bytes, slices, part.shortest * part.lanes)",
+        "return cls(part, closed.block, slice_bytes, slices, count)",
         "holds other obs.history than was added",
     ),
 }
 """What was wrong once: a file of holdall's, what stands there now, what stood there, and what the fuzz says of it."""
+
+
+@pytest.mark.parametrize("mistake", OLD_MISTAKES)
+def test_what_was_wrong_once_is_told_as_the_code_is_now(mistake: str) -> None:
+    """Else a night finds out, or nobody."""
+    file, now, _, _ = OLD_MISTAKES[mistake]
+    text = (Path(holdall.__file__).parent / file).read_text(encoding="utf-8")
+    assert text.count(now) == 1, f"{file} has changed; say what the mistake looks like now"
 
 
 @pytest.mark.nightly
@@ -81,7 +89,6 @@ def test_the_fuzz_finds_what_was_wrong_once(tmp_path: Path, mistake: str) -> Non
     package = tmp_path / "src" / "holdall"
     shutil.copytree(Path(holdall.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     text = (package / file).read_text(encoding="utf-8")
-    assert text.count(now) == 1, f"{file} has changed; say what the mistake looks like now"
     (package / file).write_text(text.replace(now, then), encoding="utf-8")
     made = run("make", tmp_path / "templates", PYTHONPATH=str(package.parent))
     said = made.stderr
