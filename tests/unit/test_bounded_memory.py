@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from gymnasium import spaces
 
 from holdall import ArgumentError, ReplayMemory
 from holdall.native import native_kernels
+from holdall.storage import mapping_of
 from holdall.testing import assert_same_bits
 from holdall.testing.strategies import box
 from holdall.units import parse_bytes
@@ -210,3 +212,40 @@ def test_large_frames_take_no_more_beside_the_transitions_than_small_ones() -> N
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["peak_beside_mib"] <= SLACK / MIB
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="batches are drawn in one call by the compiled loops alone")
+@pytest.mark.parametrize("goes_on", [True, False], ids=["still drawn from", "drawn from no more"])
+@pytest.mark.parametrize("spills", [True, False], ids=["with a disk", "without one"])
+def test_raw_frames_that_were_drawn_from_are_freed_when_they_leave(spills: bool, goes_on: bool, tmp_path: Path) -> None:
+    """Where batches are drawn in one call, all that they are read from is known before; it must not outlive its use."""
+    spill_dir, generator = tmp_path if spills else None, np.random.default_rng(0)
+    frames = generator.integers(0, 256, (64, 1, *FRAME), np.uint8)
+    flag, action, reward = np.zeros(1, np.bool_), np.zeros(1, np.int64), np.zeros(1, np.float32)
+    settings: dict[str, Any] = {"budget": "48MiB", "spill_dir": spill_dir, "seed": 0}
+    with ReplayMemory(box(FRAME, "u1"), spaces.Discrete(4), 250_000, **settings) as memory:
+
+        def add(count: int) -> None:
+            for number in range(count):
+                frame = frames[number % 64]
+                frame[0, 0, 0] = generator.integers(0, 256, 3)  # no two alike
+                memory.add(frame, action, reward, frame[:, ::-1], flag, flag)
+
+        def raw_memory() -> list[Any]:
+            return [mapping_of(held[1]) for held in memory._store.large_segments.index.held[0] if held[1] is not None]
+
+        add(400)
+        assert not memory._store.large_segments.blocks_on_disk
+        memory.sample(32)
+        drawn_from = [weakref.ref(raw) for raw in raw_memory()]
+        assert len(drawn_from) >= 3
+        for _ in range(4):
+            add(400)
+            if goes_on:
+                memory.sample(32)
+        memory.drain()
+        left = memory._store.large_segments.blocks_on_disk if spills else memory.first_id
+        assert left > 0
+        used = {id(raw) for raw in raw_memory()}
+        # Some are written to again, and one is kept for that.
+        assert len([raw for raw in drawn_from if raw() is not None and id(raw()) not in used]) <= 1

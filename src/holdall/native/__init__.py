@@ -45,6 +45,7 @@ from holdall.storage import (
     FlatField,
     Kernels,
     Repair,
+    SegmentIndex,
     TickWriter,
     address,
     release_tail,
@@ -112,13 +113,13 @@ class NativeKernels(NativeWriting, NativeReading):
         return SliceNamer(self._library, self.coder if isinstance(self.coder, NativeDecoder) else None)
 
     def new_batch_reader(
-        self, lock: Any, repair: Repair, is_changed: bytearray, most_kept_bytes: int, threads: int
+        self, lock: Any, repair: Repair, index: SegmentIndex, most_kept_bytes: int, threads: int
     ) -> BatchReader:
         """See `Kernels.new_batch_reader`."""
         if not (has_expected_objects(lock) and makes_arrays()):
             return BatchReader()
         decoder = self.coder if isinstance(self.coder, NativeDecoder) else None
-        return NativeBatchReader(self._library, decoder, lock, repair, is_changed, most_kept_bytes, threads)
+        return NativeBatchReader(self._library, decoder, lock, repair, index, most_kept_bytes, threads)
 
 
 @functools.cache

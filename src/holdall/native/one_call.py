@@ -47,6 +47,7 @@ from holdall.storage import (
     FastTick,
     Form,
     Repair,
+    SegmentIndex,
     address,
 )
 
@@ -179,19 +180,20 @@ class NativeBatchReader(BatchReader):
 
     Args:
         lock: The memory's own.
-        is_changed: Set when segments, their blocks or rings are others than before.
+        index: Says when segments, their blocks or rings are others than before, and keeps what is read till then.
         most_kept_bytes: Most memory that is kept for the next batches.
         threads: That share the copying of a batch.
     """
 
     def __init__(
-        self, library: ctypes.CDLL, decoder: NativeDecoder | None, lock: Any, repair: Repair, is_changed: bytearray,
+        self, library: ctypes.CDLL, decoder: NativeDecoder | None, lock: Any, repair: Repair, index: SegmentIndex,
         most_kept_bytes: int, threads: int,
     ) -> None:  # fmt: skip
-        self._library, self._decoder, self._is_changed = library, decoder, is_changed
+        self._library, self._decoder = library, decoder
+        self._is_changed, self._in_use = index.is_changed, index.in_use
         self._threads, self._decoders = threads, list[Any]()
         self._pool: ThreadPool | None = None  # made when a batch is worth several threads
-        flags = [np.frombuffer(flag, np.uint8) for flag in (repair.is_pending, is_changed)]
+        flags = [np.frombuffer(flag, np.uint8) for flag in (repair.is_pending, index.is_changed)]
         self._struct = BatchReaderStruct(
             maker=ctypes.addressof(_array_maker()), bytes_per_thread=_BYTES_PER_THREAD,
             sealed_bytes_per_thread=_SEALED_BYTES_PER_THREAD, piece_bytes=_PIECE_BYTES,
@@ -199,9 +201,10 @@ class NativeBatchReader(BatchReader):
             least_kept_bytes=_LEAST_KEPT_BYTES, most_kept_bytes=most_kept_bytes,
             lock_owner=owner_address(lock), is_pending=address(flags[0]), is_changed=address(flags[1]),
         )  # fmt: skip
-        self._described: list[Any] = []  # what the struct points into
+        self._described: list[Any] = []  # what the struct points into, but for the fields themselves
         # A tuple, and not an array that has all: the collector of cycles looks into tuples.
-        owner = (np.frombuffer(memoryview(self._struct).cast("B"), np.uint8), lock, flags, self._described)
+        struct = np.frombuffer(memoryview(self._struct).cast("B"), np.uint8)
+        owner = (struct, lock, flags, self._described, self._in_use)
         self.draw, self.gather = (built_in(f"holdall_fast_{name}", library, owner) for name in ("draw", "gather"))
         self._release = weakref.finalize(self, _release_memory, self._struct)
         tell_of_forks(self)
@@ -234,7 +237,7 @@ class NativeBatchReader(BatchReader):
         )
         scratch = [np.empty(room, dtype) for dtype in (np.int64, np.int64, np.int32, np.int32)]
         kept = (source, columns, tuple(source.rows.records))  # of the tables, whose list changes
-        self._described[:] = [kept, arrays, gathered, scratch, generator]
+        self._described[:], self._in_use[:] = [arrays, gathered, scratch, generator], [kept]
         struct.writer, struct.columns = ctypes.addressof(source.writer.places[0]), address(columns)
         struct.column_count, struct.arrays, struct.array_count = len(columns), ctypes.addressof(arrays), len(arrays)
         struct.gathered, struct.gathered_count = ctypes.addressof(gathered), len(gathered)
@@ -290,6 +293,7 @@ class NativeBatchReader(BatchReader):
         if self._pool is not None:
             self._pool.dismiss()
         self._described.clear()
+        self._in_use.clear()
         self._decoders = []
 
     def after_fork(self) -> None:

@@ -86,7 +86,7 @@ from holdall.storage.sealed_segment import (
     sliced_leaves,
     unpack_segment,
 )
-from holdall.storage.segment import SEGMENT_BYTES
+from holdall.storage.segment import SEGMENT_BYTES, SegmentIndex
 from holdall.storage.slices import (
     NEXT_IS_WHOLE,
     ClosedPart,

@@ -48,6 +48,7 @@ class SegmentIndex:
     def __init__(self) -> None:
         self.version = 0  # another one when segments or their blocks are others
         self.is_changed = bytearray(b"\x01")  # 1 with every change; read by C, and set to 0 by who has seen it
+        self.in_use: list[object] = []  # what that one refers to until the next change: then blocks that left are freed
         self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
         self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))
         self.held: list[list[Held]] = []  # per field and segment: what its record points into
@@ -87,8 +88,8 @@ class SegmentIndex:
         self.first_ticks, self.records, self.held = first_ticks, records, held
 
     def _changes(self) -> None:
-        self.version += 1
-        self.is_changed[0] = 1
+        self.version, self.is_changed[0] = self.version + 1, 1
+        self.in_use.clear()
 
     def update(self, field: int, segment: int, part: OpenPart | ClosedPart) -> None:
         """A part lies elsewhere now."""
@@ -96,9 +97,8 @@ class SegmentIndex:
         records = self.records[field].copy()
         records[segment] = part.record()
         self.records[field] = records
-        held = self.held[field].copy()
-        held[segment] = part.held
-        self.held[field] = held
+        held = self.held[field]
+        self.held[field] = [*held[:segment], part.held, *held[segment + 1 :]]
 
 
 def _put_behind(rows: NDArray[np.int64], kept: int, behind: NDArray[np.int64]) -> NDArray[np.int64]:

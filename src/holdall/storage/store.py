@@ -51,8 +51,8 @@ class Store(TickStore):
     def batch_reader(self) -> BatchReader:
         """A short way to draw batches; made with the first one."""
         staging = self._budget.staging_bytes // 2  # the rest: other batches
-        is_changed = self.large_segments.index.is_changed
-        return self._kernels.new_batch_reader(self._lock, self.repair, is_changed, staging, self._budget.threads)
+        threads = self._budget.threads
+        return self._kernels.new_batch_reader(self._lock, self.repair, self.large_segments.index, staging, threads)
 
     @property
     def held(self) -> tuple[int, int]:

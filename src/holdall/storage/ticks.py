@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from holdall.storage.batch_source import BatchReader, Places
     from holdall.storage.blocks import Coder, SliceBlock
     from holdall.storage.rings import Rings
-    from holdall.storage.segment import Segments
+    from holdall.storage.segment import SegmentIndex, Segments
     from holdall.storage.slices import Cursors, OpenPart, Window
     from holdall.storage.snapshot import KeptApart
     from holdall.storage.store import Store
@@ -349,9 +349,9 @@ class Kernels(Protocol):
         """Make a short way to write ticks, for a memory with this lock."""
 
     def new_batch_reader(
-        self, lock: Any, repair: Repair, is_changed: bytearray, most_kept_bytes: int, threads: int, /
+        self, lock: Any, repair: Repair, index: SegmentIndex, most_kept_bytes: int, threads: int, /
     ) -> BatchReader:
-        """Make a short way to draw batches, for a memory with this lock; see `SegmentIndex` for `is_changed`."""
+        """Make a short way to draw batches of the segments in an index, for a memory with this lock."""
 
     def read_rows(
         self,
