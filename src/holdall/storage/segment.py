@@ -94,11 +94,9 @@ class SegmentIndex:
     def update(self, field: int, segment: int, part: OpenPart | ClosedPart) -> None:
         """A part lies elsewhere now."""
         self._changes()
-        records = self.records[field].copy()
-        records[segment] = part.record()
-        self.records[field] = records
-        held = self.held[field]
-        self.held[field] = [*held[:segment], part.held, *held[segment + 1 :]]
+        records, held = self.records[field].copy(), self.held[field].copy()
+        records[segment], held[segment] = part.record(), part.held
+        self.records[field], self.held[field] = records, held
 
 
 def _put_behind(rows: NDArray[np.int64], kept: int, behind: NDArray[np.int64]) -> NDArray[np.int64]:
