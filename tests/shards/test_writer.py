@@ -75,7 +75,7 @@ def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: Replay
     added = 0
     try:
         for patience in (nullcontext(), impatient(writer), impatient(writer)):  # at first it has the memory's own
-            with patience, pytest.raises(ShardError):
+            with patience, pytest.raises(ShardError):  # noqa: PT012  which of them it is does not matter
                 while added < 2_000:  # what waits is bounded
                     add(writer, added)
                     added += 1
