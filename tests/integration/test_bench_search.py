@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdall.cli import app
+from holdall.tools.bench import settings
 from holdall.tools.bench.settings import Search, SearchSpace, TrialStopped, settings_of
 
 pytest.importorskip("optuna", reason="needs the extra [search]")
@@ -23,7 +24,11 @@ def nothing(what: str, share: float) -> None:
 
 
 @pytest.mark.timeout(900)  # processes that import torch, on whatever machine
-def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Path) -> None:
+def test_trials_are_remembered_and_what_cannot_fit_is_never_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {SETTINGS.env: settings._measure_plan(SETTINGS)}  # once: both searches have the same settings
+    monkeypatch.setattr(settings, "_measure_plan", lambda given: known[given.env])
     storage = tmp_path / "study.journal"
     first = Search(SETTINGS, storage, SMALL)
     (one,) = first.run(1, nothing)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import ray
 
+from holdall.cluster import writer as writing
 from holdall.cluster.roster import MemoryTerms
+from holdall.cluster.writer import Writer
 from holdall.sampling.draw import Uniform
 
 PATIENCE_S = 120.0
@@ -38,3 +42,13 @@ def wait_until(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> Non
         if time.monotonic() > until:
             raise TimeoutError("it never came to be so")
         time.sleep(0.05)
+
+
+@contextmanager
+def impatient(*writers: Writer) -> Iterator[None]:
+    """Have writers give up a shard that is away almost at once, for as long as this lasts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writing, "_REASON_S", 0.1)
+        for group in (group for writer in writers for group in writer._groups):
+            patch.setattr(group, "terms", group.terms._replace(writer_patience_s=0.1))
+        yield

@@ -177,7 +177,7 @@ def _spec(transitions: int) -> Spec:
 
 def _measured() -> MeasuredCosts:
     """Measure what the libraries take here."""
-    base = run_probe("baseline", spec=_spec(MIN_TRANSITIONS), networks=True)
+    base = run_probe("baseline", spec=_spec(MIN_TRANSITIONS), networks=True, traces=False)
     return MeasuredCosts(libraries=base["updated"], libraries_anonymous=base["imported_anonymous"])
 
 

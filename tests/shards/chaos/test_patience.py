@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import ray
 from holdall import ShardError
 from holdall.ray import ReplayMemory
 
-from ..processes import process_of, wait_until
+from ..processes import impatient, process_of, wait_until
 from .ledger import ACTION, EXTRAS, OBSERVATION, checked, step
 
 
@@ -39,8 +40,8 @@ def test_what_a_writer_was_given_outlives_its_patience(is_known: bool, memory: R
         added = 1
     shard.send_signal(signal.SIGSTOP)
     try:
-        for _ in range(2):  # what raised is not held: it is added again, and not twice
-            with pytest.raises(ShardError, match="make the same call again"):  # noqa: PT012  which of them it is does not matter
+        for patience in (nullcontext(), impatient(writer)):  # what raised is not held: it is added again, and not twice
+            with patience, pytest.raises(ShardError, match="make the same call again"):  # noqa: PT012  which of them it is does not matter
                 while added < 2_000:
                     writer.add(*step(added))
                     added += 1

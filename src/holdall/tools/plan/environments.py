@@ -289,7 +289,7 @@ def run_task(question: dict[str, Any]) -> dict[str, Any]:
     from holdall.tools.plan import sb3_model  # noqa: PLC0415 what this import takes is a figure
 
     if task == "baseline":
-        return sb3_model.measure_baseline(spec, question["networks"])
+        return sb3_model.measure_baseline(spec, question["networks"], question.get("traces", True))
     return sb3_model.measure_updates(spec, question["steps"])
 
 

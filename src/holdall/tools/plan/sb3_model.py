@@ -138,8 +138,8 @@ def _torch_class_or_value(name: str, value: Any) -> Any:
     return found
 
 
-def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
-    """Read what is imported by now, make a tiny update, and trace the real one."""
+def measure_baseline(spec: Spec, networks: bool, traces: bool = True) -> dict[str, Any]:
+    """Read what is imported by now, make a tiny update, and trace the real one, unless nobody asks for that."""
     imported = held_bytes()
     found: dict[str, Any] = {"imported": imported.resident, "imported_anonymous": imported.anonymous}
     if not networks:
@@ -156,6 +156,8 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
     found["updated"] = held_bytes().resident
     if free_before is not None:
         found["vram"] = _context_bytes(free_before)
+    if not traces:
+        return found
     # Everything that an update holds grows with the batch in a straight line, so two batches give the line.
     twice = spec.but(batch_size=2 * spec.batch, n_steps=2 * spec.rollout_steps if spec.on_policy else spec.n_steps)
     once, twice_ = trace_update(spec), trace_update(twice)
