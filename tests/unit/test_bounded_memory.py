@@ -224,6 +224,8 @@ def test_raw_frames_that_were_drawn_from_are_freed_when_they_leave(spills: bool,
     flag, action, reward = np.zeros(1, np.bool_), np.zeros(1, np.int64), np.zeros(1, np.float32)
     settings: dict[str, Any] = {"budget": "48MiB", "spill_dir": spill_dir, "seed": 0}
     with ReplayMemory(box(FRAME, "u1"), spaces.Discrete(4), 250_000, **settings) as memory:
+        store: Any = memory._store
+        segments = store.large_segments
 
         def add(count: int) -> None:
             for number in range(count):
@@ -232,10 +234,11 @@ def test_raw_frames_that_were_drawn_from_are_freed_when_they_leave(spills: bool,
                 memory.add(frame, action, reward, frame[:, ::-1], flag, flag)
 
         def raw_memory() -> list[Any]:
-            return [mapping_of(held[1]) for held in memory._store.large_segments.index.held[0] if held[1] is not None]
+            held: Any = segments.index.held[0]
+            return [mapping_of(slices) for _, slices, *_ in held if slices is not None]
 
         add(400)
-        assert not memory._store.large_segments.blocks_on_disk
+        assert not segments.blocks_on_disk
         memory.sample(32)
         drawn_from = [weakref.ref(raw) for raw in raw_memory()]
         assert len(drawn_from) >= 3
@@ -244,7 +247,7 @@ def test_raw_frames_that_were_drawn_from_are_freed_when_they_leave(spills: bool,
             if goes_on:
                 memory.sample(32)
         memory.drain()
-        left = memory._store.large_segments.blocks_on_disk if spills else memory.first_id
+        left = segments.blocks_on_disk if spills else memory.first_id
         assert left > 0
         used = {id(raw) for raw in raw_memory()}
         # Some are written to again, and one is kept for that.
