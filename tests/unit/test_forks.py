@@ -206,6 +206,46 @@ def test_a_childs_checkpoints_and_loaders_are_its_own(tmp_path: Path) -> None:
     assert told == {"child": [["FencedError", "ClosedError", 1, 8]], "held": [201, 200], "wrong": 0}
 
 
+LOCKED = """
+def is_refused():
+    other = made()
+    add(other, 0)
+    try:
+        other.save(folder + "/run").result(20)
+    except holdall.FencedError:
+        return True
+    finally:
+        other.close()
+    return False
+
+
+memory = made()
+add(memory, 0)
+memory.save(folder + "/run").result(20)
+reading, writing = os.pipe()
+child = os.fork()
+if child == 0:  # it lives on, with a copy of every file that its parent had open
+    signal.alarm(60)
+    os.read(reading, 1)
+    os._exit(0)
+in_child(lambda: memory.close())
+told = [is_refused()]
+(saver,) = memory._savers._savers.values()
+in_child(lambda: saver._target.close())
+told.append(is_refused())
+memory.close()
+told.append(is_refused())
+os.write(writing, b".")
+os.waitpid(child, 0)
+print(json.dumps(told))
+"""
+
+
+def test_a_place_is_the_parents_until_it_closes_whatever_children_do(tmp_path: Path) -> None:
+    """Children that were forked have its lock open, too: they neither give it back nor keep it."""
+    assert run(LOCKED, tmp_path) == [True, True, False]
+
+
 LOADER = """
 import torch
 from torch.utils.data import DataLoader, IterableDataset

@@ -169,6 +169,8 @@ class FileSystem:
     def unlock(self, file: int) -> None:
         """Give a lock back."""
         with contextlib.suppress(OSError):
+            if sys.platform != "win32":
+                fcntl.flock(file, fcntl.LOCK_UN)  # a forked child may have a copy of the file
             os.close(file)
 
 
@@ -403,7 +405,7 @@ class DirectoryWriter(CheckpointWriter):
         self._disk = disk or FileSystem()
         self.reader = DirectoryReader(root, self._disk)
         self.url, self.writer_id, self._root = self.reader.url, new_writer_id(), root
-        self._names = data_names(self.writer_id)
+        self._names, self._process = data_names(self.writer_id), os.getpid()
         self._segments, self._manifests = root / "segments", root / "manifests"
         with disk_errors_explained(self.url, "opened for writing"):
             if self.reader.shard_folder is not None:
@@ -472,7 +474,7 @@ class DirectoryWriter(CheckpointWriter):
         """Let another writer in."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            self._disk.unlock(lock)
+            (self._disk.unlock if self._process == os.getpid() else self._disk.close)(lock)
 
     def _require_all(self, manifest: Manifest) -> None:
         """Refuse a manifest that names what is not there, or a directory that is another by now."""
