@@ -173,9 +173,6 @@ static int copy_fields(batch_reader *f, int64_t rows, const batch_memories *m) {
     int is_done = 1;
     holdall_find(f->first_ticks, f->segments, f->ids, rows, f->lanes, f->segment, f->lane);
     for (int64_t k = 0; k < f->field_count; k++) bytes += 2 * rows * f->field[k].obs_bytes;
-    void *const kept = f->kept;
-    p->take(kept);
-    f->is_busy = 1;
     void *const state = bytes > f->bytes_without_gil ? p->save_thread() : NULL;
     for (int64_t k = 0; k < f->field_count && is_done; k++) {
         const batch_field *const b = &f->field[k];
@@ -183,8 +180,6 @@ static int copy_fields(batch_reader *f, int64_t rows, const batch_memories *m) {
         is_done = copy_field(f, b, rows, cursor, m->part[2 + k].first);
     }
     if (state) p->restore_thread(state);
-    f->is_busy = 0;
-    p->drop(kept);
     return is_done;
 }
 
@@ -209,7 +204,7 @@ static int64_t oldest_tick(const batch_reader *f) {
 }
 
 /* Make the batch of the ids in `f->ids`. */
-static void *batch_of(batch_reader *f, batch_arrays wanted, int64_t rows) {
+static void *make_batch(batch_reader *f, batch_arrays wanted, int64_t rows) {
     const array_maker *const p = f->maker;
     const int64_t first_id = oldest_tick(f) * f->lanes, next_id = f->writer->next_tick * f->lanes;
     batch_memories m;
@@ -222,6 +217,18 @@ static void *batch_of(batch_reader *f, batch_arrays wanted, int64_t rows) {
     if (is_done) return made;
     if (made) p->drop(made);
     return drawn_ids(f, rows);
+}
+
+/* The same, while nobody else draws and nothing that is read is freed: making a tuple may start the collector, which runs
+ * any code, and lets other threads run. */
+static void *batch_of(batch_reader *f, batch_arrays wanted, int64_t rows) {
+    void *const kept = f->kept;
+    f->maker->take(kept);
+    f->is_busy = 1;
+    void *const made = make_batch(f, wanted, rows);
+    f->is_busy = 0;
+    f->maker->drop(kept);
+    return made;
 }
 
 /* draw(generator, rows, filled, slots) -> a tuple of arrays; 0, and nothing was drawn, if they cannot be made this way;

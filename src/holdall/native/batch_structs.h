@@ -82,7 +82,7 @@ typedef struct {
     const uint8_t *is_pending;  /* whether an interrupted call left anything to repair */
     const uint8_t *is_changed;  /* whether segments or their blocks are others than when this was described */
     int64_t is_open;            /* 0: batches are made another way now */
-    int64_t is_busy;            /* whether a thread is copying without the GIL */
+    int64_t is_busy;            /* whether a batch is being made */
 } batch_reader;
 
 /* ---- batches that a device puts together ------------------------------------------- */
