@@ -458,6 +458,7 @@ class BaseMemory:
     def after_fork(self) -> None:
         """In a child, draw other batches than the parent, and leave its checkpoints to it."""
         self._generator = childs_generator(self._generator)
+        self._savers.after_fork()
         self._parents += [self._savers, self._autosave, self._fetch]
         self._savers, self._autosave, self._fetch = Savers(self._kernels.coder), None, None
 

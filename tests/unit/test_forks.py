@@ -246,6 +246,38 @@ def test_a_place_is_the_parents_until_it_closes_whatever_children_do(tmp_path: P
     assert run(LOCKED, tmp_path) == [True, True, False]
 
 
+ORPHANED = (
+    LOCKED.partition("memory = made()")[0]
+    + """
+reading, writing = os.pipe()
+ready, saved = os.pipe()
+trainer = os.fork()
+if trainer == 0:
+    signal.alarm(60)
+    memory = made()
+    add(memory, 0)
+    memory.save(folder + "/run").result(20)
+    if os.fork() == 0:  # an environment, which lives on when its trainer is killed
+        signal.alarm(60)
+        os.write(saved, b".")
+        os.read(reading, 1)
+        os._exit(0)
+    signal.pause()
+os.read(ready, 1)
+told = [is_refused()]
+os.kill(trainer, signal.SIGKILL)
+os.waitpid(trainer, 0)
+told.append(is_refused())
+os.write(writing, b".")
+print(json.dumps(told))
+"""
+)
+
+
+def test_a_place_is_free_once_its_writer_was_killed_though_children_of_it_live(tmp_path: Path) -> None:
+    assert run(ORPHANED, tmp_path) == [True, False]
+
+
 LOADER = """
 import torch
 from torch.utils.data import DataLoader, IterableDataset

@@ -299,6 +299,11 @@ class Saver:
             if not self._thread.is_busy:  # else a disk hangs: its writer goes with the program
                 self._let_go()
 
+    def after_fork(self) -> None:
+        """Close a child's copy of the parent's lock, which would keep others out after the parent was killed."""
+        if isinstance(self._target, DirectoryWriter):
+            self._target.close()
+
     def _let_go(self) -> None:
         """Throw away what was written ahead, and let another writer in."""
         saving, self._saving = self._saving, None
@@ -432,6 +437,11 @@ class Savers:
         interval = SaveInterval.checked(seconds, transitions)
         how = {"keep": require_count("keep", keep, 1), "mirror": mirror}
         return Autosave(memory, self.to(checked_save(url, None, None, mirror)[0]), how, interval)
+
+    def after_fork(self) -> None:
+        """Leave all of them to the parent."""
+        for saver in list(self._savers.values()):
+            saver.after_fork()
 
     def close(self, timeout: float = CLOSE_S) -> None:
         """Wait for all that is being saved; raise if something did not get on for `timeout` seconds."""
