@@ -105,6 +105,7 @@ class Scene:
     capacity: int = 40
     ticks: int = 12
     episode: int = 7  # steps
+    still: int = 0  # steps before anything moves
     settings: dict[str, Any] = field(default_factory=dict)
     with_valid: bool = False
     extras: tuple[str, ...] = ()
@@ -127,11 +128,12 @@ class Scene:
     def step(self, t: int) -> dict[str, Any]:
         """Return a step; after an episode's end the next observation is another one."""
         ends = t % self.episode == self.episode - 1
+        now, then = (max(shown - self.still, 0) for shown in (t, t + (500 if ends else 1)))
         made: dict[str, Any] = {
-            "obs": observation(self.space, t, self.lanes),
+            "obs": observation(self.space, now, self.lanes),
             "action": np.full((self.lanes, 2), t, np.float32),
             "reward": np.full(self.lanes, t, np.float32),
-            "next_obs": observation(self.space, t + (500 if ends else 1), self.lanes),
+            "next_obs": observation(self.space, then, self.lanes),
             "terminated": np.full(self.lanes, ends),
             "truncated": np.zeros(self.lanes, np.bool_),
         }
@@ -184,6 +186,7 @@ def scenes(tmp_path: Path) -> dict[str, Callable[[], Scene]]:
         "rings, paired": lambda: Scene(SMALL, ticks=60, episode=1),
         "window found in a ring": lambda: Scene(spaces.Box(0, 255, (4, 12, 12), np.uint8), ticks=7, episode=100),
         "window found in a segment": lambda: Scene(STACK, ticks=7, episode=100, settings={"budget": None}),
+        "window found late": lambda: Scene(STACK, ticks=87, capacity=1600, episode=999, still=80),
         "segment": lambda: Scene(IMAGE, ticks=5, settings={"budget": None}),
         "segment closes": lambda: Scene(IMAGE, ticks=16, settings={"budget": None}),
         "segment leaves": lambda: Scene(STACK, ticks=55, settings={"budget": None}),
@@ -248,6 +251,22 @@ def test_an_interrupted_add_is_made_or_is_not(
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     make = scenes(tmp_path)[name]
     sweep(make, lambda scene: scene.memory.add(**scene.step(scene.t)), points, settle_add)
+
+
+def raise_interrupt(*_: Any) -> None:
+    raise Interrupt
+
+
+def test_a_segment_that_is_not_closed_after_all_takes_more_ticks(tmp_path: Path) -> None:
+    """A window that is found late closes the segment, though there is room in it: what is undone leaves it open."""
+    scene = scenes(tmp_path)["window found late"]()
+    with scene.memory:
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(Interrupt):
+            patched.setattr(segment.SegmentIndex, "open_next", raise_interrupt)
+            scene.memory.add(**scene.step(scene.t))
+        assert len(scene.memory._open().large_segments.closed) == 1  # until the next call
+        settle_add(scene)
+        assert len(scene.memory._open().large_segments.closed) == 1
 
 
 @pytest.mark.parametrize("points", POINTS)

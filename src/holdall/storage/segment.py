@@ -199,8 +199,10 @@ class Segments:
         return self, self.index, self.arenas, self.searches
 
     def take_frozen(self) -> list[FrozenBlock]:
-        """Return the blocks that are full, each once."""
+        """Return the blocks that are full, each once, and let go of what finds their slices."""
         frozen, self.frozen = self.frozen, []
+        for each in frozen:  # not before: an interrupt may have another tick written to the segment that was closed
+            each.block.freeze()
         return frozen
 
     def has_before(self, tick: int) -> bool:
@@ -437,8 +439,7 @@ class Segments:
         return following
 
     def _freeze(self, field: int, window: Window, block: SliceBlock) -> None:
-        """Close a block: it may be sealed from now on."""
-        block.freeze()
+        """Note that a block takes no more slices: it may be sealed from now on."""
         if all(frozen.block is not block for frozen in self.frozen):
             self.frozen.append(self._as_frozen(field, window, block))
 

@@ -212,8 +212,7 @@ class TickStore:
         """Write a tick that `fast_tick` packed; return what `TickWriter.write` does."""
         if self.repair.is_pending[0]:
             self.repair.run()
-        fast, write = self.fast_tick, self._writer.write_packed
-        sliced = None
+        fast, write, sliced = self.fast_tick, self._writer.write_packed, None
         if fast.fills_blocks:
             large = [_picked(each, fast.large_keys, is_dict=fast.is_dict) for each in (obs, next_obs)]
             sliced = self.large_segments.sliced(self.next_tick, *large)
@@ -223,11 +222,12 @@ class TickStore:
             ticks = write(packed, sliced, is_kept=False)
         if ticks == NOT_CONTINUED:
             self._end_batches()
+            fast.end()  # its writer may not be the one for the rings that there are then, and others may add before it is
             small = _picked(obs, fast.small_keys, is_dict=fast.is_dict)
             self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, small, strict=True)))
             if self._writer.writes(self._rings.flat()):
                 self._writer.keep_apart(self.large_segments.index.is_changed)
-                ticks = write(packed, sliced, is_kept=True)
+                ticks, fast.is_open = write(packed, sliced, is_kept=True), True
         if ticks > 0 and sliced is not None:
             self.after_write(sliced)
         self._pack(self.next_tick)

@@ -402,3 +402,27 @@ def test_next_observations_are_kept_apart_only_where_there_is_room(lanes: int) -
             oracle.add(*given)
             assert len(apart.held) <= len(apart.held.ids)
         assert_same(memory, oracle)
+
+
+def test_nothing_is_added_at_once_to_rings_that_were_paired_since() -> None:
+    """A tick that is the last of too many that continue nothing is left to the caller; others may add before it does."""
+    memory: Any = holdall.ReplayMemory(PLAIN, ACTION, 4000, LANES)
+    oracle = OracleMemory(4000, LANES)
+    with memory:
+        ring, t = memory._open()._rings.small[0], 0
+        while ring.paired is None:
+            given = step(PLAIN, 3 * t)
+            if memory.add_at_once(*given) == 0 and memory.add_as_is(*given) == 0:
+                if ring.paired is None:
+                    memory.add(*given)
+                else:
+                    given = step(PLAIN, 3 * t - 2)  # of another thread: it continues the tick before
+                    memory.add(*given)
+            oracle.add(*given)
+            t += 1
+        assert_same(memory, oracle)
+        memory.add(*step(PLAIN, 0))
+        oracle.add(*step(PLAIN, 0))
+        assert memory.add_at_once(*step(PLAIN, 5))
+        oracle.add(*step(PLAIN, 5))
+        assert_same(memory, oracle)
