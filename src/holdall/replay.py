@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdall.base_memory import BaseMemory
 from holdall.batch import Batch, Draw, as_ids, ids_of_any_shape, of_ids, require_in_range
-from holdall.delivery import Delivery, DrawnRows, Loader, Prefetched, SavedDraws, TensorFit, is_on_device
+from holdall.delivery import Delivery, DrawnRows, Loader, LoaderDraws, Prefetched, TensorFit, is_on_device
 from holdall.errors import ArgumentError
 from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.native import fallback
@@ -188,11 +188,13 @@ class ReplayMemory(BaseMemory):
         is_own = device is None or device == self._settings["device"]
         batches = self._batches if is_own else self._batches_to(Delivery(device, self.schema.leaves))
 
-        def look_up(saved: SavedDraws) -> tuple[Draw, DrawnRows]:
+        def look_up(draws: LoaderDraws) -> tuple[Draw, DrawnRows]:
             with self._locked():
                 store = self._whole()
-                draw = saved.next_held(self._held(store)) or self._draw(store, batch_size, batch_size)
-                return draw, batches.look_up(draw, store, ahead=prefetch > 0)
+                draw = draws.next_held(self._held(store)) or self._draw(store, batch_size, batch_size)
+                rows = batches.look_up(draw, store, ahead=prefetch > 0)
+                draws.begin(draw)
+                return draw, rows
 
         self._prefetched = self._prefetched or Prefetched()
         return self._prefetched.new_loader(batches, look_up, batch_size, prefetch, None if is_own else batches.close)
