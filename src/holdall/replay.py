@@ -8,9 +8,10 @@ Invariant: `gather(ids)` returns bit for bit what `add` was given. What does not
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -314,6 +315,10 @@ class ReplayMemory(BaseMemory):
         self._choose_home(state["store"])
         with self._locked():  # the sealer may be at the first block before all are taken over
             self._open().thaw(state["store"], state["rows"])
+
+    def __copy__(self) -> Self:
+        """Return a memory of its own, as `copy.deepcopy` does: two memories cannot share a sampler and a generator."""
+        return copy.deepcopy(self)
 
     def _draw(self, store: Store, count: int, least: int) -> Draw:
         """Draw rows, if so many transitions at least are held."""
