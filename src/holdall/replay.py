@@ -302,6 +302,8 @@ class ReplayMemory(BaseMemory):
     def __getstate__(self) -> dict[str, Any]:
         """Return the content as arrays that pickle protocol 5 writes without copying them."""
         with self._locked():
+            if self._resident is not None:
+                self._resident.bring_back()
             store = self._whole()
             made_of = {"schema": self.schema, "capacity": self.capacity, "settings": self._settings}
             draws = {"generator": self._generator, "sampler": self.sampler}
@@ -325,7 +327,8 @@ class ReplayMemory(BaseMemory):
         require_enough(count, store.transitions, least)
         if type(self.sampler) not in _PLAIN_SAMPLERS or not store.all_valid:
             store.repair.begin(functools.partial(setattr, bits := self._generator.bit_generator, "state", bits.state))
-        draw = drawn_from(self.sampler, self._held(store), count, self._generator)
+        draw = None if self._resident is None else self._resident.recipe(self.sampler, count, self._generator)
+        draw = draw or drawn_from(self.sampler, self._held(store), count, self._generator)
         store.repair.end()
         return draw
 
