@@ -326,15 +326,22 @@ def test_whoever_draws_knows_the_priorities(device: str, sampler: Any, tmp_path:
     first = partial(first_steps, sampler())
     memory.sample(3)
     memory.update_priorities(np.arange(40), np.where(np.arange(40) == 17, 1e9, 0.0))
-    memory.save(tmp_path).result()
-    others = [pickle.loads(pickle.dumps(memory)), copy.deepcopy(memory), holdall.ReplayMemory.load(tmp_path)]
-    for each in (memory, *others):
-        assert set(first(each.sample(20).ids)) == {17}
-        assert set(first(each.draw(20).ids)) == {17}
+
+    def check(each: holdall.ReplayMemory) -> None:
         with each.loader(20, prefetch=1) as loader:
             batch = next(loader)
-        assert set(first(batch.ids)) == {17}
+        assert set(first(batch.ids)) == set(first(each.draw(20).ids)) == set(first(each.sample(20).ids)) == {17}
         same(batch.obs["image"].reshape(-1, 5), world.expected("obs", here(batch.ids).reshape(-1), "image"))
+
+    check(memory)
+    check(pickle.loads(pickle.dumps(memory)))
+    memory.update_priorities([17, 18], [0.0, 1e9])  # which a copy does not hear of any more
+    copied = copy.deepcopy(memory)
+    memory.update_priorities([17, 18], [1e9, 0.0])
+    assert set(first(copied.sample(20).ids)) == {18}
+    memory.save(tmp_path).result()
+    check(holdall.ReplayMemory.load(tmp_path))
+    check(holdall.ReplayMemory.load(tmp_path, store_device=device))
 
 
 def first_steps(sampler: Any, ids: Any) -> list[int]:
