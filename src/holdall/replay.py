@@ -8,16 +8,17 @@ Invariant: `gather(ids)` returns bit for bit what `add` was given. What does not
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.base_memory import BaseMemory
 from holdall.batch import Batch, Draw, as_ids, ids_of_any_shape, of_ids, require_in_range
-from holdall.delivery import Delivery, DrawnRows, Loader, Prefetched, SavedDraws, TensorFit, is_on_device
+from holdall.delivery import Delivery, DrawnRows, Loader, LoaderDraws, Prefetched, TensorFit, is_on_device
 from holdall.errors import ArgumentError
 from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids, next_look, warn_of_resets
 from holdall.native import fallback
@@ -188,11 +189,13 @@ class ReplayMemory(BaseMemory):
         is_own = device is None or device == self._settings["device"]
         batches = self._batches if is_own else self._batches_to(Delivery(device, self.schema.leaves))
 
-        def look_up(saved: SavedDraws) -> tuple[Draw, DrawnRows]:
+        def look_up(draws: LoaderDraws) -> tuple[Draw, DrawnRows]:
             with self._locked():
                 store = self._whole()
-                draw = saved.next_held(self._held(store)) or self._draw(store, batch_size, batch_size)
-                return draw, batches.look_up(draw, store, ahead=prefetch > 0)
+                draw = draws.next_held(self._held(store)) or self._draw(store, batch_size, batch_size)
+                rows = batches.look_up(draw, store, ahead=prefetch > 0)
+                draws.begin(draw)
+                return draw, rows
 
         self._prefetched = self._prefetched or Prefetched()
         return self._prefetched.new_loader(batches, look_up, batch_size, prefetch, None if is_own else batches.close)
@@ -299,6 +302,8 @@ class ReplayMemory(BaseMemory):
     def __getstate__(self) -> dict[str, Any]:
         """Return the content as arrays that pickle protocol 5 writes without copying them."""
         with self._locked():
+            if self._resident is not None:
+                self._resident.bring_back()
             store = self._whole()
             made_of = {"schema": self.schema, "capacity": self.capacity, "settings": self._settings}
             draws = {"generator": self._generator, "sampler": self.sampler}
@@ -313,12 +318,17 @@ class ReplayMemory(BaseMemory):
         with self._locked():  # the sealer may be at the first block before all are taken over
             self._open().thaw(state["store"], state["rows"])
 
+    def __copy__(self) -> Self:
+        """Return a memory of its own, as `copy.deepcopy` does: two memories cannot share a sampler and a generator."""
+        return copy.deepcopy(self)
+
     def _draw(self, store: Store, count: int, least: int) -> Draw:
         """Draw rows, if so many transitions at least are held."""
         require_enough(count, store.transitions, least)
         if type(self.sampler) not in _PLAIN_SAMPLERS or not store.all_valid:
             store.repair.begin(functools.partial(setattr, bits := self._generator.bit_generator, "state", bits.state))
-        draw = drawn_from(self.sampler, self._held(store), count, self._generator)
+        draw = None if self._resident is None else self._resident.recipe(self.sampler, count, self._generator)
+        draw = draw or drawn_from(self.sampler, self._held(store), count, self._generator)
         store.repair.end()
         return draw
 

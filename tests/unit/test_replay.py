@@ -604,7 +604,9 @@ def test_flags_may_be_set_anew() -> None:
 @pytest.mark.parametrize("space", [CAMERA, VECTOR, box((4, 16, 16), "u1")], ids=["camera", "vector", "between"])
 @pytest.mark.parametrize("ticks", [0, 1, 5, 9, 50])
 @pytest.mark.parametrize(
-    "again", [lambda memory: pickle.loads(pickle.dumps(memory)), copy.deepcopy], ids=["pickle", "copy"]
+    "again",
+    [lambda memory: pickle.loads(pickle.dumps(memory)), copy.deepcopy, copy.copy],
+    ids=["pickle", "deep copy", "copy"],
 )
 def test_a_memory_comes_back_from_a_pickle(space: spaces.Space[Any], ticks: int, again: Any) -> None:
     """All rows, the sampler's next draws, and adding goes on where it stopped; the original is left alone."""

@@ -21,6 +21,6 @@ from holdall.delivery.batches import (
 from holdall.delivery.device import stream_to
 from holdall.delivery.device_assembly import SlotDraw
 from holdall.delivery.device_rollout import DeviceRollout
-from holdall.delivery.loader import Loader, Prefetched, SavedDraws, batches_for
+from holdall.delivery.loader import Loader, LoaderDraws, Prefetched, batches_for
 from holdall.delivery.resident import ResidentBatches, TensorFit, is_on_device, rings_on
 from holdall.delivery.to_device import SLOT_BYTES, CopyLoads, CopySpan, DeviceCopier, Gather, MinibatchDelivery

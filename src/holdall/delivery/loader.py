@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
@@ -36,11 +36,19 @@ class Loader:
         start: Draws a batch, and looks up where its rows are.
         prefetch: Batches that are under way besides the one that is asked for.
         finish: Called when the loader is closed and nothing is under way any more.
+        forget: Called with how many batches are still under way, when one of them is handed out or failed.
     """
 
-    def __init__(self, start: Callable[[], BatchJob], prefetch: int, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        start: Callable[[], BatchJob],
+        prefetch: int,
+        finish: Callable[[], None] | None = None,
+        forget: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self._start = start
         self._finish = finish
+        self._forget = forget
         self._prefetch = prefetch
         self._under_way: deque[tuple[BatchJob, Future[None] | _Done]] = deque()
         self._worker: ThreadPoolExecutor | None = None
@@ -59,23 +67,27 @@ class Loader:
         if self._process != os.getpid():
             raise ClosedError("the loader's thread is in the parent of this process; make a new one here")
         if self._worker is None:
-            job = self._start()
-            job.work()
-            return job.receive()
+            try:
+                job = self._start()
+                job.work()
+                return job.receive()
+            finally:
+                self._forget(0)
         while len(self._under_way) <= self._prefetch:
             job = self._start()
             self._under_way.append((job, _Done(job) if job.is_quick else self._worker.submit(job.work)))
         job, done = self._under_way[0]  # it stays until it is there: an interrupt only costs the time
         error = done.exception()
         self._under_way.popleft()
+        self._forget(len(self._under_way))
         if error is not None:
             raise error
         return job.receive()
 
     @property
-    def under_way(self) -> int:
-        """Batches that were drawn, and not handed out yet."""
-        return len(self._under_way)
+    def is_closed(self) -> bool:
+        """Whether it hands out nothing more."""
+        return self._closed
 
     def close(self) -> None:
         """Stop; batches under way are dropped, batches handed out stay as they are."""
@@ -118,17 +130,44 @@ class _Done:
 _ARRAYS = {"ids": "i8", "weights": "f4", "last_ids": "i8", "reward": None, "discount": "f4", "mask": "b1"}
 
 
-class SavedDraws(deque[Draw]):
-    """Recipes that a loader begins with: what one had under way when the memory was saved."""
+class LoaderDraws:
+    """The recipes of one loader, which a save writes: those of batches that were not handed out yet.
+
+    Args:
+        saved: What a loader had under way when the memory was saved: this one begins with them.
+        batch_size: Of this loader; saved recipes of another size are left out.
+    """
+
+    def __init__(self, saved: Iterable[Draw], batch_size: int) -> None:
+        recipes = list(saved)
+        self._saved = deque(recipes if all(len(draw.ids) == batch_size for draw in recipes) else ())
+        self._under_way = deque[Draw]()
 
     def next_held(self, held: Held) -> Draw | None:
-        """Return the next recipe, if everything that it names is still held."""
+        """Return the next recipe that was saved, if everything that it names is still held."""
         try:
-            draw = self.popleft()
+            draw = self._saved.popleft()
             held.require_drawn(draw)
         except (IndexError, TransitionIdError):
             return None
         return draw
+
+    def begin(self, draw: Draw) -> None:
+        """Note that a batch is under way; under the memory's lock, so that a save knows of every draw."""
+        self._under_way.append(draw)
+
+    def give_up(self) -> None:
+        """Note that the last batch was not begun after all."""
+        self._under_way.pop()
+
+    def forget(self, under_way: int) -> None:
+        """Note that only so many batches are still under way: the oldest were handed out."""
+        while len(self._under_way) > under_way:
+            self._under_way.popleft()
+
+    def state(self) -> list[dict[str, Any]]:
+        """Describe all batches that will be handed out next and are drawn already, in this order."""
+        return [_words(draw) for draw in (*self._under_way, *self._saved)]
 
 
 class Prefetched:
@@ -139,13 +178,13 @@ class Prefetched:
     """
 
     def __init__(self, saved: Any = (), reward_fn: RewardFunction | None = None) -> None:
-        self._loaders: list[tuple[weakref.ref[Loader], deque[Draw]]] = []
-        self._saved = deque(SavedDraws(_draw(words, reward_fn) for words in loader) for loader in saved)
+        self._loaders: list[tuple[weakref.ref[Loader], LoaderDraws]] = []
+        self._saved = deque([_draw(words, reward_fn) for words in loader] for loader in saved)
 
     def new_loader(
         self,
         batches: Batches,
-        look_up: Callable[[SavedDraws], tuple[Draw, DrawnRows]],
+        look_up: Callable[[LoaderDraws], tuple[Draw, DrawnRows]],
         batch_size: int,
         prefetch: int,
         finish: Callable[[], None] | None,
@@ -153,32 +192,34 @@ class Prefetched:
         """Make a loader, and remember the recipes of its batches.
 
         Args:
-            look_up: Returns the next recipe, of those that were saved if any is left, and where its rows are.
+            look_up: Begins the next recipe, one that was saved if any is left; returns it, and where its rows are.
             finish: Called when the loader is closed.
         """
         batches.keep(prefetch + 2)
-        saved, drawn = self._saved.popleft() if self._saved else SavedDraws(), deque[Draw](maxlen=prefetch + 1)
-        if any(len(draw.ids) != batch_size for draw in saved):
-            saved.clear()
+        draws = LoaderDraws(self._saved.popleft() if self._saved else (), batch_size)
 
         def start() -> BatchJob:
-            draw, rows = look_up(saved)
-            drawn.append(draw)
-            return batches.start(draw, rows)
+            draw, rows = look_up(draws)
+            try:
+                return batches.start(draw, rows)
+            except BaseException:
+                draws.give_up()
+                raise
 
-        loader = Loader(start, prefetch, finish)
-        self._loaders = [(ref, draws) for ref, draws in self._loaders if ref() is not None]
-        self._loaders.append((weakref.ref(loader), drawn))
+        loader = Loader(start, prefetch, finish, draws.forget)
+        self._loaders = self._open_loaders()
+        self._loaders.append((weakref.ref(loader), draws))
         return loader
 
+    def _open_loaders(self) -> list[tuple[weakref.ref[Loader], LoaderDraws]]:
+        """Return the loaders that may be asked for batches, in the order in which they were made."""
+        loaders = ((ref(), ref, draws) for ref, draws in self._loaders)
+        return [(ref, draws) for loader, ref, draws in loaders if loader is not None and not loader.is_closed]
+
     def state(self) -> list[Any]:
-        """Describe what is under way, loader by loader."""
-        found = []
-        for ref, draws in self._loaders:
-            loader = ref()
-            if loader is not None and loader.under_way:
-                found.append([_words(draw) for draw in list(draws)[-loader.under_way :]])
-        return found
+        """Describe what is under way, loader by loader; at the end what was loaded and no loader has taken over yet."""
+        taken = [draws.state() for _, draws in self._open_loaders()]
+        return [*taken, *([_words(draw) for draw in draws] for draws in self._saved)]
 
 
 def _words(draw: Draw) -> dict[str, Any]:

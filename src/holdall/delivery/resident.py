@@ -33,7 +33,7 @@ from holdall.delivery.device_fields import byte_rows, windows_of
 from holdall.delivery.device_loops import INVALID, TERMINATED, TRUNCATED, RowsOnDevice
 from holdall.delivery.device_rings import DeviceRings
 from holdall.errors import ArgumentError
-from holdall.sampling import NStep, Prioritized, Sequence, Uniform
+from holdall.sampling import NStep, Prioritized, Sequence, Uniform, checked_priorities, require_enough
 from holdall.schema import Leaf, Schema, Tree
 from holdall.storage import Store, Tick
 
@@ -90,8 +90,7 @@ class TensorFit:
 
     def rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> torch.Tensor:
         """Return the bytes of rows of a leaf, one per id."""
-        tensor: torch.Tensor = self._fit(leaf, value, leading, argument, "one row per id")
-        return byte_rows(self.torch, tensor.detach().contiguous())
+        return byte_rows(self.torch, self._fit(leaf, value, leading, argument, "one row per id").detach().contiguous())
 
     def leaves(self, tree: Tree, value: Any, argument: str) -> list[Any]:
         """Return the tensors of one nested argument, lanes first."""
@@ -99,8 +98,7 @@ class TensorFit:
 
     def leaf(self, leaf: Leaf, value: Any, argument: str) -> torch.Tensor:
         """Return one argument, lanes first."""
-        tensor: torch.Tensor = self._fit(leaf, value, (self._schema.num_envs,), argument)
-        return tensor
+        return cast("torch.Tensor", self._fit(leaf, value, (self._schema.num_envs,), argument))
 
     def rewards(self, value: Any, kind: torch.dtype | None) -> torch.Tensor:
         """Return rewards; those of the first step say of which dtype."""
@@ -131,9 +129,7 @@ class TensorFit:
             )
         return cast("torch.Tensor", value)
 
-    def _fit(
-        self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str, axes: str = "the lanes"
-    ) -> Any:  # fmt: skip
+    def _fit(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str, axes: str = "the lanes") -> Any:
         called = f"{argument}[{leaf.name!r}]" if leaf.name else argument
         tensor = self.tensor(value, called)
         if (kind := self._kinds.get(leaf.dtype)) is None:
@@ -303,21 +299,25 @@ class DevicePriorities:
     def update(self, ids: torch.Tensor, priorities: torch.Tensor) -> None:
         """Set priorities; of equal ids the last one counts, and ids that have left are passed over.
 
-        What is no finite number of at least 0 is not set, and the next call of any kind raises an error: this one does
-        not wait to see it.
+        What is no finite number of at least 0 is not set. This call does not wait to see it: `bring_back` raises the
+        error.
         """
         rings, torch = self._rings, self._rings.torch
-        if ids.ndim != 1 or ids.shape != priorities.shape:
+        if ids.ndim != 1 or ids.shape != priorities.shape or ids.is_floating_point():
             raise ArgumentError(
-                f"priorities has shape {tuple(priorities.shape)} for ids of shape {tuple(ids.shape)}; pass one for "
-                "every row drawn"
+                f"priorities has shape {tuple(priorities.shape)} for ids of shape {tuple(ids.shape)} and {ids.dtype}; "
+                "pass one for every row drawn"
             )
+        if not len(ids):
+            return
         self._catch_up()
         given = priorities.detach().to(device=rings.device, dtype=torch.float64)
         scaled = (given + self._sampler.floor) ** self._sampler.alpha
-        sound = (given >= 0) & (scaled <= _MOST)
-        self._refused |= (~sound).any() | (ids >= rings.next_id).any()
-        kept = sound & (ids >= rings.first_id) & (ids < rings.next_id)
+        wrong = ~((given >= 0) & (scaled <= _MOST)) | (ids >= rings.next_id)
+        if rings.invalid is not None:
+            wrong |= (ids >= rings.first_id) & ((rings.flag_bytes(ids) & INVALID) != 0)
+        self._refused |= wrong.any()
+        kept = ~wrong & (ids >= rings.first_id)
         order = torch.sort(ids, stable=True).indices
         ordered = ids[order]
         is_last = torch.ones_like(kept)
@@ -325,12 +325,6 @@ class DevicePriorities:
         slots = torch.where(is_last & kept[order], ordered % self._capacity, self._capacity)
         self._scaled[slots] = scaled[order]
         self._highest = torch.maximum(self._highest, torch.where(kept, scaled, 0.0).max())
-
-    def require_sound(self) -> None:
-        """Raise what an `update` had to refuse; waits for the device."""
-        if bool(self._refused):
-            self._refused.zero_()
-            raise ArgumentError("priorities held a number that is not finite or below 0, or an id that was never added")
 
     def _catch_up(self) -> None:
         """Give transitions that were added since the last call the highest priority so far."""
@@ -348,7 +342,13 @@ class DevicePriorities:
         self._next_id = end
 
     def bring_back(self) -> None:
-        """Have the sampler on the host know what is known here; waits for the device."""
+        """Have the sampler on the host know what is known here, or raise what an `update` refused; waits for it."""
+        if bool(self._refused):
+            self._refused.zero_()
+            raise ArgumentError(
+                "priorities held a number that is not finite or below 0, or ids one that was never added or is of a "
+                "lane that made no transition; those were left as they are"
+            )
         scaled = self._scaled[:-1].cpu().numpy()
         state = {"scaled": scaled, "highest": float(self._highest), "next_id": self._next_id}
         self._sampler.restore(state | {"beta": self._sampler.beta})
@@ -371,6 +371,7 @@ class ResidentBatches(Batches):
         self._rings, self._capacity = rings, capacity
         self._deliver(schema)
         self._sampler: tuple[Any, DeviceSampler] | None = None
+        self._counted = (0, 0)  # transitions, and the first id held when they were counted
 
     def _deliver(self, schema: Schema) -> None:
         """Make batches of a schema's fields."""
@@ -378,6 +379,7 @@ class ResidentBatches(Batches):
 
     def draw(self, sampler: Any, count: int, generator: np.random.Generator, store: Store) -> Batch | None:
         """Draw a batch on the device, if the sampler's draws can be made there; under the memory's lock."""
+        self._require_some(count, store)
         seed = int(generator.integers(2**63))
         if type(sampler) is Uniform:
             found = self._rings.loops.draw(count, seed)
@@ -391,19 +393,36 @@ class ResidentBatches(Batches):
             found.rows[-1] = draw.reward
         return self._batch(found, draw.ids, draw.weights, draw.discount, draw.mask)
 
+    def _require_some(self, count: int, store: Store) -> None:
+        """Refuse to draw if no lane made a transition; waits for the device only if that may be."""
+        known, counted_at = self._counted
+        if self._rings.invalid is not None and known <= (first := store.held[0]) - counted_at:
+            self._counted = store.transitions, first
+            require_enough(count, self._counted[0], 1)
+
+    def recipe(self, sampler: Any, count: int, generator: np.random.Generator) -> Draw | None:
+        """Draw by priorities, which only the device knows, if the sampler has some; waits for the device."""
+        there = self._on_device(sampler)
+        if there is None or there.priorities is None:
+            return None
+        draw = there.draw(count, int(generator.integers(2**63)))
+        return Draw(*cast("Any", (None if tensor is None else tensor.cpu().numpy() for tensor in draw)))
+
     def update_priorities(self, sampler: Any, ids: Any, priorities: Any) -> bool:
         """Set priorities on the device, if the sampler draws there; return whether."""
         there = self._on_device(sampler)
         if there is None or there.priorities is None:
             return False
         torch, device = self._rings.torch, self._rings.device
+        if not any(isinstance(given, torch.Tensor) for given in (ids, priorities)):  # nothing to wait for
+            ids, priorities = checked_priorities(sampler, ids, priorities)
+            sampler.require(ids, priorities)
         there.update(torch.as_tensor(ids, device=device), torch.as_tensor(priorities, device=device))
         return True
 
     def bring_back(self) -> None:
-        """Have the sampler on the host know what its twin on the device knows, before it is saved."""
+        """Have the sampler on the host know what its twin on the device knows, before it is saved or copied."""
         if self._sampler is not None and self._sampler[1].priorities is not None:
-            self._sampler[1].priorities.require_sound()
             self._sampler[1].priorities.bring_back()
 
     def _on_device(self, sampler: Any) -> DeviceSampler | None:

@@ -246,6 +246,10 @@ def required_sampler(sampler: Any) -> Sampler:
     return made
 
 
+_HALF = 2
+"""Bytes of a number in half precision."""
+
+
 def require_enough(count: int, transitions: int, least: int) -> None:
     """Refuse to draw `count` rows of a memory that holds less than `least` transitions."""
     if transitions < least:
@@ -278,6 +282,8 @@ def checked_priorities(sampler: Sampler, ids: Any, priorities: Any) -> tuple[Ids
             "priorities; construct the memory with sampler=Prioritized(...)"
         )
     values = priorities.detach().cpu() if hasattr(priorities, "detach") else priorities
+    if hasattr(values, "is_floating_point") and values.is_floating_point() and values.itemsize == _HALF:
+        values = values.float()  # bfloat16 is a dtype that NumPy does not have
     wanted = ids_of_any_shape(ids)
     if wanted.size and wanted.min() < 0:
         raise TransitionIdError(f"ids holds {wanted.min()}, but the first id ever is 0; pass the ids of a batch")

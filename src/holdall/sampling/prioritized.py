@@ -272,7 +272,7 @@ class Prioritized:
             powers = (priorities + np.float32(self._floor)) ** np.float32(self._alpha)
             return np.asarray(powers, np.float64)
         with np.errstate(over="ignore"):  # beyond the largest number is beyond the largest priority, too
-            return np.asarray((priorities + self._floor) ** self._alpha, np.float64)
+            return np.asarray((priorities.astype(np.float64) + self._floor) ** self._alpha)
 
     @staticmethod
     def _require_valid(held: Held, ids: Ids) -> None:
@@ -280,12 +280,14 @@ class Prioritized:
         if not (valid := held.fields.are_valid(known)).all():
             raise TransitionIdError(f"ids holds {known[~valid][0]}, which was added with valid=False; leave it out")
 
-    @staticmethod
-    def _refusal(held: Held, ids: Ids, priorities: NDArray[Any], scaled: NDArray[np.float64]) -> Exception:
+    def _refusal(self, held: Held, ids: Ids, priorities: NDArray[Any], scaled: NDArray[np.float64]) -> Exception:
         if ids.max() >= held.next_id:
             return TransitionIdError(f"ids holds {ids.max()}, but nothing from {held.next_id} on was added yet")
         wrong = priorities[~((scaled > 0) & (scaled <= _MOST))][0]
-        return ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
+        return ArgumentError(
+            f"priorities holds {wrong}, which to the power of alpha ({self._alpha}) is beyond {_MOST}; pass smaller "
+            "numbers"
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_copied": np.zeros(0), "_last_state": None, "_flags_changed": None}

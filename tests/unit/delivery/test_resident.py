@@ -5,7 +5,9 @@ The rules hold on the CPU, where torch does the loops, and on a CUDA device, whe
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -304,6 +306,99 @@ def test_a_priority_that_is_no_number_is_refused_before_it_is_saved(device: str,
     with pytest.raises(holdall.ArgumentError, match="priorities"):
         memory.save(tmp_path).result()
     memory.save(tmp_path).result()
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: holdall.Prioritized(1.0),
+        lambda: holdall.NStep(2, 0.9, by=holdall.Prioritized(1.0)),
+        lambda: holdall.Sequence(3, 1, by=holdall.Prioritized(1.0)),
+    ],
+    ids=["prioritized", "n-step", "sequence"],
+)
+def test_whoever_draws_knows_the_priorities(device: str, sampler: Any, tmp_path: Path) -> None:
+    """A loader, `draw`, a pickle, a copy and a checkpoint: the device alone was told."""
+    world = World(device, 4)
+    memory = world.memory(10, sampler=sampler())
+    for _ in range(10):
+        world.add(memory)
+    first = partial(first_steps, sampler())
+    memory.sample(3)
+    memory.update_priorities(np.arange(40), np.where(np.arange(40) == 17, 1e9, 0.0))
+
+    def check(each: holdall.ReplayMemory) -> None:
+        with each.loader(20, prefetch=1) as loader:
+            batch = next(loader)
+        assert set(first(batch.ids)) == set(first(each.draw(20).ids)) == set(first(each.sample(20).ids)) == {17}
+        same(batch.obs["image"].reshape(-1, 5), world.expected("obs", here(batch.ids).reshape(-1), "image"))
+
+    check(memory)
+    check(pickle.loads(pickle.dumps(memory)))
+    memory.update_priorities([17, 18], [0.0, 1e9])  # which a copy does not hear of any more
+    copied = copy.deepcopy(memory)
+    memory.update_priorities([17, 18], [1e9, 0.0])
+    assert set(first(copied.sample(20).ids)) == {18}
+    memory.save(tmp_path).result()
+    check(holdall.ReplayMemory.load(tmp_path))
+    check(holdall.ReplayMemory.load(tmp_path, store_device=device))
+
+
+def first_steps(sampler: Any, ids: Any) -> list[int]:
+    steps: list[int] = (here(ids)[:, sampler.burn_in] if here(ids).ndim > 1 else here(ids)).tolist()
+    return steps
+
+
+def test_a_lane_that_made_no_transition_gets_no_priority(device: str, tmp_path: Path) -> None:
+    """Or it would be drawn."""
+    world = World(device, 4)
+    memory = world.memory(10, sampler=holdall.Prioritized(1.0))
+    for _ in range(10):
+        world.add(memory, some_invalid=True)
+    memory.sample(1)
+    memory.update_priorities(np.arange(40), np.where(np.arange(40) == 17, 5.0, 1.0))
+    assert all(world.is_valid(i) for i in here(memory.sample(40).ids).tolist())
+    with pytest.raises(holdall.ArgumentError, match="a lane that made no transition"):
+        memory.save(tmp_path).result()
+
+
+@pytest.mark.parametrize("sampler", [None, holdall.Prioritized(), holdall.NStep(2, 0.9)])
+def test_nothing_to_draw_is_an_error(device: str, sampler: Any) -> None:
+    """Rather than a search without end, or a lane that made no transition."""
+    world = World(device, 2)
+    memory = world.memory(3, sampler=copy.deepcopy(sampler))
+    with pytest.raises(holdall.ArgumentError, match="more than the 0 transitions held"):
+        memory.sample(1)
+    for valid in ([False, False], [True, False], [False, False], [False, False], [False, False]):
+        world.step(some_invalid=True)["valid"] = np.array(valid)
+        memory.add(**world.there(world.rows[-1]))
+        if len(memory):
+            assert here(memory.sample(1).ids).tolist() == [2]
+        else:
+            with pytest.raises(holdall.ArgumentError, match="more than the 0 transitions held"):
+                memory.sample(1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "priorities", "error", "message"),
+    [
+        ([0], [-1.0], holdall.ArgumentError, "priorities holds -1.0"),
+        ([0], [np.nan], holdall.ArgumentError, "priorities holds nan"),
+        ([0.5], [1.0], holdall.ArgumentError, "ids has shape"),
+        ([-1], [1.0], holdall.TransitionIdError, "ids holds -1"),
+        ([0, 1], [1.0], holdall.ArgumentError, "priorities has shape"),
+    ],
+)
+def test_priorities_of_the_host_are_refused_as_there(
+    device: str, ids: Any, priorities: Any, error: Any, message: str
+) -> None:
+    """They can be looked at without waiting for the device; none at all are fine."""
+    world = World(device, 2)
+    memory = world.memory(5, sampler=holdall.Prioritized())
+    world.add(memory)
+    with pytest.raises(error, match=message):
+        memory.update_priorities(ids, priorities)
+    memory.update_priorities([], [])
 
 
 def test_a_checkpoint_goes_to_the_host_and_back(device: str, tmp_path: Any) -> None:

@@ -50,6 +50,19 @@ def test_rows_and_weights_are_those_of_the_ids() -> None:
         assert_same_bits(getattr(batch, name), getattr(expected, name))
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.int32])
+@pytest.mark.parametrize(("alpha", "floor"), [(0.5, 1e-6), (1.0, 1e-3), (2.0, 1e-6), (3.0, 1e-12)])
+def test_priorities_of_any_dtype_are_scaled_as_those_of_float64(dtype: Any, alpha: float, floor: float) -> None:
+    """A network in half precision has such errors; there the floor is nothing, and a power too large."""
+    sampler = Prioritized(alpha, floor=floor)
+    memory, oracle = fed(sampler)
+    largest = 1e20 if dtype in (np.float32, np.float64) else 60_000
+    given = np.array([0, 1, 3, 1000, largest], dtype)
+    memory.update_priorities(oracle.ids[:5], given)
+    expected = (given.astype(np.float64) + floor) ** alpha
+    np.testing.assert_allclose(sampler.state()["scaled"][oracle.ids[:5] % memory.capacity], expected, rtol=1e-6)
+
+
 def test_new_transitions_have_the_highest_priority_seen() -> None:
     """Of all before them, not of what is told later."""
     sampler = Prioritized(1.0)
@@ -84,13 +97,14 @@ def test_evicted_ids_are_passed_over() -> None:
         ([200], [np.nan], ArgumentError, "priorities holds nan"),
         ([200], [np.inf], ArgumentError, "priorities holds inf"),
         ([200, 201], [1.0], ArgumentError, r"priorities has shape \(1,\) for ids of shape \(2,\)"),
+        ([200], [1e300], ArgumentError, r"priorities holds 1e\+300, which to the power of alpha \(1.0\) is beyond"),
         ([200], [True], ArgumentError, "priorities has dtype bool"),
         ([2.5], [1.0], ArgumentError, "ids has shape"),
     ],
 )
 def test_bad_priorities_are_refused_and_change_nothing(ids: Any, priorities: Any, error: Any, message: str) -> None:
     """The refusal names the argument and its value."""
-    sampler = Prioritized()
+    sampler = Prioritized(1.0)
     memory, _ = fed(sampler)
     memory.sample(1)
     before = sampler.state()["scaled"].tobytes()
@@ -173,6 +187,17 @@ def test_tensors_are_taken_as_priorities() -> None:
     memory, _ = fed(Prioritized(), device="cpu")
     batch = memory.sample(8)
     memory.update_priorities(batch.ids, torch.ones(8, requires_grad=True).abs())
+
+
+def test_tensors_in_half_precision_are_taken_as_priorities() -> None:
+    """bfloat16 as well, which NumPy does not have."""
+    torch = pytest.importorskip("torch")
+    sampler = Prioritized(1.0)
+    memory, oracle = fed(sampler)
+    ids = oracle.ids[:2]
+    for dtype in (torch.bfloat16, torch.float16):
+        memory.update_priorities(ids, torch.tensor([0.0, 1.5], dtype=dtype))
+        np.testing.assert_allclose(sampler.state()["scaled"][ids % memory.capacity], [1e-6, 1.500001], rtol=1e-6)
 
 
 def test_one_sampler_serves_one_memory() -> None:
