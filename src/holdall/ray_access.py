@@ -176,3 +176,26 @@ def require_head(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_ANSWERS_S).close()
     except (OSError, OverflowError) as error:
         raise ShardError(f"nobody answers at {address} ({error}); name host and port of Ray's head") from error
+
+
+_HEALTH_MS = {
+    "health_check_initial_delay_ms": 5_000, "health_check_period_ms": 3_000, "health_check_timeout_ms": 10_000,
+}  # fmt: skip
+"""Ray's defaults; its settings are read from the environment, as Ray reads them on the machine of its head."""
+
+
+def machine_given_up_s() -> float:
+    """Return how long it may take until Ray gives up a machine that hangs, by its settings."""
+    delay, period, timeout = (_setting(name, usual) / 1000 for name, usual in _HEALTH_MS.items())
+    return delay + _setting("health_check_failure_threshold", 5) * (period + timeout)
+
+
+def _setting(name: str, usual: int) -> int:
+    """Read one of Ray's settings: as the cluster has it, where Ray says so, or as this process's environment has it."""
+    import ray  # noqa: PLC0415
+
+    known = getattr(getattr(getattr(ray, "_raylet", None), "Config", None), name, None)
+    try:
+        return int(os.environ.get(f"RAY_{name}", usual) if known is None else known())
+    except (TypeError, ValueError):
+        return usual

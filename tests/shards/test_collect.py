@@ -20,7 +20,7 @@ from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
 
 import holdall.ray.sb3
 from holdall import NStep, Prioritized, ShardError
-from holdall.ray import ReplayMemory, collect
+from holdall.ray import RateLimit, ReplayMemory, collect, players
 
 from .processes import kill, process_of, wait_until
 
@@ -30,18 +30,19 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Counting(gym.Env[Any, Any]):
-    """Counts its steps; an episode has seven."""
+    """Counts its steps; an episode has seven. Every reward is the number of the step, from the first ever on."""
 
     observation_space = spaces.Box(0, 10, (2,), np.float32)
     action_space = spaces.Discrete(2)
+    steps = 0
 
     def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
         self.count = 0
         return self._seen(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.count += 1
-        return self._seen(), float(action), self.count == 7, False, {}
+        self.count, self.steps = self.count + 1, self.steps + 1
+        return self._seen(), self.steps - 1.0, self.count == 7, False, {}
 
     def _seen(self) -> Any:
         return np.full(2, self.count, np.float32)
@@ -68,7 +69,7 @@ def test_a_learner_trains_on_what_actors_play_and_they_on_what_it_learnt() -> No
         model.replay_buffer.update_priorities(samples.ids, np.ones(64))
         wait_until(lambda: all(each.steps > 0 and each.episodes > 0 for each in actors.progress()))
         progress = actors.progress()
-        assert all(0 <= total <= 7 for each in progress for total in each.returns)
+        assert all(total % 7 == 0 for each in progress for total in each.returns)
         kill(process_of(actors._actors[0]))
         held = len(memory)
         wait_until(lambda: len(memory) >= held + 600)
@@ -76,7 +77,10 @@ def test_a_learner_trains_on_what_actors_play_and_they_on_what_it_learnt() -> No
         assert (batch.next_obs == batch.obs + 1).all()
 
 
-def test_actors_play_on_after_a_shard_was_frozen_for_longer_than_their_patience() -> None:
+def test_actors_play_on_after_a_shard_was_frozen_for_longer_than_their_patience(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And say what is lost if they are ended while it is."""
     settings: dict[str, Any] = {"shards": 1, "patience_s": 0.5}
     with ReplayMemory(Counting.observation_space, Counting.action_space, 100_000, **settings) as memory:
         with collect(Counting, 1, memory, num_cpus=0) as actors:
@@ -91,20 +95,58 @@ def test_actors_play_on_after_a_shard_was_frozen_for_longer_than_their_patience(
             finally:
                 shard.send_signal(signal.SIGCONT)
             wait_until(lambda: actors.progress()[0].steps > stopped_at + 300)
+            shard.send_signal(signal.SIGSTOP)
+            try:
+                is_full = stopped_at  # until then it takes some more
+                wait_until(lambda: actors.progress()[0].steps > is_full)
+                time.sleep(0.1)
+                lost = actors.stop(timeout_s=2.0)
+            finally:
+                shard.send_signal(signal.SIGCONT)
+        assert lost > 0
+        assert f"actor 0 was ended with {lost} transitions that it played and could not add" in caplog.text
         batch = memory.sample(500)
         assert (batch.next_obs == batch.obs + 1).all()
 
 
-def test_an_actor_that_fails_says_why() -> None:
-    def broken() -> Counting:
-        raise RuntimeError("no display")
+def rewards_in(memory: ReplayMemory) -> list[int]:
+    """Return the rewards that a memory of one shard holds, in the order in which they came."""
+    return memory.gather(np.arange(memory.first_id, memory.next_id)).reward.astype(int).tolist()
 
-    space = Counting.observation_space
-    with ReplayMemory(space, Counting.action_space, 1_000, shards=1) as memory:
-        actors = collect(broken, 1, memory, num_cpus=0)
+
+class Failing(Counting):
+    """Fails at its 51st step."""
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self.steps == 50:
+            raise RuntimeError("no display")
+        return super().step(action)
+
+
+def test_what_an_actor_played_is_added_before_it_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it fails, and where the limiter grants nothing any more because the learner has stopped drawing."""
+    limit = RateLimit(samples_per_insert=1.0, min_size=1, tolerance=50 + 256)
+    with ReplayMemory(Counting.observation_space, Counting.action_space, 10_000, shards=1, limit=limit) as memory:
+        failing = collect(Failing, 1, memory, num_cpus=0)
         with pytest.raises(ShardError, match="no display"):
-            wait_until(lambda: bool(actors.progress()) and False)
-        actors.stop()
+            wait_until(lambda: bool(failing.progress()) and False)
+        wait_until(lambda: len(memory) == 50)
+        assert failing.stop() == 0
+        assert rewards_in(memory) == list(range(50))
+        with collect(Counting, 1, memory, num_cpus=0) as actors:
+            # Two segments are granted, a third is full, and one more step waits for room.
+            wait_until(lambda: actors.progress()[0].steps == 3 * 128)
+            assert actors.stop(timeout_s=3_600) == 0
+        assert rewards_in(memory)[50:] == list(range(3 * 128 + 1))
+        # One for which there is no room anywhere has played nothing, and nobody waits for it.
+        monkeypatch.setattr(players, "_PROGRESS_S", 0.1)
+        with collect(Counting, 1, memory, num_cpus=1_000) as never:
+            assert never.progress() == [players.CollectProgress()]
+            assert never.stop(timeout_s=3_600) == 0
+    assert "could not add" not in caplog.text
+    assert "did not answer" not in caplog.text
 
 
 @pytest.mark.nightly

@@ -14,8 +14,8 @@ import ray
 from gymnasium import spaces
 
 from holdall.cluster import protocol
-from holdall.cluster.protocol import Gauges
 from holdall.ray import RateLimit, ReplayMemory
+from holdall.ray_metrics import Gauges
 
 from .processes import wait_until
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,20 +17,21 @@ import ray
 from holdall.batch import Batch, as_ids
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.learner import BatchesAhead, Drawing, together
-from holdall.cluster.protocol import Cluster, Gauges, ShardCounters, ShardStatus, asked
+from holdall.cluster.protocol import Cluster, ShardCounters, ShardStatus, asked
 from holdall.cluster.roster import NAMESPACE, MemoryTerms, roster_of, wait_for_grant
 from holdall.cluster.writer import Writer
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError
 from holdall.native import chosen_kernels, fallback
 from holdall.ray_access import join_cluster, require_safe_cluster
+from holdall.ray_metrics import Gauges
 from holdall.report import MemoryReport
 from holdall.sampling import ComposedSampler, Hindsight, Sampler, checked_priorities, generator_of
 from holdall.schema import schema_of
 from holdall.storage import sliced_leaves
 from holdall.units import require_count
 
-_ROSTER_S = 120.0
+_ROSTER_S, _LOCK_S = 120.0, 0.01
 _MOST_AT_ONCE = 8
 _WAITING_BYTES = 64 * 2**20
 """What batches may take that `sample` has drawn with another, and that wait: fewer are then drawn at once."""
@@ -57,6 +59,7 @@ class MemoryHandle(Writer):
         self._deliverer = Deliverer(self.schema, chosen_kernels(), device, sliced_leaves(self.schema))
         self._device = device
         self._asked: tuple[int, BatchesAhead] | None = None  # by `sample`: rows of a batch, and what draws them
+        self._asking = threading.Lock()
         self._cluster = Cluster(roster_of(terms.name), terms.patience_s)
         self._drawing = Drawing(
             self._cluster, self._deliverer, self.sampler, generator, terms.on_shard_loss, seeds=seeds
@@ -92,9 +95,25 @@ class MemoryHandle(Writer):
         with self._lock:
             self._require_open()
             super().flush()
-            for stream in self._streams:
-                if stream.counters is not None:
-                    self._cluster.note(stream.number, stream.counters)
+            self._note_streams()
+
+    def _flush_granted(self) -> None:
+        """Flush what the limiter grants now. What it does not may wait for the draws of this very thread."""
+        while not self._lock.acquire(timeout=_LOCK_S):
+            if any(group.is_waiting for group in self._groups):  # in another thread, which has the lock
+                return
+        try:
+            self._require_open()
+            for group in self._groups:
+                group.flush(waits=False)
+            self._note_streams()
+        finally:
+            self._lock.release()
+
+    def _note_streams(self) -> None:
+        for stream in self._streams:
+            if stream.counters is not None:
+                self._cluster.note(stream.number, stream.counters)
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions; what this process added before is among those that can be drawn.
@@ -105,7 +124,7 @@ class MemoryHandle(Writer):
         if type(batch_size) is not int or batch_size < 1:
             batch_size = require_count("batch_size", batch_size, 1)
         self._require_open()
-        with self._lock:
+        with self._asking:
             if self._asked is None or self._asked[0] != batch_size:
                 self._asked = batch_size, self._ahead(batch_size, 0)
             ahead = self._asked[1]
@@ -138,7 +157,7 @@ class MemoryHandle(Writer):
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
         wanted = as_ids(ids)
-        self.flush()
+        self._flush_granted()
         return self._drawing.gather(wanted)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
@@ -151,7 +170,7 @@ class MemoryHandle(Writer):
         drawn, found = checked_priorities(self.sampler, ids, priorities)
         sampler: Any = self.sampler  # one with priorities
         wanted = sampler.require(drawn, found)
-        self.flush()
+        self._flush_granted()
         self._drawing.prioritize(wanted, found)
 
     def update(self, ids: Any, /, **columns: Any) -> None:
@@ -163,7 +182,7 @@ class MemoryHandle(Writer):
 
     def __len__(self) -> int:
         """Count the transitions that can be sampled, over the shards that answer."""
-        self.flush()
+        self._flush_granted()
         self._drawing.hear(all_of_them=True)  # so that the shards say what they weigh with them
         return sum(counters.transitions for counters in self._cluster.refresh().values())
 
@@ -196,12 +215,12 @@ class MemoryHandle(Writer):
 
     def report(self) -> MemoryReport:
         """Account for the bytes that all shards hold, field by field."""
-        self.flush()
+        self._flush_granted()
         found = self._cluster.ask_all(self._cluster.refresh(), "report")
         return MemoryReport.added_up(found.values(), self._deliverer.nbytes, fallback())
 
     def _only_counters(self) -> ShardCounters:
-        self.flush()
+        self._flush_granted()
         known = self._cluster.refresh()
         if list(known) != [0]:
             raise ArgumentError(
@@ -212,7 +231,7 @@ class MemoryHandle(Writer):
 
     def _settle(self, count: int) -> None:
         """Return when what this process added and updated has reached the shards, and the limiter grants a draw."""
-        self.flush()
+        self._flush_granted()
         self._drawing.hear()
         self._drawing.level()
         if (limit := self._terms.limit) is not None:

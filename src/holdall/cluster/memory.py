@@ -289,7 +289,7 @@ class ReplayMemory(MemoryHandle):
         of them stands alone. If it ends with `ShardError`, call it
         again; with journals every transition is there once, whatever is killed meanwhile.
         """
-        self.flush()
+        self._flush_granted()
         self._fleet.drain(number, self._cluster)
 
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> checkpoint.SaveHandle:
@@ -299,7 +299,7 @@ class ReplayMemory(MemoryHandle):
         reads it, too.
         """
         require_count("keep", keep, 1)
-        self.flush()
+        self._flush_granted()
         self._cluster.refresh()
         self._drawing.updates += 1  # what goes on from here and what is loaded draw the same
         place, self._has_saved = checkpoint.normalized_url(url), True
@@ -374,6 +374,7 @@ class ReplayMemory(MemoryHandle):
 
     def close(self, *, flush: bool = False) -> None:
         """End the shards; batches that were handed out stay as they are. `flush`: also what is lost with the shards."""
+        self.ignore_limit()  # nobody draws any more, and another thread may wait for that in `add`
         with self._lock:
             if self._closed:
                 return

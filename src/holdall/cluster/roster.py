@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 
 import ray
 
-from holdall.cluster.protocol import MOST_LIVES, Gauges, ShardCounters
+from holdall.cluster.protocol import MOST_LIVES, ShardCounters
 from holdall.errors import ArgumentError, ShardError
+from holdall.ray_access import machine_given_up_s
+from holdall.ray_metrics import Gauges
 from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.storage import COST_CAPS
 from holdall.units import require_choice, require_count, require_number
@@ -110,29 +112,23 @@ def roster_of(name: str) -> Any:
         raise ShardError(f"the memory {name} is not there; was it closed?") from error
 
 
+def agreed_codec(roster: Any, field: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the codec that the memory's first writer chose for a field; None: it is asked again later."""
+    try:
+        words: dict[str, Any] | None = ray.get(roster.codec.remote(field))
+        return ray.get(roster.codec.remote(field, choose())) if words is None else words
+    except ray.exceptions.RayError:
+        return None
+
+
 _ANSWERS_S = 10.0
 _RESTARTED_S = 15.0
 """What a shard may take to be started again once its machine was given up."""
-_HEALTH_MS = {
-    "health_check_initial_delay_ms": 5_000, "health_check_period_ms": 3_000, "health_check_timeout_ms": 10_000,
-}  # fmt: skip
-"""Ray's defaults; its settings are read from the environment, as Ray reads them on the machine of its head."""
 
 
 def health_patience_s() -> float:
     """Return how long it may take until shards of a machine that hangs are up on another one, by Ray's settings."""
-    delay, period, timeout = (_setting(name, usual) / 1000 for name, usual in _HEALTH_MS.items())
-    checks = _setting("health_check_failure_threshold", 5)
-    return max(_ANSWERS_S, delay + checks * (period + timeout)) + _RESTARTED_S
-
-
-def _setting(name: str, usual: int) -> int:
-    """Read one of Ray's settings: as the cluster has it, where Ray says so, or as this process's environment has it."""
-    known = getattr(getattr(getattr(ray, "_raylet", None), "Config", None), name, None)
-    try:
-        return int(os.environ.get(f"RAY_{name}", usual) if known is None else known())
-    except (TypeError, ValueError):
-        return usual
+    return max(_ANSWERS_S, machine_given_up_s()) + _RESTARTED_S
 
 
 PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
@@ -193,13 +189,14 @@ _LOG = logging.getLogger("holdall")
 
 
 def wait_for_grant(
-    limit: RateLimit, call: str, rows: int, ask: Callable[..., Any], meanwhile: Callable[[], None] = lambda: None
-) -> int:
+    limit: RateLimit, call: str, rows: int, ask: Callable[..., Any], goes_on: Callable[[], bool] = lambda: True
+) -> int | None:
     """Ask until the limiter grants something, and say now and then what is waited for.
 
     Args:
         call: "add" or "sample".
         ask: Asks the roster, see `ShardList.ask`.
+        goes_on: Is called before the roster is asked again; False: nothing is waited for any more, and None returned.
     """
     limit.require(call, rows)
     began = time.monotonic()
@@ -209,8 +206,9 @@ def wait_for_grant(
         if now >= notice_at:
             notice_at = now + _NOTICE_AGAIN_S
             _LOG.warning("%s has waited %.0f s for %s: %s", call, now - began, limit, _waited_for(ask("limiter")))
+        if not goes_on():
+            return None
         time.sleep(_ASK_AGAIN_S)
-        meanwhile()
     return int(grant)
 
 

@@ -22,12 +22,12 @@ from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, re
 from holdall.cluster import protocol
 from holdall.cluster.answer import Payload
 from holdall.cluster.journal import Entry, SegmentMove, journal_of
-from holdall.cluster.protocol import ShardMetrics
 from holdall.cluster.roster import MemoryTerms, is_restarted, roster_of
 from holdall.cluster.shard_data import ShardData
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.machine import HeldReader, anonymous_bytes, memory_limits
 from holdall.native import fallback
+from holdall.ray_metrics import ShardMetrics
 from holdall.report import MemoryReport
 from holdall.sampling import generator_of
 from holdall.schema import Array

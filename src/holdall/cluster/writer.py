@@ -20,14 +20,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import ray
 
 from holdall import storage
-from holdall.cluster.protocol import PAUSE_S, Ack, GoneError, ShardClosedError, ShardCounters, ShardList, received
-from holdall.cluster.roster import MemoryTerms, roster_of, wait_for_grant
+from holdall.cluster import protocol
+from holdall.cluster.protocol import PAUSE_S, GoneError, SentSegment, ShardClosedError, ShardCounters, ShardList
+from holdall.cluster.roster import MemoryTerms, agreed_codec, roster_of, wait_for_grant
 from holdall.errors import ClosedError, FencedError, ShardError
 from holdall.native import chosen_kernels
 from holdall.schema import Schema, schema_of
@@ -41,14 +42,6 @@ _MOST_UNDER_WAY, _MOST_BYTES_UNDER_WAY, _CROWDED_BYTES = 8, 16 * 2**20, 32 * 2**
 _MOST_CALLS = 4
 """Calls that bring them; while so many are made, others wait for the next, which brings all of them."""
 _LOG = logging.getLogger("holdall")
-
-
-class SentSegment(NamedTuple):
-    """A segment on its way to a shard."""
-
-    payload: bytes
-    rows: int
-    lease: int  # of a limiter, which hears when the segment has arrived; -1: none
 
 
 class SegmentStream:
@@ -81,8 +74,8 @@ class SegmentStream:
 
     @property
     def unacknowledged_rows(self) -> int:
-        """Rows of the segments under way."""
-        return sum(segment.rows for segment in self.under_way)
+        """Rows of the segments under way; any thread may ask."""
+        return sum(segment.rows for segment in tuple(self.under_way))
 
     @property
     def has_room(self) -> bool:
@@ -127,7 +120,7 @@ class SegmentStream:
         while self._calls and ray.wait([self._calls[0][0]], timeout=wait_s)[0]:
             wait_s, (call, end) = 0.0, self._calls.popleft()
             try:
-                ack: Ack = pickle.loads(received(call))
+                ack: protocol.Ack = pickle.loads(protocol.received(call))
             except (ray.exceptions.RayError, ShardError) as error:  # it is being restarted
                 self._calls.clear()
                 if isinstance(error, FencedError):
@@ -152,7 +145,7 @@ class SegmentStream:
             call = self._shard.send.remote(pickle.dumps((self._writer, first, payloads, self.sequence)))
             self._calls.append((call, first + len(payloads)))
 
-    def _hear(self, ack: Ack, end: int) -> None:
+    def _hear(self, ack: protocol.Ack, end: int) -> None:
         """Forget what was accepted; if not all of a call was, what is left is sent again."""
         self.counters = ack.counters
         while self.sequence < ack.expected:
@@ -279,8 +272,9 @@ class LaneGroup(ShardStreams):
         self.lanes, self._kernels = lanes, chosen_kernels()
         rows = max(1, (_SEGMENT_ROWS if terms.limit or self._stay_rows else _MOST_ROWS) // schema.num_envs)
         self.encoder = storage.Encoder(schema, schema.num_envs, rows, self._kernels)
-        self._codecs = storage.EncoderCodecs(self.encoder, terms.prefer, partial(_agreed, self.roster))
+        self._codecs = storage.EncoderCodecs(self.encoder, terms.prefer, partial(agreed_codec, self.roster))
         self._began = self.waited_s = 0.0
+        self.is_waiting = self.ignores_limit = False  # for a grant of the limiter; whether it sends without one
 
     def short_way(self, lock: Any) -> Callable[..., int]:
         """Return a function that adds a tick if there is nothing else to do, see `storage.Encoder.short_way`."""
@@ -299,19 +293,18 @@ class LaneGroup(ShardStreams):
         if rows and (is_due or self.encoder.is_full or (may_end and self.encoder.ends_episodes)):
             self._send()
 
-    def flush(self) -> None:
-        """Send what waits, and return when the shards have acknowledged everything."""
+    def flush(self, *, waits: bool = True) -> None:
+        """Return when the shards have acknowledged all; not `waits`: but for what the limiter does not grant now."""
         if self.encoder.rows:
-            self._send()
+            self._send(waits)
         super().flush()
 
-    def _send(self) -> None:
+    def _send(self, waits: bool = True) -> None:
         """Close the segment and send it on its way; what could fail comes before that, so that none is lost."""
         start = time.monotonic()
-        # What has arrived while a grant is waited for does not count as under way any more.
-        stream, rows, poll = self.roomy(), self.encoder.rows, partial(self.each, SegmentStream.poll)
-        limit = self.terms.limit
-        lease = -1 if limit is None else wait_for_grant(limit, "add", rows, self._list.ask, poll)
+        stream, rows = self.roomy(), self.encoder.rows
+        if (lease := self._granted(rows, waits)) is None:
+            return
         if stream.is_gone:  # while a grant was waited for
             stream = self.roomy()
         self.waited_s += time.monotonic() - start
@@ -321,14 +314,21 @@ class LaneGroup(ShardStreams):
         self.send(stream, payload, rows, lease, stays=stays)
         self._began = time.monotonic()
 
+    def _granted(self, rows: int, waits: bool) -> int | None:
+        """Return a lease of the limiter, -1 if none is needed; None if there is none now, and it is not waited for."""
 
-def _agreed(roster: Any, field: str, choose: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the codec that the memory's first writer chose for a field; None: it is asked again later."""
-    try:
-        words: dict[str, Any] | None = ray.get(roster.codec.remote(field))
-        return ray.get(roster.codec.remote(field, choose())) if words is None else words
-    except ray.exceptions.RayError:
-        return None
+        def goes_on() -> bool:
+            self.each(SegmentStream.poll)  # what has arrived meanwhile does not count as under way any more
+            return waits and not self.ignores_limit
+
+        if (limit := self.terms.limit) is None or self.ignores_limit:
+            return -1
+        self.is_waiting = waits
+        try:
+            lease = wait_for_grant(limit, "add", rows, self._list.ask, goes_on)
+        finally:
+            self.is_waiting = False
+        return -1 if lease is None and waits else lease
 
 
 _OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -336,6 +336,7 @@ _OPEN: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 def _flush_all() -> None:
     for writer in list(_OPEN):
+        writer.ignore_limit()
         writer._end()
 
 
@@ -408,7 +409,7 @@ class Writer:
 
     @property
     def _streams(self) -> list[SegmentStream]:
-        return [stream for group in self._groups for stream in group.streams.values()]
+        return [stream for group in self._groups for stream in tuple(group.streams.values())]
 
     @property
     def waiting_rows(self) -> int:
@@ -423,7 +424,7 @@ class Writer:
     @property
     def unacknowledged_bytes(self) -> int:
         """Bytes that were sent and not acknowledged yet."""
-        return sum(len(segment.payload) for stream in self._streams for segment in stream.under_way)
+        return sum(len(segment.payload) for stream in self._streams for segment in tuple(stream.under_way))
 
     @property
     def waited_s(self) -> float:
@@ -474,6 +475,14 @@ class Writer:
         with self._lock:
             for group in self._groups:
                 group.flush()
+
+    def ignore_limit(self) -> None:
+        """Wait for the memory's `limit` no more, in a call that waits now neither: what is left goes on top of it.
+
+        For a writer that is closed when nobody draws any more. It may be called from any thread.
+        """
+        for group in self._groups:
+            group.ignores_limit = True
 
     def close(self, *, flush: bool = True) -> None:
         """Flush, and take no more."""
