@@ -104,6 +104,7 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
         "yaml": (0, CASES),
         "text": (0, CASES),
     },
+    "docs/memory.md": {"python": (1, "test_site.py::test_the_programs_of_a_page_run")},
     "docs/notebooks.md": {"sh": (1, LOOKED_UP)},
     "docs/plan.md": {"sh": (1, "test_code_blocks.py::test_the_commands_of_plan_md_give_a_verdict")},
     "docs/report.md": {"sh": (1, "test_code_blocks.py::test_the_commands_of_report_md_run")},
