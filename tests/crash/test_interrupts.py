@@ -52,8 +52,14 @@ class Interrupt(KeyboardInterrupt):
     """Stands for the signal."""
 
 
-def interrupted(call: Callable[[], Any], at: int = 0, *, opcodes: bool = False) -> int:
-    """Make a call, and raise at its `at`-th line of holdall's code; return how many lines there were until then."""
+def interrupted(
+    call: Callable[[], Any], at: int = 0, *, opcodes: bool = False, handle: Callable[[], None] | None = None
+) -> int:
+    """Make a call, and raise at its `at`-th line of holdall's code; return how many lines there were until then.
+
+    Args:
+        handle: Is called in place of raising.
+    """
     left = at
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -63,7 +69,10 @@ def interrupted(call: Callable[[], Any], at: int = 0, *, opcodes: bool = False) 
         frame.f_trace_opcodes, frame.f_trace_lines = opcodes, not opcodes
         if event == ("opcode" if opcodes else "line"):
             left -= 1
-            if left == 0:
+            if left == 0 and handle is not None:
+                sys.settrace(None)
+                handle()
+            elif left == 0:
                 raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return trace
 
@@ -251,6 +260,38 @@ def test_an_interrupted_add_is_made_or_is_not(
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     make = scenes(tmp_path)[name]
     sweep(make, lambda scene: scene.memory.add(**scene.step(scene.t)), points, settle_add)
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_a_signal_handler_that_reads_the_memory_changes_no_batch(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uses the same thread's decoder, the same pool of threads and of blocks; and what it does with its batch is its own.
+
+    Under the memory's lock it is refused.
+    """
+    monkeypatch.setenv("HOLDALL_THREADS", threads)
+    scene = Scene(STACK, ticks=250, capacity=300, episode=100, settings={"budget": None})
+    ids = np.random.default_rng(0).choice(scene.oracle.ids, 400)
+    expected, refused = scene.oracle.gather(ids), 0
+
+    def handle() -> None:
+        nonlocal refused
+        try:
+            batch = scene.memory.gather(ids[::-1])
+        except holdall.HoldallError:
+            refused += 1
+        else:
+            assert_same_bits(batch, scene.oracle.gather(ids[::-1]))
+            batch.obs.fill(7)
+            batch.next_obs.fill(7)
+
+    with scene.memory:
+        scene.memory.drain()
+        lines = interrupted(lambda: scene.memory.gather(ids))
+        for at in range(1, lines + 1):
+            made: list[Any] = []
+            interrupted(lambda: made.append(scene.memory.gather(ids)), at, handle=handle)  # noqa: B023  at once
+            assert_same_bits(made[0], expected)
+    assert 0 < refused < lines
 
 
 def raise_interrupt(*_: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import os
 import threading
 import weakref
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.background import left
+from holdall.background import OwnCall, left
 from holdall.errors import DamageError
 from holdall.machine import pool_threads
 from holdall.native.library import (
@@ -64,8 +63,6 @@ _pointer: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).fro
 """Makes the pointer to an array that can be written to; it costs less than the address."""
 
 _SEALED = RECORD_FIELDS.index("sealed")
-BATCH_NUMBERS = itertools.count(1)
-"""Numbers batches, so that a thread knows what it decoded for an older one."""
 
 
 # ---------------------------------------------------------------- threads
@@ -84,6 +81,7 @@ class ThreadPool:
         self.threads = threads or pool_threads()
         self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to the call that has `helping`
         self._lock: Any = threading.RLock()
+        self._call = OwnCall()
         self._process = 0
         self._address = 0
         self._end: weakref.finalize[Any, Any] | None = None
@@ -97,17 +95,25 @@ class ThreadPool:
         """
         helpers = min(wanted, self.threads - 1)
         self._forget_parent()
-        if self._lock._is_owned():  # this thread was interrupted in it
+        if self._lock._is_owned() and self._call.is_under_way:
+            helpers = 0
+        elif self._lock._is_owned():  # this thread was interrupted in it
             left(self._lock)
-        if helpers < 1 or not self._lock.acquire(blocking=False):
+        if helpers < 1:
             yield 0, 0
             return
+        call = self._call.begin()
         try:
+            if not self._lock.acquire(blocking=False):
+                yield 0, 0
+                return
             if not self._address:
                 self._start(library)
             yield self._address, helpers
         finally:
-            self._lock.release()
+            if self._lock._is_owned():
+                self._lock.release()
+            del call
 
     def started(self, library: ctypes.CDLL) -> int:
         """Start the threads, if they are not, and return the pool's address, for C; for who has the pool alone."""
@@ -176,7 +182,7 @@ class NativeDecoder:
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """See `Coder.decode`."""
         bring_slices(sealed, numbers)
-        memory = self._own_memory(_scratch_bytes(sealed.codec.transform), 0)
+        memory = self._own_memory(_scratch_bytes(sealed.codec.transform))
         failed = self._library.holdall_decode(
             memory.address, sealed.address, address(numbers), len(numbers), address(out)
         )
@@ -197,14 +203,14 @@ class NativeDecoder:
         weakref.finalize(dictionary, id, tables).atexit = False  # it holds on to them
         return address(tables) if made else 0
 
-    def decoders(self, pool: ThreadPool | None, helpers: int, scratch_bytes: int, batch: int) -> ctypes.Array[Any]:
+    def decoders(self, pool: ThreadPool | None, helpers: int, scratch_bytes: int) -> ctypes.Array[Any]:
         """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help."""
-        own = self._own_memory(scratch_bytes, batch)
+        own = self._own_memory(scratch_bytes)
         if pool is None or helpers < 1:
             return own.alone
         kept = pool.workspaces = self.more_decoders(pool.workspaces, pool.threads - 1, scratch_bytes)
         for memory in kept:
-            memory.begin(batch)
+            memory.forget()
         return (ctypes.c_void_p * pool.threads)(own.address, *(memory.address for memory in kept))
 
     def more_decoders(self, kept: list[_DecoderMemory], threads: int, scratch_bytes: int) -> list[_DecoderMemory]:
@@ -214,11 +220,11 @@ class NativeDecoder:
         missing = threads - len(enough)
         return enough + [_DecoderMemory(self._libraries, scratch_bytes, unit_bytes) for _ in range(missing)]
 
-    def _own_memory(self, scratch_bytes: int, batch: int) -> _DecoderMemory:
+    def _own_memory(self, scratch_bytes: int) -> _DecoderMemory:
         memory: _DecoderMemory | None = getattr(self._thread, "memory", None)
         if memory is None or not memory.suffices(scratch_bytes, self._most_unit_bytes):
             memory = self._thread.memory = _DecoderMemory(self._libraries, scratch_bytes, self._most_unit_bytes)
-        memory.begin(batch)
+        memory.forget()
         return memory
 
 
@@ -266,11 +272,11 @@ class _DecoderMemory:
         """Whether slices and units of such sizes can be decoded."""
         return self._scratch_bytes >= scratch_bytes and self._unit_bytes >= unit_bytes
 
-    def begin(self, batch: int) -> None:
-        """Forget what an older batch was read from, which may be freed by now."""
+    def forget(self) -> None:
+        """Forget what slices were read from before, which may be freed by now."""
         struct = self._struct
         struct.unit_behind = struct.unit_of = struct.key_of = struct.read_of = None
-        struct.error, struct.batch = 0, batch
+        struct.error = 0
 
 
 def _scratch_bytes(transform: Transform) -> int:
@@ -337,7 +343,7 @@ class NativeReading:
 
         def fill(pieces: int, threads: int, helpers: int) -> int:
             # Two coded slices and a decoded one: an observation is at least as large as its slices.
-            decoders = decoder and decoder.decoders(pool, helpers, 3 * row_bytes, next(BATCH_NUMBERS))
+            decoders = decoder and decoder.decoders(pool, helpers, 3 * row_bytes)
             return int(
                 self._library.holdall_gather(
                     *where, *order, row_bytes, *sides, decoders, pieces, threads, helpers, ctypes.byref(error)
