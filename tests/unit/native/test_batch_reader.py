@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ import holdall
 from holdall.batch import Batch
 from holdall.errors import ClosedError, DamageError, TransitionIdError
 from holdall.native import draw_slots, native_kernels, one_call
-from holdall.storage import RECORD_FIELDS, BatchReader
+from holdall.storage import RECORD_FIELDS, BatchReader, SegmentIndex
 from holdall.testing import assert_same_bits
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="nothing was compiled")
@@ -377,6 +378,30 @@ def test_kept_memory_is_freed_with_a_memory_that_is_dropped() -> None:
     assert [sys.getrefcount(array) for array in kept] == [count - 1 for count in counts]
     with pytest.raises(ClosedError):
         memory.rows(np.arange(3))
+
+
+def test_blocks_that_left_are_freed_also_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What batches were read from is referred to until blocks are others, in lists that a repair replaces, too."""
+    memory, steps = filled_memory("stack", budget=None)
+    segments = memory._open().large_segments
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with memory:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(SegmentIndex, "open_next", interrupt)
+            while True:
+                steps.add(memory)
+        steps.add(memory)
+        memory.rows(ids_of_draw(memory, 64))
+        assert at_once(memory, 64)
+        arena = weakref.ref(segments.open.parts[0].slices.base)
+        closed = len(segments.closed)
+        while len(segments.closed) == closed:
+            steps.add(memory)
+        memory.drain()
+        assert arena() is None
 
 
 @pytest.mark.parametrize("missing", ["_held_at", "_array_interface"])
