@@ -156,6 +156,7 @@ class ThreadPool:
             thread.start()
         self._address, self._process = address, os.getpid()
         self._end = weakref.finalize(self, _end_threads, library, address, threads)
+        self._end.atexit = False  # a daemon may be in a call that they help with
 
 
 def _end_threads(library: ctypes.CDLL, address: int, threads: list[threading.Thread]) -> None:
@@ -203,15 +204,21 @@ class NativeDecoder:
         weakref.finalize(dictionary, id, tables).atexit = False  # it holds on to them
         return address(tables) if made else 0
 
-    def decoders(self, pool: ThreadPool | None, helpers: int, scratch_bytes: int) -> ctypes.Array[Any]:
-        """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help."""
+    def decoders(
+        self, pool: ThreadPool | None, helpers: int, scratch_bytes: int
+    ) -> tuple[ctypes.Array[Any], list[_DecoderMemory]]:
+        """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help.
+
+        And their memory, which the caller keeps: when Python ends, it takes away what is a thread's own, and lets a daemon
+        that is in a call go on.
+        """
         own = self._own_memory(scratch_bytes)
         if pool is None or helpers < 1:
-            return own.alone
+            return own.alone, [own]
         kept = pool.workspaces = self.more_decoders(pool.workspaces, pool.threads - 1, scratch_bytes)
         for memory in kept:
             memory.forget()
-        return (ctypes.c_void_p * pool.threads)(own.address, *(memory.address for memory in kept))
+        return (ctypes.c_void_p * pool.threads)(own.address, *(memory.address for memory in kept)), [own, *kept]
 
     def more_decoders(self, kept: list[_DecoderMemory], threads: int, scratch_bytes: int) -> list[_DecoderMemory]:
         """Return memory for so many threads that decode, with what of `kept` is large enough for that."""
@@ -343,12 +350,14 @@ class NativeReading:
 
         def fill(pieces: int, threads: int, helpers: int) -> int:
             # Two coded slices and a decoded one: an observation is at least as large as its slices.
-            decoders = decoder and decoder.decoders(pool, helpers, 3 * row_bytes)
-            return int(
+            decoders, kept = decoder.decoders(pool, helpers, 3 * row_bytes) if decoder else (None, [])
+            failed = int(
                 self._library.holdall_gather(
                     *where, *order, row_bytes, *sides, decoders, pieces, threads, helpers, ctypes.byref(error)
                 )
             )
+            del kept
+            return failed
 
         if places.reads_files:
             self._library.holdall_expect(*where)

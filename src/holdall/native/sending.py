@@ -133,14 +133,15 @@ class SliceNamer:
         nbytes = count * slice_bytes
         sent = ctypes.c_int64()
         with self.pool.helping(self._library, nbytes // _BYTES_PER_COLLECTING_THREAD - 1) as (threads, helpers):
-            decoders = None
+            decoders, kept = None, list[Any]()
             if self._decoder is not None and self._known(records, field)[1]:
-                decoders = self._decoder.decoders(self.pool, helpers, 3 * slice_bytes)
+                decoders, kept = self._decoder.decoders(self.pool, helpers, 3 * slice_bytes)
             failed = self._library.holdall_collect(
                 _pointer(records), ctypes.addressof(self._struct), slice_bytes, _pointer(out), decoders,
                 max(1, _PIECE_BYTES // slice_bytes), 1 + nbytes // _WAVE_BYTES, threads, helpers, *way,
                 ctypes.byref(sent),
             )  # fmt: skip
+            del kept
         if failed >= 0:
             raise _damaged(failed)
         if failed < -1:

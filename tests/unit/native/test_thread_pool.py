@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -283,3 +285,33 @@ def test_a_containers_quota_counts_for_the_pools(
     assert namer is not None
     assert ThreadPool().threads == number
     assert namer.pool.threads == (16 if number == 8 else number)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_a_daemon_uses_outlives_the_end_of_python(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes away what is a thread's own, and runs finalizers, while a daemon is in a call without the GIL."""
+    data, pool, seen = Rows.written(6000, sealed=True), ThreadPool(threads), list[int]()
+    coder: Any = data.kernels.coder
+    library: Any = data.kernels._library
+    read = library.holdall_gather
+
+    def take_away(*arguments: Any) -> Any:
+        mine = weakref.ref(coder._thread.memory)
+        del coder._thread.memory
+        pool.workspaces = []
+        gc.collect()
+        assert mine() is not None
+        seen.append(arguments[-2])  # helpers
+        return read(*arguments)
+
+    class Library:
+        holdall_gather = staticmethod(take_away)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+    monkeypatch.setattr(data.kernels, "_library", Library())
+    assert data.are_read_by(pool)
+    assert seen == [threads - 1]
+    assert pool._end is None or not pool._end.atexit
+    pool.dismiss()

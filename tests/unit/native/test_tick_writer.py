@@ -409,20 +409,20 @@ def test_nothing_is_added_at_once_to_rings_that_were_paired_since() -> None:
     memory: Any = holdall.ReplayMemory(PLAIN, ACTION, 4000, LANES)
     oracle = OracleMemory(4000, LANES)
     with memory:
-        ring, t = memory._open()._rings.small[0], 0
-        while ring.paired is None:
+        rings: Any = memory._open()._rings.small
+        t = 0
+        while rings[0].paired is None:
             given = step(PLAIN, 3 * t)
             if memory.add_at_once(*given) == 0 and memory.add_as_is(*given) == 0:
-                if ring.paired is None:
-                    memory.add(*given)
-                else:
+                if rings[0].paired is not None:
                     given = step(PLAIN, 3 * t - 2)  # of another thread: it continues the tick before
-                    memory.add(*given)
+                memory.add(*given)
             oracle.add(*given)
             t += 1
         assert_same(memory, oracle)
-        memory.add(*step(PLAIN, 0))
-        oracle.add(*step(PLAIN, 0))
-        assert memory.add_at_once(*step(PLAIN, 5))
-        oracle.add(*step(PLAIN, 5))
+        for t in (0, 5):
+            memory.add(*step(PLAIN, t))
+            oracle.add(*step(PLAIN, t))
+        assert memory.add_at_once(*step(PLAIN, 9))
+        oracle.add(*step(PLAIN, 9))
         assert_same(memory, oracle)
