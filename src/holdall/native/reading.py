@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -152,18 +152,20 @@ class ThreadPool:
             )
             for number in range(1, self.threads)
         ]
-        for thread in threads:
-            thread.start()
         self._address, self._process = address, os.getpid()
         self._end = weakref.finalize(self, _end_threads, library, address, threads)
         self._end.atexit = False  # a daemon may be in a call that they help with
+        with suppress(RuntimeError):  # where no more can be started, those that were share the work with the caller
+            for thread in threads:
+                thread.start()
 
 
 def _end_threads(library: ctypes.CDLL, address: int, threads: list[threading.Thread]) -> None:
-    if not all(thread.is_alive() for thread in threads):
+    started = [thread for thread in threads if thread.ident is not None]
+    if not all(thread.is_alive() for thread in started):
         return  # a forked child's copies: nobody waits there
     library.holdall_threads_dismiss(address)
-    for thread in threads:
+    for thread in started:
         thread.join()
     library.holdall_threads_free(address)
 

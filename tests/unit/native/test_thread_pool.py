@@ -287,6 +287,29 @@ def test_a_containers_quota_counts_for_the_pools(
     assert namer.pool.threads == (16 if number == 8 else number)
 
 
+@pytest.mark.parametrize("started", [0, 1])
+def test_where_no_more_threads_can_be_started_those_that_were_share_the_work(
+    started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container limits how many threads there may be: nothing is raised, and none is left behind with every batch."""
+    data, pool, start, before = Rows.written(6000), ThreadPool(4), threading.Thread.start, threading.active_count()
+    tried = list[str]()
+
+    def limited(thread: threading.Thread) -> None:
+        tried.append(thread.name)
+        if len(tried) > started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    for _ in range(3):
+        assert data.are_read_by(pool)
+    assert len(tried) == started + 1
+    assert threading.active_count() == before + started
+    pool.dismiss()
+    assert threading.active_count() == before
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_a_daemon_uses_outlives_the_end_of_python(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python takes away what is a thread's own, and runs finalizers, while a daemon is in a call without the GIL."""
