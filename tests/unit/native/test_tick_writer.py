@@ -298,6 +298,23 @@ def test_infos_that_say_more_are_left_to_the_caller(infos: Any) -> None:
         assert_same(memory, oracle)
 
 
+def test_a_memory_that_is_closed_while_infos_are_looked_at_takes_nothing() -> None:
+    """A key's own comparison runs any code, and lets other threads run; what arguments are compared with is freed then."""
+    memory, _ = begun(PLAIN)
+    pack = memory._open().fast_tick.pack
+    assert type(pack(*step(PLAIN, 3), [CUT] * LANES)) is bytes
+
+    class Key(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            memory.close()
+            return True
+
+    assert pack(*step(PLAIN, 3), [{Key("TimeLimit.truncated"): True}] * LANES) == 0
+
+
 def test_nothing_is_added_while_somebody_has_the_lock() -> None:
     """A thread that reads without the GIL has the lock, too."""
     memory, oracle = begun(PLAIN)
