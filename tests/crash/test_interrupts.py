@@ -192,6 +192,7 @@ def scenes(tmp_path: Path) -> dict[str, Callable[[], Scene]]:
         "rings, valid": lambda: Scene(SMALL, ticks=50, lanes=2, with_valid=True),
         "rings, packed": lambda: Scene(SMALL, ticks=15),
         "rings, packed, full": lambda: Scene(SMALL, ticks=63, lanes=2),
+        "rings become pairs": lambda: Scene(SMALL, ticks=9, episode=1),
         "rings, paired": lambda: Scene(SMALL, ticks=60, episode=1),
         "window found in a ring": lambda: Scene(spaces.Box(0, 255, (4, 12, 12), np.uint8), ticks=7, episode=100),
         "window found in a segment": lambda: Scene(STACK, ticks=7, episode=100, settings={"budget": None}),
@@ -211,7 +212,8 @@ NAMES = tuple(scenes(Path()))
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 150_000)
-    for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", 8), ("_LEAST_RUNS", 2)):
+    small = {"_RUN_BYTES": 1, "_LEAST_TICKS": 8, "_LEAST_RUNS": 2, "_UNSHARED_BEFORE_PAIRING": 8}
+    for name, value in small.items():
         monkeypatch.setattr(rings, name, value)
 
 

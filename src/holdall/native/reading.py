@@ -180,7 +180,7 @@ class NativeDecoder:
         self._library = library
         self._libraries = libraries
         self._thread = threading.local()
-        self._most_unit_bytes = 0
+        self._unit_bytes = {0}  # of all codecs that came; several memories add to it at once, each in one step
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """See `Coder.decode`."""
@@ -224,15 +224,16 @@ class NativeDecoder:
 
     def more_decoders(self, kept: list[_DecoderMemory], threads: int, scratch_bytes: int) -> list[_DecoderMemory]:
         """Return memory for so many threads that decode, with what of `kept` is large enough for that."""
-        unit_bytes = self._most_unit_bytes
+        unit_bytes = max(self._unit_bytes)
         enough = [memory for memory in kept if memory.suffices(scratch_bytes, unit_bytes)][:threads]
         missing = threads - len(enough)
         return enough + [_DecoderMemory(self._libraries, scratch_bytes, unit_bytes) for _ in range(missing)]
 
     def _own_memory(self, scratch_bytes: int) -> _DecoderMemory:
         memory: _DecoderMemory | None = getattr(self._thread, "memory", None)
-        if memory is None or not memory.suffices(scratch_bytes, self._most_unit_bytes):
-            memory = self._thread.memory = _DecoderMemory(self._libraries, scratch_bytes, self._most_unit_bytes)
+        unit_bytes = max(self._unit_bytes)
+        if memory is None or not memory.suffices(scratch_bytes, unit_bytes):
+            memory = self._thread.memory = _DecoderMemory(self._libraries, scratch_bytes, unit_bytes)
         memory.forget()
         return memory
 

@@ -338,3 +338,29 @@ def test_what_a_daemon_uses_outlives_the_end_of_python(threads: int, monkeypatch
     assert seen == [threads - 1]
     assert pool._end is None or not pool._end.atexit
     pool.dismiss()
+
+
+def test_blocks_that_come_at_the_same_time_can_all_be_read() -> None:
+    """Memories share a coder, and their workers bring it blocks at once; it knows the longest unit of all of them."""
+    kernels, slices = native_kernels(), np.arange(64 * 900, dtype=np.uint8).reshape(64, 900)
+    assert kernels is not None
+    coder: Any = kernels.coder.keeping()
+    short, long = (Codec(Method.ZSTD, 3, Transform(width), group=group) for width, group in ((90, 2), (900, 16)))
+    found, first = (kernels.coder.seal(slices[:, :width].copy(), codec) for width, codec in ((900, long), (90, short)))
+    assert found is not None
+    assert first is not None
+
+    class Size(int):
+        """Another worker's block comes while this one is compared."""
+
+        def __gt__(self, other: object) -> bool:
+            adopted.append(coder.adopt(found.coded))
+            return int(self) > int(str(other))
+
+    adopted = list[Any]()
+    object.__setattr__(short, "unit_bytes", Size(short.unit_bytes))
+    coder.adopt(first.coded)
+    adopted.append(coder.adopt(found.coded) if not adopted else adopted[0])
+    out = np.zeros_like(slices)
+    coder.decode(adopted[0], np.arange(64), out)
+    assert np.array_equal(out, slices)
