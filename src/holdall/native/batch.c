@@ -217,7 +217,7 @@ static void *make_batch(batch_reader *f, batch_arrays wanted, int64_t rows) {
 static void *batch_of(batch_reader *f, batch_arrays wanted, int64_t rows) {
     void *const kept = f->kept;
     f->maker->take(kept);
-    f->is_busy = 1;
+    f->is_busy = f->maker->own_thread();
     void *const made = make_batch(f, wanted, rows);
     f->is_busy = 0;
     f->maker->drop(kept);

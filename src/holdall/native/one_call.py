@@ -83,7 +83,8 @@ _SEALED = RECORD_FIELDS.index("sealed")
 _MAKERS = {
     "new_tuple": "PyTuple_New", "set_item": "PyTuple_SetItem", "as_number": "PyLong_AsLongLong",
     "number": "PyLong_FromLongLong", "clear_error": "PyErr_Clear", "save_thread": "PyEval_SaveThread",
-    "restore_thread": "PyEval_RestoreThread", "take": "Py_IncRef", "drop": "Py_DecRef",
+    "restore_thread": "PyEval_RestoreThread", "own_thread": "PyThread_get_thread_ident", "take": "Py_IncRef",
+    "drop": "Py_DecRef",
 }  # fmt: skip
 _NEW_ARRAY, _SET_BASE = 94, 282
 """Places of PyArray_NewFromDescr and PyArray_SetBaseObject in the table that NumPy gives to extensions."""
@@ -288,6 +289,8 @@ class NativeBatchReader(BatchReader):
         """See `BatchReader.close`."""
         self._struct.is_open = 0
         while self._struct.is_busy:
+            if self._struct.is_busy == threading.get_ident():  # the collector began in the middle of it, and closes this
+                return  # the rest is freed with this object
             time.sleep(_LOOK_AGAIN_S)
         _release_memory(self._struct)
         if self._pool is not None:

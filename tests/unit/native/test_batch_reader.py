@@ -455,6 +455,36 @@ def test_few_of_many_threads_help(sizes: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def drawn_while_collecting(memory: Any, collected: Callable[[], None]) -> Any:
+    """Draw a batch, and have the collector begin in the middle of it, where it does: something runs then."""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    filled, kept = memory.next_id, gc.get_threshold()
+
+    class Dropped:
+        def __init__(self) -> None:
+            self.myself = self
+
+        def __del__(self) -> None:
+            collected()
+
+    state = np.random.get_state()  # noqa: NPY002
+    batch = memory.gather(ids_of_draw(memory, 16))
+    np.random.set_state(state)  # noqa: NPY002
+    memory.rows(ids_of_draw(memory, 16))  # batches are offered
+    length, draw = len(memory.draw_at_once(generator, 16, filled, SLOTS)), memory.draw_at_once
+    np.random.set_state(state)  # noqa: NPY002
+    gc.disable()
+    # Python keeps up to 2,000 tuples of a length for later: the next one is to be new.
+    hoard = [tuple(range(number, number + length)) for number in range(2_100)]
+    Dropped()
+    gc.set_threshold(1, 1, 1)
+    gc.enable()
+    found = draw(generator, 16, filled, SLOTS)
+    gc.set_threshold(*kept)
+    require_same(found, batch)
+    return hoard
+
+
 @pytest.mark.parametrize("name", ["stack", "dict"])
 def test_what_the_collector_runs_in_the_middle_of_a_batch_changes_none_of_its_rows(name: str) -> None:
     """Making a tuple may start it: then another batch is asked for, and blocks that are read lie elsewhere."""
@@ -462,34 +492,24 @@ def test_what_the_collector_runs_in_the_middle_of_a_batch_changes_none_of_its_ro
     store: Any = memory._store
     generator, filled, runs = np.random.get_bit_generator(), memory.next_id, 0  # type: ignore[attr-defined]
 
-    class Dropped:
-        def __init__(self) -> None:
-            self.myself = self
-
-        def __del__(self) -> None:
-            nonlocal runs
-            runs += 1
-            memory.draw_at_once(generator, 8, filled, SLOTS)
-            store.large_segments._rebuild_index()
+    def draw_too() -> None:
+        nonlocal runs
+        runs += 1
+        memory.draw_at_once(generator, 8, filled, SLOTS)
+        store.large_segments._rebuild_index()
 
     with memory:
-        length = len(memory.draw_at_once(generator, 16, filled, SLOTS))
-        hoard: list[Any] = []
-        for _ in range(20):
-            state = np.random.get_state()  # noqa: NPY002
-            batch = memory.gather(ids_of_draw(memory, 16))
-            np.random.set_state(state)  # noqa: NPY002
-            memory.rows(ids_of_draw(memory, 16))  # batches are offered
-            np.random.set_state(state)  # noqa: NPY002
-            draw, kept = memory.draw_at_once, gc.get_threshold()
-            gc.disable()
-            # Python keeps up to 2,000 tuples of a length for later: the next one is to be new.
-            hoard += [tuple(range(number, number + length)) for number in range(2_100)]
-            Dropped()
-            gc.set_threshold(1, 1, 1)
-            gc.enable()
-            found = draw(generator, 16, filled, SLOTS)
-            gc.set_threshold(*kept)
-            require_same(found, batch)
+        hoards = [drawn_while_collecting(memory, draw_too) for _ in range(20)]
+    assert hoards
     if sys.version_info < (3, 12):  # later ones collect between instructions of Python alone
         assert runs > 0
+
+
+@pytest.mark.timeout(60)
+def test_a_memory_that_the_collector_closes_in_the_middle_of_a_batch_is_closed() -> None:
+    """A trainer that is dropped closes its memory, from which another one draws: nobody waits for himself."""
+    memory, _ = filled_memory("dict")
+    drawn_while_collecting(memory, memory.close)
+    gc.collect()
+    with pytest.raises(ClosedError):
+        memory.rows(np.arange(3))
