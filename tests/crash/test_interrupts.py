@@ -52,8 +52,14 @@ class Interrupt(KeyboardInterrupt):
     """Stands for the signal."""
 
 
-def interrupted(call: Callable[[], Any], at: int = 0, *, opcodes: bool = False) -> int:
-    """Make a call, and raise at its `at`-th line of holdall's code; return how many lines there were until then."""
+def interrupted(
+    call: Callable[[], Any], at: int = 0, *, opcodes: bool = False, handle: Callable[[], None] | None = None
+) -> int:
+    """Make a call, and raise at its `at`-th line of holdall's code; return how many lines there were until then.
+
+    Args:
+        handle: Is called in place of raising.
+    """
     left = at
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -63,7 +69,10 @@ def interrupted(call: Callable[[], Any], at: int = 0, *, opcodes: bool = False) 
         frame.f_trace_opcodes, frame.f_trace_lines = opcodes, not opcodes
         if event == ("opcode" if opcodes else "line"):
             left -= 1
-            if left == 0:
+            if left == 0 and handle is not None:
+                sys.settrace(None)
+                handle()
+            elif left == 0:
                 raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         return trace
 
@@ -183,6 +192,7 @@ def scenes(tmp_path: Path) -> dict[str, Callable[[], Scene]]:
         "rings, valid": lambda: Scene(SMALL, ticks=50, lanes=2, with_valid=True),
         "rings, packed": lambda: Scene(SMALL, ticks=15),
         "rings, packed, full": lambda: Scene(SMALL, ticks=63, lanes=2),
+        "rings become pairs": lambda: Scene(SMALL, ticks=9, episode=1),
         "rings, paired": lambda: Scene(SMALL, ticks=60, episode=1),
         "window found in a ring": lambda: Scene(spaces.Box(0, 255, (4, 12, 12), np.uint8), ticks=7, episode=100),
         "window found in a segment": lambda: Scene(STACK, ticks=7, episode=100, settings={"budget": None}),
@@ -202,7 +212,8 @@ NAMES = tuple(scenes(Path()))
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 150_000)
-    for name, value in (("_RUN_BYTES", 1), ("_LEAST_TICKS", 8), ("_LEAST_RUNS", 2)):
+    small = {"_RUN_BYTES": 1, "_LEAST_TICKS": 8, "_LEAST_RUNS": 2, "_UNSHARED_BEFORE_PAIRING": 8}
+    for name, value in small.items():
         monkeypatch.setattr(rings, name, value)
 
 
@@ -251,6 +262,38 @@ def test_an_interrupted_add_is_made_or_is_not(
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     make = scenes(tmp_path)[name]
     sweep(make, lambda scene: scene.memory.add(**scene.step(scene.t)), points, settle_add)
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_a_signal_handler_that_reads_the_memory_changes_no_batch(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uses the same thread's decoder, the same pool of threads and of blocks; and what it does with its batch is its own.
+
+    Under the memory's lock it is refused.
+    """
+    monkeypatch.setenv("HOLDALL_THREADS", threads)
+    scene = Scene(STACK, ticks=250, capacity=300, episode=100, settings={"budget": None})
+    ids = np.random.default_rng(0).choice(scene.oracle.ids, 400)
+    expected, refused = scene.oracle.gather(ids), 0
+
+    def handle() -> None:
+        nonlocal refused
+        try:
+            batch = scene.memory.gather(ids[::-1])
+        except holdall.HoldallError:
+            refused += 1
+        else:
+            assert_same_bits(batch, scene.oracle.gather(ids[::-1]))
+            batch.obs.fill(7)
+            batch.next_obs.fill(7)
+
+    with scene.memory:
+        scene.memory.drain()
+        lines = interrupted(lambda: scene.memory.gather(ids))
+        for at in range(1, lines + 1):
+            made: list[Any] = []
+            interrupted(lambda: made.append(scene.memory.gather(ids)), at, handle=handle)  # noqa: B023  at once
+            assert_same_bits(made[0], expected)
+    assert 0 < refused < lines
 
 
 def raise_interrupt(*_: Any) -> None:

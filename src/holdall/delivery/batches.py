@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.background import fork_safe, left
+from holdall.background import OwnCall, fork_safe, left
 from holdall.batch import Batch, Draw, Goals, device_of_jax, import_torch
 from holdall.errors import ArgumentError, DamageError
 from holdall.schema import Array, Bytes, Leaf, Schema, Tree
@@ -53,13 +53,17 @@ class BlockPool:
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
         self._lock: Any = fork_safe(threading.RLock())
+        self._call = OwnCall()
 
     def take(self, nbytes: int) -> Bytes:
         """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""
         if nbytes < _POOLED_BYTES:
             return fresh_bytes(nbytes)
-        if self._lock._is_owned():  # this thread was interrupted in it
-            left(self._lock)
+        if self._lock._is_owned():
+            if self._call.is_under_way:
+                return fresh_bytes(nbytes)
+            left(self._lock)  # this thread was interrupted in it
+        call = self._call.begin()
         with self._lock:
             blocks = self._blocks_by_size[nbytes] = self._blocks_by_size.pop(nbytes, [])
             if len(self._blocks_by_size) > _POOLED_SIZES:
@@ -73,7 +77,8 @@ class BlockPool:
                     blocks.append(block)
             array = np.frombuffer(block.memory, np.uint8)  # every view of it refers to the array, not to the block
             block.user = weakref.ref(array)
-            return array
+        del call
+        return array
 
     def arrays(self) -> list[Bytes]:
         """Return what is kept for the next batches."""

@@ -94,6 +94,7 @@ static int pack(const fast_tick *f, void *const *given, int64_t count, observati
     if (count != INFOS && count != INFOS + 1) return 0;
     const int goes_on = count == INFOS || given[INFOS] == f->python->is_none ? 1 : find_cuts(f, given[INFOS], &cuts);
     if (goes_on != 1) return goes_on;
+    if (!f->is_open) return 0; /* a key's own comparison closed the memory: what follows is freed */
     for (int i = 0; i < 4; i++)
         if (!(rest[i] = rows_of(f->python, &f->rest[i], given[order[i]]))) return 0;
     if (!find_observed(f, given[OBS], o->obs) || !find_observed(f, given[NEXT_OBS], o->next_obs)) return 0;

@@ -154,13 +154,6 @@ static int copy_field(const batch_reader *f, const batch_field *b, int64_t rows,
     if (!b->is_sealed && helpers > RAW_HELPERS) helpers = RAW_HELPERS;
     if (helpers < 1 || !f->pool) helpers = 0, pieces = 1;
     if (pieces > rows) pieces = rows;
-    for (int64_t i = 0; i <= helpers && f->decoders; i++) {
-        decoder *const d = f->decoders[i];
-        d->unit_of = d->key_of = d->read_of = NULL;
-        d->unit_behind = NULL;
-        d->error = 0;
-        d->batch++;
-    }
     return holdall_gather(b->parts, b->part_count, f->segment, cursor, f->lane, f->lanes, rows, NULL, rows,
                           b->obs_bytes, to, to + aligned(rows * b->obs_bytes), f->decoders, pieces,
                           helpers ? f->pool : NULL, helpers, &error) < 0;
@@ -224,7 +217,7 @@ static void *make_batch(batch_reader *f, batch_arrays wanted, int64_t rows) {
 static void *batch_of(batch_reader *f, batch_arrays wanted, int64_t rows) {
     void *const kept = f->kept;
     f->maker->take(kept);
-    f->is_busy = 1;
+    f->is_busy = f->maker->own_thread();
     void *const made = make_batch(f, wanted, rows);
     f->is_busy = 0;
     f->maker->drop(kept);

@@ -23,6 +23,7 @@ typedef struct {
     void (*clear_error)(void);
     void *(*save_thread)(void);
     void (*restore_thread)(void *);
+    unsigned long (*own_thread)(void);
     void (*take)(void *);
     void (*drop)(void *);
 } array_maker;
@@ -82,7 +83,7 @@ typedef struct {
     const uint8_t *is_pending;  /* whether an interrupted call left anything to repair */
     const uint8_t *is_changed;  /* whether segments or their blocks are others than when this was described */
     int64_t is_open;            /* 0: batches are made another way now */
-    int64_t is_busy;            /* whether a batch is being made */
+    uint64_t is_busy;           /* the thread that makes a batch, or 0 */
 } batch_reader;
 
 /* ---- batches that a device puts together ------------------------------------------- */

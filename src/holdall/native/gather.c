@@ -169,6 +169,18 @@ static void gather_pieces(void *job, int64_t thread) {
     }
 }
 
+/* Have decoders begin a batch: what an older one was decoded to, or read from, may be gone. Not before the call: a signal
+ * handler may make another batch with the same decoders between the two. */
+static void begin_batch(decoder *const *decoders, int64_t count) {
+    for (int64_t i = 0; i < count && decoders; i++) {
+        decoder *const d = decoders[i];
+        d->unit_of = d->key_of = d->read_of = NULL;
+        d->unit_behind = NULL;
+        d->error = 0;
+        d->batch++;
+    }
+}
+
 /* Fill observation and next observation of one field for all rows of a batch; NULL for one that is not wanted. Where
  * `to` is not NULL, row i becomes row to[i] of the `to_rows` that there is room for.
  * Returns -1, or a row whose place is not inside its segment or cannot be decoded; `*error` is then the errno of the
@@ -180,6 +192,7 @@ EXPORT int64_t holdall_gather(const part *parts, int64_t part_count, const int32
     gathering g = {.parts = parts, .part_count = part_count, .segment = segment, .cursor = cursor, .lane = lane};
     g.lanes = lanes, g.rows = rows, g.to = to, g.to_rows = to_rows, g.obs_bytes = obs_bytes, g.obs = obs, g.next_obs = next_obs;
     g.decoders = decoders, g.pieces = pieces, g.failed = -1;
+    begin_batch(decoders, 1 + helpers);
     threads_begin(pool, gather_pieces, &g, helpers);
     gather_pieces(&g, 0);
     threads_end(pool);

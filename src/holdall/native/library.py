@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import APART_FIELDS, COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 28
+_VERSION = 29
 """What holdall_version must return; raised with every change of an exported function."""
 
 _SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
@@ -180,7 +180,7 @@ class NamesStruct(ctypes.Structure):
 _MOST_BATCH_FIELDS, KEPT_MEMORIES = 16, 16
 ArrayMakerStruct = _table("ArrayMakerStruct", (
     "array_type", "byte_dtype", "id_dtype", "new_array", "set_base", "new_tuple", "set_item", "as_number", "number",
-    "clear_error", "save_thread", "restore_thread", "take", "drop",
+    "clear_error", "save_thread", "restore_thread", "own_thread", "take", "drop",
 ))  # fmt: skip
 BatchFieldStruct = _table("BatchFieldStruct", ("parts", "part_count", "obs_bytes", "cursor_column", "is_sealed"))
 

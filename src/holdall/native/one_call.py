@@ -83,7 +83,8 @@ _SEALED = RECORD_FIELDS.index("sealed")
 _MAKERS = {
     "new_tuple": "PyTuple_New", "set_item": "PyTuple_SetItem", "as_number": "PyLong_AsLongLong",
     "number": "PyLong_FromLongLong", "clear_error": "PyErr_Clear", "save_thread": "PyEval_SaveThread",
-    "restore_thread": "PyEval_RestoreThread", "take": "Py_IncRef", "drop": "Py_DecRef",
+    "restore_thread": "PyEval_RestoreThread", "own_thread": "PyThread_get_thread_ident", "take": "Py_IncRef",
+    "drop": "Py_DecRef",
 }  # fmt: skip
 _NEW_ARRAY, _SET_BASE = 94, 282
 """Places of PyArray_NewFromDescr and PyArray_SetBaseObject in the table that NumPy gives to extensions."""
@@ -190,7 +191,7 @@ class NativeBatchReader(BatchReader):
         most_kept_bytes: int, threads: int,
     ) -> None:  # fmt: skip
         self._library, self._decoder = library, decoder
-        self._is_changed, self._in_use = index.is_changed, index.in_use
+        self._is_changed, self._index = index.is_changed, index
         self._threads, self._decoders = threads, list[Any]()
         self._pool: ThreadPool | None = None  # made when a batch is worth several threads
         flags = [np.frombuffer(flag, np.uint8) for flag in (repair.is_pending, index.is_changed)]
@@ -204,7 +205,7 @@ class NativeBatchReader(BatchReader):
         self._described: list[Any] = []  # what the struct points into, but for the fields themselves
         # A tuple, and not an array that has all: the collector of cycles looks into tuples.
         struct = np.frombuffer(memoryview(self._struct).cast("B"), np.uint8)
-        owner = (struct, lock, flags, self._described, self._in_use)
+        owner = (struct, lock, flags, self._described, index)
         self.draw, self.gather = (built_in(f"holdall_fast_{name}", library, owner) for name in ("draw", "gather"))
         self._release = weakref.finalize(self, _release_memory, self._struct)
         tell_of_forks(self)
@@ -237,7 +238,7 @@ class NativeBatchReader(BatchReader):
         )
         scratch = [np.empty(room, dtype) for dtype in (np.int64, np.int64, np.int32, np.int32)]
         kept = (source, columns, tuple(source.rows.records))  # of the tables, whose list changes
-        self._described[:], self._in_use[:] = [arrays, gathered, scratch, generator], [kept]
+        self._described[:], self._index.in_use[:] = [arrays, gathered, scratch, generator], [kept]
         struct.writer, struct.columns = ctypes.addressof(source.writer.places[0]), address(columns)
         struct.column_count, struct.arrays, struct.array_count = len(columns), ctypes.addressof(arrays), len(arrays)
         struct.gathered, struct.gathered_count = ctypes.addressof(gathered), len(gathered)
@@ -288,12 +289,14 @@ class NativeBatchReader(BatchReader):
         """See `BatchReader.close`."""
         self._struct.is_open = 0
         while self._struct.is_busy:
+            if self._struct.is_busy == threading.get_ident():  # the collector began in the middle of it, and closes this
+                return  # the rest is freed with this object
             time.sleep(_LOOK_AGAIN_S)
         _release_memory(self._struct)
         if self._pool is not None:
             self._pool.dismiss()
         self._described.clear()
-        self._in_use.clear()
+        self._index.in_use.clear()
         self._decoders = []
 
     def after_fork(self) -> None:

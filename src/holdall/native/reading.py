@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.background import left
+from holdall.background import OwnCall, left
 from holdall.errors import DamageError
 from holdall.machine import pool_threads
 from holdall.native.library import (
@@ -64,8 +63,6 @@ _pointer: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).fro
 """Makes the pointer to an array that can be written to; it costs less than the address."""
 
 _SEALED = RECORD_FIELDS.index("sealed")
-BATCH_NUMBERS = itertools.count(1)
-"""Numbers batches, so that a thread knows what it decoded for an older one."""
 
 
 # ---------------------------------------------------------------- threads
@@ -84,6 +81,7 @@ class ThreadPool:
         self.threads = threads or pool_threads()
         self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to the call that has `helping`
         self._lock: Any = threading.RLock()
+        self._call = OwnCall()
         self._process = 0
         self._address = 0
         self._end: weakref.finalize[Any, Any] | None = None
@@ -97,17 +95,25 @@ class ThreadPool:
         """
         helpers = min(wanted, self.threads - 1)
         self._forget_parent()
-        if self._lock._is_owned():  # this thread was interrupted in it
+        if self._lock._is_owned() and self._call.is_under_way:
+            helpers = 0
+        elif self._lock._is_owned():  # this thread was interrupted in it
             left(self._lock)
-        if helpers < 1 or not self._lock.acquire(blocking=False):
+        if helpers < 1:
             yield 0, 0
             return
+        call = self._call.begin()
         try:
+            if not self._lock.acquire(blocking=False):
+                yield 0, 0
+                return
             if not self._address:
                 self._start(library)
             yield self._address, helpers
         finally:
-            self._lock.release()
+            if self._lock._is_owned():
+                self._lock.release()
+            del call
 
     def started(self, library: ctypes.CDLL) -> int:
         """Start the threads, if they are not, and return the pool's address, for C; for who has the pool alone."""
@@ -146,17 +152,20 @@ class ThreadPool:
             )
             for number in range(1, self.threads)
         ]
-        for thread in threads:
-            thread.start()
         self._address, self._process = address, os.getpid()
         self._end = weakref.finalize(self, _end_threads, library, address, threads)
+        self._end.atexit = False  # a daemon may be in a call that they help with
+        with suppress(RuntimeError):  # where no more can be started, those that were share the work with the caller
+            for thread in threads:
+                thread.start()
 
 
 def _end_threads(library: ctypes.CDLL, address: int, threads: list[threading.Thread]) -> None:
-    if not all(thread.is_alive() for thread in threads):
+    started = [thread for thread in threads if thread.ident is not None]
+    if not all(thread.is_alive() for thread in started):
         return  # a forked child's copies: nobody waits there
     library.holdall_threads_dismiss(address)
-    for thread in threads:
+    for thread in started:
         thread.join()
     library.holdall_threads_free(address)
 
@@ -171,12 +180,12 @@ class NativeDecoder:
         self._library = library
         self._libraries = libraries
         self._thread = threading.local()
-        self._most_unit_bytes = 0
+        self._unit_bytes = {0}  # of all codecs that came; several memories add to it at once, each in one step
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """See `Coder.decode`."""
         bring_slices(sealed, numbers)
-        memory = self._own_memory(_scratch_bytes(sealed.codec.transform), 0)
+        memory = self._own_memory(_scratch_bytes(sealed.codec.transform))
         failed = self._library.holdall_decode(
             memory.address, sealed.address, address(numbers), len(numbers), address(out)
         )
@@ -197,28 +206,35 @@ class NativeDecoder:
         weakref.finalize(dictionary, id, tables).atexit = False  # it holds on to them
         return address(tables) if made else 0
 
-    def decoders(self, pool: ThreadPool | None, helpers: int, scratch_bytes: int, batch: int) -> ctypes.Array[Any]:
-        """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help."""
-        own = self._own_memory(scratch_bytes, batch)
+    def decoders(
+        self, pool: ThreadPool | None, helpers: int, scratch_bytes: int
+    ) -> tuple[ctypes.Array[Any], list[_DecoderMemory]]:
+        """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help.
+
+        And their memory, which the caller keeps: when Python ends, it takes away what is a thread's own, and lets a daemon
+        that is in a call go on.
+        """
+        own = self._own_memory(scratch_bytes)
         if pool is None or helpers < 1:
-            return own.alone
+            return own.alone, [own]
         kept = pool.workspaces = self.more_decoders(pool.workspaces, pool.threads - 1, scratch_bytes)
         for memory in kept:
-            memory.begin(batch)
-        return (ctypes.c_void_p * pool.threads)(own.address, *(memory.address for memory in kept))
+            memory.forget()
+        return (ctypes.c_void_p * pool.threads)(own.address, *(memory.address for memory in kept)), [own, *kept]
 
     def more_decoders(self, kept: list[_DecoderMemory], threads: int, scratch_bytes: int) -> list[_DecoderMemory]:
         """Return memory for so many threads that decode, with what of `kept` is large enough for that."""
-        unit_bytes = self._most_unit_bytes
+        unit_bytes = max(self._unit_bytes)
         enough = [memory for memory in kept if memory.suffices(scratch_bytes, unit_bytes)][:threads]
         missing = threads - len(enough)
         return enough + [_DecoderMemory(self._libraries, scratch_bytes, unit_bytes) for _ in range(missing)]
 
-    def _own_memory(self, scratch_bytes: int, batch: int) -> _DecoderMemory:
+    def _own_memory(self, scratch_bytes: int) -> _DecoderMemory:
         memory: _DecoderMemory | None = getattr(self._thread, "memory", None)
-        if memory is None or not memory.suffices(scratch_bytes, self._most_unit_bytes):
-            memory = self._thread.memory = _DecoderMemory(self._libraries, scratch_bytes, self._most_unit_bytes)
-        memory.begin(batch)
+        unit_bytes = max(self._unit_bytes)
+        if memory is None or not memory.suffices(scratch_bytes, unit_bytes):
+            memory = self._thread.memory = _DecoderMemory(self._libraries, scratch_bytes, unit_bytes)
+        memory.forget()
         return memory
 
 
@@ -266,11 +282,11 @@ class _DecoderMemory:
         """Whether slices and units of such sizes can be decoded."""
         return self._scratch_bytes >= scratch_bytes and self._unit_bytes >= unit_bytes
 
-    def begin(self, batch: int) -> None:
-        """Forget what an older batch was read from, which may be freed by now."""
+    def forget(self) -> None:
+        """Forget what slices were read from before, which may be freed by now."""
         struct = self._struct
         struct.unit_behind = struct.unit_of = struct.key_of = struct.read_of = None
-        struct.error, struct.batch = 0, batch
+        struct.error = 0
 
 
 def _scratch_bytes(transform: Transform) -> int:
@@ -337,12 +353,14 @@ class NativeReading:
 
         def fill(pieces: int, threads: int, helpers: int) -> int:
             # Two coded slices and a decoded one: an observation is at least as large as its slices.
-            decoders = decoder and decoder.decoders(pool, helpers, 3 * row_bytes, next(BATCH_NUMBERS))
-            return int(
+            decoders, kept = decoder.decoders(pool, helpers, 3 * row_bytes) if decoder else (None, [])
+            failed = int(
                 self._library.holdall_gather(
                     *where, *order, row_bytes, *sides, decoders, pieces, threads, helpers, ctypes.byref(error)
                 )
             )
+            del kept
+            return failed
 
         if places.reads_files:
             self._library.holdall_expect(*where)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError, HoldallError
 from holdall.machine import pool_threads
 from holdall.native.library import BatchRequestStruct, NamesStruct, chosen_library
-from holdall.native.reading import BATCH_NUMBERS, NativeDecoder, ThreadPool
+from holdall.native.reading import NativeDecoder, ThreadPool
 from holdall.schema import Bytes
 from holdall.storage import RECORD_FIELDS, Places, address
 
@@ -133,14 +133,15 @@ class SliceNamer:
         nbytes = count * slice_bytes
         sent = ctypes.c_int64()
         with self.pool.helping(self._library, nbytes // _BYTES_PER_COLLECTING_THREAD - 1) as (threads, helpers):
-            decoders = None
+            decoders, kept = None, list[Any]()
             if self._decoder is not None and self._known(records, field)[1]:
-                decoders = self._decoder.decoders(self.pool, helpers, 3 * slice_bytes, next(BATCH_NUMBERS))
+                decoders, kept = self._decoder.decoders(self.pool, helpers, 3 * slice_bytes)
             failed = self._library.holdall_collect(
                 _pointer(records), ctypes.addressof(self._struct), slice_bytes, _pointer(out), decoders,
                 max(1, _PIECE_BYTES // slice_bytes), 1 + nbytes // _WAVE_BYTES, threads, helpers, *way,
                 ctypes.byref(sent),
             )  # fmt: skip
+            del kept
         if failed >= 0:
             raise _damaged(failed)
         if failed < -1:

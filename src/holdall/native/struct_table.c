@@ -300,6 +300,7 @@ static const struct_field FIELDS[] = {
     FIELD(array_maker, clear_error),
     FIELD(array_maker, save_thread),
     FIELD(array_maker, restore_thread),
+    FIELD(array_maker, own_thread),
     FIELD(array_maker, take),
     FIELD(array_maker, drop),
     STRUCT(batch_array),

@@ -89,7 +89,7 @@ typedef struct {
     const uint8_t *unit_palette; /* the colours of the last unit that was decompressed: its block's, or ... */
     uint8_t *colours;            /* ... those with the unit's own among them */
     int64_t error; /* of the last read from a file that failed: errno, or 0 */
-    uint64_t batch; /* the batch that is being filled; entries of `decoded` that name another one are void */
+    uint64_t batch; /* counts those that it filled, the one that is being filled too; entries of `decoded` that name another one are void */
     int64_t decoded_places; /* a power of two */
     decoded_slice *decoded; /* a place is overwritten by the next slice that hashes to it: a miss only costs time */
 } decoder;

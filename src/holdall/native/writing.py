@@ -330,7 +330,7 @@ class NativeCoder(NativeDecoder):
     def adopt(self, coded: Coded) -> SealedSlices:
         """See `Coder.adopt`."""
         sealed = NativeSealed(coded, self._read_dictionary(coded.codec))
-        self._most_unit_bytes = max(self._most_unit_bytes, coded.codec.unit_bytes)
+        self._unit_bytes.add(coded.codec.unit_bytes)
         return sealed
 
     def seal(

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ import holdall
 from holdall.batch import Batch
 from holdall.errors import ClosedError, DamageError, TransitionIdError
 from holdall.native import draw_slots, native_kernels, one_call
-from holdall.storage import RECORD_FIELDS, BatchReader
+from holdall.storage import RECORD_FIELDS, BatchReader, SegmentIndex
 from holdall.testing import assert_same_bits
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="nothing was compiled")
@@ -379,6 +380,30 @@ def test_kept_memory_is_freed_with_a_memory_that_is_dropped() -> None:
         memory.rows(np.arange(3))
 
 
+def test_blocks_that_left_are_freed_also_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What batches were read from is referred to until blocks are others, in lists that a repair replaces, too."""
+    memory, steps = filled_memory("stack", budget=None)
+    segments = memory._open().large_segments
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with memory:
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(SegmentIndex, "open_next", interrupt)
+            while True:
+                steps.add(memory)
+        steps.add(memory)
+        memory.rows(ids_of_draw(memory, 64))
+        assert at_once(memory, 64)
+        arena = weakref.ref(segments.open.parts[0].slices.base)
+        closed = len(segments.closed)
+        while len(segments.closed) == closed:
+            steps.add(memory)
+        memory.drain()
+        assert arena() is None
+
+
 @pytest.mark.parametrize("missing", ["_held_at", "_array_interface"])
 def test_an_interpreter_that_is_not_as_expected_goes_the_general_way(
     monkeypatch: pytest.MonkeyPatch, missing: str
@@ -430,6 +455,36 @@ def test_few_of_many_threads_help(sizes: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def drawn_while_collecting(memory: Any, collected: Callable[[], None]) -> Any:
+    """Draw a batch, and have the collector begin in the middle of it, where it does: something runs then."""
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    filled, kept = memory.next_id, gc.get_threshold()
+
+    class Dropped:
+        def __init__(self) -> None:
+            self.myself = self
+
+        def __del__(self) -> None:
+            collected()
+
+    state = np.random.get_state()  # noqa: NPY002
+    batch = memory.gather(ids_of_draw(memory, 16))
+    np.random.set_state(state)  # noqa: NPY002
+    memory.rows(ids_of_draw(memory, 16))  # batches are offered
+    length, draw = len(memory.draw_at_once(generator, 16, filled, SLOTS)), memory.draw_at_once
+    np.random.set_state(state)  # noqa: NPY002
+    gc.disable()
+    # Python keeps up to 2,000 tuples of a length for later: the next one is to be new.
+    hoard = [tuple(range(number, number + length)) for number in range(2_100)]
+    Dropped()
+    gc.set_threshold(1, 1, 1)
+    gc.enable()
+    found = draw(generator, 16, filled, SLOTS)
+    gc.set_threshold(*kept)
+    require_same(found, batch)
+    return hoard
+
+
 @pytest.mark.parametrize("name", ["stack", "dict"])
 def test_what_the_collector_runs_in_the_middle_of_a_batch_changes_none_of_its_rows(name: str) -> None:
     """Making a tuple may start it: then another batch is asked for, and blocks that are read lie elsewhere."""
@@ -437,34 +492,24 @@ def test_what_the_collector_runs_in_the_middle_of_a_batch_changes_none_of_its_ro
     store: Any = memory._store
     generator, filled, runs = np.random.get_bit_generator(), memory.next_id, 0  # type: ignore[attr-defined]
 
-    class Dropped:
-        def __init__(self) -> None:
-            self.myself = self
-
-        def __del__(self) -> None:
-            nonlocal runs
-            runs += 1
-            memory.draw_at_once(generator, 8, filled, SLOTS)
-            store.large_segments._rebuild_index()
+    def draw_too() -> None:
+        nonlocal runs
+        runs += 1
+        memory.draw_at_once(generator, 8, filled, SLOTS)
+        store.large_segments._rebuild_index()
 
     with memory:
-        length = len(memory.draw_at_once(generator, 16, filled, SLOTS))
-        hoard: list[Any] = []
-        for _ in range(20):
-            state = np.random.get_state()  # noqa: NPY002
-            batch = memory.gather(ids_of_draw(memory, 16))
-            np.random.set_state(state)  # noqa: NPY002
-            memory.rows(ids_of_draw(memory, 16))  # batches are offered
-            np.random.set_state(state)  # noqa: NPY002
-            draw, kept = memory.draw_at_once, gc.get_threshold()
-            gc.disable()
-            # Python keeps up to 2,000 tuples of a length for later: the next one is to be new.
-            hoard += [tuple(range(number, number + length)) for number in range(2_100)]
-            Dropped()
-            gc.set_threshold(1, 1, 1)
-            gc.enable()
-            found = draw(generator, 16, filled, SLOTS)
-            gc.set_threshold(*kept)
-            require_same(found, batch)
+        hoards = [drawn_while_collecting(memory, draw_too) for _ in range(20)]
+    assert hoards
     if sys.version_info < (3, 12):  # later ones collect between instructions of Python alone
         assert runs > 0
+
+
+@pytest.mark.timeout(60)
+def test_a_memory_that_the_collector_closes_in_the_middle_of_a_batch_is_closed() -> None:
+    """A trainer that is dropped closes its memory, from which another one draws: nobody waits for himself."""
+    memory, _ = filled_memory("dict")
+    drawn_while_collecting(memory, memory.close)
+    gc.collect()
+    with pytest.raises(ClosedError):
+        memory.rows(np.arange(3))

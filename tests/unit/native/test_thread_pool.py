@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -283,3 +285,82 @@ def test_a_containers_quota_counts_for_the_pools(
     assert namer is not None
     assert ThreadPool().threads == number
     assert namer.pool.threads == (16 if number == 8 else number)
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_where_no_more_threads_can_be_started_those_that_were_share_the_work(
+    started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container limits how many threads there may be: nothing is raised, and none is left behind with every batch."""
+    data, pool, start, before = Rows.written(6000), ThreadPool(4), threading.Thread.start, threading.active_count()
+    tried = list[str]()
+
+    def limited(thread: threading.Thread) -> None:
+        tried.append(thread.name)
+        if len(tried) > started:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    for _ in range(3):
+        assert data.are_read_by(pool)
+    assert len(tried) == started + 1
+    assert threading.active_count() == before + started
+    pool.dismiss()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_a_daemon_uses_outlives_the_end_of_python(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes away what is a thread's own, and runs finalizers, while a daemon is in a call without the GIL."""
+    data, pool, seen = Rows.written(6000, sealed=True), ThreadPool(threads), list[int]()
+    coder: Any = data.kernels.coder
+    library: Any = data.kernels._library
+    read = library.holdall_gather
+
+    def take_away(*arguments: Any) -> Any:
+        mine = weakref.ref(coder._thread.memory)
+        del coder._thread.memory
+        pool.workspaces = []
+        gc.collect()
+        assert mine() is not None
+        seen.append(arguments[-2])  # helpers
+        return read(*arguments)
+
+    class Library:
+        holdall_gather = staticmethod(take_away)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+    monkeypatch.setattr(data.kernels, "_library", Library())
+    assert data.are_read_by(pool)
+    assert seen == [threads - 1]
+    assert pool._end is None or not pool._end.atexit
+    pool.dismiss()
+
+
+def test_blocks_that_come_at_the_same_time_can_all_be_read() -> None:
+    """Memories share a coder, and their workers bring it blocks at once; it knows the longest unit of all of them."""
+    kernels, slices = native_kernels(), np.arange(64 * 900, dtype=np.uint8).reshape(64, 900)
+    assert kernels is not None
+    coder: Any = kernels.coder.keeping()
+    short, long = (Codec(Method.ZSTD, 3, Transform(width), group=group) for width, group in ((90, 2), (900, 16)))
+    found, first = (kernels.coder.seal(slices[:, :width].copy(), codec) for width, codec in ((900, long), (90, short)))
+    assert found is not None
+    assert first is not None
+
+    class Size(int):
+        """Another worker's block comes while this one is compared."""
+
+        def __gt__(self, other: object) -> bool:
+            adopted.append(coder.adopt(found.coded))
+            return int(self) > int(str(other))
+
+    adopted = list[Any]()
+    object.__setattr__(short, "unit_bytes", Size(short.unit_bytes))
+    coder.adopt(first.coded)
+    adopted.append(coder.adopt(found.coded) if not adopted else adopted[0])
+    out = np.zeros_like(slices)
+    coder.decode(adopted[0], np.arange(64), out)
+    assert np.array_equal(out, slices)

@@ -298,6 +298,23 @@ def test_infos_that_say_more_are_left_to_the_caller(infos: Any) -> None:
         assert_same(memory, oracle)
 
 
+def test_a_memory_that_is_closed_while_infos_are_looked_at_takes_nothing() -> None:
+    """A key's own comparison runs any code, and lets other threads run; what arguments are compared with is freed then."""
+    memory, _ = begun(PLAIN)
+    pack = memory._open().fast_tick.pack
+    assert type(pack(*step(PLAIN, 3), [CUT] * LANES)) is bytes
+
+    class Key(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            memory.close()
+            return True
+
+    assert pack(*step(PLAIN, 3), [{Key("TimeLimit.truncated"): True}] * LANES) == 0
+
+
 def test_nothing_is_added_while_somebody_has_the_lock() -> None:
     """A thread that reads without the GIL has the lock, too."""
     memory, oracle = begun(PLAIN)
@@ -409,20 +426,20 @@ def test_nothing_is_added_at_once_to_rings_that_were_paired_since() -> None:
     memory: Any = holdall.ReplayMemory(PLAIN, ACTION, 4000, LANES)
     oracle = OracleMemory(4000, LANES)
     with memory:
-        ring, t = memory._open()._rings.small[0], 0
-        while ring.paired is None:
+        rings: Any = memory._open()._rings.small
+        t = 0
+        while rings[0].paired is None:
             given = step(PLAIN, 3 * t)
             if memory.add_at_once(*given) == 0 and memory.add_as_is(*given) == 0:
-                if ring.paired is None:
-                    memory.add(*given)
-                else:
+                if rings[0].paired is not None:
                     given = step(PLAIN, 3 * t - 2)  # of another thread: it continues the tick before
-                    memory.add(*given)
+                memory.add(*given)
             oracle.add(*given)
             t += 1
         assert_same(memory, oracle)
-        memory.add(*step(PLAIN, 0))
-        oracle.add(*step(PLAIN, 0))
-        assert memory.add_at_once(*step(PLAIN, 5))
-        oracle.add(*step(PLAIN, 5))
+        for t in (0, 5):
+            memory.add(*step(PLAIN, t))
+            oracle.add(*step(PLAIN, t))
+        assert memory.add_at_once(*step(PLAIN, 9))
+        oracle.add(*step(PLAIN, 9))
         assert_same(memory, oracle)
