@@ -232,7 +232,7 @@ class DeviceSampler:
         rings, torch = self._rings, self._rings.torch
         steps, real = self._steps_around(ids, 0, sampler.n, crossing=False)
         rewards = rings.reward_rows(steps)
-        dtype = torch.promote_types(rewards.dtype, torch.float32)
+        dtype = torch_dtype(torch, np.result_type(rings.reward_dtype, np.float32))
         powers = [sampler.gamma**k for k in range(sampler.n + 1)]
         several = (1,) * (rewards.ndim - 2)
         nothing = rings.constant(("nothing", dtype), [-0.0], dtype)
