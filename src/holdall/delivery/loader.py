@@ -73,9 +73,7 @@ class Loader:
                 return job.receive()
             finally:
                 self._forget(0)
-        while len(self._under_way) <= self._prefetch:
-            job = self._start()
-            self._under_way.append((job, _Done(job) if job.is_quick else self._worker.submit(job.work)))
+        self.begin(self._prefetch + 1)
         job, done = self._under_way[0]  # it stays until it is there: an interrupt only costs the time
         error = done.exception()
         self._under_way.popleft()
@@ -83,6 +81,12 @@ class Loader:
         if error is not None:
             raise error
         return job.receive()
+
+    def begin(self, batches: int) -> None:
+        """Have so many batches under way, as far as they are made ahead."""
+        while self._worker is not None and len(self._under_way) < min(batches, self._prefetch + 1):
+            job = self._start()
+            self._under_way.append((job, _Done(job) if job.is_quick else self._worker.submit(job.work)))
 
     @property
     def is_closed(self) -> bool:
@@ -142,6 +146,11 @@ class LoaderDraws:
         recipes = list(saved)
         self._saved = deque(recipes if all(len(draw.ids) == batch_size for draw in recipes) else ())
         self._under_way = deque[Draw]()
+
+    @property
+    def saved(self) -> int:
+        """How many recipes that were saved are left."""
+        return len(self._saved)
 
     def next_held(self, held: Held) -> Draw | None:
         """Return the next recipe that was saved, if everything that it names is still held."""
@@ -209,6 +218,7 @@ class Prefetched:
         loader = Loader(start, prefetch, finish, draws.forget)
         self._loaders = self._open_loaders()
         self._loaders.append((weakref.ref(loader), draws))
+        loader.begin(draws.saved)  # now: what is added later must not evict a row of them
         return loader
 
     def _open_loaders(self) -> list[tuple[weakref.ref[Loader], LoaderDraws]]:

@@ -201,6 +201,21 @@ def test_batches_drawn_before_a_save_survive_a_second_save(sampler: Any, ahead: 
         each.close()
 
 
+def test_a_loader_finds_the_rows_of_saved_batches_when_it_is_made(tmp_path: Path) -> None:
+    """As the saved one had found them: what is added before the first batch is asked for evicts none of them."""
+    memory, stream = fed(sampler=NStep(3, 0.9))
+    with memory.loader(16, prefetch=3) as loader:
+        next(loader)
+        loaded = saved_and_loaded(memory, tmp_path)
+        with loaded.loader(16, prefetch=3) as same:
+            given = stream.ticks(150).arguments()
+            for each in (memory, loaded):
+                each.extend(**given)
+            for _ in range(6):
+                assert_same_bits(next(same), next(loader))
+    loaded.close()
+
+
 def test_a_loader_that_was_not_asked_yet_keeps_its_place_in_a_checkpoint(tmp_path: Path) -> None:
     """Loaders go on in the order in which they were made."""
     memory, _ = fed()
