@@ -142,6 +142,32 @@ def test_a_closed_loader_says_so() -> None:
     assert (batch.obs["image"] == image).all()
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_threads_may_share_a_loader(prefetch: int) -> None:
+    """Each batch goes to one of them; one that is waiting when the loader is closed hears so."""
+    (memory, _), (same, _) = fed(), fed()
+    loader, got, errors = memory.loader(8, prefetch), list[Any](), list[Exception]()
+
+    def consume() -> None:
+        try:
+            while len(got) < 400:
+                got.append(next(loader))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=consume) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(got) < 100 and not errors:
+        time.sleep(0.001)
+    loader.close()
+    for thread in threads:
+        thread.join()
+    assert {str(error) for error in errors} <= {"the loader was closed; make a new one with memory.loader(...)"}
+    drawn = sorted(batch.ids.tolist() for batch in got)
+    assert drawn == sorted(same.sample(8).ids.tolist() for _ in range(len(got)))
+
+
 def test_a_loader_that_is_forgotten_leaves_no_thread() -> None:
     """Nobody has to close it."""
     memory, _ = fed()
