@@ -316,6 +316,27 @@ def test_priorities_decide_how_often_a_row_is_drawn(device: str) -> None:
     assert (here(memory.sample(400).ids) >= 40).sum() > 90
 
 
+def test_a_point_that_falls_on_nothing_is_moved(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may round sums so that they grow where nothing is: a weight of it would be no number."""
+    world = World(device, 2)
+    memory = world.memory(50, sampler=holdall.Prioritized())
+    for _ in range(5):
+        world.add(memory)
+    memory.sample(1)
+    search = torch.searchsorted
+
+    def off(*arguments: Any, **how: Any) -> Any:
+        slots = search(*arguments, **how)
+        slots[::3] = 77  # nothing was written there yet
+        return slots
+
+    monkeypatch.setattr(torch, "searchsorted", off)
+    batch = memory.sample(10)
+    assert here(batch.ids).max() < 10
+    assert here(batch.weights).tolist() == [1.0] * 10
+    world.check(batch)
+
+
 def test_a_priority_that_is_no_number_is_refused_before_it_is_saved(device: str, tmp_path: Any) -> None:
     world = World(device, 2)
     memory = world.memory(5, sampler=holdall.Prioritized())
