@@ -63,9 +63,9 @@ class Batch:
     """Transitions side by side: every array has the batch as its first axis.
 
     `obs`, `next_obs`, `action` and `extras` have the nesting of their spaces. Arrays are
-    NumPy's, or torch tensors on the memory's device; `ids` are always NumPy's, since they
-    are handed back to the memory and not to a network. In a batch of sequences time is the
-    second axis of everything but `weights`.
+    NumPy's, or torch tensors on the memory's device. `ids` are NumPy's, since they are handed
+    back to the memory and not to a network; where a device draws, they are a tensor there. In a
+    batch of sequences time is the second axis of everything but `weights`.
     """
 
     obs: Any

@@ -299,7 +299,7 @@ class DevicePriorities:
         return ids, shares**self._sampler.beta
 
     def update(self, ids: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Set priorities; of equal ids the last one counts, and ids that have left are passed over.
+        """Set priorities; of equal ids the last one counts, and ids that were evicted are ignored.
 
         What is no finite number of at least 0 is not set. This call does not wait to see it: `bring_back` raises the
         error.

@@ -99,7 +99,7 @@ def test_rows_that_are_evicted_before_a_batch_is_handed_out_are_still_right() ->
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_error_is_raised_in_the_consumer(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the turn of the batch that it befell; the ones before are handed out."""
+    """When its batch is asked for; the batches before are handed out."""
     memory, _ = fed()
     make, built = HostBatches.make, []
 

@@ -359,7 +359,7 @@ def test_a_priority_that_is_no_number_is_refused_before_it_is_saved(device: str,
     ids=["prioritized", "n-step", "sequence"],
 )
 def test_whoever_draws_knows_the_priorities(device: str, sampler: Any, tmp_path: Path) -> None:
-    """A loader, `draw`, a pickle, a copy and a checkpoint: the device alone was told."""
+    """A loader, `draw`, a pickle, a copy and a checkpoint: only the device got them."""
     world = World(device, 4)
     memory = world.memory(10, sampler=sampler())
     for _ in range(10):
