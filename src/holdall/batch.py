@@ -63,9 +63,9 @@ class Batch:
     """Transitions side by side: every array has the batch as its first axis.
 
     `obs`, `next_obs`, `action` and `extras` have the nesting of their spaces. Arrays are
-    NumPy's, or torch tensors on the memory's device; `ids` are always NumPy's, since they
-    are handed back to the memory and not to a network. In a batch of sequences time is the
-    second axis of everything but `weights`.
+    NumPy's, or torch tensors on the memory's device. `ids` are NumPy's, since they are handed
+    back to the memory and not to a network; where a device draws, they are a tensor there. In a
+    batch of sequences time is the second axis of everything but `weights`.
     """
 
     obs: Any
@@ -120,12 +120,20 @@ def _to_jax(value: Any, name: str) -> Any:
 
 
 def _in_32_bits(value: Any, name: str) -> Any:
-    """Return integers of 64 bits as 32, if that changes none."""
+    """Return integers of 64 bits as 32, signed or not as before, if that changes none."""
     if isinstance(value, np.ndarray):
-        narrow = value.astype(np.int32) if value.dtype.kind in "iu" else None
+        narrow = value.astype(f"{value.dtype.kind}4") if value.dtype.kind in "iu" else None
+        is_same = narrow is not None and bool((narrow == value).all())
+    elif value.is_floating_point():
+        is_same, narrow = False, None
+    elif str(value.dtype) == "torch.uint64":  # torch does not compare these with others
+        torch = import_torch()
+        wide = value.view(torch.int64)
+        is_same, narrow = bool((wide >> 32 == 0).all()), wide.int().view(torch.uint32)
     else:
-        narrow = None if value.is_floating_point() else value.int()
-    if narrow is None or not bool((narrow == value).all()):
+        narrow = value.int()
+        is_same = bool((narrow == value).all())
+    if not is_same:
         raise ArgumentError(
             f"{name} has dtype {value.dtype}, of which JAX would keep 32 bits; call "
             "jax.config.update('jax_enable_x64', True), or store it in 32 bits"

@@ -214,10 +214,10 @@ class ReplayMemory(BaseMemory):
             return store.outcomes(wanted)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
-        """Set how much it would pay to see transitions again, such as their TD errors' sizes.
+        """Set the priorities of transitions, such as the sizes of their TD errors.
 
         Args:
-            ids: Of a batch, as they are; those evicted since are passed over.
+            ids: Of a batch, as they are; those that were evicted since are ignored.
             priorities: Numbers of at least 0, one a row of the batch.
         """
         with self._locked():

@@ -31,7 +31,7 @@ class DeviceStream:
     is_asynchronous = False
     """Whether the device works while the host continues."""
     launches_here = False
-    """Whether the host does what a device's kernels do; for tests of what they are told."""
+    """Whether the host does what a device's kernels do; for tests of what they are given."""
     number = 0
     """The stream, as the driver names it."""
     record_function = 0

@@ -1,6 +1,6 @@
 """Fields of a memory on a device: rows in a ring, and a pool for observations that no tick shows or continues.
 
-In:  leaves, and how many rows there are to be.  Out: tensors on the device, and columns that a checkpoint reads.
+In:  leaves, and how many rows there will be.  Out: tensors on the device, and columns that a checkpoint reads.
 Frame stacks and sliding windows lie in slices, each once, where the first steps of a field show one.
 Invariant: a place of a pool belongs to one row until the tick of that row leaves. Pools only grow, and only while the
 device is at rest.

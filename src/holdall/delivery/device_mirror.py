@@ -195,7 +195,7 @@ class MirroredBatches(ResidentBatches):
         return Tick(obs, rows.action, rows.reward, next_obs, rows.terminated, rows.truncated, rows.extras, None)
 
     def _send_from(self, writer: DeviceTickWriter, store: Store, first: int, end: int) -> None:
-        """Send ticks up to `end`; those that left before they were sent are passed over."""
+        """Send ticks up to `end`; those that were evicted before they were sent are left out."""
         if writer.next_tick < first:
             writer.begin_again(first)
         tick_bytes = self._schema.num_envs * sum(leaf.nbytes for leaf in self._schema.leaves)

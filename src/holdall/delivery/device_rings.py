@@ -258,6 +258,13 @@ class DeviceRings:
         flags: torch.Tensor = self._flags[ids % len(self._flags)]
         return flags
 
+    @property
+    def reward_dtype(self) -> np.dtype[Any]:
+        """NumPy's name of the rewards' dtype."""
+        if self._reward_ring is None:
+            raise ArgumentError("nothing was added yet; add transitions first")
+        return self._reward_ring.leaf.dtype
+
     def reward_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rewards of ids of any shape on the device."""
         if self._reward_ring is None:

@@ -8,7 +8,9 @@ A batch is drawn `prefetch` batches before it is handed out; with `prefetch=0` w
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -18,6 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from holdall.background import left
 from holdall.batch import Batch, Draw, Goals, RewardFunction
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.delivery.device import stream_to
@@ -30,7 +33,7 @@ from holdall.storage import Kernels, Store
 
 
 class Loader:
-    """An endless iterator over batches; also a context manager.
+    """An endless iterator over batches; also a context manager. Threads may share one: each batch goes to one of them.
 
     Args:
         start: Draws a batch, and looks up where its rows are.
@@ -56,16 +59,21 @@ class Loader:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdall-loader")
         self._closed = False
         self._process = os.getpid()
+        self._lock: Any = threading.RLock()  # a forked child never takes it
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
         """Return the next batch; if making it failed in the background, the error is raised here."""
-        if self._closed:
-            raise ClosedError("the loader was closed; make a new one with memory.loader(...)")
         if self._process != os.getpid():
             raise ClosedError("the loader's thread is in the parent of this process; make a new one here")
+        with left(self._lock):
+            if self._closed:
+                raise ClosedError("the loader was closed; make a new one with memory.loader(...)")
+            return self._next()
+
+    def _next(self) -> Batch:
         if self._worker is None:
             try:
                 job = self._start()
@@ -73,9 +81,7 @@ class Loader:
                 return job.receive()
             finally:
                 self._forget(0)
-        while len(self._under_way) <= self._prefetch:
-            job = self._start()
-            self._under_way.append((job, _Done(job) if job.is_quick else self._worker.submit(job.work)))
+        self.begin(self._prefetch + 1)
         job, done = self._under_way[0]  # it stays until it is there: an interrupt only costs the time
         error = done.exception()
         self._under_way.popleft()
@@ -83,6 +89,12 @@ class Loader:
         if error is not None:
             raise error
         return job.receive()
+
+    def begin(self, batches: int) -> None:
+        """Have so many batches under way, as far as they are made ahead."""
+        while self._worker is not None and len(self._under_way) < min(batches, self._prefetch + 1):
+            job = self._start()
+            self._under_way.append((job, _Done(job) if job.is_quick else self._worker.submit(job.work)))
 
     @property
     def is_closed(self) -> bool:
@@ -92,13 +104,14 @@ class Loader:
     def close(self) -> None:
         """Stop; batches under way are dropped, batches handed out stay as they are."""
         self._closed = True
-        for _, future in self._under_way:
-            future.cancel()
-        if self._worker is not None:
-            self._worker.shutdown(wait=True)
-        self._under_way.clear()
-        if self._finish is not None:
-            self._finish()
+        with left(self._lock) if self._process == os.getpid() else contextlib.nullcontext():
+            for _, future in self._under_way:
+                future.cancel()
+            if self._worker is not None:
+                self._worker.shutdown(wait=True)
+            self._under_way.clear()
+            if self._finish is not None:
+                self._finish()
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +155,11 @@ class LoaderDraws:
         recipes = list(saved)
         self._saved = deque(recipes if all(len(draw.ids) == batch_size for draw in recipes) else ())
         self._under_way = deque[Draw]()
+
+    @property
+    def saved(self) -> int:
+        """How many recipes that were saved are left."""
+        return len(self._saved)
 
     def next_held(self, held: Held) -> Draw | None:
         """Return the next recipe that was saved, if everything that it names is still held."""
@@ -209,6 +227,7 @@ class Prefetched:
         loader = Loader(start, prefetch, finish, draws.forget)
         self._loaders = self._open_loaders()
         self._loaders.append((weakref.ref(loader), draws))
+        loader.begin(draws.saved)  # now: what is added later must not evict a row of them
         return loader
 
     def _open_loaders(self) -> list[tuple[weakref.ref[Loader], LoaderDraws]]:

@@ -173,9 +173,8 @@ class DeviceDraw(NamedTuple):
 def draws_on_device(sampler: Any) -> bool:
     """Whether a sampler is one that this module knows."""
     by = getattr(sampler, "by", sampler)
-    if type(by) not in {Uniform, Prioritized}:
-        return False
-    return sampler is by or type(sampler) is NStep or (type(sampler) is Sequence and sampler.stride == 1)
+    is_known = sampler is by or type(sampler) is NStep or (type(sampler) is Sequence and sampler.stride == 1)
+    return is_known and type(by) in {Uniform, Prioritized}
 
 
 class DeviceSampler:
@@ -232,7 +231,7 @@ class DeviceSampler:
         rings, torch = self._rings, self._rings.torch
         steps, real = self._steps_around(ids, 0, sampler.n, crossing=False)
         rewards = rings.reward_rows(steps)
-        dtype = torch.promote_types(rewards.dtype, torch.float32)
+        dtype = torch_dtype(torch, np.result_type(rings.reward_dtype, np.float32))
         powers = [sampler.gamma**k for k in range(sampler.n + 1)]
         several = (1,) * (rewards.ndim - 2)
         nothing = rings.constant(("nothing", dtype), [-0.0], dtype)
@@ -285,11 +284,14 @@ class DevicePriorities:
         torch = self._rings.torch
         self._catch_up()
         sums = self._scaled[:-1].cumsum(0)
-        generator = self._generator.manual_seed(seed)
-        points = torch.rand(count, dtype=torch.float64, device=sums.device, generator=generator) * sums[-1]
+        random = {"dtype": torch.float64, "device": sums.device, "generator": self._generator.manual_seed(seed)}
+        points = torch.rand(count, **random) * sums[-1]
         # Rounding may leave a point on the total itself: the last slot that holds a number is meant then.
         points = torch.minimum(points, torch.nextafter(sums[-1], torch.zeros_like(sums[-1])))
         slots = torch.searchsorted(sums, points, right=True)
+        # A device adds up in any order. Where slots hold 0, sums may grow by a rounding error, and a point fall there.
+        found = self._scaled[slots]
+        slots = torch.where(found > 0, slots, slots[found.argmax(0, keepdim=True)])
         found = self._scaled[slots]
         shares = (found.min() / found).to(torch.float32)
         newest = self._rings.next_id - 1
@@ -297,7 +299,7 @@ class DevicePriorities:
         return ids, shares**self._sampler.beta
 
     def update(self, ids: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Set priorities; of equal ids the last one counts, and ids that have left are passed over.
+        """Set priorities; of equal ids the last one counts, and ids that were evicted are ignored.
 
         What is no finite number of at least 0 is not set. This call does not wait to see it: `bring_back` raises the
         error.
@@ -475,8 +477,7 @@ class ResidentBatches(Batches):
         return self._form.batch(leaves, rows[-1], *flags, ids, *of_draw)
 
     def _to_device(self, array: Any) -> torch.Tensor:
-        tensor: torch.Tensor = self._rings.torch.from_numpy(np.array(array)).to(self._rings.device)
-        return tensor
+        return cast("torch.Tensor", self._rings.torch.from_numpy(np.array(array)).to(self._rings.device))
 
     def _relabelled(self, draw: Draw, found: RowsOnDevice, outcomes: Any) -> RowsOnDevice:
         """Put other goals into rows; the reward function is the caller's, on the host."""

@@ -21,7 +21,7 @@ EXPORT void holdall_tree_put(double *nodes, int64_t leaves, const int64_t *slots
         }
 }
 
-/* Put numbers under ids, which stand in slots modulo `capacity`; ids below `first_id` are passed over, and of equal
+/* Put numbers under ids, which stand in slots modulo `capacity`; ids below `first_id` are ignored, and of equal
  * ones the last counts. Returns -1 and the largest number put, or, with nothing changed, the first entry whose id is
  * not below `next_id` or whose number is not above 0 and at most `most`. */
 EXPORT int64_t holdall_tree_update(double *nodes, int64_t leaves, const int64_t *ids, const double *values, int64_t count,

@@ -27,7 +27,7 @@ Slots = NDArray[np.int64]
 Numbers = NDArray[np.float64]
 
 _REBUILD_SHARE = 16
-"""From one changed leaf in so many on, adding up every level is quicker than following paths."""
+"""If more than one leaf in so many changes, adding up every level is quicker than following paths."""
 
 
 class SumTree:
@@ -98,7 +98,7 @@ class SumTree:
         above 0 and at most `most`.
 
         Args:
-            held: First id held, next id to come, and the capacity; older ids are passed over.
+            held: First id held, next id to come, and the capacity; older ids are ignored.
         """
         first, end, capacity = held
         if self._library is None:
@@ -342,7 +342,7 @@ class Prioritized:
         self._tree.put(ids % capacity, leaves)
 
     def _caught_up(self, held: Held) -> SumTree:
-        """Give transitions that were added since the last call their first priority; take it from those that left."""
+        """Give transitions that were added since the last call their first priority, and evicted ones none."""
         if self._tree is None:
             self._capacity = held.capacity
             self._tree = SumTree(held.capacity)

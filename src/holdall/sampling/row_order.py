@@ -76,7 +76,7 @@ class RowOrder:
         return known
 
     def forget_before(self, first_row: int) -> None:
-        """Hear that rows have left."""
+        """Note that the rows before this one were evicted."""
         if first_row == self._first_row:
             return
         self._first_row = first_row

@@ -79,3 +79,24 @@ def test_what_jax_would_round_is_refused() -> None:
         memory("jax", space).sample(4)
     with pytest.raises(holdall.ArgumentError, match=r"reward has dtype (torch\.)?float64"):
         memory("jax", reward=np.float64).sample(4)
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("dtype", ["i8", "u8"])
+def test_whole_numbers_of_64_bits_are_taken_if_they_fit(device: str | None, dtype: str) -> None:
+    """Tensors as well as arrays; signed or not, as they were."""
+    top = np.iinfo(f"{dtype[0]}4").max
+    box = spaces.Box(0, np.iinfo(dtype).max, (2,), np.dtype(dtype))
+    held = holdall.ReplayMemory(box, spaces.Discrete(2), 10, device=device)
+
+    def add(value: int) -> None:
+        obs = np.array([[1, value]], dtype)
+        held.add(obs, np.zeros(1, np.int64), np.zeros(1, np.float32), obs, np.zeros(1, np.bool_), np.zeros(1, np.bool_))
+
+    add(top)
+    got = held.gather([0]).jax().obs
+    assert got.dtype == f"{'u' * (dtype[0] == 'u')}int32"
+    assert np.asarray(got).tolist() == [[1, top]]
+    add(top + 1)
+    with pytest.raises(holdall.ArgumentError, match=r"obs has dtype .*int64, of which JAX would keep 32 bits"):
+        held.gather([1]).jax()

@@ -243,7 +243,7 @@ def test_a_device_that_is_not_there_is_refused_at_once() -> None:
 
 
 def test_a_missing_torch_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors are an extra; who asks for them is told what to install."""
+    """Tensors are an extra; the error says what to install."""
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(
         MissingPackageError, match=r"^device is given, but torch is not installed; run .*holdall\[torch\]"

@@ -99,7 +99,7 @@ def test_rows_that_are_evicted_before_a_batch_is_handed_out_are_still_right() ->
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_an_error_is_raised_in_the_consumer(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the turn of the batch that it befell; the ones before are handed out."""
+    """When its batch is asked for; the batches before are handed out."""
     memory, _ = fed()
     make, built = HostBatches.make, []
 
@@ -140,6 +140,32 @@ def test_a_closed_loader_says_so() -> None:
         next(loader)
     memory.sample(8)
     assert (batch.obs["image"] == image).all()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_threads_may_share_a_loader(prefetch: int) -> None:
+    """Each batch goes to one of them; one that is waiting when the loader is closed hears so."""
+    (memory, _), (same, _) = fed(), fed()
+    loader, got, errors = memory.loader(8, prefetch), list[Any](), list[Exception]()
+
+    def consume() -> None:
+        try:
+            while len(got) < 400:
+                got.append(next(loader))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=consume) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    while len(got) < 100 and not errors:
+        time.sleep(0.001)
+    loader.close()
+    for thread in threads:
+        thread.join()
+    assert {str(error) for error in errors} <= {"the loader was closed; make a new one with memory.loader(...)"}
+    drawn = sorted(batch.ids.tolist() for batch in got)
+    assert drawn == sorted(same.sample(8).ids.tolist() for _ in range(len(got)))
 
 
 def test_a_loader_that_is_forgotten_leaves_no_thread() -> None:
@@ -199,6 +225,21 @@ def test_batches_drawn_before_a_save_survive_a_second_save(sampler: Any, ahead: 
                 assert expected_ids(same, 6 - begun) == expected[begun:]
     for each in (memory, again, third, fourth, fifth):
         each.close()
+
+
+def test_a_loader_finds_the_rows_of_saved_batches_when_it_is_made(tmp_path: Path) -> None:
+    """As the saved one had found them: what is added before the first batch is asked for evicts none of them."""
+    memory, stream = fed(sampler=NStep(3, 0.9))
+    with memory.loader(16, prefetch=3) as loader:
+        next(loader)
+        loaded = saved_and_loaded(memory, tmp_path)
+        with loaded.loader(16, prefetch=3) as same:
+            given = stream.ticks(150).arguments()
+            for each in (memory, loaded):
+                each.extend(**given)
+            for _ in range(6):
+                assert_same_bits(next(same), next(loader))
+    loaded.close()
 
 
 def test_a_loader_that_was_not_asked_yet_keeps_its_place_in_a_checkpoint(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import torch
 from gymnasium import spaces
 
 import holdall
+from holdall.sampling.episodic import _discounted_sum, steps_around
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -54,7 +55,7 @@ class World:
     def memory(self, ticks: int, **settings: Any) -> holdall.ReplayMemory:
         return holdall.ReplayMemory(
             self.space, self.action, ticks * self.lanes, self.lanes,
-            store_device=self.device, seed=1, extras=self.extras, **settings,
+            seed=1, extras=self.extras, **{"store_device": self.device, **settings},
         )  # fmt: skip
 
     def _observation(self) -> dict[str, Any]:
@@ -255,6 +256,25 @@ def check_returns(world: World, batch: Any, next_id: int) -> None:
         assert here(batch.terminated)[i] == world.rows[last // 4]["terminated"][last % 4]
 
 
+@pytest.mark.parametrize("dtype", ["i1", "i4", "i8", "f2", "f4", "f8"])
+def test_returns_have_the_dtype_that_the_host_gives_them(device: str, dtype: str) -> None:
+    """float32 has too few digits for whole numbers of 32 bits."""
+    world = World(device, 2, ends=0.1)
+    there, plain = world.memory(12, sampler=holdall.NStep(3, 0.9)), world.memory(12, store_device=None)
+    for _ in range(12):
+        row = world.step()
+        row["reward"] = world.generator.integers(0, min(2**30, np.iinfo("i1").max ** np.dtype(dtype).itemsize), 2)
+        row["reward"] = row["reward"].astype(dtype)
+        there.add(**world.there(row))
+        plain.add(**row)
+    batch = there.sample(24)
+    held, ids = plain._held(plain._open()), here(batch.ids)
+    steps, real = steps_around(held, ids, 0, 3)
+    expected = _discounted_sum(held.fields.rewards(steps), real, [0.9**k for k in range(4)])
+    assert expected.dtype == np.result_type(np.dtype(dtype), np.float32)
+    same(batch.reward, expected)
+
+
 def test_sequences_stay_in_their_episode(device: str) -> None:
     world = World(device, 4, ends=0.2)
     memory = world.memory(12, sampler=holdall.Sequence(4, burn_in=2))
@@ -296,6 +316,27 @@ def test_priorities_decide_how_often_a_row_is_drawn(device: str) -> None:
     assert (here(memory.sample(400).ids) >= 40).sum() > 90
 
 
+def test_a_point_that_falls_on_nothing_is_moved(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may round sums so that they grow where nothing is: a weight of it would be no number."""
+    world = World(device, 2)
+    memory = world.memory(50, sampler=holdall.Prioritized())
+    for _ in range(5):
+        world.add(memory)
+    memory.sample(1)
+    search = torch.searchsorted
+
+    def off(*arguments: Any, **how: Any) -> Any:
+        slots = search(*arguments, **how)
+        slots[::3] = 77  # nothing was written there yet
+        return slots
+
+    monkeypatch.setattr(torch, "searchsorted", off)
+    batch = memory.sample(10)
+    assert here(batch.ids).max() < 10
+    assert here(batch.weights).tolist() == [1.0] * 10
+    world.check(batch)
+
+
 def test_a_priority_that_is_no_number_is_refused_before_it_is_saved(device: str, tmp_path: Any) -> None:
     world = World(device, 2)
     memory = world.memory(5, sampler=holdall.Prioritized())
@@ -318,7 +359,7 @@ def test_a_priority_that_is_no_number_is_refused_before_it_is_saved(device: str,
     ids=["prioritized", "n-step", "sequence"],
 )
 def test_whoever_draws_knows_the_priorities(device: str, sampler: Any, tmp_path: Path) -> None:
-    """A loader, `draw`, a pickle, a copy and a checkpoint: the device alone was told."""
+    """A loader, `draw`, a pickle, a copy and a checkpoint: only the device got them."""
     world = World(device, 4)
     memory = world.memory(10, sampler=sampler())
     for _ in range(10):

@@ -108,8 +108,8 @@ def test_a_million_goals_are_spread_evenly_over_the_steps_they_may_come_from(str
     assert 0.85 < chi_square(pairs, keys, np.array([expected[key] for key in keys.tolist()])) < 1.15
 
 
-def test_flags_set_anew_are_new_ends() -> None:
-    """The index of episodes begins anew."""
+def test_flags_set_again_are_new_ends() -> None:
+    """The index of episodes begins again."""
     memory, oracle = fed("final")
     memory.sample(10)
     ids = oracle.ids[::7]
@@ -121,18 +121,18 @@ def test_flags_set_anew_are_new_ends() -> None:
     assert draw.goals.ids.tolist() == expected
 
 
-@pytest.mark.parametrize(("k", "told_anew"), [(0, 0), (1, 20), (4, 32), (0.25, 8)])
-def test_k_rows_are_told_anew_for_every_other(k: float, told_anew: int) -> None:
+@pytest.mark.parametrize(("k", "relabelled"), [(0, 0), (1, 20), (4, 32), (0.25, 8)])
+def test_k_rows_are_relabelled_for_every_other(k: float, relabelled: int) -> None:
     """The rest keeps goals and rewards."""
     memory, oracle = fed("future", k)
     batch = memory.sample(40)
-    kept = oracle.gather(batch.ids[told_anew:])
-    assert_same_bits(batch.obs["desired_goal"][told_anew:], kept.obs["desired_goal"])
-    assert_same_bits(batch.reward[told_anew:], kept.reward)
+    kept = oracle.gather(batch.ids[relabelled:])
+    assert_same_bits(batch.obs["desired_goal"][relabelled:], kept.obs["desired_goal"])
+    assert_same_bits(batch.reward[relabelled:], kept.reward)
 
 
 def test_hindsight_goes_with_priorities() -> None:
-    """What is drawn more often is told anew all the same."""
+    """What is drawn more often is relabelled all the same."""
     memory, oracle = fed("future", by=Prioritized(1.0, 1.0))
     memory.update_priorities(oracle.ids, np.where(oracle.ids % 2 == 0, 9.0, 0.01))
     batch = memory.sample(100)

@@ -55,7 +55,7 @@ def test_sealed_observations_give_the_same() -> None:
     assert_same_bits(batch, n_step_batch(oracle, batch.ids, 3, 0.99))
 
 
-def test_flags_set_anew_end_a_return() -> None:
+def test_flags_set_again_end_a_return() -> None:
     """As frameworks do that cut the last episode afterwards."""
     memory, oracle = fed(NStep(5, 0.9), lanes=1, ticks=60, capacity=100, ends=0.0)
     for either in (memory, oracle):

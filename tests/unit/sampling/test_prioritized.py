@@ -64,7 +64,7 @@ def test_priorities_of_any_dtype_are_scaled_as_those_of_float64(dtype: Any, alph
 
 
 def test_new_transitions_have_the_highest_priority_seen() -> None:
-    """Of all before them, not of what is told later."""
+    """Of all before them, not of what is set later."""
     sampler = Prioritized(1.0)
     memory, oracle = fed(sampler, ticks=30, capacity=1000)
     memory.update_priorities(oracle.ids, np.full(len(oracle.ids), 4.0))
@@ -218,7 +218,7 @@ def test_numbers_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
 
 
 def test_beta_may_be_annealed() -> None:
-    """Set anew between draws; it changes the weights and not what is drawn."""
+    """Set again between draws; it changes the weights and not what is drawn."""
     memory, oracle = fed(Prioritized(1.0, 0.0))
     memory.update_priorities(oracle.ids, 1.0 + oracle.ids % 5)
     assert set(memory.sample(50).weights.tolist()) == {1.0}

@@ -104,7 +104,7 @@ def test_starts_follow_eviction_and_flags_that_are_set_again(by: Any, valid_shar
 
 
 def test_priorities_of_steps_that_are_no_starts_are_refused() -> None:
-    """The message names one, and no priority changes; a start that was lost since the draw is passed over."""
+    """The message names one, and no priority changes; a start that was lost since the draw is ignored."""
     memory, oracle = fed(Sequence(4, 2, 7, by=Prioritized(1.0)), 2, 40, 60, ends=0.2)
     allowed = starts(oracle, 7)
     wrong = next(i for i in oracle.ids[2:].tolist() if i not in allowed)

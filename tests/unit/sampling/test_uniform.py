@@ -96,7 +96,7 @@ def test_a_single_transition_can_be_drawn() -> None:
 
 
 class Fixed:
-    """A sampler that draws what it was told to."""
+    """A sampler that draws what it is given."""
 
     def __init__(self, *ids: int) -> None:
         self.ids = np.array(ids)
