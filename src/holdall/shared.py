@@ -137,6 +137,7 @@ class SeenCount:
 
 _SHARED_FROM = 2**16
 """Bytes from which on a batch lies in a block: fewer are as quickly sent."""
+_MOST_BLOCKS = 64
 Pair = tuple[Array, Array]
 
 
@@ -170,11 +171,15 @@ class BatchBlocks:
     def __init__(self, leaves: dict[int, Leaf]) -> None:
         self._leaves = leaves
         self._spare: list[tuple[SharedBlock, weakref.ref[Bytes]]] = []
+        self._alive: weakref.WeakSet[SharedBlock] = weakref.WeakSet()
         self._lock = threading.Lock()
         self.most = 4  # that are kept
 
     def take(self, rows: int) -> BatchBlock | None:
-        """Return a block for a batch; None for a small one, and where processes cannot share memory so."""
+        """Return a block for a batch; None for a small one, and where processes cannot share memory so.
+
+        None, too, for one who keeps many batches: each block takes two of the files that a process may have open.
+        """
         nbytes = block_bytes(self._leaves, rows)
         if nbytes < _SHARED_FROM or not CAN_SHARE:
             return None
@@ -184,7 +189,11 @@ class BatchBlocks:
                 if len(block) == nbytes and user() is None:
                     del self._spare[i]
                     return BatchBlock(block, self._leaves, rows)
-        return BatchBlock(SharedBlock.new(nbytes), self._leaves, rows)
+            if len(self._alive) >= max(_MOST_BLOCKS, 2 * self.most):
+                return None
+            block = SharedBlock.new(nbytes)
+            self._alive.add(block)
+        return BatchBlock(block, self._leaves, rows)
 
     def settle(self, batch: BatchBlock) -> None:
         """Hear that nobody writes to a block any more: it is used again when its batch is gone."""

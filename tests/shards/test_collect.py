@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import time
@@ -111,7 +112,7 @@ def test_actors_play_on_after_a_shard_was_frozen_for_longer_than_their_patience(
 
 def rewards_in(memory: ReplayMemory) -> list[int]:
     """Return the rewards that a memory of one shard holds, in the order in which they came."""
-    return memory.gather(np.arange(memory.first_id, memory.next_id)).reward.astype(int).tolist()
+    return [int(reward) for reward in memory.gather(np.arange(memory.first_id, memory.next_id)).reward]
 
 
 class Failing(Counting):
@@ -147,6 +148,27 @@ def test_what_an_actor_played_is_added_before_it_ends(
             assert never.stop(timeout_s=3_600) == 0
     assert "could not add" not in caplog.text
     assert "did not answer" not in caplog.text
+
+
+class Unknown:
+    """Makes an environment of a module that actors do not have."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, ("a_module_of_this_machine_alone",)
+
+    def __call__(self) -> Counting:
+        return Counting()
+
+
+@pytest.mark.nightly
+def test_an_actor_that_never_starts_says_why_and_keeps_no_weights() -> None:
+    with ReplayMemory(Counting.observation_space, Counting.action_space, 1_000, shards=1) as memory:
+        with collect(Unknown(), 1, memory, num_cpus=0) as actors, pytest.raises(ShardError, match="of_this_machine"):
+            wait_until(lambda: bool(actors.progress()) and False)
+        with collect(Counting, 1, memory, num_cpus=1_000) as waiting:  # Ray has no room for it
+            for number in range(30):  # of which the object store has room for sixteen
+                waiting.send(np.full(2**20, number, np.float64))
+            wait_until(lambda: ray.available_resources()["object_store_memory"] > 100 * 2**20)
 
 
 @pytest.mark.nightly

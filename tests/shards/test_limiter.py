@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +14,11 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall import ArgumentError
+from holdall import ArgumentError, ClosedError, HoldallError, Prioritized
 from holdall.cluster.roster import Limiter
 from holdall.ray import RateLimit, ReplayMemory, Writer
+
+from .processes import wait_until
 
 # Workers have no tests to import.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -101,25 +106,44 @@ def feed(writer: Writer, count: int) -> None:
     writer.flush()
 
 
+def add(memory: Any, count: int) -> None:
+    row, no = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+    for _ in range(count):
+        memory.add(row, np.zeros(1, np.int64), np.zeros(1, np.float32), row, no, no)
+
+
+def counted(memory: ReplayMemory) -> tuple[float, float, float]:
+    """Return what the limiter counts, once it has heard of all that the shards hold."""
+    roster, known = memory._fleet.roster, memory._cluster.refresh()
+    ray.get(roster.__ray_call__.remote(lambda it: [it._note(*each) for each in known.items()] and None))
+    words = ray.get(roster.limiter.remote())
+    return words["inserted"], words["sampled"], words["error"]
+
+
 @pytest.mark.usefixtures("cluster")
-def test_what_is_added_first_is_not_taken_for_what_was_there() -> None:
-    """Whichever shard gets it, and whatever others have said by then: what they held is known before anything comes."""
-    space, row, no = spaces.Box(-1, 1, (3,), np.float32), np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
-    with ReplayMemory(space, spaces.Discrete(2), 10_000, shards=2, limit=RateLimit(1.0, 1, 4_000)) as memory:
+def test_only_what_is_added_counts_as_added(tmp_path: Path) -> None:
+    """Not what shards held before, whichever says so first, nor what moves between them, nor a checkpoint's rows."""
+    space = spaces.Box(-1, 1, (3,), np.float32)
+    settings: dict[str, Any] = {"limit": RateLimit(1.0, 1, 4_000), "patience_s": 60.0}
+    with ReplayMemory(space, spaces.Discrete(2), 10_000, shards=2, **settings) as memory:
         roster = memory._fleet.roster
         assert not ray.get(roster.__ray_call__.remote(lambda it: it._recentres))
-        for _ in range(100):
-            memory.add(row, np.zeros(1, np.int64), np.zeros(1, np.float32), row, no, no)
+        add(memory, 1_000)
         memory.flush()
-        counters = ray.get(roster.limiter.remote())
-        assert (counters["inserted"], counters["sampled"], counters["error"]) == (100, 0, 100)
+        assert counted(memory) == (1_000, 0, 1_000)
+        memory.save(tmp_path).result()
+        memory.drain_shard(1)
+        assert (len(memory), counted(memory)) == (1_000, (1_000, 0, 1_000))
+    with ReplayMemory.load(tmp_path, shards=1, **settings) as memory:
+        assert (len(memory), counted(memory)) == (1_000, (1_000, 999, 1))
 
 
 @pytest.mark.usefixtures("cluster")
-def test_writers_and_learners_wait_for_each_other() -> None:
+def test_writers_and_learners_wait_for_each_other(tmp_path: Path) -> None:
     limit = RateLimit(samples_per_insert=2.0, min_size=256, tolerance=512)
     space = spaces.Box(-1, 1, (3,), np.float32)
-    with ReplayMemory(space, spaces.Discrete(2), 10_000, shards=2, limit=limit) as memory:
+    settings: dict[str, Any] = {"limit": limit, "sampler": Prioritized(), "patience_s": 60.0}
+    with ReplayMemory(space, spaces.Discrete(2), 10_000, shards=2, **settings) as memory:
         fed = [feed.remote(memory.writer(), 1_024) for _ in range(2)]
         drawn = 0
         while drawn < 3_600:  # after which all that is to be added is granted
@@ -130,3 +154,26 @@ def test_writers_and_learners_wait_for_each_other() -> None:
             assert len(memory) * 2.0 - drawn <= limit.highest
         ray.get(fed, timeout=60)
         assert len(memory) == 2_048
+        # The same of two threads of one process, over one handle: who waits in `add` keeps nobody from drawing.
+        added, errors = threading.Event(), []
+
+        def feed_here(count: int) -> None:
+            try:
+                add(memory, count)
+            except HoldallError as error:
+                errors.append(error)
+            added.set()
+
+        adding = threading.Thread(target=feed_here, args=(1_500,))
+        adding.start()
+        while not added.is_set() or memory.waiting_rows:
+            memory.update_priorities(memory.sample(100).ids, np.ones(100))
+        adding.join()
+        assert (len(memory), errors) == (3_548, [])
+        # Nor from saving and closing, when nobody draws any more.
+        adding = threading.Thread(target=feed_here, args=(10**9,))
+        adding.start()
+        wait_until(lambda: memory._groups[0].is_waiting)
+        assert memory.save(tmp_path).result().transitions >= 3_548
+    adding.join()
+    assert isinstance(errors[0], ClosedError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from holdall import ArgumentError, Prioritized, ShardError
+from holdall import ReplayMemory as LocalReplayMemory
 from holdall.cluster import protocol
 from holdall.cluster.protocol import ShardCounters, shards_of
 from holdall.ray import ReplayMemory, attach
@@ -172,12 +174,33 @@ def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_l
             assert (batch.weights == 1).all()
 
 
-def test_a_shard_is_drained_and_nothing_is_lost_doubled_or_waits(durable: ReplayMemory) -> None:
+def test_a_shard_is_drained_and_nothing_is_lost_doubled_or_waits(
+    durable: ReplayMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a checkpoint that is saved while a segment is on its way, and on neither shard."""
     numbered(durable, 0, 1_000)
     writer, before = durable.writer(), held(durable)
     numbered(writer, 10_000, 10_200)
     added = durable.add_shard()
+    moves, send = durable._fleet._moves, durable._fleet._moves.send
+    saved: list[Any] = []
+    saving: list[threading.Thread] = []
+
+    def send_after_a_save(*arguments: Any, **named: Any) -> None:
+        if not saving:
+            saving.append(threading.Thread(target=lambda: saved.append(durable.save(tmp_path / "saved"))))
+            saving[0].start()
+            saving[0].join(0.5)  # which waits for the move; if it did not, it would have begun by now
+        send(*arguments, **named)
+
+    monkeypatch.setattr(moves, "send", send_after_a_save)
     durable.drain_shard(0)
+    saving[0].join()
+    saved[0].result()
+    with LocalReplayMemory.load(tmp_path / "saved") as local:
+        ids = np.arange(local.first_id, local.next_id)
+        rewards = local.gather(ids[local.are_valid(ids)]).reward.astype(int)
+        assert sorted(rewards[rewards < 10_000].tolist()) == before
     numbered(writer, 10_200, 10_400)
     writer.flush()
     assert held(durable) == sorted([*before, *range(10_000, 10_400)])
@@ -205,6 +228,18 @@ def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemor
     late.flush()
     assert len(durable) == before + 1_600
     wait_until(lambda: added in set(shards_of(durable.sample(500).ids).tolist()))
+
+
+def test_what_a_shard_said_last_holds_also_if_its_life_has_a_lower_number() -> None:
+    """A roster that was restarted more than once may give lower ones; before, such a shard was never heard again."""
+    shards = protocol.Cluster(None, 1.0)
+    shards._members = {0: protocol._Member(None)}
+    of = ShardCounters(900, 0, 5, 5, 5, 7, 0, 5.0)
+    for counters in (of, of._replace(changes=6), of._replace(epoch=3, changes=1, mass=2.0)):
+        shards.note(0, counters)
+    assert shards.known[0].mass == 2.0
+    shards.note(0, of._replace(epoch=3, changes=0, mass=1.0))  # calls may overtake each other
+    assert shards.known[0].mass == 2.0
 
 
 class Restarting:

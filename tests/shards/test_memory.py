@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,11 +18,13 @@ from numpy.typing import NDArray
 import holdall
 from holdall import ArgumentError, ClosedError, Prioritized, TransitionIdError
 from holdall.cluster import learner
-from holdall.cluster.protocol import shards_of
+from holdall.cluster.protocol import actor_state, shards_of
 from holdall.native import fallback
 from holdall.ray import ReplayMemory, Writer
 from holdall.sampling.draw import Sampler
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
+
+from .processes import wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 # Workers have no tests to import.
@@ -212,12 +215,18 @@ def test_every_shard_says_where_it_runs_and_what_it_takes(four: ReplayMemory) ->
     assert sum(status.counters.transitions for status in statuses if status.counters is not None) == len(four)
 
 
-def test_a_closed_memory_says_so() -> None:
-    memory = ReplayMemory(OBSERVATION, ACTION, 100, shards=1, extras=EXTRAS)
-    memory.close()
+def test_a_closed_memory_says_so_and_leaves_no_actor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if an interrupt comes while it waits for its shards to end."""
+    memory = ReplayMemory(OBSERVATION, ACTION, 100, shards=1, extras=EXTRAS, patience_s=60.0)
+    actors, memory._has_saved = [memory._fleet.roster, memory._cluster.handle(0)], True
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "wait", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            memory.close()
     memory.close()
     with pytest.raises(ClosedError):
         memory.add(*arguments(stream()))
+    wait_until(lambda: all(actor_state(actor) == "gone" for actor in actors))
 
 
 def test_extras_of_shards_are_not_rewritten(four: ReplayMemory) -> None:

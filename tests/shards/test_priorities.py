@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from holdall import Prioritized
 from holdall.cluster.journal import FOLDER, PRIORITIES
-from holdall.cluster.protocol import ids_of
+from holdall.cluster.protocol import first_row_of, ids_of
 from holdall.ray import ReplayMemory
 from holdall.storage import Record, records_in
 
@@ -86,7 +86,12 @@ def test_a_row_that_is_new_on_one_shard_gets_the_priority_that_was_set_on_anothe
         memory.update_priorities(ids[:1], np.array([50.0]))
         add(memory, 256, 512)
         assert set((held(memory)[0] >> 48).tolist()) == {0, 1}
-        assert np.isclose(sum(memory._cluster.masses().values()), before + 49.0 + 256 * 50.0, atol=0.01)
+        after = before + 49.0 + 256 * 50.0
+        assert np.isclose(sum(memory._cluster.masses().values()), after, atol=0.01)
+        # Those of another life of the shard are lost, whatever its number.
+        memory.update_priorities(ids[:1] + np.int64(first_row_of(7)), np.array([9.0]))
+        assert len(memory) == 512
+        assert np.isclose(sum(memory._cluster.masses().values()), after, atol=0.01)
 
 
 def scaled_of(record: Record, content: bytes) -> NDArray[np.float64]:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from gymnasium import spaces
 
@@ -178,3 +179,19 @@ def test_nothing_is_written_to_what_took_a_blocks_descriptor() -> None:
     names = [block.name for block in shard._opened]
     assert names == [other.block.place.name]  # that of a learner that gave it up takes no more memory
     assert opened(shard, place) is None
+
+
+@needs_sharing
+def test_who_keeps_many_batches_keeps_few_files_open() -> None:
+    blocks = BatchBlocks(LEAVES)
+    before, kept = psutil.Process().num_fds(), []
+    for _ in range(500):
+        block = blocks.take(64)
+        kept.append(block)
+        if block is not None:
+            blocks.settle(block)
+    assert psutil.Process().num_fds() - before <= 2 * 64
+    assert kept[-1] is None
+    kept.clear()
+    gc.collect()
+    assert blocks.take(64) is not None

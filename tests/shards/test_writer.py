@@ -23,6 +23,8 @@ from holdall import ArgumentError, CheckpointError, FencedError, Sequence, Shard
 from holdall.cluster import journal, roster
 from holdall.cluster import writer as writing
 from holdall.cluster.journal import journal_of
+from holdall.cluster.protocol import SentSegment
+from holdall.cluster.writer import SegmentStream
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
 from .processes import impatient, process_of, wait_until
@@ -209,6 +211,27 @@ def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(
     assert held(memory) == list(range(703))
 
 
+def test_rows_under_way_are_counted_while_others_send_them() -> None:
+    """Metrics are read in a thread of their own, which an error would end."""
+    stream, is_over = SegmentStream(None, 0, b"", 1.0), threading.Event()
+
+    def send() -> None:
+        while not is_over.is_set():
+            stream.under_way.extend([SentSegment(b"", 1, -1)] * 8)
+            stream.under_way.clear()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    sending = threading.Thread(target=send)
+    sending.start()
+    try:
+        assert all(stream.unacknowledged_rows % 8 == 0 for _ in range(20_000))
+    finally:
+        is_over.set()
+        sending.join()
+        sys.setswitchinterval(before)
+
+
 def test_a_writer_that_is_dropped_takes_no_memory_any_more(memory: ReplayMemory) -> None:
     begin(memory)
     writer = memory.writer()
@@ -258,17 +281,22 @@ def test_a_writer_does_not_start_ray_again_after_it_was_shut_down(memory: Replay
     program = f"""{DRIVER}
 import ray
 ray.shutdown()
-try:
-    memory.flush()
-except holdall.HoldallError as error:
-    print(error)
+for group in memory._groups:
+    group._list._looked_at = -1e9  # as if it were time to look for shards
+for call in (memory.flush, lambda: memory.sample(8), memory.writer, memory.shards, lambda: len(memory), memory.close):
+    try:
+        call()
+    except holdall.HoldallError as error:
+        print(error)
 print(ray.is_initialized())
 """
     command = [sys.executable, "-c", program, memory.name, ray.get_runtime_context().gcs_address]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert "Ray was shut down before" in ended.stdout
-    assert ended.stdout.splitlines()[-1] == "False"
+    *said, is_there = ended.stdout.splitlines()
+    assert [line.startswith("Ray was shut down, and the memory ended with it") for line in said] == [True] * 6
+    assert is_there == "False"
+    assert "a writer ended with 200 transitions" in ended.stderr
 
 
 @pytest.mark.nightly

@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -35,7 +35,7 @@ from holdall.cluster.learner import saved_by
 from holdall.cluster.protocol import MOST_SHARDS, Cluster, GoneError, ShardCounters, asked
 from holdall.cluster.shard import THREADS, Shard
 from holdall.cluster.writer import ShardStreams, Writer
-from holdall.errors import ArgumentError, ShardError
+from holdall.errors import ArgumentError, HoldallError, ShardError
 from holdall.native import chosen_kernels
 from holdall.ray_access import require_safe_cluster
 from holdall.replay import ReplayMemory as LocalReplayMemory
@@ -82,6 +82,9 @@ class Fleet:
         machines = sum(bool(node["Alive"]) for node in ray.nodes()) if placement == "spread" else 1
         self._made_with = (terms, seed, -(-terms.shards // max(1, machines)))
         self._lock = threading.RLock()
+        self.moving = threading.Lock()  # who has it knows that every row is on one shard
+        self.saving: list[Any] = []  # calls that begin a checkpoint
+        self.saves: list[checkpoint.SaveHandle] = []  # under way
 
     def start(self, number: int, saved: tuple[str, Any] | None = None) -> None:
         """Start a shard of this number.
@@ -150,12 +153,20 @@ class Fleet:
                 moves.streams[other].counters = cluster.known.get(other)
             while (oldest := self._ask(actor, "oldest"))[0]:
                 payload, rows, first_row, end = oldest
-                stream = moves.roomy()
-                self._ask(actor, "give_up", first_row, end, stream.number, moves.writer, stream.sequence)
-                moves.send(stream, payload, rows)
-                moves.flush()
-            self._ask(self.roster, "dismiss", number)
-            del self.actors[number]
+                with self.moving:
+                    if self.saving:  # each shard has to be saved as it is now, or as it is after this move
+                        ray.wait(self.saving, num_returns=len(self.saving), timeout=self._patience_s)
+                    stream = moves.roomy()
+                    self._ask(actor, "give_up", first_row, end, stream.number, moves.writer, stream.sequence)
+                    self._ask(self.roster, "note_move", rows)
+                    moves.send(stream, payload, rows)
+                    moves.flush()
+            with self.moving:
+                for save in self.saves:  # which may still need the shard
+                    with suppress(HoldallError):  # its handle raises it
+                        save.result()
+                self._ask(self.roster, "dismiss", number)
+                del self.actors[number]
             cluster.refresh()
             self._end(number, actor)
 
@@ -187,11 +198,15 @@ class Fleet:
 
     def end(self, *, has_saved: bool = False) -> None:
         """End all actors, once they have let go of the places that they saved to."""
-        if has_saved or self._terms.url is not None:
-            ending = [actor.end_saves.remote() for actor in self.actors.values()]
-            ray.wait(ending, num_returns=len(ending), timeout=self._patience_s)
-        for actor in (*self.actors.values(), self.roster):
-            ray.kill(actor)
+        if not ray.is_initialized():  # they have ended with it
+            return
+        try:
+            if has_saved or self._terms.url is not None:
+                ending = [actor.end_saves.remote() for actor in self.actors.values()]
+                ray.wait(ending, num_returns=len(ending), timeout=self._patience_s)
+        finally:  # also if an interrupt ends the wait
+            for actor in (*self.actors.values(), self.roster):
+                ray.kill(actor)
 
 
 class SavedShards(NamedTuple):
@@ -308,13 +323,17 @@ class ReplayMemory(MemoryHandle):
             "generator": sampling.generator_state(self._drawing.generator),
             "sampler": sampling.sampler_words(self.sampler),
         }
-        calls = {
-            number: self._cluster.call(number, "begin_save", checkpoint.shard_url(place, number))
-            for number in self._fleet.actors
-        }
-        ticks, saved = self.capacity // self.num_envs, partial(saved_by, self._cluster, place, calls)
-        snapshot = checkpoint.ShardsSnapshot(self._terms.words, ticks, state, {}, saved)
-        return self._savers.to(place).save(snapshot, int(keep), None, None)
+        with self._fleet.moving:
+            calls = {
+                number: self._cluster.call(number, "begin_save", checkpoint.shard_url(place, number))
+                for number in self._fleet.actors
+            }
+            self._fleet.saving = list(calls.values())
+            ticks, saved = self.capacity // self.num_envs, partial(saved_by, self._cluster, place, calls)
+            snapshot = checkpoint.ShardsSnapshot(self._terms.words, ticks, state, {}, saved)
+            handle = self._savers.to(place).save(snapshot, int(keep), None, None)
+            self._fleet.saves = [*(save for save in self._fleet.saves if not save.done()), handle]
+        return handle
 
     @classmethod
     def load(
@@ -367,6 +386,7 @@ class ReplayMemory(MemoryHandle):
         if not goes_on:
             try:
                 _copy_transitions(reader.url, Writer(memory._terms._replace(limit=None), schema.num_envs))
+                memory._fleet.begin(memory._cluster.refresh())
             except BaseException:
                 memory.close()
                 raise

@@ -40,8 +40,8 @@ def first_row_of(life: int) -> int:
     return (life % MOST_LIVES) << _LIFE_SHIFT
 
 
-def life_of(row: int) -> int:
-    """Return the life in which a row was accepted."""
+def life_of(row: Any) -> Any:
+    """Return the life in which a row, or each of some, was accepted."""
     return row >> _LIFE_SHIFT
 
 
@@ -151,6 +151,15 @@ LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, Restarte
 """What a call fails with when its shard does not answer, or not in time."""
 
 
+def require_ray() -> None:
+    """Refuse what needs Ray after it was shut down: any call would start another one, without this memory."""
+    if not ray.is_initialized():
+        raise ShardError(
+            "Ray was shut down, and the memory ended with it; what no shard had acknowledged is lost: close the memory "
+            "before ray.shutdown(), and make it again"
+        )
+
+
 def received(call: Any, patience_s: float | None = None) -> Any:
     """Wait for a call's result; an error of holdall's own is raised as it was there."""
     try:
@@ -176,6 +185,7 @@ def asked(actor: Any, method: str, *arguments: Any, patience_s: float, timeout_s
     """
     until, was_dead = time.monotonic() + patience_s, False
     while True:
+        require_ray()
         try:
             return received(getattr(actor, method).remote(*arguments), timeout_s)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
@@ -187,8 +197,8 @@ def asked(actor: Any, method: str, *arguments: Any, patience_s: float, timeout_s
                 _LOG.warning("%s is not answered yet: a shard reads its journal, or Ray has no room for it", method)
             if time.monotonic() > until:
                 raise ShardError(
-                    f"{method} was not answered for {patience_s:g} s ({type(error).__name__}); nothing is lost: see "
-                    "`ray status` for room, and try again"
+                    f"{method} was not answered for {max(0.0, patience_s):g} s ({type(error).__name__}); nothing is "
+                    "lost: see `ray status` for room, and try again"
                 ) from error
         time.sleep(PAUSE_S)
 
@@ -211,6 +221,7 @@ class ShardList:
         """See which shards there are, from time to time or at once; who knows none yet waits for one."""
         if not now and self.handles and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
             return
+        require_ray()
         self._looked_at = time.monotonic()
         until = self._looked_at + (0.0 if self.handles else self._patience_s)
         while True:
@@ -318,8 +329,9 @@ class Cluster:
         with self._lock:
             member = self._member(shard)
             known, member.lost = member.counters, member.lost and not answers
-            if known is not None and (counters.epoch, counters.changes) < (known.epoch, known.changes):
-                return  # calls may overtake each other
+            # Calls may overtake each other. Of another epoch the last word counts, as epochs may also become less.
+            if known is not None and known.epoch == counters.epoch and counters.changes < known.changes:
+                return
             member.counters = counters
             if known is not None and known.epoch != counters.epoch:  # it counts its changes elsewhere now
                 member.count = None

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import ray
 
-from holdall.cluster.protocol import MOST_LIVES, ShardCounters
+from holdall.cluster.protocol import MOST_LIVES, ShardCounters, require_ray
 from holdall.errors import ArgumentError, ShardError
 from holdall.ray_access import machine_given_up_s
 from holdall.ray_metrics import Gauges
@@ -106,6 +106,7 @@ class MemoryTerms(NamedTuple):
 
 def roster_of(name: str) -> Any:
     """Find the roster of a memory."""
+    require_ray()
     try:
         return ray.get_actor(name, NAMESPACE)
     except ValueError as error:
@@ -296,6 +297,7 @@ class Roster:
         self._highest = 0.0  # priority of the whole memory, as far as was said here
         self._limiter = Limiter(terms.limit or _NO_LIMIT)
         self._inserted: dict[tuple[int, int], int] = {}
+        self._moved = 0  # rows that one shard took of another
         self._questions: dict[int, Any] = {}  # to shards, that they have not answered yet
         self._looked_at = 0.0
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
@@ -331,9 +333,17 @@ class Roster:
         self._list(self._shards | {shard: handle})
 
     def begin(self, known: Mapping[int, ShardCounters]) -> None:
-        """Hear what shards hold before anything is added; without that, what came first would count as held before."""
+        """Hear what shards hold before anything is added; without that, what came first would count as held before.
+
+        Also when a checkpoint was copied to them, which took no grants.
+        """
         for shard, counters in known.items():
             self._note(shard, counters)
+        self._limiter.recentre(sum(self._inserted.values()) - self._moved)
+
+    def note_move(self, rows: int) -> None:
+        """Hear that a shard takes rows of another, so that they do not count as added once more."""
+        self._moved += rows
 
     def dismiss(self, shard: int) -> None:
         """Take a shard off the list."""
@@ -386,7 +396,7 @@ class Roster:
         """Add up what was ever taken; a shard that began again counts from 0 again."""
         life = 0 if self._terms.url is not None else counters.epoch
         self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), counters.inserted)
-        total = sum(self._inserted.values())
+        total = sum(self._inserted.values()) - self._moved
         if self._recentres:
             self._limiter.recentre(total)
             self._recentres = len(self._inserted) < len(self._shards)

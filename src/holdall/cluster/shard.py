@@ -206,8 +206,10 @@ class Shard:
         """Set the priorities of rows; those that left are passed over."""
         sampler: Any = self._data.sampler
         with self._lock:
-            # Rows of an earlier life are lost; their numbers are below all that are held now.
-            sampler.update_priorities(self._data.held(), rows, priorities)
+            # Rows of another life are lost; their numbers may be above those that are held now.
+            end = self._data.store.next_tick
+            known = (rows < end) | (protocol.life_of(rows) == protocol.life_of(end))
+            sampler.update_priorities(self._data.held(), rows[known], priorities[known])
             self._data.changes.raise_by_one()
             return self.counters()
 

@@ -105,9 +105,13 @@ class ShardData:
         self._runs.append(run)
         if self._order is not None:
             self._order.add(run, self.store.first_tick)
-        while self._runs[0].first_row + self._runs[0].rows <= self.store.first_tick:
-            self._runs.popleft()
+        self._forget_runs()
         self.inserted += rows
+
+    def _forget_runs(self) -> None:
+        """Forget the runs of which no row is held any more: others came, or were moved to another shard."""
+        while self._runs and self._runs[0].first_row + self._runs[0].rows <= self.store.first_tick:
+            self._runs.popleft()
 
     def packed_at(self, row: int) -> tuple[bytes, int, int, int]:
         """Return the segment that holds a row, for another shard: as bytes, its rows, the first, and the one behind."""
@@ -186,6 +190,7 @@ class ShardData:
     def save(self, url: str) -> SaveHandle:
         """Begin a checkpoint of this moment; the memory removes those that none of its manifests names."""
         saver = self.savers.to(url)
+        self._forget_runs()
         state = {
             "sampler": {"kind": type(self.sampler).__name__, "state": self.sampler.state()},
             "generator": sampling.generator_state(self.generator),

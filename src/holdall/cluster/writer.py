@@ -114,8 +114,7 @@ class SegmentStream:
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Go on with what the shard said meanwhile; wait so long for its next word at most."""
-        if not ray.is_initialized():  # the calls below would start it again
-            raise ShardError(f"Ray was shut down before {self.unacknowledged_rows} transitions were acknowledged")
+        protocol.require_ray()
         self._send(wait_s)
         while self._calls and ray.wait([self._calls[0][0]], timeout=wait_s)[0]:
             wait_s, (call, end) = 0.0, self._calls.popleft()
@@ -388,7 +387,10 @@ class Writer:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_closed", True) or not ray.is_initialized():
+        if getattr(self, "_closed", True):
+            return
+        if not ray.is_initialized():  # nobody is called, and Python may end, where threads never begin
+            self._end()
             return
         # Ray names calls of an actor that ends as those of all others that do: two at a time would end a shard. Those
         # of a new thread have names of their own.
@@ -406,6 +408,7 @@ class Writer:
             Writer.close(self)  # of a memory, too, only that
         except Exception as error:  # nobody could catch it here
             _LOG.warning("a writer ended with %d transitions that no shard has acknowledged: %s", held, error)
+            self._closed = True  # so that it is said once
 
     @property
     def _streams(self) -> list[SegmentStream]:
@@ -497,6 +500,7 @@ class Writer:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the {self._what} was closed; make a new one")
+        protocol.require_ray()
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> storage.Tick:
         return storage.Tick.fitted(self.schema, leading, self._groups[0].encoder.reward_dtype, *arguments)

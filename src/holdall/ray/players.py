@@ -178,12 +178,18 @@ class Collection:
     def __init__(self, actors: list[Any]) -> None:
         self._actors = actors
         self._known = [CollectProgress() for _ in actors]
+        self._sent: dict[int, Any] = {}  # the last call of `load` to each
 
     def send(self, weights: Any) -> None:
-        """Have all actors choose with these weights from now on; they are sent once for all."""
+        """Have all actors choose with these weights from now on; they are sent once for all.
+
+        An actor that has not taken those before, as it is away, or waits for room, is sent the newest only.
+        """
         shared = ray.put(weights)
-        for actor in self._actors:
-            actor.load.remote(shared)
+        for number, actor in enumerate(self._actors):
+            if number in self._sent:
+                ray.cancel(self._sent[number])  # which does nothing to one that was taken
+            self._sent[number] = actor.load.remote(shared)
 
     def progress(self) -> list[CollectProgress]:
         """Say how far every actor is; raise what went wrong with one.
@@ -197,8 +203,11 @@ class Collection:
                 self._known[number] = ray.get(call, timeout=max(0.0, until - time.monotonic()))
             except ray.exceptions.RayTaskError as error:
                 raise ShardError(str(getattr(error, "cause", error))) from error
-            except ray.exceptions.RayActorError:  # it is being started again
-                self._known[number] = CollectProgress()
+            except ray.exceptions.RayActorError as error:
+                if actor_state(self._actors[number]) == "gone":  # for good, as it cannot be made where it runs
+                    reason = str(error).strip().splitlines()[-1]
+                    raise ShardError(f"actor {number} could not be started ({reason}); correct that") from error
+                self._known[number] = CollectProgress()  # it is being started again
             except ray.exceptions.GetTimeoutError:
                 continue
         return self._known[: len(calls)]
@@ -276,10 +285,8 @@ def _rows_lost(number: int, call: Any, until: float) -> int:
     try:
         rows, why = ray.get(call, timeout=max(0.0, until - time.monotonic()))
     except ray.exceptions.RayError as error:
-        _LOG.warning(
-            "actor %d was ended though it did not answer (%s): what it had not sent is lost, if it had anything",
-            number, type(error).__name__,
-        )  # fmt: skip
+        said = type(error).__name__
+        _LOG.warning("actor %d did not answer (%s): what it had not sent is lost, if it had anything", number, said)
         return 0
     if rows:
         why = why or "the shards had not taken them in time"
