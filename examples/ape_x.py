@@ -5,9 +5,10 @@
 
     python examples/ape_x.py [UPDATES] [FOLDER]
 
-A ball falls, and a paddle must be under it at the end; only then there is a reward. `limit` has actors and the learner
-wait for each other, so that a transition is drawn 8 times, about, however fast either is. Kill all of it at any moment,
-with kill -9 if you like, and run it again: it goes on with the transitions, their priorities and the network.
+A ball falls, and a paddle must be under it at the end; only then there is a reward. `limit` makes actors and the
+learner wait for each other, so that each transition is drawn about 8 times, however fast they are. Kill everything at
+any moment, with kill -9 if you like, and run it again: it continues with the transitions, their priorities and the
+network.
 """
 
 import sys
@@ -42,7 +43,7 @@ class Catch(gym.Env):
         return self.seen(), float(ended) * (1 if self.paddle == self.ball else -1), ended, False, {}
 
     def seen(self) -> np.ndarray:
-        """Show ball and paddle, each in a grid of its own."""
+        """Return ball and paddle, each in its own grid."""
         grid = np.zeros((2, ROWS, COLUMNS), np.float32)
         grid[0, self.row, self.ball] = grid[1, ROWS - 1, self.paddle] = 1
         return grid.reshape(-1)
@@ -55,7 +56,7 @@ def new_network() -> torch.nn.Sequential:
 
 
 class Policy:
-    """Chooses actions at an actor, which takes a random one with a probability of its own."""
+    """Chooses actions for an actor; each actor has its own probability of a random one."""
 
     def __init__(self, number: int) -> None:
         torch.set_num_threads(1)
@@ -120,7 +121,7 @@ class Learner:
 
 
 def main(updates: int, folder: Path) -> None:
-    """Train until so many updates were made, in all runs together."""
+    """Train until this many updates were made, over all runs."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)

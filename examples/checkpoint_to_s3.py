@@ -1,11 +1,11 @@
 # /// script
 # dependencies = ["holdall[cloud]"]
 # ///
-"""Checkpoints in an object store: only what is new travels, in the background, and a loaded memory draws on.
+"""Checkpoints in an object store: only new data is sent, in the background, and a loaded memory draws the same batches.
 
     AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... python examples/checkpoint_to_s3.py s3://bucket/run [STEPS]
 
-gs:// and az:// work the same; the keys are those that their own tools read from the environment.
+gs:// and az:// work the same way; holdall reads the same keys from the environment as the provider's own tools.
 """
 
 import sys
@@ -31,7 +31,7 @@ for step in range(1, steps + 1):
     obs = env.reset()[0] if terminated or truncated else next_obs
     if step % max(steps // 2, 1) == 0:
         handle = memory.save(url)  # 1: returns at once
-handle.result()  # 2: until the last one is safe
+handle.result()  # 2: waits until the last one is safe
 
 with holdall.ReplayMemory.load(url) as loaded:  # 3
     same = np.array_equal(loaded.sample(64).ids, memory.sample(64).ids)

@@ -1,12 +1,12 @@
 # /// script
 # dependencies = ["holdall[ray,torch]"]
 # ///
-"""Data-parallel learning: two ranks draw rows of their own from one memory, and share their gradients.
+"""Data-parallel learning: two ranks draw different rows from one memory, and share their gradients.
 
     python examples/data_parallel.py [UPDATES]
 
-One process fills the memory with games of catch that are played at random. Every rank attaches to it by its name. All
-have one seed and the same network, and none draws what another draws: `rank` decides. In a launcher of your own, call
+One process fills the memory with random games of catch. Every rank attaches to the memory by its name. All ranks have
+one seed and the same network, but `rank` makes each draw different rows. In your own launcher, call
 `holdall.ray.attach` in every process; ranks may run on any machine of the cluster.
 """
 
@@ -28,7 +28,7 @@ RANKS = 2
 def learn(name: str, rank: int, meeting: str, updates: int) -> tuple[dict, list[int]]:
     """Learn from a share of every batch; return the weights, and the first rows that were drawn."""
     torch.set_num_threads(1)
-    torch.manual_seed(0)  # one seed for all: their networks begin alike
+    torch.manual_seed(0)  # one seed for all, so that the networks start equal
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
     network, target = new_network(), new_network()
     optimizer = torch.optim.Adam(network.parameters(), 1e-3)
@@ -56,7 +56,7 @@ def learn(name: str, rank: int, meeting: str, updates: int) -> tuple[dict, list[
 
 
 def play(memory: holdall.ray.ReplayMemory, games: int) -> None:
-    """Fill the memory with games that are played at random."""
+    """Fill the memory with random games."""
     env, rng = Catch(), np.random.default_rng(0)
     for game in range(games):
         (obs, _), ended = env.reset(seed=game), False

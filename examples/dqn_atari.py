@@ -5,7 +5,7 @@
 
     python examples/dqn_atari.py [STEPS]
 
-`budget` is a limit over everything that the memory holds; the newest transitions stay raw, older ones are compressed.
+`budget` limits everything that the memory holds. The newest transitions stay raw, older ones are compressed.
 """
 
 import sys

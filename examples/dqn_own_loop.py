@@ -36,10 +36,10 @@ for step in range(steps // LANES):
     with torch.no_grad():
         greedy = q_network(torch.from_numpy(recorder.obs)).argmax(dim=1).numpy()
     action = np.where(rng.random(LANES) < epsilon, rng.integers(0, 2, LANES), greedy)
-    recorder.step(action)  # 2: adds what happened; a lane that only reset made no transition
+    recorder.step(action)  # 2: adds each step; a lane that only reset adds no transition
     if len(memory) < BATCH:
         continue
-    batch = memory.sample(BATCH)  # 3: torch tensors; next_obs is the true final one where an episode ended
+    batch = memory.sample(BATCH)  # 3: torch tensors; at the end of an episode, next_obs is the true final one
     with torch.no_grad():
         best = target_network(batch.next_obs).max(dim=1).values
         target = batch.reward.float() + GAMMA * best * ~batch.terminated

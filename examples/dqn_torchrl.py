@@ -1,11 +1,11 @@
 # /// script
 # dependencies = ["holdall[torchrl]"]
 # ///
-"""DQN with TorchRL on stacks of four frames: its collector, its loss, its buffer, and holdall below them.
+"""DQN with TorchRL on stacks of four frames: TorchRL's collector, loss and buffer, with holdall as the storage.
 
     python examples/dqn_torchrl.py [STEPS]
 
-The game ships with the example: a ball falls and has to be caught. One frame does not show which way it flies.
+The game is part of the example: a ball falls, and a paddle must catch it. One frame does not show which way it flies.
 """
 
 import sys

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["holdall[sb3]"]
 # ///
-"""Hindsight experience replay: goals are replaced when a batch is drawn, and stored once.
+"""Hindsight experience replay: observations are stored once, and goals are replaced when a batch is drawn.
 
 python examples/her_bit_flipping.py [STEPS]
 """

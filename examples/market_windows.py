@@ -1,11 +1,11 @@
 # /// script
 # dependencies = ["holdall[sb3]"]
 # ///
-"""A trader that sees a window of past days: consecutive windows share all days but one, and each day is kept once.
+"""A trader that sees a window of past days: consecutive windows share all days but one, and each day is stored once.
 
     python examples/market_windows.py [STEPS]
 
-The shift is found and verified by itself; there is nothing to set. The prices are a random walk.
+holdall finds and verifies the shift by itself; there is nothing to set. The prices are a random walk.
 """
 
 import sys

@@ -6,9 +6,9 @@
     python examples/r2d2.py [UPDATES] [FOLDER]
 
 The maze and the network are those of r2d2_t_maze.py: a sign at the entrance shows which way to turn ten steps later.
-Actors store the recurrent state with every step; the learner starts from it, and warms it up with the burn-in. Kill all
-of it at any moment, with kill -9 if you like, and run it again: it goes on with the sequences, their priorities and the
-network.
+Actors store the recurrent state with every step; the learner starts from it, and warms it up with the burn-in. Kill
+everything at any moment, with kill -9 if you like, and run it again: it continues with the sequences, their
+priorities and the network.
 """
 
 import sys
@@ -27,7 +27,7 @@ ACTORS, LANES, BATCH, STEPS, ETA = 2, 8, 64, 3, 0.9
 
 @ray.remote(num_cpus=0.5, max_restarts=-1, max_task_retries=-1)
 class Actor:
-    """Plays in some mazes at once, each lane with a random action now and then."""
+    """Plays several mazes at once; each lane sometimes takes a random action."""
 
     def __init__(self, number: int, writer: holdall.ray.Writer) -> None:
         torch.set_num_threads(1)
@@ -38,7 +38,7 @@ class Actor:
         self.state = torch.zeros(LANES, HIDDEN)
 
     def play(self, weights: dict, ticks: int) -> int:
-        """Play some ticks with the learner's weights; return the steps that were made."""
+        """Play some ticks with the learner's weights; return the number of steps."""
         self.network.load_state_dict(weights)
         for _ in range(ticks):
             obs, hidden = self.maze.obs(), self.state
@@ -107,7 +107,7 @@ class Learner:
 
 
 def main(updates: int, folder: Path) -> None:
-    """Train until so many updates were made, in all runs together."""
+    """Train until this many updates were made, over all runs."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)

@@ -105,7 +105,7 @@ def learn(memory: holdall.ReplayMemory, network: Network, target: Network, optim
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    memory.update(batch.ids[real.numpy()], hidden=before[real])  # 3: states of the network as it is now
+    memory.update(batch.ids[real.numpy()], hidden=before[real])  # 3: states that the network computes now
 
 
 def train(recurrent: bool, ticks: int) -> tuple[Network, holdall.ReplayMemory]:

@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["holdall[torch]"]
 # ///
-"""Recurrent Q-learning from sequences: runs of steps with a burn-in, drawn from the same memory as single steps.
+"""Recurrent Q-learning from sequences: consecutive steps with a burn-in, drawn from the same memory as single steps.
 
     python examples/recurrent_sequences.py [STEPS]
 
@@ -46,14 +46,14 @@ rng = np.random.default_rng(0)
 
 
 def learn() -> float:
-    """Draw sequences, warm the state up, and learn from the steps behind the burn-in."""
+    """Draw sequences, warm the state up, and learn from the steps after the burn-in."""
     batch = memory.sample(BATCH)  # 2: fields are (batch, burn_in + length, ...)
     values, _ = network(batch.obs)
     with torch.no_grad():
         following = network(batch.next_obs)[0].max(dim=-1).values
     target = batch.reward + GAMMA * following * ~batch.terminated
     taken = values.gather(-1, batch.action.long().unsqueeze(-1)).squeeze(-1)
-    real = batch.mask[:, BURN_IN:]  # 3: steps that are there; the rest only fills up
+    real = batch.mask[:, BURN_IN:]  # 3: real steps; the rest is padding
     loss = ((taken - target)[:, BURN_IN:] ** 2)[real].mean()
     optimizer.zero_grad()
     loss.backward()

@@ -1,11 +1,11 @@
 # /// script
 # dependencies = ["holdall[sb3]"]
 # ///
-"""A training that can be killed at any moment: start it again, and it goes on from its newest checkpoint.
+"""A training that can be killed at any moment: start it again, and it continues from its newest checkpoint.
 
     python examples/resume_after_a_crash.py [STEPS]
 
-Model, optimizer, generators and the whole replay memory are one checkpoint; only what is new is written each time.
+A checkpoint has the model, the optimizer, the generators and the whole replay memory; each save writes only new data.
 """
 
 import sys

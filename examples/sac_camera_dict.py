@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["holdall[sb3]"]
 # ///
-"""SAC on a camera and a vector (Dict observations): every frame is kept once, and the weights are the same.
+"""SAC on a camera and a vector (Dict observations): every frame is stored once, and the weights are the same.
 
     python examples/sac_camera_dict.py [STEPS]
 
