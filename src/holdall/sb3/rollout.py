@@ -277,9 +277,11 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def _cast(self, leaf: Leaf, obs: Any) -> NDArray[Any]:
         """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
-        shape = (self.n_envs, *leaf.shape)
-        rows = cast(obs[leaf.name] if self._is_dict else obs, shape, leaf.dtype)
-        return rows if rows.shape == shape else np.broadcast_to(rows, shape)
+        if not self._is_dict:
+            return cast(obs, (self.n_envs, *leaf.shape), leaf.dtype, "obs")
+        if leaf.name not in obs:
+            raise ArgumentError(f"obs has no {leaf.name!r}; pass a dict with the keys {list(self._stored)}")
+        return cast(obs[leaf.name], (self.n_envs, *leaf.shape), leaf.dtype, f"obs[{leaf.name!r}]")
 
     def _gather_observations(self, field: int, batch_inds: NDArray[np.int64], out: NDArray[Any]) -> None:
         lane, step = np.divmod(batch_inds, self.buffer_size)
