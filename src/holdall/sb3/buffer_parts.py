@@ -392,9 +392,9 @@ def _done_flags(batch: Batch) -> NDArray[np.bool_]:
 def flags_of(given: Any, shape: tuple[int, ...], name: str) -> NDArray[np.bool_]:
     """Return flags of all environments, which may come as bools, numbers or arrays of one."""
     flags = cast(given, shape, np.dtype(np.float32), name)
-    if not np.isin(flags, (0, 1)).all():
+    if getattr(given, "dtype", None) != np.bool_ and not np.isin(flags, (0, 1)).all():
         raise ArgumentError(f"{name} is {given}, and flags are 0 or 1; pass True or False for each environment")
-    return flags != 0
+    return np.asarray(flags != 0)
 
 
 def cut_flags(infos: Any, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:

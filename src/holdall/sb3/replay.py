@@ -132,6 +132,7 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
         self._action_shape = (n_envs, self.action_dim)
+        self._number_shape = (n_envs,) if self.action_dim == 1 else None  # of actions that come as numbers
         self._action_dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
         self._obs_specs = self._specs_of(observation_space)
         self._nothing_cut = np.zeros(n_envs, np.bool_)
@@ -149,6 +150,8 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         """Add one transition per environment; if `pos` was set to 0 and `full` to False, all others go first."""
         if (self.pos, self.full) != self._left_at:
             self._follow_pos()
+        if type(action) is np.ndarray and action.shape == self._number_shape:  # of a Discrete space
+            action = action.reshape(self._action_shape)
         ticks = self.memory.add_at_once(
             obs, action, reward, next_obs, done, self._nothing_cut, infos if self.handle_timeout_termination else None
         ) or self._add_otherwise(obs, next_obs, action, reward, done, infos)

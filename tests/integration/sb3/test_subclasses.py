@@ -8,23 +8,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 from stable_baselines3.common import buffers
 from stable_baselines3.common.vec_env import DummyVecEnv
 from stable_baselines3.her import her_replay_buffer
 
 from holdall.errors import ArgumentError
-from holdall.sb3 import HerReplayBuffer, ReplayBuffer
+from holdall.sb3 import HerReplayBuffer, ReplayBuffer, RolloutBuffer
 
 from .environments import VECTOR, dict_space
-from .pair import Case, Pair, assert_same_batch, seeded, steps
+from .pair import Case, Pair, assert_same_batch, assert_same_bits, seeded, steps
 from .test_same_her import Reach
 
 Subclass = Callable[[Any], Any]
 
 
 def doubled_tensors(base: Any) -> Any:
-    class Doubled(base):
+    class Doubled(base):  # type: ignore[misc]  # a base that is passed in
         def to_torch(self, array: Any, copy: bool = True) -> Any:
             return super().to_torch(array, copy) * 2
 
@@ -32,7 +33,7 @@ def doubled_tensors(base: Any) -> Any:
 
 
 def clipped_rewards(base: Any) -> Any:
-    class Clipped(base):
+    class Clipped(base):  # type: ignore[misc]  # a base that is passed in
         @staticmethod
         def _normalize_reward(reward: Any, env: Any = None) -> Any:
             return np.clip(reward, -0.5, 0.5)
@@ -41,7 +42,7 @@ def clipped_rewards(base: Any) -> Any:
 
 
 def negative_observations(base: Any) -> Any:
-    class Negative(base):
+    class Negative(base):  # type: ignore[misc]  # a base that is passed in
         @staticmethod
         def _normalize_obs(obs: Any, env: Any = None) -> Any:
             return {key: 1 - rows for key, rows in obs.items()} if isinstance(obs, dict) else 1 - obs
@@ -50,7 +51,7 @@ def negative_observations(base: Any) -> Any:
 
 
 def scaled_samples(base: Any) -> Any:
-    class Scaled(base):
+    class Scaled(base):  # type: ignore[misc]  # a base that is passed in
         def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
             samples = super()._get_samples(batch_inds, env)
             return samples._replace(rewards=samples.rewards * 3)
@@ -58,8 +59,17 @@ def scaled_samples(base: Any) -> Any:
     return Scaled
 
 
+def scaled_advantages(base: Any) -> Any:
+    class Scaled(base):  # type: ignore[misc]  # a base that is passed in
+        def _get_samples(self, batch_inds: Any, env: Any = None) -> Any:
+            samples = super()._get_samples(batch_inds, env)
+            return samples._replace(advantages=samples.advantages * 3)
+
+    return Scaled
+
+
 def small_size(base: Any) -> Any:
-    class Small(base):
+    class Small(base):  # type: ignore[misc]  # a base that is passed in
         def size(self) -> int:
             return min(5, super().size())  # type: ignore[no-any-return]  # of a base that is passed in
 
@@ -100,7 +110,7 @@ def test_methods_that_are_set_on_one_buffer_are_called() -> None:
 
 
 def other_goals(base: Any) -> Any:
-    class Other(base):
+    class Other(base):  # type: ignore[misc]  # a base that is passed in
         def _sample_goals(self, batch_indices: Any, env_indices: Any) -> Any:
             return super()._sample_goals(batch_indices, env_indices) + np.float32(1)
 
@@ -229,3 +239,66 @@ def test_slots_that_are_not_there_are_refused(slots: Any) -> None:
     pair.feed(90)
     with pytest.raises(ArgumentError, match="batch_inds"):
         pair.ours._get_samples(np.array(slots))
+
+
+def rollouts(subclass: Subclass, observed: spaces.Space[Any]) -> list[Any]:
+    """Make a full rollout in both buffers, of one and the same subclass."""
+    is_dict = isinstance(observed, spaces.Dict)
+    made = []
+    for kind in (buffers.DictRolloutBuffer if is_dict else buffers.RolloutBuffer, RolloutBuffer):
+        rollout = subclass(kind)(6, observed, VECTOR, device="cpu", n_envs=2)
+        rng, stream = np.random.default_rng(2), steps(Case(observed, VECTOR, lanes=2), np.random.default_rng(1))
+        for _ in range(6):
+            obs, _, action, reward, done, _ = next(stream)
+            value, log_prob = (torch.from_numpy(rng.normal(size=2).astype(np.float32)) for _ in range(2))
+            rollout.add(obs, action, reward, done, value, log_prob)
+        made.append(rollout)
+    return made
+
+
+@pytest.mark.parametrize("subclass", [doubled_tensors, scaled_advantages])
+@pytest.mark.parametrize("observed", [VECTOR, dict_space((3, 40, 40))], ids=["vector", "dict"])
+def test_methods_that_a_subclass_of_rollouts_overrides_are_called(subclass: Subclass, observed: Any) -> None:
+    drawn = []
+    for rollout in rollouts(subclass, observed):
+        rollout.compute_returns_and_advantage(torch.ones(2, 1), np.array([True, False]))
+        drawn.append(seeded(3, lambda rollout=rollout: [*rollout.get(5), *rollout.get()]))
+    for theirs, ours in zip(*drawn, strict=True):
+        assert_same_batch(theirs, ours)
+
+
+def test_values_in_double_precision_are_computed_with_as_they_are() -> None:
+    """A policy of float64 gives such values for what follows a rollout; NumPy goes on in that precision."""
+    theirs, ours = rollouts(lambda base: base, VECTOR)
+    for rollout in (theirs, ours):
+        rollout.compute_returns_and_advantage(
+            torch.tensor([[0.1], [1 / 3]], dtype=torch.float64), np.array([False] * 2)
+        )
+    assert_same_bits(theirs.advantages, ours.advantages, "advantages")
+
+
+def test_arrays_that_are_exchanged_between_epochs_are_used() -> None:
+    """How minibatches are gathered is found out once, until an array is another one."""
+    drawn = []
+    for rollout in rollouts(lambda base: base, VECTOR):
+        rollout.compute_returns_and_advantage(torch.ones(2, 1), np.array([True, False]))
+        found = seeded(3, lambda rollout=rollout: list(rollout.get(5)))
+        rollout.advantages[:] = 7
+        found += rollout.get(5)
+        rollout.returns = rollout.returns[::-1] * 2
+        found += rollout.get(5)
+        rollout.returns[:] = 3
+        found += rollout.get(5)
+        drawn.append(found)
+    for theirs, ours in zip(*drawn, strict=True):
+        assert_same_batch(theirs, ours)
+
+
+def test_a_rollout_that_is_full_takes_no_more() -> None:
+    _, ours = rollouts(lambda base: base, VECTOR)
+    row, number = np.zeros((2, 5), np.float32), torch.zeros(2)
+    with pytest.raises(ArgumentError, match=r"all 6 steps.*reset\(\)"):
+        ours.add(row, row, np.zeros(2), np.zeros(2), number, number)
+    for size in (0, -1, 2.0):
+        with pytest.raises(ArgumentError, match="batch_size"):
+            list(ours.get(size))
