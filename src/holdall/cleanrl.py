@@ -227,7 +227,10 @@ Form = tuple[tuple[int, ...], np.dtype[Any]]
 
 
 def _fit(form: Form, value: Any, argument: str) -> NDArray[Any]:
-    """Do what assigning to one of CleanRL's arrays does to shape and dtype, if no whole number changes."""
+    """Do what assigning to one of CleanRL's arrays does to shape and dtype, if no whole number changes.
+
+    Axes of length 1 may be missing, or too many; actions alone are reshaped, as they are there.
+    """
     shape, dtype = form
     array = value if type(value) is np.ndarray else as_array(value, argument)
     if array.dtype is not dtype:
@@ -239,7 +242,8 @@ def _fit(form: Form, value: Any, argument: str) -> NDArray[Any]:
             )
     if array.shape == shape:
         return array
-    if array.size != prod(shape):
+    is_same = [axis for axis in array.shape if axis != 1] == [axis for axis in shape if axis != 1]
+    if array.size != prod(shape) or not (is_same or argument == "action"):
         raise ArgumentError(
             f"{argument} has shape {array.shape}, expected {shape}: n_envs={shape[0]} environments, then the space's "
             f"{shape[1:]}; pass an array of that shape"

@@ -398,3 +398,15 @@ def test_a_wrong_batch_size_is_refused(count: Any) -> None:
     mine.add(*step())
     with pytest.raises(ArgumentError, match="batch_size"):
         mine.sample(count)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 3, 1), (1, 0, 2, 3)], ids=["channels last", "environments behind"])
+def test_observations_in_another_layout_are_refused(order: tuple[int, ...]) -> None:
+    """As many numbers in another order would be another observation; CleanRL's own buffer refuses them, too."""
+    mine = ReplayBuffer(50, spaces.Box(0, 255, (3, 8, 8), np.uint8), spaces.Box(-1, 1, (2, 3), np.float32), "cpu", 2)
+    frames = np.zeros((2, 3, 8, 8), np.uint8)
+    rest: Any = np.zeros((2, 6), np.float32), np.zeros(2), np.zeros(2, np.bool_), [{}, {}]
+    mine.add(frames, frames, *rest)  # actions are reshaped
+    with pytest.raises(ArgumentError, match=r"next_obs has shape .*expected \(2, 3, 8, 8\)"):
+        mine.add(frames, frames.transpose(order), *rest)
+    assert mine.pos == 1

@@ -56,16 +56,10 @@ class SlotArray(NDArrayOperatorsMixin):
     """
 
     def __init__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        ids_of: Callable[[NDArray[np.int64]], NDArray[np.int64]],
-        read: ReadRows,
-        rows_at_once: int,
-        write: WriteRows | None = None,
-        row_axes: int = 2,
-    ) -> None:
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any],
+        ids_of: Callable[[NDArray[np.int64]], NDArray[np.int64]], read: ReadRows, rows_at_once: int,
+        write: WriteRows | None = None, row_axes: int = 2,
+    ) -> None:  # fmt: skip
         self.name, self.shape, self.dtype = name, shape, dtype
         self._ids_of, self._read, self._write = ids_of, read, write
         self._rows_at_once, self._row_axes = rows_at_once, row_axes
@@ -135,8 +129,8 @@ class SlotArray(NDArrayOperatorsMixin):
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._write is None:
             raise ArgumentError(
-                f"{self.name}[...] = ... was tried; a stored {self.name} cannot be changed, only dones and timeouts "
-                "of a replay buffer can: call reset() and add the steps again"
+                f"{self.name}[...] = ... was tried, and stored {self.name} cannot be changed; only dones and timeouts "
+                "of a replay buffer can. Call reset() and add the steps again"
             )
         if not np.isin(np.asarray(value), (0, 1)).all():
             raise ArgumentError(f"{self.name}[...] = {value!r} was tried; {self.name} are flags, write 0 or 1")
@@ -320,8 +314,8 @@ class SlotArrays:
         array = self._make(buffer)
         if isinstance(array, dict):
             raise ArgumentError(
-                f"{self._name} = ... was tried; stored {self._name} cannot be changed: call reset() and add the steps "
-                "again"
+                f"{self._name} = ... was tried, and stored {self._name} cannot be changed; call reset() and add the "
+                "steps again"
             )
         array[...] = value
 
@@ -395,22 +389,52 @@ def _done_flags(batch: Batch) -> NDArray[np.bool_]:
     return np.asarray(batch.terminated ^ batch.truncated)
 
 
-def cut_flags(timeouts: list[Any], shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    """Return what infos say about time limits, one flag an environment: bools, numbers, arrays of one, None."""
-    given = cast([0 if timeout is None else timeout for timeout in timeouts], shape, np.dtype(np.float32))
-    if not np.isin(given, (0, 1)).all():
-        raise ArgumentError(f'infos[...]["TimeLimit.truncated"] is {timeouts}, which are flags; pass True or False')
-    return np.ascontiguousarray(np.broadcast_to(given != 0, shape))
+def flags_of(given: Any, shape: tuple[int, ...], name: str) -> NDArray[np.bool_]:
+    """Return flags of all environments, which may come as bools, numbers or arrays of one."""
+    flags = cast(given, shape, np.dtype(np.float32), name)
+    if getattr(given, "dtype", None) != np.bool_ and not np.isin(flags, (0, 1)).all():
+        raise ArgumentError(f"{name} is {given}, and flags are 0 or 1; pass True or False for each environment")
+    return np.asarray(flags != 0)
 
 
-def cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
-    rows: NDArray[Any] = np.asarray(array)
-    if rows.dtype != dtype:
-        rows = rows.astype(dtype)
-    if rows.shape != shape and rows.size == prod(shape):
-        rows = rows.reshape(shape)
-    return rows
+def cut_flags(infos: Any, shape: tuple[int, ...]) -> NDArray[np.bool_] | None:
+    """Return which episodes a time limit has cut, by what infos say; None if they say it of none."""
+    name = 'infos[...]["TimeLimit.truncated"]'
+    try:
+        given = [info.get("TimeLimit.truncated", False) for info in infos]
+    except (AttributeError, TypeError) as error:
+        raise ArgumentError(
+            f"infos is a {type(infos).__name__} that holds no dict for each environment ({error}); pass a list of "
+            "dicts, or make the buffer with handle_timeout_termination=False"
+        ) from error
+    return flags_of([0 if flag is None else flag for flag in given], shape, name) if any(given) else None
+
+
+def cast(
+    array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], name: str, *, reshapes: bool = False
+) -> NDArray[Any]:
+    """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype.
+
+    Axes of length 1 may be missing, or too many. Axes in another order are an error, as they are there; actions alone
+    are reshaped.
+    """
+    try:
+        rows: NDArray[Any] = np.asarray(array)
+        rows = rows if rows.dtype == dtype else rows.astype(dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"{name} is a {type(array).__name__} that cannot be stored as {dtype} ({error}); pass an array"
+        ) from error
+    if rows.shape == shape:
+        return rows
+    is_same = [axis for axis in rows.shape if axis != 1] == [axis for axis in shape if axis != 1]
+    try:
+        return rows.reshape(shape) if is_same or reshapes else np.broadcast_to(rows, shape)
+    except ValueError as error:
+        raise ArgumentError(
+            f"{name} has shape {rows.shape}, expected {shape}: {shape[0]} environments, then what the space says; "
+            "pass an array of that shape"
+        ) from error
 
 
 def warn_of_ignored_steps(buffer: str, *, takes_steps: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ _ACHIEVED, _DESIRED = "achieved_goal", "desired_goal"
 _TAG = "~holdall"
 _KINDS = "biuf"
 _JSON_TYPES = (bool, int, float, str)
+_GOAL_HOOKS = ("_get_real_samples", "_get_virtual_samples", "_sample_goals")
+"""Methods that Stable-Baselines3's `sample` calls; where one is a user's own, that `sample` runs."""
 
 
 class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
@@ -119,6 +122,8 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions of finished episodes, most of them with another goal, in Stable-Baselines3's order."""
+        if self._replaced() or _overridden_goals(type(self)) or not self.__dict__.keys().isdisjoint(_GOAL_HOOKS):
+            return her_replay_buffer.HerReplayBuffer.sample(self, batch_size, env)
         if self._is_delivered(env):
             return self._delivered(batch_size)
         batch = self.memory.follow(self._next_recipe(batch_size))
@@ -219,6 +224,11 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         infos = self.infos[slots, lanes] if self.copy_info_dict else [{} for _ in range(len(slots))]
         rewards = self.env.env_method("compute_reward", achieved, desired, infos, indices=[0])
         return rewards[0].astype(np.float32).reshape(-1)
+
+
+@cache
+def _overridden_goals(kind: type[HerReplayBuffer]) -> bool:
+    return any(getattr(kind, name) is not getattr(her_replay_buffer.HerReplayBuffer, name) for name in _GOAL_HOOKS)
 
 
 def pack_info(info: dict[str, Any]) -> bytes:

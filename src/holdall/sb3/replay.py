@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Self
 
 import numpy as np
@@ -35,6 +36,7 @@ from holdall.sb3.buffer_parts import (
     BufferArrays,
     cast,
     cut_flags,
+    flags_of,
     n_step_returns,
     require_steps,
     warn_of_ignored_steps,
@@ -44,13 +46,15 @@ from holdall.storage import fresh_bytes
 from holdall.units import require_count, whole
 
 _FLOAT32 = np.dtype(np.float32)
-_BOOL = np.dtype(np.bool_)
 _COPIED_AT_ONCE = 64
 """Slots of another buffer that are copied in one go."""
 _generator: Callable[[], Any] = np.random.get_bit_generator  # type: ignore[attr-defined]  # NumPy documents it
 _BOX_DEFAULTS, _DICT_DEFAULTS = (
     tuple(kind._field_defaults.values()) for kind in (ReplayBufferSamples, DictReplayBufferSamples)
 )
+_HOOKS = frozenset({"_get_samples", "_normalize_obs", "_normalize_reward", "to_torch"})
+"""Methods that Stable-Baselines3 calls between a draw and its tensors."""
+_ONLY_SAMPLES = frozenset({"_get_samples"})
 _TORCH_ALIGNMENT_BYTES = 64
 """Where torch's own tensors begin. Matrix products of floats that begin elsewhere add up in another order: the
 last bits differ, and with them the weights (seen with MKL on rows at 4 and 8 bytes past a multiple of 16)."""
@@ -92,6 +96,8 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
     """
 
     _takes_steps = True
+    _left_at: tuple[int, bool] = (0, False)
+    """`pos` and `full` after the last step, which somebody may have changed since."""
 
     def __init__(
         self,
@@ -126,6 +132,7 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
         self._action_shape = (n_envs, self.action_dim)
+        self._number_shape = (n_envs,) if self.action_dim == 1 else None  # of actions that come as numbers
         self._action_dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
         self._obs_specs = self._specs_of(observation_space)
         self._nothing_cut = np.zeros(n_envs, np.bool_)
@@ -140,12 +147,28 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         done: NDArray[Any],
         infos: list[dict[str, Any]],
     ) -> None:
-        """Add one transition per environment."""
+        """Add one transition per environment; if `pos` was set to 0 and `full` to False, all others go first."""
+        if (self.pos, self.full) != self._left_at:
+            self._follow_pos()
+        if type(action) is np.ndarray and action.shape == self._number_shape:  # of a Discrete space
+            action = action.reshape(self._action_shape)
         ticks = self.memory.add_at_once(
             obs, action, reward, next_obs, done, self._nothing_cut, infos if self.handle_timeout_termination else None
         ) or self._add_otherwise(obs, next_obs, action, reward, done, infos)
-        self.pos = ticks % self.buffer_size
-        self.full = ticks >= self.buffer_size
+        self._set_pos(ticks)
+
+    def _set_pos(self, ticks: int) -> None:
+        self.pos, self.full = self._left_at = ticks % self.buffer_size, ticks >= self.buffer_size
+
+    def _follow_pos(self) -> None:
+        """Do what somebody wanted who has set `pos` or `full`, as one may where arrays are written over."""
+        if self.pos == 0 and not self.full:
+            self.reset()
+        elif self._left_at != (0, False):
+            raise ArgumentError(
+                f"pos ({self.pos}) and full ({self.full}) were set; the last step left {self._left_at}, and the next "
+                "one goes behind it. Set them back, or call reset() to forget all steps"
+            )
 
     def _add_otherwise(
         self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: list[dict[str, Any]]
@@ -155,19 +178,16 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         ticks = self.memory.add_as_is(obs, action, reward, next_obs, done, self._nothing_cut, looked_at)
         if ticks:
             return ticks
-        cut, done = self._nothing_cut, cast(done, self._lane_shape, _BOOL)
-        if self.handle_timeout_termination:
-            timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
-            if any(timeouts):
-                cut = cut_flags(timeouts, self._lane_shape)
-                done = done ^ cut
+        ended, cut = flags_of(done, self._lane_shape, "done"), None
+        if self.handle_timeout_termination and (cut := cut_flags(infos, self._lane_shape)) is not None:
+            ended = ended ^ cut
         self.memory.add(
-            self._cast_observation(obs),
-            cast(action, self._action_shape, self._action_dtype),
-            cast(reward, self._lane_shape, _FLOAT32),
-            self._cast_observation(next_obs),
-            done,
-            cut,
+            self._cast_observation(obs, "obs"),
+            cast(action, self._action_shape, self._action_dtype, "action", reshapes=True),
+            cast(reward, self._lane_shape, _FLOAT32, "reward"),
+            self._cast_observation(next_obs, "next_obs"),
+            ended,
+            self._nothing_cut if cut is None else cut,
         )
         return self._ticks_added()
 
@@ -177,24 +197,37 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
-        if env is None and self.n_steps == 1 and self.device.type == "cpu" and _draws_as_usual(type(self)):
+        replaced = self._replaced()
+        if env is None and self.n_steps == 1 and self.device.type == "cpu" and not replaced and type(batch_size) is int:
             slots = self.buffer_size
             found = self.memory.draw_at_once(_generator(), batch_size, slots if self.full else self.pos, slots)
             if type(found) is tuple:
                 return self._samples_at_once(*found)
             if type(found) is not int:  # what lies under these ids cannot be read: say why
                 return self._samples(found, env)
+        batch_size = require_count("batch_size", batch_size, 0)
+        if not self._filled:
+            raise ArgumentError(f"sample({batch_size}) was called, and nothing was added yet; call add before")
         if self.full and self.memory.next_id == 0:  # somebody set `full`
             return self._samples_of_nothing(batch_size, env)
-        if type(self)._get_samples is not ReplayBuffer._get_samples:  # a user's own
-            return self._get_samples(np.random.randint(0, self.size(), size=batch_size), env=env)  # noqa: NPY002  as they do
+        if "_get_samples" in replaced:
+            return self._get_samples(np.random.randint(0, self._filled, size=batch_size), env=env)  # noqa: NPY002  as they do
         if self._is_delivered(env):
             return self._delivered(batch_size)
         return self._samples(self._drawn(batch_size), env)
 
+    @property
+    def _filled(self) -> int:
+        """Slots that draws are made from; `size` may be a subclass's own."""
+        return self.buffer_size if self.full else self.pos
+
+    def _replaced(self) -> frozenset[str]:
+        """Return the methods between a draw and its tensors that a subclass, or this object, has of its own."""
+        return _overridden(type(self)) if self.__dict__.keys().isdisjoint(_HOOKS) else _HOOKS
+
     def _is_delivered(self, env: VecNormalize | None) -> bool:
         """Whether batches are made on the GPU: what is normalised on the host is copied there as it is."""
-        return env is None and self.device.type == "cuda"
+        return env is None and self.device.type == "cuda" and self._replaced() <= _ONLY_SAMPLES
 
     def _samples_at_once(self, action: Any, ended: Any, reward: Any, *observed: Any) -> Any:
         """Return arrays of which nothing is normalised or moved as tensors: they begin where tensors do."""
@@ -211,7 +244,7 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
     def _drawn(self, batch_size: int) -> NDArray[np.int64]:
         """Draw ids; its own buffer draws differently with optimize_memory_usage, and this one never does."""
         newest = self.memory.next_id // self.n_envs - 1
-        return self._held(draw_slots(batch_size, self.size(), self.buffer_size, newest, self.n_envs))
+        return self._held(draw_slots(batch_size, self._filled, self.buffer_size, newest, self.n_envs))
 
     def _delivered(self, batch_size: int) -> Any:
         """Return the next samples on the GPU; with `prefetch`, others are drawn and under way then."""
@@ -240,10 +273,9 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
 
     def _draw_at_once(self, batch_size: int) -> BatchJob | None:
         """Draw a batch and begin it in one step, if there is such a way."""
-        kind, slots = type(self), self.buffer_size
-        if self.n_steps > 1 or not _draws_as_usual(kind) or kind._next_recipe is not ReplayBuffer._next_recipe:
+        if self.n_steps > 1 or self._replaced() or type(self)._next_recipe is not ReplayBuffer._next_recipe:
             return None
-        drawn = SlotDraw(_generator(), slots if self.full else self.pos, slots)
+        drawn = SlotDraw(_generator(), self._filled, self.buffer_size)
         return self.memory.draw_on(str(self.device), batch_size, drawn, ahead=self.prefetch > 0)
 
     def _next_recipe(self, batch_size: int) -> Draw:
@@ -261,13 +293,19 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         return Draw(ids, weights, last, reward=returns[:, 0], discount=discounts[:, 0])
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
-        env_indices = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)  # noqa: NPY002  its generator
-        return self._samples(self._held(self._ids(batch_inds, env_indices)), env)
+        slots = np.asarray(batch_inds)
+        if slots.ndim != 1 or (slots.size and not -self.buffer_size <= slots.min() <= slots.max() < self.buffer_size):
+            raise ArgumentError(
+                f"batch_inds ({batch_inds}) must be a row of slots, each below buffer_size ({self.buffer_size}); pass "
+                "an array of such numbers"
+            )
+        env_indices = np.random.randint(0, high=self.n_envs, size=slots.shape)  # noqa: NPY002  its generator
+        return self._samples(self._held(self._ids(slots, env_indices)), env)
 
     def _held(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Draw again for ids that are gone: a budget without a disk tier may hold less than all slots."""
         first_id, next_id = self.memory.first_id, self.memory.next_id
-        if next_id - first_id < self.size() * self.n_envs and (left_early := ids < first_id).any():
+        if next_id - first_id < self._filled * self.n_envs and (left_early := ids < first_id).any():
             held = np.random.randint(first_id, next_id, size=len(ids))  # noqa: NPY002  its generator
             return np.where(left_early, held, ids)
         return ids
@@ -276,7 +314,7 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         """Gather transitions, or the n-step returns that begin with them."""
         if self._is_delivered(env):
             return self._samples_on_device(self.memory.follow(self._recipe(ids), str(self.device)))
-        if self.n_steps == 1 and env is None and self.device.type == "cpu":
+        if self.n_steps == 1 and env is None and self.device.type == "cpu" and self._replaced() <= _ONLY_SAMPLES:
             rows = self.memory.rows(ids)
             observed = (array for i in range(len(self._obs_specs)) for array in rows.small[i])
             ended, rewards = rows.ended.reshape(-1, 1), rows.reward.reshape(-1, 1)
@@ -324,6 +362,7 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
     def reset(self) -> None:
         """Forget every transition."""
         super().reset()
+        self._left_at = (0, False)
         self.memory.close()
         self.memory = self._new_memory()
 
@@ -337,7 +376,7 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
             )
         self.memory.close()
         self.memory = memory
-        self.pos, self.full = ticks % self.buffer_size, ticks >= self.buffer_size
+        self._set_pos(ticks)
 
     @classmethod
     def copy_of(cls, buffer: buffers.ReplayBuffer, **settings: Any) -> Self:
@@ -383,7 +422,7 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
             obs, following = rows("observations", slots), rows("next_observations", slots)
             ended = buffer.dones[slots].astype(np.bool_) ^ cut
             self.memory.extend(obs, buffer.actions[slots], buffer.rewards[slots], following, ended, cut)
-        self.pos, self.full = buffer.pos, buffer.full
+        self.pos, self.full = self._left_at = buffer.pos, buffer.full
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
@@ -410,10 +449,15 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
             return {key: ((self.n_envs, *shapes[key]), np.dtype(space[key].dtype)) for key in shapes}
         return {"": ((self.n_envs, *shapes), np.dtype(space.dtype))}
 
-    def _cast_observation(self, obs: Any) -> Any:
+    def _cast_observation(self, obs: Any, name: str) -> Any:
         if not self._is_dict:
-            return cast(obs, *self._obs_specs[""])
-        return {key: cast(obs[key], *spec) for key, spec in self._obs_specs.items()}
+            return cast(obs, *self._obs_specs[""], name)
+        try:
+            return {key: cast(obs[key], *spec, f"{name}[{key!r}]") for key, spec in self._obs_specs.items()}
+        except (KeyError, IndexError, TypeError) as error:
+            raise ArgumentError(
+                f"{name} has no {error}; pass a dict with the keys {list(self._obs_specs)}, one array each"
+            ) from error
 
     def _ids(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Name the transitions in the given slots."""
@@ -426,6 +470,8 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
 
     def _tensor(self, array: Any) -> th.Tensor:
         """Return a gathered array as a tensor; its memory is the batch's own, so it is copied only to align it."""
+        if not self._replaced() <= _ONLY_SAMPLES:
+            return self.to_torch(array)
         tensor = th.from_numpy(array)
         if self.device.type != "cpu":
             return tensor.to(self.device)
@@ -434,6 +480,7 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         return tensor
 
 
-def _draws_as_usual(kind: type[ReplayBuffer]) -> bool:
-    """Whether a class draws from all slots, and reads what it draws as this one does."""
-    return kind._get_samples is ReplayBuffer._get_samples and kind.size is ReplayBuffer.size
+@cache
+def _overridden(kind: type[ReplayBuffer]) -> frozenset[str]:
+    """Return the methods between a draw and its tensors that a subclass overrides."""
+    return frozenset(name for name in _HOOKS if getattr(kind, name) is not getattr(ReplayBuffer, name))

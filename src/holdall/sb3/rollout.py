@@ -28,6 +28,7 @@ from holdall.report import MemoryReport
 from holdall.sb3.buffer_parts import SlotArray, cast
 from holdall.schema import Leaf
 from holdall.storage import RolloutFields
+from holdall.units import require_count
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("values", "log_probs", "advantages", "returns")
@@ -47,6 +48,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     """
 
     _compress: str | None = None
+    _shown: tuple[Any, ...]  # the arrays that `_fields` gather from
+    _fields: list[tuple[Leaf, Gather]]
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         self._frames.reset()
         self._delivery.release_large()
         self._show_arrays()
+        self._shown, self._fields = (), []
         self._is_written = True
         self.generator_ready = False
         super(buffers.RolloutBuffer, self).reset()
@@ -97,6 +101,10 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     ) -> None:
         """Add one step per environment."""
         pos = self.pos
+        if pos >= self.buffer_size:
+            raise ArgumentError(
+                f"add was called after all {self.buffer_size} steps of the rollout; call reset() before the next one"
+            )
         rows = [self._cast(leaf, obs) for leaf in self._leaves]
         if self._is_written:
             self._frames.write(pos, rows)
@@ -120,12 +128,13 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         is_own = self.episode_starts is self._own_starts and all(
             getattr(self, name) is self._rows[name] for name in names
         )
+        is_own = is_own and last_values.dtype is th.float32
         if not is_own or type(self.gamma) not in {int, float} or type(self.gae_lambda) not in {int, float}:
             # NumPy computes with scalars of its own types, and with arrays of others, in their precision.
             super().compute_returns_and_advantage(last_values, dones)
             return
         self._starts[self.buffer_size] = dones
-        last = last_values.detach().cpu().numpy().flatten().astype(np.float32, copy=False)
+        last = last_values.detach().cpu().numpy().flatten()
         rewards, values, advantages, returns = (self._rows[name] for name in names)
         ends = self._starts[1:]
         estimate_advantages(rewards, values, ends, last, self.gamma, self.gae_lambda, advantages, returns)
@@ -135,16 +144,34 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         steps = self.buffer_size * self.n_envs
         if not self.full:
             raise ArgumentError(
-                f"get was called after {self.pos} of {self.buffer_size} steps; minibatches are made of whole rollouts"
+                f"get was called after {self.pos} of {self.buffer_size} steps; minibatches are made of whole rollouts, "
+                "so add the others before"
             )
+        size = steps if batch_size is None else require_count("batch_size", batch_size)
         indices = np.random.permutation(steps)  # noqa: NPY002  its generator
         if not self.generator_ready:
             self._flatten_arrays()
             self.generator_ready = True
-        for first in range(0, steps, batch_size or steps):
-            yield self._get_samples(indices[first : first + (batch_size or steps)])
+        for first in range(0, steps, size):
+            yield self._get_samples(indices[first : first + size])
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
+        if type(self).to_torch is not RolloutBuffer.to_torch or "to_torch" in self.__dict__:  # a user's own
+            kind: Any = buffers.DictRolloutBuffer if self._is_dict else buffers.RolloutBuffer
+            return kind._get_samples(self, batch_inds, env)
+        delivered = self._delivery.deliver(batch_inds, self._fields_shown())
+        seen, (actions, *estimates) = delivered[: len(self._leaves)], delivered[len(self._leaves) :]
+        if not self._is_dict:
+            return RolloutBufferSamples(seen[0], actions, *estimates)
+        observations = {leaf.name: tensor for leaf, tensor in zip(self._leaves, seen, strict=True)}
+        return DictRolloutBufferSamples(observations, actions, *estimates)
+
+    def _fields_shown(self) -> list[tuple[Leaf, Gather]]:
+        """Return how every field of a minibatch is gathered; kept until an array is exchanged for another one."""
+        observed: Any = tuple(self.observations.values()) if self._is_dict else (self.observations,)
+        shown = (*observed, self.actions, self.values, self.log_probs, self.advantages, self.returns)
+        if len(shown) == len(self._shown) and all(map(is_, shown, self._shown)):
+            return self._fields
         fields = [self._observed_field(number, leaf) for number, leaf in enumerate(self._leaves)]
         for name in self._flat:
             rows = np.asarray(getattr(self, name))
@@ -157,12 +184,9 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
             # Actions are handed over as float32, whatever they are.
             leaf = Leaf(name, shape, _FLOAT32 if name == "actions" else rows.dtype)
             fields.append((leaf, partial(_gather_rows, rows.reshape(-1, *shape))))
-        delivered = self._delivery.deliver(batch_inds, fields)
-        seen, (actions, *estimates) = delivered[: len(self._leaves)], delivered[len(self._leaves) :]
-        if not self._is_dict:
-            return RolloutBufferSamples(seen[0], actions, *estimates)
-        observations = {leaf.name: tensor for leaf, tensor in zip(self._leaves, seen, strict=True)}
-        return DictRolloutBufferSamples(observations, actions, *estimates)
+        if all(map(is_, shown, (*self._stored_flat.values(), *self._flat.values()))):
+            self._shown, self._fields = shown, fields
+        return fields
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
@@ -186,7 +210,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the rollout as the plain arrays that it shows."""
-        made = {"_frames", "_delivery", "_rows", "_flat", "_starts", "_own_starts", "_stored", "_stored_flat"}
+        made = {"_frames", "_delivery", "_rows", "_flat", "_starts", "_own_starts", "_stored", "_stored_flat", "_shown",
+                "_fields"}  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -212,6 +237,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         self._own_starts = self._starts[: self.buffer_size]
         self._stored = {leaf.name: self._observed(field, leaf) for field, leaf in enumerate(self._leaves)}
         self._stored_flat = {name: stored.flattened() for name, stored in self._stored.items()}
+        self._shown, self._fields = (), []
 
     def _leaves_of(self) -> list[Leaf]:
         """Shape and dtype of every observation key, as Stable-Baselines3 stores it."""
@@ -277,9 +303,11 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def _cast(self, leaf: Leaf, obs: Any) -> NDArray[Any]:
         """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
-        shape = (self.n_envs, *leaf.shape)
-        rows = cast(obs[leaf.name] if self._is_dict else obs, shape, leaf.dtype)
-        return rows if rows.shape == shape else np.broadcast_to(rows, shape)
+        if not self._is_dict:
+            return cast(obs, (self.n_envs, *leaf.shape), leaf.dtype, "obs")
+        if leaf.name not in obs:
+            raise ArgumentError(f"obs has no {leaf.name!r}; pass a dict with the keys {list(self._stored)}")
+        return cast(obs[leaf.name], (self.n_envs, *leaf.shape), leaf.dtype, f"obs[{leaf.name!r}]")
 
     def _gather_observations(self, field: int, batch_inds: NDArray[np.int64], out: NDArray[Any]) -> None:
         lane, step = np.divmod(batch_inds, self.buffer_size)
