@@ -62,7 +62,7 @@ from holdall.sampling import (
     sampler_to_resume,
     sampler_words,
 )
-from holdall.schema import Schema, schema_words
+from holdall.schema import Schema, require_choice, require_count, require_number, schema_words, whole
 from holdall.storage import (
     COST_CAPS,
     BatchReader,
@@ -76,7 +76,7 @@ from holdall.storage import (
     StoreContent,
     Tick,
 )
-from holdall.units import parse_bytes, require_choice, require_count, require_number, whole
+from holdall.units import parse_bytes
 
 _LOG = logging.getLogger("holdall")
 

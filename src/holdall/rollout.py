@@ -26,9 +26,8 @@ from holdall.errors import ArgumentError, ClosedError
 from holdall.native import chosen_kernels, estimate_advantages, fallback
 from holdall.report import LIVING, FieldReport, MemoryReport
 from holdall.sampling import RolloutSequences, childs_generator, generator_of
-from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, on_host
+from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, on_host, require_count, require_number
 from holdall.storage import FinalObservations, RolloutFields, gather_padded, gather_rows, new_ring
-from holdall.units import require_count, require_share
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("value", "log_prob", "advantage", "returns")
@@ -195,8 +194,8 @@ class RolloutMemory:
         if steps == 0:
             raise ArgumentError("finish was called before add; add steps first")
         self._final.drop_from(steps * self.num_envs)  # of an `add` that was interrupted
-        require_share("gamma", gamma)
-        require_share("gae_lambda", gae_lambda)
+        require_number("gamma", gamma, 0, 1)
+        require_number("gae_lambda", gae_lambda, 0, 1)
         if self._resident is not None:
             self._resident.finish(steps, last_values, float(gamma), float(gae_lambda), final_values)
             self._now = self._now._replace(is_finished=True)

@@ -24,8 +24,8 @@ from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
 from holdall.checkpoint.save import next_number
 from holdall.errors import ArgumentError, CheckpointError, ClosedError, HoldallError
+from holdall.schema import require_count, require_number
 from holdall.storage import Extent, FullBlock, SegmentFile, SliceBlock
-from holdall.units import require_count, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.save import SaveHandle, Saver

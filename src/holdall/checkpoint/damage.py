@@ -25,9 +25,8 @@ from holdall.checkpoint.manifest import (
     shard_manifest,
 )
 from holdall.errors import CheckpointError, DamageError
-from holdall.schema import Leaf
+from holdall.schema import Leaf, malformed_refused
 from holdall.storage import SLICES, ClosedPart, Coder, KeptBlock, Like, Record, RowChunk, Window, numbers
-from holdall.units import malformed_refused
 
 _INVALID = "invalid.0"
 

@@ -40,7 +40,16 @@ from holdall.checkpoint.write import SavedRecords
 from holdall.errors import CheckpointError, DamageError
 from holdall.machine import memory_limits
 from holdall.sampling import Sampler, Uniform, unpack_state
-from holdall.schema import Leaf, Schema, dtype_of, schema_of
+from holdall.schema import (
+    Leaf,
+    Schema,
+    dtype_of,
+    malformed_refused,
+    require_count,
+    require_flag,
+    require_number,
+    schema_of,
+)
 from holdall.storage import (
     CarriedSlices,
     ClosedPart,
@@ -64,7 +73,6 @@ from holdall.storage import (
     unpack_rows,
     unpack_slices,
 )
-from holdall.units import malformed_refused, require_count, require_flag, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import BackgroundFetch

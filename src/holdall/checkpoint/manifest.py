@@ -22,8 +22,8 @@ from typing import Any
 
 from holdall.background import Waiting
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
+from holdall.schema import count_of, malformed_refused, require_path, text_of
 from holdall.storage import SegmentFile, parsed, unparsed
-from holdall.units import count_of, malformed_refused, require_path, text_of
 
 FORMAT = "holdall checkpoint"
 VERSION = 1

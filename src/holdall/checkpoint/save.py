@@ -24,8 +24,8 @@ from holdall.checkpoint.files import CheckpointWriter
 from holdall.checkpoint.manifest import CheckpointReader, is_remote, normalized_url
 from holdall.checkpoint.write import Report, RowsKey, SavedRecords, SnapshotWriter
 from holdall.errors import ArgumentError, CheckpointError, FencedError
+from holdall.schema import require_count
 from holdall.storage import Coder, FrozenRows, FrozenStore, FullBlock, RowChunk, SliceBlock
-from holdall.units import require_count
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import Autosave, CheckpointMirror

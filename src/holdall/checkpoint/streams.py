@@ -42,8 +42,7 @@ from holdall.checkpoint.save import Checkpoint, open_writer
 from holdall.checkpoint.write import SnapshotWriter
 from holdall.errors import DamageError
 from holdall.sampling import Sampler, WriterRun
-from holdall.schema import Array, Schema
-from holdall.units import malformed_refused
+from holdall.schema import Array, Schema, malformed_refused
 
 _BYTES_AT_ONCE = 4 * 2**20
 _MOST_TICKS_AT_ONCE = 1024

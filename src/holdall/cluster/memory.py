@@ -40,8 +40,7 @@ from holdall.native import chosen_kernels
 from holdall.ray_access import require_safe_cluster
 from holdall.replay import ReplayMemory as LocalReplayMemory
 from holdall.sampling import Sampler, Uniform
-from holdall.schema import Schema, schema_of, schema_words
-from holdall.units import require_count, whole
+from holdall.schema import Schema, require_count, schema_of, schema_words, whole
 
 _LOCAL_ON = 8
 _SPARE_ROWS = 1024

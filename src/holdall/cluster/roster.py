@@ -28,8 +28,8 @@ import ray
 from holdall.cluster.protocol import MOST_LIVES, Gauges, ShardCounters
 from holdall.errors import ArgumentError, ShardError
 from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
+from holdall.schema import require_choice, require_count, require_number
 from holdall.storage import COST_CAPS
-from holdall.units import require_choice, require_count, require_number
 
 NAMESPACE = "holdall"
 """Where rosters have their names."""

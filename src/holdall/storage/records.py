@@ -27,11 +27,10 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, NewerFormatError, SpillError
-from holdall.schema import Array, Bytes
+from holdall.schema import Array, Bytes, count_of, malformed_refused, require_path
 from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
 from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, SlicePlaces, Transform
 from holdall.storage.own_folder import OwnFolder
-from holdall.units import count_of, malformed_refused, require_path
 
 MAGIC = b"holdall\x01"
 """Seven letters and the version of the format."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from holdall.background import end_before_python
 from holdall.errors import ArgumentError, DamageError
-from holdall.schema import Array, Bytes, Leaf, Schema, dtype_of
+from holdall.schema import Array, Bytes, Leaf, Schema, count_of, dtype_of, malformed_refused
 from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock, reserve
 from holdall.storage.codec import Codec, Dictionary, Method, Transform, stored
 from holdall.storage.codec_choice import COST_CAPS, choose
@@ -30,7 +30,6 @@ from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window, WindowSear
 from holdall.storage.snapshot import ROWS, Like, RowChunk, pack_logs, pack_rows, unpack_logs, unpack_rows
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import Arguments, FastTick, FlatField, Kernels, SlicedTick, Tick, TickWriter, packed_rows
-from holdall.units import count_of, malformed_refused
 
 _MOST_SEGMENT_ROWS = 2**20
 _SEGMENT_BYTES = 4 * 2**20
