@@ -19,7 +19,6 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.background import tell_of_forks
 from holdall.batch import RolloutBatch
 from holdall.delivery import DeviceRollout, Gather, MinibatchDelivery, is_on_device
 from holdall.errors import ArgumentError, ClosedError
@@ -61,6 +60,8 @@ class RolloutMemory:
     Only one thread may use it at a time.
     """
 
+    fork_lock = None  # see `Tracked`
+
     def __init__(
         self,
         observation_space: spaces.Space[Any],
@@ -90,7 +91,6 @@ class RolloutMemory:
         self._valid: NDArray[np.bool_] | None = None
         self._resident: DeviceRollout | None = None  # of steps that are born on the device
         self._now = _Progress()
-        tell_of_forks(self)
         LIVING.add(self)
 
     def observe(self, obs: Any) -> None:

@@ -85,3 +85,11 @@ class Attached(Mapping[str, bytes]):
             if self.files is not None:
                 record, file = self.files.record(ref)
                 yield unpack_file(record, file.read)
+
+
+def attached_files(url: str | os.PathLike[str]) -> Attached:
+    """Return the files that were saved with the newest memory, without loading it."""
+    from holdall.checkpoint.load import RecordFiles, newest, open_reader  # noqa: PLC0415  reading comes after this
+
+    reader = open_reader(url)
+    return newest(reader, lambda manifest: Attached(RecordFiles(reader), manifest.attached))

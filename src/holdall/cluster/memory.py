@@ -313,7 +313,7 @@ class ReplayMemory(MemoryHandle):
         }
         ticks, saved = self.capacity // self.num_envs, partial(saved_by, self._cluster, place, calls)
         snapshot = checkpoint.ShardsSnapshot(self._terms.words, ticks, state, {}, saved)
-        return self._savers.to(place).save(snapshot, int(keep), None, None)
+        return self._savers.to(place).save(lambda _saved: snapshot, int(keep), None, None)
 
     @classmethod
     def load(
