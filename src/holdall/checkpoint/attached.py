@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from holdall.checkpoint.manifest import ATTACHMENT_NAME, Ref
 from holdall.errors import ArgumentError
-from holdall.storage import unpack_file
+from holdall.storage import Buffer, Read, Record, pack, require_kind
 
 if TYPE_CHECKING:
     from holdall.checkpoint.load import RecordFiles
 
 _PIECE_BYTES = 16 * 2**20
+_FILE = "file"
 
 
 def checked_files(attach: Any) -> dict[str, Path | bytes]:
@@ -56,6 +57,17 @@ def file_pieces(content: Path | bytes) -> Iterator[bytes]:
         yield file.read(_PIECE_BYTES)
         while piece := file.read(_PIECE_BYTES):
             yield piece
+
+
+def pack_file(content: bytes) -> list[Buffer]:
+    """Return a piece of a trainer's own file as a record."""
+    return pack(_FILE, {}, {"content": content}, frozenset())
+
+
+def unpack_file(record: Record, read: Read) -> bytes:
+    """Read a piece of a trainer's own file."""
+    require_kind(record, _FILE, read)
+    return record.part("content", read)
 
 
 @dataclass(eq=False)

@@ -179,9 +179,8 @@ def _above(reader: CheckpointReader) -> CheckpointReader | None:
 
 def outline(reader: CheckpointReader, number: int) -> Manifest:
     """Return a manifest; one whose bytes were read or written before without its records, since parsing takes long."""
-    if reader.committed is not None:
-        _remember(reader, *reader.committed)
-        reader.committed = None
+    while reader.committed:
+        _remember(reader, *reader.committed.popleft())
     raw, name = reader.raw_manifest(number)
     sum_line, known = reader.outlines.get(number, (b"", None))
     if known is not None and raw.endswith(sum_line) and raw == signed(raw[:-SUM_LINE_BYTES]):

@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -375,7 +376,7 @@ class CheckpointReader(ABC):
     def __init__(self, url: str) -> None:
         self.url = url
         self.outlines: dict[int, tuple[bytes, Manifest]] = {}  # see `files.outline`
-        self.committed: tuple[bytes, Manifest] | None = None  # the last one, by a writer that this reader belongs to
+        self.committed: deque[tuple[bytes, Manifest]] = deque(maxlen=8)  # by the writer that this reader belongs to
 
     @abstractmethod
     def names(self, folder: str) -> Iterable[str]:

@@ -286,7 +286,7 @@ class ObjectStoreWriter(CheckpointWriter):
             if standing is not None:
                 raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
         self._mark.require()
-        self.reader.committed = content, manifest
+        self.reader.committed.append((content, manifest))
         self._mark.release()  # a collector that looked before the manifest was there saw that the mark holds
 
     def unclaimed(self) -> tuple[dict[str, int], set[str]]:

@@ -90,7 +90,7 @@ class ShardData:
         """Have slices in memory, with codecs that they share."""
         for block in blocks:
             if block.sealed is not None:
-                coded = block.sealed.coded.in_memory()
+                coded = storage.in_memory(block.sealed.coded)
                 codec = self._codecs.setdefault(coded.codec, coded.codec)
                 block.sealed = storage.CarriedSlices(replace(coded, codec=codec))
 

@@ -115,7 +115,7 @@ def test_a_manifest_that_is_known_is_not_parsed_again(tmp_path: Path, monkeypatc
     """Whether it was written or read before: its files are what is asked for."""
     written, read, raw = DirectoryReader(tmp_path), DirectoryReader(tmp_path), encode(MANIFEST)
     standing(tmp_path, raw)
-    written.committed = raw, MANIFEST
+    written.committed.append((raw, MANIFEST))
     assert outline(read, 7) == MANIFEST
     monkeypatch.setattr(manifests, "parsed", pytest.fail)
     for reader in (written, read, written):
@@ -127,7 +127,7 @@ def test_a_manifest_that_is_known_is_not_parsed_again(tmp_path: Path, monkeypatc
 def test_what_is_known_of_a_manifest_holds_for_its_very_bytes(tmp_path: Path) -> None:
     """Damage is noticed, and another manifest under its number is read."""
     reader, raw = DirectoryReader(tmp_path), encode(MANIFEST)
-    reader.committed = raw, MANIFEST
+    reader.committed.append((raw, MANIFEST))
     for damaged in (raw[:-1], raw[:50] + b"?" + raw[51:], raw[: len(raw) // 2] + raw[-73:], b""):
         standing(tmp_path, damaged)
         with pytest.raises(DamageError, match=r"manifest .*7\.json"):
@@ -136,7 +136,7 @@ def test_what_is_known_of_a_manifest_holds_for_its_very_bytes(tmp_path: Path) ->
     standing(tmp_path, encode(other))
     assert outline(reader, 7) == other
     for number in range(8, 1000):
-        reader.committed = raw, replace(MANIFEST, number=number)
+        reader.committed.append((raw, replace(MANIFEST, number=number)))
         outline(reader, 7)
     assert len(reader.outlines) < 100
 
