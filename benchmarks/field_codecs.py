@@ -19,10 +19,11 @@ from rich.table import Table
 from holdall.native import chosen_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage.block_sample import BlockSample
-from holdall.storage.blocks import Coder
-from holdall.storage.codec import Codec
+from holdall.storage.blocks import Codec
+from holdall.storage.codec import describe
 from holdall.storage.codec_choice import measure, measure_together
 from holdall.storage.slices import Window
+from holdall.storage.ticks import Coder
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
     table = Table("codec", "ratio", "us by the clock", "us as counted", title=title)
     for found in sorted(alone + together, key=lambda m: -m.ratio):
         clock_us = timed_us(kernels.coder, found.codec, samples)
-        table.add_row(found.codec.describe(), f"{found.ratio:.2f}", f"{clock_us:.2f}", f"{found.decode_us:.2f}")
+        table.add_row(describe(found.codec), f"{found.ratio:.2f}", f"{clock_us:.2f}", f"{found.decode_us:.2f}")
     Console().print(table)
 
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from holdall.native import chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage import COST_CAPS, Window, choose
+from holdall.storage.codec import describe
 
 GROUP = 16
 BLOCK_BYTES = 16 * 2**20
@@ -73,7 +74,7 @@ def slice_costs(folder: Path, traces: dict[str, str], preferences: list[str]) ->
             times.append((time.thread_time() - start) / len(order) * 1e6)
         row = {"bytes": sealed.nbytes / len(rest), "decode_us": min(times), "seal_us": seal_us}
         row["plain_bytes"] = 2 * stack * nbytes  # that a plain buffer takes for a transition's observations
-        results[f"{name} {prefer}"] = row | {"codec": codec.describe(), "reason": codec.reason}
+        results[f"{name} {prefer}"] = row | {"codec": describe(codec), "reason": codec.reason}
         print(name, prefer, json.dumps(results[f"{name} {prefer}"]), flush=True)
     return results
 
@@ -101,7 +102,7 @@ def holdall_bytes(frames: NDArray[np.uint8]) -> dict[str, Any]:
         sealed = [coder.seal(slices[at : at + in_a_block], codec) for at in range(0, len(slices), in_a_block)]
         common = 0 if codec.dictionary is None else len(codec.dictionary.content)
         nbytes = common + sum(block.nbytes for block in sealed if block is not None)
-        found |= {prefer: nbytes / len(slices), f"{prefer}_codec": codec.describe()}
+        found |= {prefer: nbytes / len(slices), f"{prefer}_codec": describe(codec)}
     return found
 
 

@@ -22,9 +22,10 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.background import CLOSE_S, LOAD_S, fork_safe, left, tell_of_forks
+from holdall.background import CLOSE_S, left
 from holdall.batch import Batch, Draw
 from holdall.checkpoint import (
+    LOAD_S,
     Attached,
     Loading,
     Progress,
@@ -33,7 +34,9 @@ from holdall.checkpoint import (
     SaveHandle,
     Savers,
     Snapshot,
+    autosaved,
     checked_save,
+    the_rest_of,
 )
 from holdall.delivery import (
     Batches,
@@ -62,7 +65,7 @@ from holdall.sampling import (
     sampler_to_resume,
     sampler_words,
 )
-from holdall.schema import Schema, schema_words
+from holdall.schema import Schema, require_choice, require_count, require_number, schema_words, whole
 from holdall.storage import (
     COST_CAPS,
     BatchReader,
@@ -76,7 +79,7 @@ from holdall.storage import (
     StoreContent,
     Tick,
 )
-from holdall.units import parse_bytes, require_choice, require_count, require_number, whole
+from holdall.units import parse_bytes
 
 _LOG = logging.getLogger("holdall")
 
@@ -118,7 +121,8 @@ class BaseMemory:
         self._settings, self._kernels = settings, kernels_for(os.environ.get("HOLDALL_KERNELS", ""))
         self.spill_dir, self._generator = spill_dir, generator_of(seed)
         self.sampler = required_sampler(sampler)
-        self._lock: Any = fork_safe(threading.RLock())  # entered once: see `_locked`
+        self._lock: Any = threading.RLock()  # entered once: see `_locked`
+        self.fork_lock = self._lock
         self._prefetched: Prefetched | None = None  # made with the first loader
         self._elsewhere: dict[str, Batches] = {}  # by device, beside the memory's own
         self._savers = Savers(self._kernels.coder)
@@ -141,7 +145,6 @@ class BaseMemory:
             raise ArgumentError(
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
             ) from error
-        tell_of_forks(self)
         LIVING.add(self)
 
     def _open(self) -> Store:
@@ -338,10 +341,9 @@ class BaseMemory:
                 well, about, if it takes three arguments.
         """
         require_count("keep", keep, 1)
-        location, files = checked_save(url, attach, progress, mirror)
+        location, files = checked_save(url, attach, progress)
         saver = self._savers.to(location)
-        with left(saver.in_order):
-            return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
+        return saver.save(lambda saved: self._snapshot(saved, files), int(keep), progress, mirror)
 
     def save_every(
         self,
@@ -361,7 +363,7 @@ class BaseMemory:
             seconds: Make a checkpoint after so many seconds ...
             transitions: ... or after so many transitions, whichever comes first.
         """
-        autosave = self._savers.every(self, url, seconds, transitions, keep, mirror)
+        autosave = autosaved(self, self._savers, url, seconds, transitions, keep, mirror)
         before, self._autosave = self._autosave, autosave
         if before is not None:
             before.stop()
@@ -476,7 +478,7 @@ class BaseMemory:
             self._prefetched = Prefetched(recipes, getattr(self.sampler, "reward_fn", None))
         if found.saved is not None:  # then the next save writes only what is new
             self._savers.to(found.url, found.saved)
-        self._fetch, self._attached = found.fetch_the_rest(), found.attached
+        self._fetch, self._attached = None if found.waiting is None else the_rest_of(found), found.attached
 
     def _snapshot(self, saved: Mapping[int, RowsKey], attach: Mapping[str, Path | bytes]) -> Snapshot:
         with self._locked():

@@ -22,8 +22,8 @@ from holdall.errors import ArgumentError, MissingPackageError, SpaceError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.schema import as_array, stored_space
-from holdall.units import require_count, require_flag, whole
+from holdall.schema import as_array, require_count, require_flag, whole
+from holdall.space_leaves import stored_space
 
 try:
     import torch

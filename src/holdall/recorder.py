@@ -22,8 +22,7 @@ from holdall.errors import ArgumentError
 from holdall.gymnasium import DISABLED, NEXT_STEP, SAME_STEP, FinalInfo, Made, mode_named, source_of
 from holdall.replay import ReplayMemory
 from holdall.rollout import RolloutMemory
-from holdall.schema import Array, Tree, fit_flags
-from holdall.units import require_count, whole
+from holdall.schema import Array, Tree, fit_flags, require_count, whole
 
 Flags = NDArray[np.bool_]
 Policy = Callable[[Any], Any]

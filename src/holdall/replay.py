@@ -24,9 +24,8 @@ from holdall.gymnasium import FIRST_LOOK_TICKS, Newest, added_resets, newest_ids
 from holdall.native import fallback
 from holdall.report import MemoryReport
 from holdall.sampling import Prioritized, Uniform, drawn_from, require_enough, set_priorities
-from holdall.schema import Array, Leaf, fit_flags, on_host
+from holdall.schema import Array, Leaf, fit_flags, on_host, require_count
 from holdall.storage import StepsLeft, Store, Tick, UnchangedStore, last_rows, steps_in
-from holdall.units import require_count
 
 _PLAIN_SAMPLERS = frozenset({Uniform, Prioritized})
 """These draw once, and say nothing of a row but its id and weight."""

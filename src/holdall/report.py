@@ -142,7 +142,13 @@ class MemoryReport:
 
 
 class Tracked(Protocol):
-    """What a watch asks a memory for."""
+    """What a memory is asked for by those that know all of them: a watch, and a process that forks."""
+
+    fork_lock: Any
+    """Taken before a fork and let go of after it, so that no child finds it held by a thread it lacks; or None."""
+
+    def after_fork(self) -> None:
+        """Leave to the parent what is the parent's; called in the child, by its only thread."""
 
     def arrays(self) -> Iterable[tuple[str, Any]]:
         """Return every array that the memory holds, under the name of its field; one name may have many arrays."""

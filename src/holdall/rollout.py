@@ -19,16 +19,14 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.background import tell_of_forks
 from holdall.batch import RolloutBatch
 from holdall.delivery import DeviceRollout, Gather, MinibatchDelivery, is_on_device
 from holdall.errors import ArgumentError, ClosedError
 from holdall.native import chosen_kernels, estimate_advantages, fallback
 from holdall.report import LIVING, FieldReport, MemoryReport
 from holdall.sampling import RolloutSequences, childs_generator, generator_of
-from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, on_host
+from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, on_host, require_count, require_number
 from holdall.storage import FinalObservations, RolloutFields, gather_padded, gather_rows, new_ring
-from holdall.units import require_count, require_share
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("value", "log_prob", "advantage", "returns")
@@ -62,6 +60,8 @@ class RolloutMemory:
     Only one thread may use it at a time.
     """
 
+    fork_lock = None  # see `Tracked`
+
     def __init__(
         self,
         observation_space: spaces.Space[Any],
@@ -91,7 +91,6 @@ class RolloutMemory:
         self._valid: NDArray[np.bool_] | None = None
         self._resident: DeviceRollout | None = None  # of steps that are born on the device
         self._now = _Progress()
-        tell_of_forks(self)
         LIVING.add(self)
 
     def observe(self, obs: Any) -> None:
@@ -195,8 +194,8 @@ class RolloutMemory:
         if steps == 0:
             raise ArgumentError("finish was called before add; add steps first")
         self._final.drop_from(steps * self.num_envs)  # of an `add` that was interrupted
-        require_share("gamma", gamma)
-        require_share("gae_lambda", gae_lambda)
+        require_number("gamma", gamma, 0, 1)
+        require_number("gae_lambda", gae_lambda, 0, 1)
         if self._resident is not None:
             self._resident.finish(steps, last_values, float(gamma), float(gae_lambda), final_values)
             self._now = self._now._replace(is_finished=True)

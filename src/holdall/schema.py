@@ -1,7 +1,8 @@
-"""Spaces as flat, named leaves, the check that a value fits them, and the same as JSON.
+"""What a transition consists of, leaf by leaf; and the checks of all that users pass and files say.
 
-In:  gymnasium spaces, once; nested values with a leading lane axis, at every step.
-Out: one array per leaf, in a fixed order, of exactly the leaf's shape and dtype.
+In:  spaces, once; nested values with a leading lane axis, at every step; numbers and words; JSON that was read.
+Out: one array per leaf, in a fixed order, of exactly the leaf's shape and dtype; checked values. What does not hold is
+an error that names the argument, its value and what holds; of a file, a `DamageError`.
 Invariant: no value is changed, clipped or broadcast; one that does not fit is refused before anything is written.
 Integers that another integer dtype holds exactly are stored in that one. With one lane, the lane axis may be left out:
 the space's shape says of every field whether it is there.
@@ -9,25 +10,26 @@ the space's shape says of every field whether it is there.
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import prod
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.errors import ArgumentError, CheckpointError, DamageError, SpaceError
+from holdall.errors import ArgumentError, CheckpointError, DamageError, HoldallError, SpaceError
+from holdall.space_leaves import STORABLE_KINDS, LeafForm, Structure, joined, taken_apart
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
-_STORABLE_KINDS = "biuf"
-_MOST_DEPTH, _MOST_LEAF_BYTES = 32, 2**30
+_MOST_DEPTH, _MOST_LEAF_BYTES, _MOST_COUNT = 32, 2**30, 2**62
 _DTYPE = re.compile(r"(\|b1|[<|][iuf](1|2|4|8|16))")
 _MOST_SHOWN = 8
 """Numbers of an argument that an error shows."""
@@ -55,7 +57,7 @@ class Leaf:
     nbytes: int = field(init=False, repr=False, compare=False)  # of one value
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", prod(self.shape) * self.dtype.itemsize)
+        object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
 
     def fit(self, value: Any, leading: tuple[int, ...], argument: str, axes: str = "") -> Array:
         """Return `value` as an array of shape `leading + shape`, or say why it is none."""
@@ -103,9 +105,9 @@ class Tree:
     @classmethod
     def of(cls, space: spaces.Space[Any] | None, argument: str) -> Tree:
         """Take `space` apart; refuse what cannot be stored bit for bit."""
-        leaves: list[Leaf] = []
-        structure = _dismantle(space, "", argument, leaves)
-        return cls(tuple(leaves), structure)
+        leaves: list[LeafForm] = []
+        structure = taken_apart(space, "", argument, leaves)
+        return cls(tuple(Leaf(*form) for form in leaves), structure)
 
     def flatten(self, value: Any, leading: tuple[int, ...], argument: str, fit: Fit = Leaf.fit) -> list[Any]:
         """Return one checked array per leaf, in leaf order; `fit` checks one."""
@@ -161,7 +163,7 @@ class Tree:
                     f"{sorted(structure)}: missing {missing}, unknown {unknown}; pass exactly the space's keys"
                 )
             for key, child in structure.items():
-                self._collect(child, value[key], fit, argument, _join(path, key), arrays)
+                self._collect(child, value[key], fit, argument, joined(path, key), arrays)
             return
         if not isinstance(value, tuple | list) or len(value) != len(structure):
             raise ArgumentError(
@@ -169,7 +171,7 @@ class Tree:
                 f"{len(structure)}; pass a tuple of {len(structure)} batched values"
             )
         for index, child in enumerate(structure):
-            self._collect(child, value[index], fit, argument, _join(path, str(index)), arrays)
+            self._collect(child, value[index], fit, argument, joined(path, str(index)), arrays)
 
 
 def _fit_part(fit: Fit, leading: tuple[int, ...], key: str, leaf: Leaf, value: Any) -> Any:
@@ -182,9 +184,6 @@ def _leaf_numbers(structure: Structure) -> list[int]:
         return [structure]
     children = structure.values() if isinstance(structure, dict) else structure
     return [number for child in children for number in _leaf_numbers(child)]
-
-
-Structure = int | dict[str, "Structure"] | tuple["Structure", ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +247,7 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
     if type(value) in {int, float} and dtype is None:
         dtype = np.dtype(np.float64)
     array = value if type(value) is np.ndarray else as_array(value, "reward")
-    if dtype is None and (array.dtype.kind not in _STORABLE_KINDS or not array.dtype.isnative):
+    if dtype is None and (array.dtype.kind not in STORABLE_KINDS or not array.dtype.isnative):
         raise ArgumentError(
             f"reward has dtype {array.dtype}; rewards are bool, integer or floating point numbers in this machine's "
             "byte order, so pass np.asarray(reward, dtype=np.float32) or another of these"
@@ -267,9 +266,10 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
         lanes, several = _axes(leading), f" then reward_shape={shape}" if shape else ""
         hint = "; for several rewards a step, make the memory with reward_shape=(n,)"
         remedy = "" if shape or not array.ndim else hint
+        shown = f" instead of {array.tolist()}" if array.size <= _MOST_SHOWN else ""
         raise ArgumentError(
             f"reward has shape {array.shape}, expected {leading + shape}: {lanes}{several}; pass an array of that shape"
-            f"{_shown(array)}{remedy}"
+            f"{shown}{remedy}"
         )
     return array
 
@@ -296,11 +296,6 @@ def is_without_lanes(shape: tuple[int, ...], leading: tuple[int, ...], own: tupl
 def _unfit(array: Array, dtype: np.dtype[Any], kinds: str) -> str:
     """Say that integers have values which do not fit, if that is what is wrong; `kinds` are the dtypes that may."""
     return "not all of its values fit; " if array.dtype.kind in "iu" and dtype.kind in kinds else ""
-
-
-def _shown(array: Array) -> str:
-    """Show a few numbers."""
-    return f" instead of {array.tolist()}" if array.size <= _MOST_SHOWN else ""
 
 
 def _required_shape(shape: Any) -> tuple[int, ...]:
@@ -345,39 +340,6 @@ def _axes(leading: tuple[int, ...]) -> str:
     return f"{leading[0]} steps of num_envs={leading[1]} lanes"
 
 
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
-def _dismantle(space: spaces.Space[Any] | None, path: str, argument: str, leaves: list[Leaf]) -> Structure:
-    where = f"{argument}[{path!r}]" if path else argument
-    if isinstance(space, spaces.Dict):
-        return {key: _dismantle(child, _join(path, str(key)), argument, leaves) for key, child in space.spaces.items()}
-    if isinstance(space, spaces.Tuple):
-        return tuple(
-            _dismantle(child, _join(path, str(index)), argument, leaves) for index, child in enumerate(space.spaces)
-        )
-    if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete):
-        raise SpaceError(
-            f"{where} is a {type(space).__name__}; holdall stores Box, Discrete, MultiBinary, "
-            "MultiDiscrete, Dict and Tuple spaces, so encode it as one of these"
-        )
-    if space.shape is None or space.dtype is None:
-        raise SpaceError(f"{where} has no fixed shape and dtype; give it both")
-    dtype = np.dtype(space.dtype)
-    if dtype.kind not in _STORABLE_KINDS:
-        as_two = "store real and imaginary part as a last axis of two"
-        remedy = as_two if dtype.kind == "c" else "use a bool, integer or floating point dtype"
-        raise SpaceError(f"{where} has dtype {dtype}, which holdall does not store; {remedy}")
-    if not dtype.isnative:
-        raise SpaceError(
-            f"{where} has dtype {dtype}, with bytes in the order of other machines; holdall stores this machine's, "
-            f"so use np.{dtype.name}"
-        )
-    leaves.append(Leaf(path, tuple(int(n) for n in space.shape), dtype))
-    return len(leaves) - 1
-
-
 def _assemble(structure: Structure, arrays: Sequence[Any]) -> Any:
     if isinstance(structure, int):
         return arrays[structure]
@@ -386,57 +348,93 @@ def _assemble(structure: Structure, arrays: Sequence[Any]) -> Any:
     return tuple(_assemble(child, arrays) for child in structure)
 
 
-def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:
-    """Describe a stored array: the bounds say nothing, since values are never checked."""
-    if dtype.kind == "f":
-        return spaces.Box(-np.inf, np.inf, shape, dtype.type)
-    if dtype.kind == "b":
-        return spaces.Box(0, 1, shape, dtype.type)
-    limits = np.iinfo(dtype)
-    return spaces.Box(int(limits.min), int(limits.max), shape, dtype.type)
+# ---------------------------------------------------------------- numbers and words that users pass
 
 
-# ---------------------------------------------------------------- rows in memory
-
-_ALIGNMENT_BYTES = 64
-
-
-def laid_out_bytes(leaves: Iterable[Leaf], rows: int) -> int:
-    """Return what so many rows of all leaves take in a block."""
-    return sum(_aligned(rows * leaf.nbytes) for leaf in leaves)
+def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -> int:
+    """Return `value` as a whole number of at least `least`, or say why it is not one."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
+    return int(value)
 
 
-def laid_out(block: Bytes, leaves: Iterable[Leaf], rows: int) -> Iterator[Array]:
-    """Return where so many rows of each leaf lie in a block."""
-    start = 0
-    for leaf in leaves:
-        nbytes = rows * leaf.nbytes
-        yield block[start : start + nbytes].view(leaf.dtype).reshape(rows, *leaf.shape)
-        start += _aligned(nbytes)
+def whole(value: Any) -> Any:
+    """Return a float that is a whole number, such as 1e6, as that number; all else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+def require_flag(argument: str, value: Any) -> bool:
+    """Return `value` if it is True or False, or say that it is not."""
+    if isinstance(value, bool) or type(value).__name__ in {"bool", "bool_"}:  # Python's, and NumPy's without loading it
+        return bool(value)
+    raise ArgumentError(f"{argument} ({value!r}) must be True or False; pass one of them")
 
 
-def put_together(parts: Sequence[Any], where: Sequence[NDArray[np.int64]]) -> Any:
-    """Return the rows of some arrays as one, those of each at their positions; of tuples and lists of arrays the same.
-
-    What is no array is the same in all parts.
-    """
-    first = parts[0]
-    if isinstance(first, list | tuple):
-        merged = [put_together(each, where) for each in zip(*parts, strict=True)]
-        return getattr(type(first), "_make", type(first))(merged)
-    if not isinstance(first, np.ndarray):
-        return first
-    rows = np.empty((sum(map(len, parts)), *first.shape[1:]), first.dtype)
-    for part, positions in zip(parts, where, strict=True):
-        rows[positions] = part
-    return rows
+def require_path(argument: str, value: Any) -> str:
+    """Return a path or a url as text, or say that it is none."""
+    try:
+        path = os.fspath(value)
+    except TypeError:
+        path = b""
+    if isinstance(path, bytes):
+        raise ArgumentError(f"{argument} ({value!r}) is no path; pass text or a pathlib.Path")
+    return str(path)
 
 
-# ---------------------------------------------------------------- as JSON
+def require_choice(argument: str, value: Any, choices: Collection[str]) -> None:
+    """Refuse an argument that is none of the words that it may be."""
+    if not isinstance(value, str) or value not in choices:
+        raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(choices)}; pass one of these")
+
+
+def require_number(argument: str, value: Any, least: float, most: float = math.inf) -> float:
+    """Return `value` as a finite number within bounds, or say why it is not one."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
+        bounds = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+        raise ArgumentError(f"{argument} ({value!r}) must be a number {bounds}; pass one")
+    if not math.isfinite(value):
+        raise ArgumentError(f"{argument} ({value!r}) must be finite; pass a finite number")
+    return float(value)
+
+
+# ---------------------------------------------------------------- what was read
+
+
+def count_of(value: Any, most: int = _MOST_COUNT) -> int:
+    """Return a whole number from 0 to `most` that was read, or refuse it."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise DamageError(f"{value!r} is no count up to {most}; nothing of it is used")
+    return value
+
+
+def text_of(value: Any, pattern: re.Pattern[str]) -> str:
+    """Return text that was read and has the right form, or refuse it."""
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise DamageError(f"{value!r} is no name here; nothing of it is used")
+    return value
+
+
+_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
+
+
+class malformed_refused:  # noqa: N801  entered for every record, at a quarter of the cost of a generator
+    """Turn the errors that malformed JSON leads to into a DamageError that names what was read."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
+        if isinstance(error, _MALFORMED) and not isinstance(error, HoldallError):
+            said = f"{self._what} makes no sense ({type(error).__name__}: {error}); nothing of it is used"
+            raise DamageError(said) from error
+
+
+# ---------------------------------------------------------------- a schema as JSON
 
 
 def schema_words(schema: Schema) -> dict[str, Any]:
@@ -495,6 +493,6 @@ def _leaf_of(name: Any, dtype: Any, shape: Any) -> Leaf:
     lengths = tuple(shape)
     sound = isinstance(name, str) and all(type(length) is int and 0 <= length < 2**31 for length in lengths)
     leaf = Leaf(name, lengths, dtype_of(dtype))
-    if not sound or len(lengths) > 32 or prod(lengths) * leaf.dtype.itemsize > _MOST_LEAF_BYTES:
+    if not sound or len(lengths) > 32 or math.prod(lengths) * leaf.dtype.itemsize > _MOST_LEAF_BYTES:
         raise DamageError(f"a checkpoint's schema has a leaf {name!r} of shape {lengths}, which is none of holdall's")
     return leaf

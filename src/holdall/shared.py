@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, NamedTuple
 
@@ -22,12 +22,11 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Bytes, Leaf, Schema, Tree, laid_out, laid_out_bytes
-from holdall.units import require_count
+from holdall.schema import Array, Bytes, Leaf, Schema, Tree, require_count
 
 _AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0) if hasattr(mmap, "MAP_SHARED") else 0
 """Pages that are mapped one by one, as each is first written, cost far more."""
-_COUNT_BYTES = 8
+_COUNT_BYTES, _ALIGNMENT_BYTES = 8, 64
 CAN_SHARE = hasattr(os, "memfd_create")
 """Whether a process can open the blocks of another one, see `SharedBlock`."""
 
@@ -212,14 +211,32 @@ def block_leaves(schema: Schema, large: Sequence[int]) -> dict[int, Leaf]:
     return dict(enumerate(schema.observation.leaves)) if large else {}
 
 
+def _laid_out_bytes(leaves: Iterable[Leaf], rows: int) -> int:
+    """Return what so many rows of all leaves take in a block."""
+    return sum(_aligned(rows * leaf.nbytes) for leaf in leaves)
+
+
+def _laid_out(block: Bytes, leaves: Iterable[Leaf], rows: int) -> Iterator[Array]:
+    """Return where so many rows of each leaf lie in a block."""
+    start = 0
+    for leaf in leaves:
+        nbytes = rows * leaf.nbytes
+        yield block[start : start + nbytes].view(leaf.dtype).reshape(rows, *leaf.shape)
+        start += _aligned(nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
 def block_bytes(leaves: dict[int, Leaf], rows: int) -> int:
     """Return what a batch of so many rows takes in a block."""
-    return 2 * laid_out_bytes(leaves.values(), rows)
+    return 2 * _laid_out_bytes(leaves.values(), rows)
 
 
 def pairs_in(memory: Bytes, leaves: dict[int, Leaf], rows: int) -> dict[int, Pair]:
     """Return where observations and next observations of a batch lie in a block, by leaf."""
-    obs, next_obs = (laid_out(half, leaves.values(), rows) for half in (memory, memory[len(memory) // 2 :]))
+    obs, next_obs = (_laid_out(half, leaves.values(), rows) for half in (memory, memory[len(memory) // 2 :]))
     return dict(zip(leaves, zip(obs, next_obs, strict=True), strict=True))
 
 
@@ -243,7 +260,7 @@ class SharedObservations:
         self._lanes = num_envs
         # Without a name: the system frees it with the last process that has it, however that one ends.
         maker: Any = multiprocessing if context is None else context
-        self._block = maker.RawArray(ctypes.c_uint8, max(1, laid_out_bytes(self._tree.leaves, self._lanes)))
+        self._block = maker.RawArray(ctypes.c_uint8, max(1, _laid_out_bytes(self._tree.leaves, self._lanes)))
         self._view()
 
     @property
@@ -281,4 +298,4 @@ class SharedObservations:
 
     def _view(self) -> None:
         block = np.frombuffer(self._block, np.uint8)
-        self._rows: list[Array] = list(laid_out(block, self._tree.leaves, self._lanes))
+        self._rows: list[Array] = list(_laid_out(block, self._tree.leaves, self._lanes))

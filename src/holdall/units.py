@@ -1,19 +1,16 @@
-"""Quantities that users write, and what is read of files: bytes, counts, names.
+"""Quantities as people write and read them: bytes, counts, times.
 
-In:  what a user passed, or JSON that was read.  Out: a checked value, or an error that names the argument, its value
-and what holds; of a file, a `DamageError`.
+In:  numbers, or a size as text.  Out: text; a size in bytes, or an error that says how to write one.
+Nothing here loads NumPy: commands begin fast.
 """
 
 from __future__ import annotations
 
-import math
-import os
 import re
-from collections.abc import Collection
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
-from holdall.errors import ArgumentError, DamageError, HoldallError
+from holdall.errors import ArgumentError
 
 _FACTORS = {
     "": 1, "b": 1,
@@ -21,7 +18,6 @@ _FACTORS = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
 _TENTH, _MINUTE, _HOUR, _DAY = 0.1, 60, 3600, 86400
-_MOST_COUNT = 2**62
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -71,92 +67,3 @@ def parse_bytes(size: Any, argument: str = "size") -> int:
         f"{argument} ({size!r}) is no size; write bytes as a whole number, or with a unit of kB, MB, GB, TB, "
         'KiB, MiB, GiB or TiB, as in "8GiB"'
     )
-
-
-def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -> int:
-    """Return `value` as a whole number of at least `least`, or say why it is not one."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
-    return int(value)
-
-
-def whole(value: Any) -> Any:
-    """Return a float that is a whole number, such as 1e6, as that number; all else as it is."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def require_flag(argument: str, value: Any) -> bool:
-    """Return `value` if it is True or False, or say that it is not."""
-    if isinstance(value, bool) or type(value).__name__ in {"bool", "bool_"}:  # Python's, and NumPy's without loading it
-        return bool(value)
-    raise ArgumentError(f"{argument} ({value!r}) must be True or False; pass one of them")
-
-
-def require_path(argument: str, value: Any) -> str:
-    """Return a path or a url as text, or say that it is none."""
-    try:
-        path = os.fspath(value)
-    except TypeError:
-        path = b""
-    if isinstance(path, bytes):
-        raise ArgumentError(f"{argument} ({value!r}) is no path; pass text or a pathlib.Path")
-    return str(path)
-
-
-def require_share(argument: str, value: Any) -> None:
-    """Refuse what is no number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
-        raise ArgumentError(f"{argument} ({value!r}) must be a number from 0 to 1; pass one")
-
-
-def require_choice(argument: str, value: Any, choices: Collection[str]) -> None:
-    """Refuse an argument that is none of the words that it may be."""
-    if not isinstance(value, str) or value not in choices:
-        raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(choices)}; pass one of these")
-
-
-def require_number(argument: str, value: Any, least: float, most: float = math.inf) -> float:
-    """Return `value` as a finite number within bounds, or say why it is not one."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
-        bounds = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
-        raise ArgumentError(f"{argument} ({value!r}) must be a number {bounds}; pass one")
-    if not math.isfinite(value):
-        raise ArgumentError(f"{argument} ({value!r}) must be finite; pass a finite number")
-    return float(value)
-
-
-# ---------------------------------------------------------------- what was read
-
-
-def count_of(value: Any, most: int = _MOST_COUNT) -> int:
-    """Return a whole number from 0 to `most` that was read, or refuse it."""
-    if type(value) is not int or not 0 <= value <= most:
-        raise DamageError(f"{value!r} is no count up to {most}; nothing of it is used")
-    return value
-
-
-def text_of(value: Any, pattern: re.Pattern[str]) -> str:
-    """Return text that was read and has the right form, or refuse it."""
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise DamageError(f"{value!r} is no name here; nothing of it is used")
-    return value
-
-
-_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError)
-
-
-class malformed_refused:  # noqa: N801  entered for every record, at a quarter of the cost of a generator
-    """Turn the errors that malformed JSON leads to into a DamageError that names what was read."""
-
-    __slots__ = ("_what",)
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
-        if isinstance(error, _MALFORMED) and not isinstance(error, HoldallError):
-            said = f"{self._what} makes no sense ({type(error).__name__}: {error}); nothing of it is used"
-            raise DamageError(said) from error

@@ -43,7 +43,7 @@ from holdall.tools.watch.agent import Agent, FillFunction, agent
 from holdall.tools.watch.process_watcher import latest_reading, stalled_percent
 from holdall.tools.watch.reading import MemoryReading, return_free_heap
 from holdall.tools.watch.verdicts import WatchVerdict
-from holdall.units import format_bytes, parse_bytes, require_choice
+from holdall.units import format_bytes, parse_bytes
 
 __all__ = ["Watch", "start", "track"]
 
@@ -289,7 +289,10 @@ class MemoryGuard:
         limit_bytes: int | None = None,
         checkpoint: Callable[[], Any] | None = None,
     ) -> None:
-        require_choice("on_pressure", act, PRESSURE_ACTIONS)
+        if act not in PRESSURE_ACTIONS:
+            raise ArgumentError(
+                f"on_pressure ({act!r}) must be one of {', '.join(PRESSURE_ACTIONS)}; pass one of these"
+            )
         if not 0.1 <= at <= 0.99:
             raise ArgumentError(f"pressure_at ({at}) must be a share of the limit, from 0.1 to 0.99")
         if act == "checkpoint" and checkpoint is None:

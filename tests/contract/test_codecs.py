@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from holdall.native import NativeCoder, PortableCoder, native_kernels
 from holdall.native import library as libraries
 from holdall.schema import Bytes
-from holdall.storage.blocks import Coder
-from holdall.storage.codec import Codec, Dictionary, Method, Order, Predictor, Transform
+from holdall.storage.blocks import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.coded_units import Order, unit_of
+from holdall.storage.ticks import Coder
 
 COUNT = 9
 SIZES = [(1, 1), (9, 1), (1, 17), (4, 16), (5, 15), (7, 33), (8, 84)]
@@ -476,13 +477,13 @@ def test_colours_that_most_slices_show_are_told_once(coder: Coder) -> None:
     slices = coloured(COLOURS, generator.choice(1 << 24, 300, replace=False), numbers)
     sealed = coder.seal(slices, Codec(Method.LZ4, 7, COLOURS))
     assert sealed is not None
-    assert [sealed.coded.unit(number)[0] for number in range(20)] == [0] * 20
+    assert [unit_of(sealed.coded, number)[0] for number in range(20)] == [0] * 20
     numbers += 30 * (np.arange(20)[:, None])
     many = coder.seal(
         coloured(COLOURS, generator.choice(1 << 24, 900, replace=False), numbers), Codec(Method.LZ4, 7, COLOURS)
     )
     assert many is not None
-    assert sum(many.coded.unit(number)[0] for number in range(20)) == len(np.unique(numbers)) - 256
+    assert sum(unit_of(many.coded, number)[0] for number in range(20)) == len(np.unique(numbers)) - 256
 
 
 def test_colours_have_no_keys_and_their_dictionary_a_palette() -> None:

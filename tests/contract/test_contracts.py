@@ -13,7 +13,7 @@ import holdall
 from holdall.batch import Draw
 from holdall.native import NativeCoder, PortableCoder, native_kernels
 from holdall.sampling.draw import Held, Sampler
-from holdall.storage.blocks import Coder
+from holdall.storage.ticks import Coder
 from holdall.testing import CodecContract, MemoryContract, SamplerContract, Stream
 
 

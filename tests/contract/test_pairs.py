@@ -20,9 +20,9 @@ from holdall.errors import DamageError
 from holdall.native import NativeCoder, PortableCoder, native_kernels
 from holdall.schema import Bytes
 from holdall.storage import choosing, segment
-from holdall.storage.blocks import Coded, Coder
-from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.blocks import Codec, Coded, Dictionary, Method, Predictor, Transform
 from holdall.storage.pairs import train_pairs
+from holdall.storage.ticks import Coder
 
 KERNELS = native_kernels()
 NATIVE: Any = None if KERNELS is None or not isinstance(KERNELS.coder, NativeCoder) else KERNELS.coder

@@ -93,7 +93,7 @@ def test_the_rest_arrives_in_the_background(saved: str, fetched: list[int]) -> N
         count = len(fetched)
         require_right(memory)
         assert len(fetched) == count
-        assert not memory._open().large_segments.awaits_files()
+        assert not any(file.is_awaited for file in memory._open().large_segments.awaited)
 
 
 @pytest.mark.usefixtures("unhurried")

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from holdall import ArgumentError, CheckpointError, NStep, Prioritized, ReplayMemory
 from holdall.checkpoint import (
     Checkpoint,
+    RowsKey,
     SaveHandle,
     Savers,
     ShardsSnapshot,
@@ -66,8 +67,6 @@ class ShardOfOneLane:
 
     def save(self) -> SaveHandle:
         store = self.memory._open()
-        with self.memory._lock:
-            frozen = store.freeze(self.saver.rows_saved())
         held = [run for run in self.runs if run.first_row + run.rows > self.memory.first_id]
         state = {
             "sampler": {"kind": "Uniform", "state": {}},
@@ -75,8 +74,13 @@ class ShardOfOneLane:
             "runs": runs_state(held),
         }
         words = schema_words(self.memory.schema)
-        snapshot = Snapshot(frozen, words, self.memory.capacity, state, {}, self.memory._lock, store.release)
-        return self.saver.save(snapshot, None, None, None)
+
+        def taken(saved: Mapping[int, RowsKey]) -> Snapshot:
+            with self.memory._lock:
+                frozen = store.freeze(saved)
+            return Snapshot(frozen, words, self.memory.capacity, state, {}, self.memory._lock, store.release)
+
+        return self.saver.save(taken, None, None, None)
 
     def close(self) -> None:
         self.saver.close()
@@ -102,7 +106,8 @@ class MemoryOfShards:
 
         schema = Schema.of(SPACE, ACTIONS, None, LANES)
         state = {"generator": generator_state(np.random.default_rng(5)), "sampler": {"kind": self._sampler}}
-        return self.saver.save(ShardsSnapshot(schema_words(schema), 500, state, {"a": b"b"}, waited), keep, None, None)
+        snapshot = ShardsSnapshot(schema_words(schema), 500, state, {"a": b"b"}, waited)
+        return self.saver.save(lambda _saved: snapshot, keep, None, None)
 
     def close(self) -> None:
         self.saver.close()

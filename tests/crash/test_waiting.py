@@ -22,7 +22,7 @@ from gymnasium import spaces
 
 from holdall import CheckpointError, ReplayMemory
 from holdall import background as waiting
-from holdall.checkpoint import open_reader
+from holdall.checkpoint import manifest, open_reader
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
 
@@ -112,12 +112,12 @@ def test_reading_gives_a_store_up_that_was_never_there(
     how: str, nobody: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It says what it waits for, and the error names the endpoint; by default after half a minute."""
-    monkeypatch.setattr(waiting, "SAY_AFTER_S", 0.2)
+    monkeypatch.setattr(manifest, "SAY_AFTER_S", 0.2)
     with caplog.at_level(logging.WARNING, "holdall"), pytest.raises(CheckpointError, match=nobody) as given_up:
         READING[how](1.0)
     assert given_up.value.errno == errno.ETIMEDOUT
     assert any("still waiting" in record.message and nobody in record.message for record in caplog.records)
-    assert inspect.signature(ReplayMemory.load).parameters["timeout"].default == waiting.LOAD_S == 30
+    assert inspect.signature(ReplayMemory.load).parameters["timeout"].default == manifest.LOAD_S == 30
 
 
 def test_a_load_gives_a_store_up_that_answers_no_more(url: str, frozen: Any) -> None:
@@ -303,7 +303,7 @@ def test_a_local_save_is_cancelled_between_two_records(tmp_path: Path) -> None:
 
 def test_a_long_wait_is_told(nobody: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """What it is for, and by whom."""
-    monkeypatch.setattr(waiting, "SAY_AFTER_S", 0.2)
+    monkeypatch.setattr(manifest, "SAY_AFTER_S", 0.2)
     memory = new_memory(5)
     with caplog.at_level(logging.WARNING, "holdall"):
         memory.save("s3://runs/nowhere")

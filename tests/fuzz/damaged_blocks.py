@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.native import NativeCoder, NativeKernels, PortableCoder, native_kernels, open_library
 from holdall.schema import Bytes
-from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
-from holdall.storage.codec import Codec, Dictionary, Method, Predictor, SlicePlaces, Transform
+from holdall.storage.blocks import Codec, Coded, Dictionary, Extent, Method, Predictor, SegmentFile, Transform
+from holdall.storage.coded_units import SlicePlaces
 from holdall.storage.pairs import train_pairs
+from holdall.storage.ticks import Coder
 
 COUNT = 12
 MARGIN = 64

@@ -29,8 +29,8 @@ from hypothesis import strategies as st
 import holdall
 from holdall.errors import DamageError
 from holdall.native import PortableCoder
-from holdall.storage.blocks import Coded, Coder
-from holdall.storage.codec import Codec, Method, Predictor, Transform
+from holdall.storage.blocks import Codec, Coded, Method, Predictor, Transform
+from holdall.storage.ticks import Coder
 
 from . import damaged_blocks
 from .damaged_blocks import (

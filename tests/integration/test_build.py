@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from holdall.native import NativeKernels, open_library
-from holdall.storage.codec import Codec, Method, Predictor, Transform
+from holdall.storage.blocks import Codec, Method, Predictor, Transform
 
 ROOT = Path(__file__).parents[2]
 

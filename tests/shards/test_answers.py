@@ -27,7 +27,7 @@ from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.sampling import Uniform
 from holdall.schema import Schema, schema_words
 from holdall.storage import batch_source
-from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.blocks import Codec, Dictionary, Method, Transform
 from holdall.storage.codec_choice import COST_CAPS, choose
 from holdall.storage.sealed_segment import Encoder, SealedSegment, pack_segment, sliced_leaves, unpack_segment
 from holdall.storage.store import Store

@@ -19,7 +19,7 @@ from holdall.native import chosen_kernels
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Schema
 from holdall.storage import sealed_segment
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.blocks import Codec, Method, Transform
 from holdall.storage.sealed_segment import Encoder, SealedSegment, pack_segment
 from holdall.storage.ticks import Tick
 from holdall.testing import Stream

@@ -25,8 +25,7 @@ from holdall import DamageError, ReplayMemory
 from holdall.native import native_kernels
 from holdall.storage import choosing, own_folder, records, segment
 from holdall.storage import sealer as seal
-from holdall.storage.blocks import Extent, SliceBlock
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.blocks import Codec, Extent, Method, SliceBlock, Transform
 from holdall.storage.tiers import Budget
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box

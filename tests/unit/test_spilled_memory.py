@@ -23,8 +23,7 @@ from holdall.report import MemoryReport
 from holdall.storage import choosing, records, segment
 from holdall.storage import codec_choice as choice
 from holdall.storage import tiers as budget
-from holdall.storage.blocks import SliceBlock
-from holdall.storage.codec import Codec
+from holdall.storage.blocks import Codec, SliceBlock
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box

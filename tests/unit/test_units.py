@@ -3,7 +3,8 @@
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.units import format_bytes, parse_bytes, require_choice
+from holdall.schema import require_choice
+from holdall.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from holdall.checkpoint.manifest import ATTACHMENT_NAME, Ref
 from holdall.errors import ArgumentError
-from holdall.storage import unpack_file
+from holdall.storage import Buffer, Read, Record, pack, require_kind
 
 if TYPE_CHECKING:
     from holdall.checkpoint.load import RecordFiles
 
 _PIECE_BYTES = 16 * 2**20
+_FILE = "file"
 
 
 def checked_files(attach: Any) -> dict[str, Path | bytes]:
@@ -58,6 +59,17 @@ def file_pieces(content: Path | bytes) -> Iterator[bytes]:
             yield piece
 
 
+def pack_file(content: bytes) -> list[Buffer]:
+    """Return a piece of a trainer's own file as a record."""
+    return pack(_FILE, {}, {"content": content}, frozenset())
+
+
+def unpack_file(record: Record, read: Read) -> bytes:
+    """Read a piece of a trainer's own file."""
+    require_kind(record, _FILE, read)
+    return record.part("content", read)
+
+
 @dataclass(eq=False)
 class Attached(Mapping[str, bytes]):
     """A trainer's own files, as they were saved with the memory; read when they are asked for."""
@@ -85,3 +97,11 @@ class Attached(Mapping[str, bytes]):
             if self.files is not None:
                 record, file = self.files.record(ref)
                 yield unpack_file(record, file.read)
+
+
+def attached_files(url: str | os.PathLike[str]) -> Attached:
+    """Return the files that were saved with the newest memory, without loading it."""
+    from holdall.checkpoint.load import RecordFiles, newest, open_reader  # noqa: PLC0415  reading comes after this
+
+    reader = open_reader(url)
+    return newest(reader, lambda manifest: Attached(RecordFiles(reader), manifest.attached))

@@ -8,6 +8,7 @@ Invariant: nothing here holds training up. A failure is logged and tried again, 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -18,18 +19,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from holdall.background import JobThread, Waiting, end_before_python, left
-from holdall.checkpoint.manifest import Manifest
+from holdall.background import end_before_python
+from holdall.checkpoint.load import Restored, is_remote, normalized_url
+from holdall.checkpoint.manifest import Manifest, Waiting
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
-from holdall.checkpoint.save import next_number
+from holdall.checkpoint.save import JobThread, Saver, Savers, next_number
 from holdall.errors import ArgumentError, CheckpointError, ClosedError, HoldallError
+from holdall.schema import require_count, require_number
 from holdall.storage import Extent, FullBlock, SegmentFile, SliceBlock
-from holdall.units import require_count, require_number
 
 if TYPE_CHECKING:
-    from holdall.checkpoint.save import SaveHandle, Saver
-
+    from holdall.checkpoint.save import SaveHandle
 
 _LOOK_S = 0.1
 """How often to look whether something has to be written."""
@@ -104,6 +105,24 @@ class Autosave:
             self._thread.join(_STOP_S)
 
 
+def autosaved(
+    memory: AutosavedMemory,
+    savers: Savers,
+    url: str | os.PathLike[str],
+    seconds: float | None,
+    transitions: int | None,
+    keep: int,
+    mirror: str | None,
+) -> Autosave:
+    """Save a memory at intervals from now on, see `ReplayMemory.save_every`."""
+    interval = SaveInterval.checked(seconds, transitions)
+    how = {"keep": require_count("keep", keep, 1), "mirror": mirror}
+    saver = savers.to(normalized_url(url))
+    if mirror is not None:
+        require_mirror(mirror, saver.url)
+    return Autosave(memory, saver, how, interval)
+
+
 def _run_autosave(
     owner: weakref.ref[AutosavedMemory],
     saver: Saver,
@@ -137,6 +156,22 @@ def _run_autosave(
             _LOG.warning("a checkpoint could not be saved (%s); the next one is tried when it is due", error)
         finally:
             memory = None
+
+
+def require_mirror(mirror: Any, url: str) -> None:
+    """Refuse a mirror that checkpoints saved to `url` cannot be copied to."""
+    if is_remote(url):
+        raise ArgumentError(f"mirror ({mirror!r}) is for saves to a directory; {url} is no directory")
+    if not (isinstance(mirror, str) and is_remote(mirror)):
+        raise ArgumentError(f"mirror ({mirror!r}) must be a prefix of an object store: s3://, gs:// or az://")
+
+
+def mirror_of(saver: Saver, mirror: str) -> CheckpointMirror:
+    """Return what sends a saver's checkpoints to a prefix; made with the first of them."""
+    require_mirror(mirror, saver.url)
+    if mirror not in saver.mirrors:
+        saver.mirrors[mirror] = CheckpointMirror(mirror, Path(saver.url) / "segments")
+    return saver.mirrors[mirror]
 
 
 class _MirrorJob(NamedTuple):
@@ -182,7 +217,7 @@ class CheckpointMirror:
 
     def wait(self, number: int, timeout: float | None) -> None:
         """Wait until a checkpoint, or a newer one, stands in the store."""
-        with left(self._thread.lock):
+        with self._thread.locked():
             if not self._changed.wait_for(lambda: self._sent >= number or self._error is not None, timeout):
                 raise TimeoutError(f"checkpoint {number} was not in {self._url} after {timeout} s; it goes on")
             if self._sent < number and self._error is not None:
@@ -190,7 +225,7 @@ class CheckpointMirror:
 
     def cancel(self) -> None:
         """Give up what is being sent, or about to be."""
-        with left(self._thread.lock):
+        with self._thread.locked():
             self._thread.jobs.clear()
             if self._thread.at_work is not None:
                 self._waiting.give_up()
@@ -245,6 +280,16 @@ class CheckpointMirror:
 
 
 _AT_ONCE_BYTES = 4 * 2**20
+
+
+def the_rest_of(found: Restored) -> BackgroundFetch | None:
+    """Begin to fetch the blocks of what was loaded from an object store, newest first; None if there are none."""
+    segments = [] if found.content is None else found.content.segments
+    blocks = {id(part.block): part.block for segment in reversed(segments) for part in segment.parts}
+    extents = [extent for block in blocks.values() if (extent := block.extent) is not None]
+    if found.waiting is None or not any(extent.file.is_awaited for extent in extents):
+        return None
+    return BackgroundFetch(extents, found.waiting)
 
 
 class _BlockRange(NamedTuple):

@@ -25,9 +25,8 @@ from holdall.checkpoint.manifest import (
     shard_manifest,
 )
 from holdall.errors import CheckpointError, DamageError
-from holdall.schema import Leaf
-from holdall.storage import SLICES, ClosedPart, Coder, KeptBlock, Like, Record, RowChunk, Window, numbers
-from holdall.units import malformed_refused
+from holdall.schema import Leaf, malformed_refused
+from holdall.storage import SLICES, ClosedPart, Coder, KeptBlock, Like, Record, RowChunk, Window, numbers, unit_of
 
 _INVALID = "invalid.0"
 
@@ -122,7 +121,7 @@ class Salvage(Restored):
         if block.sealed is not None and block.extent is not None:
             block.extent.bring()
             for unit in range(len(block.sealed.coded.offsets) - 1):
-                block.sealed.coded.unit(unit)
+                unit_of(block.sealed.coded, unit)
 
     def rows(self, like: Like) -> Iterator[RowChunk]:
         """Read rows; where they are damaged, the ticks are lost, and so is the one before: its next observations."""

@@ -453,7 +453,7 @@ class DirectoryWriter(CheckpointWriter):
             raise FencedError(
                 f"{path} is there already: another writer saves to {self.url}; save to a place of its own"
             )
-        self.reader.outlines.remember(raw, manifest)
+        self.reader.committed.append((raw, manifest))
 
     def unclaimed(self) -> tuple[dict[str, int], set[str]]:
         """Return the files of records, and those among them that are this writer's, or older than a lease."""

@@ -21,7 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from holdall.checkpoint.manifest import CheckpointReader, Manifest, Ref, manifest_name, require_whole
+from holdall.checkpoint.manifest import (
+    MOST_FORMAT_BYTES,
+    SUM_LINE_BYTES,
+    CheckpointReader,
+    Manifest,
+    Ref,
+    decode,
+    manifest_name,
+    require_whole,
+    signed,
+)
 from holdall.errors import CheckpointError, DamageError, NewerFormatError
 from holdall.storage import Buffer, Codec, Extent, SegmentFile, SliceBlock, unpack
 
@@ -30,6 +40,7 @@ if TYPE_CHECKING:
     from holdall.checkpoint.load import RecordFiles
     from holdall.checkpoint.write import RecordWriter, SavedRecords
 
+_MOST_OUTLINES = 64
 _FILES_LEFT = 96
 """Files whose records stay where they are when there are too many."""
 _WORTH_IT = 0.5
@@ -131,7 +142,7 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
     Args:
         keep: None: what a manifest above does not name, or will.
     """
-    above, numbers = reader.above(), reader.numbers()
+    above, numbers = _above(reader), reader.numbers()
     stays = set(numbers)
     if above is not None:
         shards = [shard for number in above.numbers() for shard in above.manifest(number).shards]
@@ -143,7 +154,7 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
     whole, sizes = 0, reader.file_sizes()
     for number in numbers:
         try:
-            found: Manifest | None = reader.outline(number)
+            found: Manifest | None = outline(reader, number)
         except DamageError as error:
             if isinstance(error, NewerFormatError) or error.errno is not None:
                 raise
@@ -158,6 +169,31 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
         else:
             stale[number] = found
     return kept, stale
+
+
+def _above(reader: CheckpointReader) -> CheckpointReader | None:
+    """Return the checkpoints whose manifests may name those of a reader; None if these are no shard's."""
+    top = None if reader.shard_folder is None else reader.top()
+    return top if top is not None and (top.numbers() or top.read("FORMAT", MOST_FORMAT_BYTES) is not None) else None
+
+
+def outline(reader: CheckpointReader, number: int) -> Manifest:
+    """Return a manifest; one whose bytes were read or written before without its records, since parsing takes long."""
+    while reader.committed:
+        _remember(reader, *reader.committed.popleft())
+    raw, name = reader.raw_manifest(number)
+    sum_line, known = reader.outlines.get(number, (b"", None))
+    if known is not None and raw.endswith(sum_line) and raw == signed(raw[:-SUM_LINE_BYTES]):
+        return known
+    return _remember(reader, raw, decode(raw, name, number))
+
+
+def _remember(reader: CheckpointReader, raw: bytes, manifest: Manifest) -> Manifest:
+    """Know a manifest by the line of its sum, without its records, and return it."""
+    brief = replace(manifest, rows=(), segments=(), blocks=(), dictionaries={}, attached={})
+    known = {**reader.outlines, manifest.number: (raw[-SUM_LINE_BYTES:], brief)}
+    reader.outlines = dict(sorted(known.items())[-_MOST_OUTLINES:])
+    return manifest
 
 
 def _is_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> bool:

@@ -14,6 +14,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from holdall.background import LOAD_S, Waiting
 from holdall.checkpoint.attached import Attached
 from holdall.checkpoint.directory import DirectoryReader, disk_errors_explained
 from holdall.checkpoint.manifest import (
+    LOAD_S,
     BlockEntry,
     CheckpointReader,
     Chunk,
@@ -32,15 +33,24 @@ from holdall.checkpoint.manifest import (
     Manifest,
     Ref,
     SegmentEntry,
-    is_remote,
-    normalized_url,
+    Waiting,
     require_whole,
 )
 from holdall.checkpoint.write import SavedRecords
-from holdall.errors import CheckpointError, DamageError
+from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.machine import memory_limits
 from holdall.sampling import Sampler, Uniform, unpack_state
-from holdall.schema import Leaf, Schema, dtype_of, schema_of
+from holdall.schema import (
+    Leaf,
+    Schema,
+    dtype_of,
+    malformed_refused,
+    require_count,
+    require_flag,
+    require_number,
+    require_path,
+    schema_of,
+)
 from holdall.storage import (
     CarriedSlices,
     ClosedPart,
@@ -64,10 +74,8 @@ from holdall.storage import (
     unpack_rows,
     unpack_slices,
 )
-from holdall.units import malformed_refused, require_count, require_flag, require_number
 
 if TYPE_CHECKING:
-    from holdall.checkpoint.autosave import BackgroundFetch
     from holdall.checkpoint.streams import LoadedMemory
 
 _LOG = logging.getLogger("holdall")
@@ -75,6 +83,30 @@ _HEAD_BYTES, _READ_AHEAD_BYTES, _FREE_BYTES = 2**11, 2**15, 2**30
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound="LoadedMemory")
+
+SCHEMES = ("s3", "gs", "az")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?(.*)", re.DOTALL)
+
+
+def is_remote(url: str | os.PathLike[str]) -> bool:
+    """Whether a url names a prefix of an object store."""
+    found = _URL.fullmatch(os.fspath(url))
+    return found is not None and "://" in os.fspath(url) and found[1].lower() in SCHEMES
+
+
+def normalized_url(url: str | os.PathLike[str]) -> str:
+    """Return what a url or a path names, in one way of writing it; refuse what looks like a url and is none here."""
+    text = require_path("url", url)
+    found = _URL.fullmatch(text)
+    if found is None or (found[1].lower() not in SCHEMES and "://" not in text):
+        return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111  # links are not followed
+    scheme, rest = found[1].lower(), found[2].strip("/")
+    if scheme not in SCHEMES or "://" not in text or not rest:
+        raise ArgumentError(
+            f"url ({text!r}) names no bucket; pass a directory, or a str like s3://bucket/run, gs://bucket/run or "
+            "az://container/run"
+        )
+    return f"{scheme}://{rest}"
 
 
 def open_reader(
@@ -184,7 +216,7 @@ class Restored:
         self.blocks: dict[int, KeptBlock] = {}  # by number in the manifest, each read once
         self._dictionaries: dict[str, Dictionary] = {}
         self._raw_bytes = 0  # of blocks that are read whole
-        self._waiting = reader.waiting
+        self.waiting = reader.waiting
 
     def read(self) -> None:
         """Read state and content, and note what need not be saved again."""
@@ -205,17 +237,6 @@ class Restored:
             store.take_rows(chunk)
         if self.saved is not None:
             self.saved.adopt_rows(self.manifest.rows, store.chunk_ticks, tuple(columns), self.manifest.next_tick)
-
-    def fetch_the_rest(self) -> BackgroundFetch | None:
-        """Begin to fetch the blocks that lie in an object store, newest first; None if there are none."""
-        segments = [] if self.content is None else self.content.segments
-        blocks = {id(part.block): part.block for segment in reversed(segments) for part in segment.parts}
-        extents = [extent for block in blocks.values() if (extent := block.extent) is not None]
-        if self._waiting is None or not any(extent.file.is_awaited for extent in extents):
-            return None
-        from holdall.checkpoint.autosave import BackgroundFetch  # noqa: PLC0415  for object stores only
-
-        return BackgroundFetch(extents, self._waiting)
 
     def _expect(self) -> None:
         """Have everything fetched that loading reads."""
@@ -352,18 +373,6 @@ def restored(
         found = kind(manifest, reader, capacity_ticks)
         found.read()
         return found
-
-
-def restored_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
-    """Read only what was saved besides the transitions."""
-    with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
-        return RecordFiles(reader).state(manifest.state)
-
-
-def attached_files(url: str | os.PathLike[str]) -> Attached:
-    """Return the files that were saved with the newest memory, without loading it."""
-    reader = open_reader(url)
-    return newest(reader, lambda manifest: Attached(RecordFiles(reader), manifest.attached))
 
 
 def newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, may_miss: bool = False) -> _T:

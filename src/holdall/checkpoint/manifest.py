@@ -12,18 +12,20 @@ import hashlib
 import itertools
 import json
 import logging
-import os
+import math
 import re
 import secrets
+import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from holdall.background import Waiting
-from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
+from holdall.errors import CheckpointError, DamageError, FencedError, NewerFormatError
+from holdall.schema import count_of, malformed_refused, text_of
 from holdall.storage import SegmentFile, parsed, unparsed
-from holdall.units import count_of, malformed_refused, require_path, text_of
 
 FORMAT = "holdall checkpoint"
 VERSION = 1
@@ -39,7 +41,7 @@ ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}(/[A-Za-z0-9_][
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _WRITER_ID = re.compile(r"[0-9a-f]{16}")
-_SUM_LINE_BYTES = len("\nsha256:") + 64 + 1
+SUM_LINE_BYTES = len("\nsha256:") + 64 + 1
 
 _LOG = logging.getLogger("holdall")
 
@@ -123,11 +125,6 @@ class Manifest:
         return found + [ref for block in self.blocks for ref in block.refs]
 
 
-def shard_folder(shard: int) -> str:
-    """Name the folder of a shard's own checkpoints."""
-    return f"shards/{shard:05d}"
-
-
 def manifest_name(number: int) -> str:
     """Name the manifest of a number."""
     return f"{number:016d}.json"
@@ -177,7 +174,7 @@ def signed(text: bytes) -> bytes:
 
 def signed_text(raw: bytes) -> bytes:
     """Return a text whose sum fits."""
-    text = raw[:-_SUM_LINE_BYTES]
+    text = raw[:-SUM_LINE_BYTES]
     if raw != signed(text):
         raise DamageError("its checksum does not fit; it was cut short or damaged")
     return text
@@ -195,27 +192,6 @@ def decode(raw: bytes, name: str, number: int | None = None) -> Manifest:
     if number not in (None, manifest.number):
         raise DamageError(f"manifest {name} says that it is number {manifest.number}")
     return manifest
-
-
-class Outlines:
-    """Manifests without their records, of checkpoints that were read or written before: all that collecting needs."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[bytes, Manifest]] = {}  # by number, with the line of the sum
-
-    def of(self, raw: bytes, name: str, number: int) -> Manifest:
-        """Return what `decode` does, but perhaps its outline, if these very bytes are known: parsing takes long."""
-        sum_line, known = self._known.get(number, (b"", None))
-        if known is not None and raw.endswith(sum_line) and raw == signed(raw[:-_SUM_LINE_BYTES]):
-            return known
-        return self.remember(raw, decode(raw, name, number))
-
-    def remember(self, raw: bytes, manifest: Manifest) -> Manifest:
-        """Know a manifest by its bytes, and return it."""
-        outline = replace(manifest, rows=(), segments=(), blocks=(), dictionaries={}, attached={})
-        known = {**self._known, manifest.number: (raw[-_SUM_LINE_BYTES:], outline)}
-        self._known = dict(sorted(known.items())[-_MOST_OUTLINES:])
-        return manifest
 
 
 def _require_readable(words: Any) -> None:
@@ -289,7 +265,10 @@ def _in_order(runs: Any) -> Any:
     return runs
 
 
-MOST_FORMAT_BYTES, _MOST_OUTLINES = 4096, 64
+MOST_FORMAT_BYTES = 4096
+LOAD_S = 30.0
+"""How long `load`, and commands that read, wait for an object store that does not answer."""
+SAY_AFTER_S = 10.0
 LEASE_S = 3600.0
 """For so long, a file that no manifest names may belong to a save under way, and stays."""
 
@@ -327,6 +306,67 @@ class Losses(list[OSError]):
         return True
 
 
+class Waiting:
+    """What a job waits for, and since when; who does not want to wait any longer gives it up.
+
+    Args:
+        url: What the job reads or writes.
+        limit_s: Seconds without an answer after which the job is given up; infinite: never.
+    """
+
+    def __init__(self, url: str, limit_s: float = math.inf) -> None:
+        self.url, self.limit_s = url, limit_s
+        self.reason = ""  # why there is no answer yet
+        self._given_up = threading.Event()
+        self._moved_at, self._said_at = time.monotonic(), -math.inf
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody wants to wait any longer."""
+        return self._given_up.is_set()
+
+    def give_up(self) -> None:
+        """End all waiting, and what is about to wait."""
+        self._given_up.set()
+
+    def begin(self) -> None:
+        """Begin a job that nobody has given up."""
+        self._given_up.clear()
+        self.got_on()
+
+    def got_on(self) -> None:
+        """Note that the job got on."""
+        self.reason = ""
+        self._moved_at = time.monotonic()
+
+    def pause(self, seconds: float) -> bool:
+        """Wait before the next try; return whether the job was given up meanwhile."""
+        return self._given_up.wait(max(0.0, min(seconds, self._moved_at + self.limit_s - time.monotonic())))
+
+    def stuck_since(self, began: float) -> float:
+        """Return when the job last got on, or `began` if that is later."""
+        return max(began, self._moved_at)
+
+    def require(self) -> None:
+        """Raise if the job was given up, or is stuck for longer than it may be."""
+        if time.monotonic() - self._moved_at > self.limit_s:
+            raise CheckpointError(
+                errno.ETIMEDOUT,
+                f"{self.url} was given up after {self.limit_s:g} s: {self.reason or 'it does not get on'}; check the "
+                "url and the endpoint, or give it a longer timeout",
+            )
+        if self.is_given_up:
+            what = f"did not answer before the save was cancelled ({self.reason})" if self.reason else "was cancelled"
+            raise CheckpointError(f"{self.url} {what}, or the memory closed")
+
+    def remind(self, began: float, what: str) -> None:
+        """Say in the log, once, what has been waited for since `began`, if that takes long."""
+        now = time.monotonic()
+        if self._said_at < began <= now - SAY_AFTER_S:
+            self._said_at = now
+            _LOG.warning("still waiting after %.0f s: %s", SAY_AFTER_S, what)
+
+
 class CheckpointReader(ABC):
     """The checkpoints at one url, to be read: in a directory, or below a prefix of an object store."""
 
@@ -335,7 +375,8 @@ class CheckpointReader(ABC):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.outlines = Outlines()
+        self.outlines: dict[int, tuple[bytes, Manifest]] = {}  # see `files.outline`
+        self.committed: deque[tuple[bytes, Manifest]] = deque(maxlen=8)  # by the writer that this reader belongs to
 
     @abstractmethod
     def names(self, folder: str) -> Iterable[str]:
@@ -371,11 +412,6 @@ class CheckpointReader(ABC):
         folder = "/".join(re.split(r"[/\\]", self.url)[-2:])
         return folder if SHARD_FOLDER.fullmatch(folder) else None
 
-    def above(self) -> CheckpointReader | None:
-        """Return the checkpoints whose manifests may name those here; None if these are no shard's."""
-        top = None if self.shard_folder is None else self.top()
-        return top if top is not None and (top.numbers() or top.read("FORMAT", MOST_FORMAT_BYTES) is not None) else None
-
     def numbers(self) -> list[int]:
         """Return the numbers of the manifests that are there, newest first."""
         return sorted(
@@ -384,13 +420,9 @@ class CheckpointReader(ABC):
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest; DamageError if it is none, CheckpointError if it is not there."""
-        return decode(*self._manifest(number), number)
+        return decode(*self.raw_manifest(number), number)
 
-    def outline(self, number: int) -> Manifest:
-        """Read a manifest, perhaps without its records."""
-        return self.outlines.of(*self._manifest(number), number)
-
-    def _manifest(self, number: int) -> tuple[bytes, str]:
+    def raw_manifest(self, number: int) -> tuple[bytes, str]:
         """Return a manifest's bytes and name."""
         name = f"manifests/{manifest_name(number)}"
         raw = self.read(name, MOST_MANIFEST_BYTES)
@@ -466,28 +498,3 @@ def require_files(manifest: Manifest, sizes: dict[str, int]) -> None:
             raise CheckpointError(
                 f"checkpoint {manifest.number} needs {nbytes} bytes of the file {name}, which has {sizes[name]}"
             )
-
-
-SCHEMES = ("s3", "gs", "az")
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?(.*)", re.DOTALL)
-
-
-def is_remote(url: str | os.PathLike[str]) -> bool:
-    """Whether a url names a prefix of an object store."""
-    found = _URL.fullmatch(os.fspath(url))
-    return found is not None and "://" in os.fspath(url) and found[1].lower() in SCHEMES
-
-
-def normalized_url(url: str | os.PathLike[str]) -> str:
-    """Return what a url or a path names, in one way of writing it; refuse what looks like a url and is none here."""
-    text = require_path("url", url)
-    found = _URL.fullmatch(text)
-    if found is None or (found[1].lower() not in SCHEMES and "://" not in text):
-        return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111  # links are not followed
-    scheme, rest = found[1].lower(), found[2].strip("/")
-    if scheme not in SCHEMES or "://" not in text or not rest:
-        raise ArgumentError(
-            f"url ({text!r}) names no bucket; pass a directory, or a str like s3://bucket/run, gs://bucket/run or "
-            "az://container/run"
-        )
-    return f"{scheme}://{rest}"

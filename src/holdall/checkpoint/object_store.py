@@ -20,15 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdall.background import LOAD_S, Waiting
 from holdall.checkpoint.files import CheckpointWriter
 from holdall.checkpoint.manifest import (
     DATA_NAME,
     LEASE_S,
+    LOAD_S,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
     CheckpointReader,
     Manifest,
+    Waiting,
     data_names,
     encode,
     format_text,
@@ -285,7 +286,7 @@ class ObjectStoreWriter(CheckpointWriter):
             if standing is not None:
                 raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
         self._mark.require()
-        self.reader.outlines.remember(content, manifest)
+        self.reader.committed.append((content, manifest))
         self._mark.release()  # a collector that looked before the manifest was there saw that the mark holds
 
     def unclaimed(self) -> tuple[dict[str, int], set[str]]:

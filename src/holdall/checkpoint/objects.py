@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent import futures
 from datetime import datetime, timedelta
@@ -21,9 +22,9 @@ from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from holdall.background import Reminder, Waiting
 from holdall.checkpoint.directory import FileSystem, create_whole
-from holdall.checkpoint.manifest import is_remote, new_writer_id
+from holdall.checkpoint.load import is_remote
+from holdall.checkpoint.manifest import Waiting, new_writer_id
 from holdall.errors import CheckpointError, DamageError, HoldallError, MissingPackageError
 from holdall.storage import Buffer
 
@@ -208,11 +209,11 @@ class Objects:
 
     def _patiently(self, request: Request) -> Any:
         """Do something until it is answered; a server that restarts is waited for."""
-        wait, is_logged, reminder = _FIRST_WAIT_S, False, Reminder()
+        wait, is_logged, began = _FIRST_WAIT_S, False, time.monotonic()
         self.waiting.got_on()  # the request before was answered, however long ago
         while True:
             try:
-                answer = self._answer(request, reminder)
+                answer = self._answer(request, began)
             except (self._errors.AlreadyExistsError, self._errors.PreconditionError, *self._missing, HoldallError):
                 raise
             except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
@@ -230,11 +231,11 @@ class Objects:
             else:
                 self.waiting.got_on()
                 return answer
-            reminder.look(lambda: f"{self.url}: {self.waiting.reason}")
+            self.waiting.remind(began, f"{self.url}: {self.waiting.reason}")
             self.waiting.pause(wait)
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
-    def _answer(self, request: Request, reminder: Reminder) -> Any:
+    def _answer(self, request: Request, began: float) -> Any:
         """Have a request sent, and wait for its answer, or until it is given up."""
         self.waiting.require()
         future = sent(request)
@@ -242,7 +243,7 @@ class Objects:
             while not futures.wait([future], _LOOK_S).done:
                 self.waiting.reason = self.waiting.reason or f"{_endpoint()} has not answered yet"
                 self.waiting.require()
-                reminder.look(lambda: f"{self.url}: {self.waiting.reason}")
+                self.waiting.remind(began, f"{self.url}: {self.waiting.reason}")
             return future.result()
         except futures.CancelledError as error:
             raise CheckpointError(f"{self.url} was given up: the program ends") from error

@@ -7,32 +7,40 @@ asks. A save that fails changes nothing: the checkpoints before it are as they w
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdall.background import CLOSE_S, JobThread, Waiting, left
+from holdall.background import CLOSE_S, JOBS, left
 from holdall.checkpoint.attached import checked_files
 from holdall.checkpoint.directory import DirectoryWriter, disk_errors_explained
 from holdall.checkpoint.files import CheckpointWriter
-from holdall.checkpoint.manifest import CheckpointReader, is_remote, normalized_url
+from holdall.checkpoint.load import is_remote, normalized_url
+from holdall.checkpoint.manifest import CheckpointReader, Waiting
 from holdall.checkpoint.write import Report, RowsKey, SavedRecords, SnapshotWriter
 from holdall.errors import ArgumentError, CheckpointError, FencedError
 from holdall.storage import Coder, FrozenRows, FrozenStore, FullBlock, RowChunk, SliceBlock
-from holdall.units import require_count
 
 if TYPE_CHECKING:
-    from holdall.checkpoint.autosave import Autosave, CheckpointMirror
+    from holdall.checkpoint.autosave import CheckpointMirror
     from holdall.checkpoint.streams import ShardsSnapshot
 
 _MOST_NUMBER = 10**16 - 1
-_LOOK_S = 0.1
+_LOOK_S, _LOOK_AGAIN_S = 0.1, 0.05
+_GIVE_UP_SHARE = 0.9
+"""Of the time that `close` has: after it the job is given up, and has the rest to end."""
+_IDLE_S = 60.0
+"""A thread stays this long without a job: to start one takes milliseconds on a busy machine."""
+_YIELD_S = 0.001
+"""A thread that was woken takes Python's lock, and would make the one that woke it wait for a whole turn."""
 _CANCELLED_S = 5.0
 """How long a save that was cancelled has to end."""
 
@@ -89,10 +97,9 @@ class Snapshot:
 class SaveHandle:
     """A save under way."""
 
-    def __init__(self, saver: Saver, mirror: CheckpointMirror | None) -> None:
-        self.url = saver.url
-        self._saver = saver
-        self._mirror = mirror
+    def __init__(self, saver: Saver) -> None:
+        self.url, self._saver = saver.url, saver
+        self.mirror: CheckpointMirror | None = None  # what sends it on
         self._ended = threading.Event()
         self._outcome: Checkpoint | BaseException | None = None
 
@@ -119,19 +126,19 @@ class SaveHandle:
 
     def mirrored(self, timeout: float | None = None) -> Checkpoint:
         """Wait until the checkpoint, or a newer one, stands in the mirror too, and return it."""
-        if self._mirror is None:
+        if self.mirror is None:
             raise ArgumentError("mirrored() was called, but the save had no mirror; call save(path, mirror=url)")
         began = time.monotonic()
         checkpoint = self.result(timeout)
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        self._mirror.wait(checkpoint.number, left)
+        self.mirror.wait(checkpoint.number, left)
         return checkpoint
 
     def cancel(self) -> None:
         """Give this save up, and its copy in the mirror: wherever it is, its `result` raises. Later saves go on."""
         self._saver.cancel(self)
-        if self._mirror is not None:
-            self._mirror.cancel()
+        if self.mirror is not None:
+            self.mirror.cancel()
 
     def end(self, outcome: Checkpoint | BaseException) -> None:
         """End it, well or not."""
@@ -139,22 +146,13 @@ class SaveHandle:
         self._ended.set()
 
 
-def require_mirror(mirror: Any, url: str) -> None:
-    """Refuse a mirror, unless it is None, that checkpoints saved to `url` cannot be copied to."""
-    if mirror is not None and is_remote(url):
-        raise ArgumentError(f"mirror ({mirror!r}) is for saves to a directory; {url} is no directory")
-    if mirror is not None and not (isinstance(mirror, str) and is_remote(mirror)):
-        raise ArgumentError(f"mirror ({mirror!r}) must be a prefix of an object store: s3://, gs:// or az://")
-
-
 def checked_save(
-    url: str | os.PathLike[str], attach: Mapping[str, Any] | None, progress: Any, mirror: Any
+    url: str | os.PathLike[str], attach: Mapping[str, Any] | None, progress: Any
 ) -> tuple[str, dict[str, Path | bytes]]:
     """Check the arguments of a save; return the url in one way of writing it, and the attached files by name."""
     location = normalized_url(url)
     if progress is not None and not callable(progress):
         raise ArgumentError(f"progress ({progress!r}) must be a function of text and bytes; pass one, or None")
-    require_mirror(mirror, location)
     return location, {} if attach is None else checked_files(attach)
 
 
@@ -171,7 +169,11 @@ def open_writer(url: str | os.PathLike[str], waiting: Waiting | None = None) -> 
 
 def reporting(progress: Callable[..., None] | None, waiting: Waiting) -> Report:
     """Note that the save gets on, end it if it was given up, and call the user's callback, whatever that does."""
-    wants_total = progress is not None and _takes_three(progress)
+    wants_total = False
+    if progress is not None:
+        with contextlib.suppress(TypeError, ValueError):
+            inspect.signature(progress).bind("", 0, 0)
+            wants_total = True
 
     def report(phase: str, nbytes: int, total: int) -> None:
         waiting.require()
@@ -186,12 +188,94 @@ def reporting(progress: Callable[..., None] | None, waiting: Waiting) -> Report:
     return report
 
 
-def _takes_three(progress: Callable[..., None]) -> bool:
-    try:
-        inspect.signature(progress).bind("", 0, 0)
-    except (TypeError, ValueError):
-        return False
-    return True
+class JobThread:
+    """Does jobs one after another in a thread, which is started when it is first needed.
+
+    Args:
+        work: Does a job; it raises nothing.
+    """
+
+    def __init__(self, name: str, waiting: Waiting, work: Callable[[Any], None]) -> None:
+        self.lock: Any = threading.RLock()
+        self.changed = threading.Condition(self.lock)  # all that follows is read and changed under it
+        self.waiting = waiting
+        self.jobs: deque[Any] = deque()
+        self.at_work: Any = None  # the job that is being done
+        self.has_given_up = False  # at the end: what is left of the jobs fails
+        self._is_ending, self._name, self._work = False, name, work
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is under way, or waits for its turn."""
+        return self._process == os.getpid() and (self.at_work is not None or bool(self.jobs))
+
+    def locked(self) -> Any:
+        """Return the lock, for `with`; a thread that was interrupted in it leaves it first."""
+        if self.lock._is_owned():
+            left(self.lock)
+        return self.lock
+
+    def put(self, job: Any) -> None:
+        """Have a job done after those before it, unless no thread can be started; called under `changed`."""
+        if self._process != os.getpid():  # the child of a fork has what was queued, and nobody who does it
+            self._thread, self.at_work, self._process = None, None, os.getpid()
+            self.jobs.clear()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()  # RuntimeError if there are too many: it is not alive then
+            JOBS.add(self)
+        self.jobs.append(job)
+        self.changed.notify_all()
+
+    def end(self, timeout: float, began: float) -> None:
+        """Wait until all is done; what does not get on for `timeout` seconds is given up, which is an error.
+
+        Args:
+            began: When the waiting began.
+        """
+        with self.locked():
+            self._is_ending = True
+            self.changed.notify_all()
+        waiting, since, reason = self.waiting, time.monotonic(), ""
+        while self.is_busy:
+            waited = time.monotonic() - waiting.stuck_since(began)
+            if waited >= _GIVE_UP_SHARE * timeout and not reason:
+                reason = waiting.reason or "it does not get on"
+                self.has_given_up = True
+                waiting.give_up()
+            if waited >= timeout:
+                break
+            waiting.remind(since, f"{waiting.url} is being saved ({waiting.reason or 'it gets on'})")
+            with self.locked():
+                self.changed.wait_for(lambda: not self.is_busy, _LOOK_AGAIN_S)
+        if reason:
+            raise CheckpointError(
+                f"{waiting.url} was not saved: {reason}, and close() waits {timeout:g} s at most; check the url "
+                "and the endpoint. Earlier checkpoints are intact"
+            )
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._is_ending or self.jobs, _IDLE_S)
+                if not self.jobs:
+                    self._thread = None  # under the lock: who puts a job now starts another
+                    return
+            time.sleep(_YIELD_S)
+            with self.changed:
+                if not self.jobs:
+                    continue  # what there was has been cancelled
+                self.at_work = self.jobs.popleft()
+                if not self.has_given_up:
+                    self.waiting.begin()
+            try:
+                self._work(self.at_work)
+            finally:
+                with self.changed:
+                    self.at_work = None
+                    self.changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -202,18 +286,12 @@ class _SaveJob:
     handle: SaveHandle
     keep: int | None
     progress: Progress | None
-    mirror: CheckpointMirror | None
 
 
 def next_number(reader: CheckpointReader, numbers: list[int], last: int, writer_id: str) -> int:
-    """Return the number of a writer's next checkpoint.
+    """Return the number of a writer's next checkpoint; `last` was the newest when it came, or is its own last one.
 
     A writer whose number was taken by another stops for good: what it wrote may have been collected meanwhile.
-
-    Args:
-        numbers: Those that are there.
-        last: The newest number when the writer came, or its own last one.
-        writer_id: The writer's name.
     """
     found = reader.newest(number for number in numbers if number > last)
     if found is not None and found.writer_id != writer_id:
@@ -239,40 +317,39 @@ class Saver:
     """
 
     def __init__(self, url: str, coder: Coder, saved: SavedRecords | None = None) -> None:
-        self.url = url
-        self._coder = coder
+        self.url, self._coder = url, coder
         self._records = saved or SavedRecords()
         self._target: CheckpointWriter | None = None  # opened with the first save
         self._last = 0  # the newest checkpoint when the url was opened, or this saver's own last one
         self._has_leftovers = True  # perhaps: files that no checkpoint names, of a save that failed, or of others
-        self._mirrors: dict[str, CheckpointMirror] = {}
+        self.mirrors: dict[str, CheckpointMirror] = {}
         self._saving: SnapshotWriter | None = None  # begun by blocks that were written ahead
         self.waiting = Waiting(url)
         self._thread = JobThread("holdall-saver", self.waiting, self._work)
-        self.in_order = threading.RLock()  # held from a snapshot until it is queued: an older one never comes later
-
-    def rows_saved(self) -> dict[int, RowsKey]:
-        """Name the chunks of rows that need not be written again."""
-        return self._records.rows_saved()
 
     def save(
-        self, snapshot: Snapshot | ShardsSnapshot, keep: int | None, progress: Progress | None, mirror: str | None
-    ) -> SaveHandle:
+        self, take: Callable[[dict[int, RowsKey]], Snapshot | ShardsSnapshot], keep: int | None,
+        progress: Progress | None, mirror: str | None,
+    ) -> SaveHandle:  # fmt: skip
         """Have a snapshot written, after those before it.
 
         Args:
+            take: Takes it; it is given the chunks of rows that need not be written again.
             keep: How many checkpoints stay. None: what the manifest above names, or will name; for shards.
         """
-        is_queued = False
-        try:
-            behind = None if mirror is None else self._mirror(mirror, snapshot)
-            handle = SaveHandle(self, behind)
-            with left(self._thread.lock):
-                self._thread.put(_SaveJob(snapshot, handle, keep, progress, behind))
+        handle = SaveHandle(self)
+        with self._thread.locked():  # from the snapshot until it is queued: an older one never comes later
+            if mirror is not None:
+                from holdall.checkpoint.autosave import mirror_of  # noqa: PLC0415  needs object stores
+
+                handle.mirror = mirror_of(self, mirror)
+            snapshot, is_queued = take(self._records.rows_saved()), False
+            try:
+                self._thread.put(_SaveJob(snapshot, handle, keep, progress))
                 is_queued = True
-        finally:
-            if not is_queued:
-                snapshot.drop()
+            finally:
+                if not is_queued:
+                    snapshot.drop()
         return handle
 
     def write_ahead(self, full_blocks: Callable[[Callable[[SliceBlock], bool]], list[FullBlock]]) -> None:
@@ -281,7 +358,7 @@ class Saver:
         Args:
             full_blocks: Returns those that are not known already.
         """
-        with left(self._thread.lock):
+        with self._thread.locked():
             if not self._thread.is_busy:
                 saving = self._saving
                 known = self._records.blocks.__contains__ if saving is None else saving.knows
@@ -294,15 +371,10 @@ class Saver:
         try:
             self._thread.end(timeout, began)
         finally:
-            for mirror in self._mirrors.values():
+            for mirror in self.mirrors.values():
                 mirror.close(timeout, began)
             if not self._thread.is_busy:  # else a disk hangs: its writer goes with the program
                 self._let_go()
-
-    def after_fork(self) -> None:
-        """Close a child's copy of the parent's lock, which would keep others out after the parent was killed."""
-        if isinstance(self._target, DirectoryWriter):
-            self._target.close()
 
     def _let_go(self) -> None:
         """Throw away what was written ahead, and let another writer in."""
@@ -315,12 +387,11 @@ class Saver:
 
     def cancel(self, handle: SaveHandle) -> None:
         """Give up the save of a handle, whether it waits or is under way."""
-        with left(self._thread.lock):
+        with self._thread.locked():
             jobs, at_work = self._thread.jobs, self._thread.at_work
             queued = [job for job in jobs if isinstance(job, _SaveJob) and job.handle is handle]
-            others = [job for job in jobs if job not in queued]
-            jobs.clear()
-            jobs.extend(others)
+            for job in queued:
+                jobs.remove(job)
             if isinstance(at_work, _SaveJob) and at_work.handle is handle:
                 self.waiting.give_up()
         for job in queued:
@@ -358,8 +429,8 @@ class Saver:
             saving, self._saving = self._saving or SnapshotWriter(target, self._records, self._coder), None
             manifest = saving.run(job.snapshot, number, reporting(job.progress, self.waiting))
         self._last = number
-        if job.mirror is not None and job.keep is not None:
-            job.mirror.send(manifest, job.keep)
+        if job.handle.mirror is not None and job.keep is not None:
+            job.handle.mirror.send(manifest, job.keep)
         if self._has_leftovers or job.keep is None or len(numbers) >= job.keep:
             self._collect(target, job.keep)
         return Checkpoint(
@@ -370,16 +441,6 @@ class Saver:
             transitions=transitions + sum(shard.transitions for shard in manifest.shards),
             seconds=time.perf_counter() - began,
         )
-
-    def _mirror(self, url: str, snapshot: Snapshot | ShardsSnapshot) -> CheckpointMirror:
-        if not isinstance(snapshot, Snapshot):
-            raise ArgumentError(f"mirror ({url!r}) is for a memory without shards; save to the object store itself")
-        require_mirror(url, self.url)
-        if url not in self._mirrors:
-            from holdall.checkpoint.autosave import CheckpointMirror  # noqa: PLC0415  needs object stores
-
-            self._mirrors[url] = CheckpointMirror(url, Path(self.url) / "segments")
-        return self._mirrors[url]
 
     def _opened(self) -> CheckpointWriter:
         if self._target is not None and not self._target.is_there():
@@ -402,7 +463,7 @@ class Saver:
     def _collect(self, target: CheckpointWriter, keep: int | None) -> None:
         """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
         try:
-            mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
+            mirrored = [mirror.pinned() for mirror in self.mirrors.values()]
             target.collect(keep, set(self._records.files).union(*mirrored))
         except OSError as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
@@ -412,8 +473,7 @@ class Savers:
     """The savers of one memory, by url."""
 
     def __init__(self, coder: Coder) -> None:
-        self._coder = coder
-        self._savers: dict[str, Saver] = {}
+        self._coder, self._savers = coder, dict[str, Saver]()
 
     def to(self, url: str, saved: SavedRecords | None = None) -> Saver:
         """Return the saver to a url; `saved` is what lies there of a memory that was loaded from it."""
@@ -422,26 +482,10 @@ class Savers:
             saver = self._savers[url] = Saver(url, self._coder, saved)
         return saver
 
-    def every(
-        self,
-        memory: Any,
-        url: str | os.PathLike[str],
-        seconds: float | None,
-        transitions: int | None,
-        keep: int,
-        mirror: str | None,
-    ) -> Autosave:
-        """Save a memory at intervals from now on, see `ReplayMemory.save_every`."""
-        from holdall.checkpoint.autosave import Autosave, SaveInterval  # noqa: PLC0415  not for every memory
-
-        interval = SaveInterval.checked(seconds, transitions)
-        how = {"keep": require_count("keep", keep, 1), "mirror": mirror}
-        return Autosave(memory, self.to(checked_save(url, None, None, mirror)[0]), how, interval)
-
     def after_fork(self) -> None:
-        """Leave all of them to the parent."""
-        for saver in list(self._savers.values()):
-            saver.after_fork()
+        """Close a child's copies of locks, which would keep others out after the parent was killed."""
+        for target in (saver._target for saver in self._savers.values() if isinstance(saver._target, DirectoryWriter)):
+            target.close()
 
     def close(self, timeout: float = CLOSE_S) -> None:
         """Wait for all that is being saved; raise if something did not get on for `timeout` seconds."""

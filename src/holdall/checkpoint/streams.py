@@ -29,21 +29,18 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint.files import CheckpointWriter, kept_and_stale
-from holdall.checkpoint.load import Loading, Restored, restored_state
+from holdall.checkpoint.load import Loading, RecordFiles, Restored, normalized_url
 from holdall.checkpoint.manifest import (
     CheckpointReader,
     Manifest,
     ShardEntry,
-    normalized_url,
-    shard_folder,
     shard_manifest,
 )
 from holdall.checkpoint.save import Checkpoint, open_writer
 from holdall.checkpoint.write import SnapshotWriter
 from holdall.errors import DamageError
 from holdall.sampling import Sampler, WriterRun
-from holdall.schema import Array, Schema
-from holdall.units import malformed_refused
+from holdall.schema import Array, Schema, malformed_refused
 
 _BYTES_AT_ONCE = 4 * 2**20
 _MOST_TICKS_AT_ONCE = 1024
@@ -298,6 +295,11 @@ class ShardsSnapshot:
         """Nothing: it holds nothing of a memory."""
 
 
+def shard_folder(shard: int) -> str:
+    """Name the folder of a shard's own checkpoints."""
+    return f"shards/{shard:05d}"
+
+
 def shard_url(url: str | os.PathLike[str], shard: int) -> str:
     """Return where a shard of a memory saves its own checkpoints."""
     return f"{normalized_url(url)}/{shard_folder(shard)}"
@@ -367,3 +369,9 @@ def _shard_streams(loading: Loading[_M], manifest: Manifest, reader: CheckpointR
             runs = runs_of(restored_state(of_shard, each)["runs"])
         described.append((source.first_id, source.next_id, runs))
     return Streams.of_shards(described)
+
+
+def restored_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
+    """Read only what was saved besides the transitions."""
+    with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
+        return RecordFiles(reader).state(manifest.state)

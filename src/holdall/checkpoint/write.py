@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from holdall.checkpoint.attached import file_pieces
+from holdall.checkpoint.attached import file_pieces, pack_file
 from holdall.checkpoint.files import CheckpointWriter, NewFile, adopt, compact
 from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
 from holdall.errors import CheckpointError, DamageError
@@ -43,7 +43,6 @@ from holdall.storage import (
     SliceBlock,
     is_settled,
     pack_dictionary,
-    pack_file,
     pack_logs,
     pack_piece,
     pack_rows,

@@ -38,8 +38,9 @@ from holdall.errors import ArgumentError, CheckpointError, DamageError, MissingP
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory
 from holdall.sampling import Uniform
-from holdall.schema import Tree, schema_of, stored_space
-from holdall.units import counted, format_bytes, malformed_refused
+from holdall.schema import Tree, malformed_refused, schema_of
+from holdall.space_leaves import stored_space
+from holdall.units import counted, format_bytes
 
 _MINARI = "minari:"
 DAMAGED = 3  # exit code: the checkpoints were read, and something is damaged

@@ -27,9 +27,8 @@ from holdall.ray_access import join_cluster, require_safe_cluster
 from holdall.ray_metrics import Gauges
 from holdall.report import MemoryReport
 from holdall.sampling import ComposedSampler, Hindsight, Sampler, checked_priorities, generator_of
-from holdall.schema import schema_of
+from holdall.schema import require_count, schema_of
 from holdall.storage import sliced_leaves
-from holdall.units import require_count
 
 _ROSTER_S, _LOCK_S = 120.0, 0.01
 _MOST_AT_ONCE = 8

@@ -22,8 +22,8 @@ import numpy as np
 
 from holdall.checkpoint import Slots, objects_at
 from holdall.errors import CheckpointError, DamageError, FencedError, ShardError
+from holdall.schema import count_of, malformed_refused
 from holdall.storage import SealedSegment, pack, records_in
-from holdall.units import count_of, malformed_refused
 
 SLOT, ENTRY, PRIORITIES, FOLDER = "slot", "entry", "priorities", "journal"
 SLOT_BYTES = 16 * 2**20

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, Deliverer, read_answer
+from holdall.cluster.answer import Answer, Deliverer, put_together, read_answer
 from holdall.cluster.protocol import LOSSES, Cluster, Ids, ShardCounters, received, rows_of, shards_of, this_machine
 from holdall.delivery import BatchJob
 from holdall.errors import CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Likelihood, Sampler, require_enough
-from holdall.schema import Array, put_together
+from holdall.schema import Array
 from holdall.shared import BatchBlock
 
 

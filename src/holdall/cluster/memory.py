@@ -40,8 +40,7 @@ from holdall.native import chosen_kernels
 from holdall.ray_access import require_safe_cluster
 from holdall.replay import ReplayMemory as LocalReplayMemory
 from holdall.sampling import Sampler, Uniform
-from holdall.schema import Schema, schema_of, schema_words
-from holdall.units import require_count, whole
+from holdall.schema import Schema, require_count, schema_of, schema_words, whole
 
 _LOCAL_ON = 8
 _SPARE_ROWS = 1024
@@ -331,7 +330,7 @@ class ReplayMemory(MemoryHandle):
             self._fleet.saving = list(calls.values())
             ticks, saved = self.capacity // self.num_envs, partial(saved_by, self._cluster, place, calls)
             snapshot = checkpoint.ShardsSnapshot(self._terms.words, ticks, state, {}, saved)
-            handle = self._savers.to(place).save(snapshot, int(keep), None, None)
+            handle = self._savers.to(place).save(lambda _saved: snapshot, int(keep), None, None)
             self._fleet.saves = [*(save for save in self._fleet.saves if not save.done()), handle]
         return handle
 

@@ -30,8 +30,8 @@ from holdall.errors import ArgumentError, ShardError
 from holdall.ray_access import machine_given_up_s
 from holdall.ray_metrics import Gauges
 from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
+from holdall.schema import require_choice, require_count, require_number
 from holdall.storage import COST_CAPS
-from holdall.units import require_choice, require_count, require_number
 
 NAMESPACE = "holdall"
 """Where rosters have their names."""

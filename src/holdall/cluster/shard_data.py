@@ -16,7 +16,7 @@ import numpy as np
 
 from holdall import sampling, storage
 from holdall.batch import Draw, of_ids
-from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, runs_of, runs_state
+from holdall.checkpoint import Restored, RowsKey, SaveHandle, Savers, Snapshot, runs_of, runs_state
 from holdall.cluster.answer import Answer, AnswerPacker, Payload
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
@@ -90,7 +90,7 @@ class ShardData:
         """Have slices in memory, with codecs that they share."""
         for block in blocks:
             if block.sealed is not None:
-                coded = block.sealed.coded.in_memory()
+                coded = storage.in_memory(block.sealed.coded)
                 codec = self._codecs.setdefault(coded.codec, coded.codec)
                 block.sealed = storage.CarriedSlices(replace(coded, codec=codec))
 
@@ -189,7 +189,6 @@ class ShardData:
 
     def save(self, url: str) -> SaveHandle:
         """Begin a checkpoint of this moment; the memory removes those that none of its manifests names."""
-        saver = self.savers.to(url)
         self._forget_runs()
         state = {
             "sampler": {"kind": type(self.sampler).__name__, "state": self.sampler.state()},
@@ -198,9 +197,12 @@ class ShardData:
             "inserted": self.inserted,
             "runs": runs_state(self._runs),
         }
-        frozen = self.store.freeze(saver.rows_saved())
-        snapshot = Snapshot(frozen, self._words, self.capacity, state, {}, self._lock, self.store.release)
-        return saver.save(snapshot, None, None, None)
+
+        def taken(saved: Mapping[int, RowsKey]) -> Snapshot:
+            frozen = self.store.freeze(saved)
+            return Snapshot(frozen, self._words, self.capacity, state, {}, self._lock, self.store.release)
+
+        return self.savers.to(url).save(taken, None, None, None)
 
     def draw(self, counts: Sequence[tuple[int, int]], generator: np.random.Generator | None = None) -> Draw:
         """Draw rows of some batches, those of each for itself; of several batches they are single rows.

@@ -34,6 +34,8 @@ from holdall.storage import (
     Watch,
     decode_pairs,
     encode_pairs,
+    places_of,
+    unit_of,
 )
 
 Compress = Callable[[bytes, bytes], bytes]
@@ -132,7 +134,7 @@ class PortableCoder:
         if not len(numbers):
             return
         transform = sealed.codec.transform
-        unit, within = np.divmod(sealed.coded.place(numbers), sealed.codec.group)
+        unit, within = np.divmod(places_of(sealed.coded, numbers), sealed.codec.group)
         units, position = np.unique(unit, return_inverse=True)
         whole = np.empty((len(units), sealed.codec.group, transform.coded_bytes), np.uint8)
         reader = _UnitReader(sealed.coded)
@@ -166,7 +168,7 @@ class _UnitReader:
     def read_pairs(self, numbers: list[int]) -> None:
         """Decompress units of pairs, if that is what they are, side by side: each by itself takes as long as all."""
         codec = self._coded.codec
-        pieces = {number: self._coded.unit(number) for number in numbers} if codec.method is Method.PAIRS else {}
+        pieces = {number: unit_of(self._coded, number) for number in numbers} if codec.method is Method.PAIRS else {}
         packed = {number: piece for number, piece in pieces.items() if len(piece) < codec.transform.coded_bytes}
         if packed:
             rows, are_whole = decode_pairs([*packed.values()], codec.transform, _tables_of(codec.common))
@@ -183,7 +185,7 @@ class _UnitReader:
     def _whole(self, number: int, key: bytes) -> bytes:
         codec = self._coded.codec
         rows = min(codec.group, self._coded.count - number * codec.group)
-        expected, piece = rows * codec.transform.coded_bytes, self._coded.unit(number)
+        expected, piece = rows * codec.transform.coded_bytes, unit_of(self._coded, number)
         if codec.is_of_colours:
             piece = self._without_colours(number, piece)
         if number in self._pairs:

@@ -24,8 +24,7 @@ from holdall.cluster.memory import ReplayMemory
 from holdall.cluster.protocol import GoneError, actor_state
 from holdall.cluster.writer import Writer
 from holdall.errors import ShardError
-from holdall.schema import Array, Leaf, Tree
-from holdall.units import require_count
+from holdall.schema import Array, Leaf, Tree, require_count
 
 _TRY_AGAIN_S = 1.0
 _PROGRESS_S = 10.0

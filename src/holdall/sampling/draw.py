@@ -23,9 +23,8 @@ from holdall.background import fork_number
 from holdall.batch import Draw, Validity, ids_of_any_shape, require_held
 from holdall.errors import ArgumentError, CheckpointError, DamageError, TransitionIdError
 from holdall.sampling.row_order import LANE, Flags, Ids, RowOrder
-from holdall.schema import as_array, dtype_name, dtype_of
+from holdall.schema import as_array, count_of, dtype_name, dtype_of
 from holdall.storage import Buffer, CompressedParts, Read, Record, array_of, parsed, require_kind, unparsed
-from holdall.units import count_of
 
 State = dict[str, Any]
 """Arrays and plain numbers by name."""

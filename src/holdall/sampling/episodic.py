@@ -19,7 +19,7 @@ from holdall.errors import ArgumentError, TransitionIdError
 from holdall.sampling.draw import Held, State, Uniform, own_sampler
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.row_order import LANE, Flags, Ids
-from holdall.units import require_choice, require_count, require_flag, require_number
+from holdall.schema import require_choice, require_count, require_flag, require_number
 
 
 class ComposedSampler(ABC):

@@ -20,8 +20,8 @@ from holdall.errors import ArgumentError, DamageError, TransitionIdError
 from holdall.native import chosen_library
 from holdall.sampling.draw import Held, State, own_sampler
 from holdall.sampling.row_order import Ids
+from holdall.schema import require_number
 from holdall.storage import address, copy_held
-from holdall.units import require_number
 
 Slots = NDArray[np.int64]
 Numbers = NDArray[np.float64]

@@ -26,7 +26,7 @@ from stable_baselines3.common.type_aliases import ReplayBufferSamples
 from holdall import ReplayMemory
 from holdall.batch import Batch
 from holdall.errors import ArgumentError
-from holdall.units import require_count
+from holdall.schema import require_count
 
 ReadRows = Callable[[NDArray[np.int64]], NDArray[Any]]
 WriteRows = Callable[[NDArray[np.int64], NDArray[Any]], None]

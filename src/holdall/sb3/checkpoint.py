@@ -34,7 +34,7 @@ from holdall.sampling import Prioritized, decode_state, encode_state, generator_
 from holdall.sb3.her import HerReplayBuffer
 from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
-from holdall.units import require_count
+from holdall.schema import require_count
 
 EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]]
 """How the state of a VecEnv is read, as bytes, and how it is set again."""

@@ -24,8 +24,7 @@ from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
 from holdall.sb3.replay import ReplayBuffer
-from holdall.schema import on_host
-from holdall.units import require_number
+from holdall.schema import on_host, require_number
 
 
 class PrioritizedSamples(NamedTuple):

@@ -41,9 +41,9 @@ from holdall.sb3.buffer_parts import (
     require_steps,
     warn_of_ignored_steps,
 )
-from holdall.schema import stored_space
+from holdall.schema import require_count, whole
+from holdall.space_leaves import stored_space
 from holdall.storage import fresh_bytes
-from holdall.units import require_count, whole
 
 _FLOAT32 = np.dtype(np.float32)
 _COPIED_AT_ONCE = 64

@@ -1,6 +1,6 @@
 """Storage: one transition's way into memory and out again.
 
-    ticks -> codec, blocks -> slices, records -> snapshot, rings -> segment -> tiers, sealer -> tick_store -> store
+    ticks -> blocks -> slices, records -> snapshot, rings -> segment -> tiers, sealer -> tick_store -> store
 
 Other packages import the names below, and kernels (`Kernels`, `Coder`) are handed in: storage knows no loop of its own.
 """
@@ -20,38 +20,32 @@ from holdall.storage.batch_source import (
     fresh_bytes,
 )
 from holdall.storage.blocks import (
-    WATCHED_BYTES,
+    COLOUR_PALETTE_BYTES,
+    MOST_UNIT_COLOURS,
+    NO_COLOUR,
+    TRANSFORM_FIELDS,
     CarriedSlices,
+    Codec,
     Coded,
-    Coder,
+    Dictionary,
     Extent,
     KeptBlock,
+    Method,
+    Predictor,
     SealedSlices,
     SegmentFile,
     SliceBlock,
-    Watch,
+    Transform,
     address,
     first_bytes,
     mapping_of,
     release_tail,
     reserve,
-)
-from holdall.storage.codec import (
-    COLOUR_PALETTE_BYTES,
-    MOST_UNIT_COLOURS,
-    NO_COLOUR,
-    TRANSFORM_FIELDS,
-    Codec,
-    Dictionary,
-    Method,
-    Order,
-    Predictor,
-    SlicePlaces,
-    Transform,
-    candidates,
     stored,
 )
+from holdall.storage.codec import candidates
 from holdall.storage.codec_choice import COST_CAPS, choose
+from holdall.storage.coded_units import Order, SlicePlaces, in_memory, places_of, unit_of
 from holdall.storage.columns import COLUMN_TABLES, NEVER
 from holdall.storage.pairs import PairTables, decode_pairs, encode_pairs, train_pairs
 from holdall.storage.records import (
@@ -65,13 +59,11 @@ from holdall.storage.records import (
     numbers,
     pack,
     pack_dictionary,
-    pack_file,
     pack_slices,
     parsed,
     require_kind,
     unpack,
     unpack_dictionary,
-    unpack_file,
     unpack_slices,
     unparsed,
 )
@@ -125,7 +117,9 @@ from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import (
     NO_ROOM,
     NOT_CONTINUED,
+    WATCHED_BYTES,
     Arguments,
+    Coder,
     FastTick,
     FlatField,
     Form,
@@ -134,6 +128,7 @@ from holdall.storage.ticks import (
     StepsLeft,
     Tick,
     TickWriter,
+    Watch,
     steps_in,
 )
 from holdall.storage.tiers import Budget

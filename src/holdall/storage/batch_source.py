@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from holdall.batch import require_in_range
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes
-from holdall.storage.blocks import Coder, SealedSlices, address
+from holdall.storage.blocks import SealedSlices, address
+from holdall.storage.ticks import Coder
 
 if TYPE_CHECKING:
     from holdall.storage.rings import ObservationRing, Rings
@@ -85,8 +86,9 @@ class Places:
         """Find the observations of transitions in segments; `cursors` are theirs, field by field."""
         index = segments.index
         segment, lane = kernels.find(index.first_ticks, ids, lanes)
-        awaits = bool(segments.awaited) and segments.awaits_files()
-        reads, held = segments.blocks_on_disk > 0, tuple(index.held)
+        if segments.awaited:
+            segments.awaited = [file for file in segments.awaited if file.is_awaited]  # the rest is here by now
+        reads, awaits, held = segments.blocks_on_disk > 0, bool(segments.awaited), tuple(index.held)
         return cls(list(index.records), segment, cursors, lane, lanes, held, reads_files=reads, awaits_files=awaits)
 
     def cut(self, some: slice, rows: NDArray[np.int64] | None) -> Places:

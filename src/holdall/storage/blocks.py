@@ -1,31 +1,33 @@
-"""Blocks: where the unique slices of a field lie: raw in an arena, compressed in memory, or in a file.
+"""Blocks: how the unique slices of a field are coded, and where they lie: in an arena, in memory, or in a file.
 
 In:  slices as bytes.  Out: their numbers in a block, and the bytes behind a number.
 Invariant: a block only grows. A slice that was numbered never moves and never changes, so it can be read without a
-lock for as long as the block is referred to. Files are read by position and never mapped.
+lock for as long as the block is referred to. Files are read by position and never mapped. Every code is lossless: a
+palette holds the very bits that it numbers, predictors are differences modulo 256, the rest is stored as it is.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import mmap
 import os
 import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Bytes
-from holdall.storage.codec import Codec, Order, SlicePlaces
+from holdall.storage.coded_units import SlicePlaces, in_memory
 
 _MAP_NORESERVE = 0x4000  # Linux's flag; the mmap module names it from Python 3.13 on
 
@@ -61,65 +63,6 @@ def address(array: NDArray[Any]) -> int:
         return int(array.ctypes.data)
 
 
-class _SpareArena(NamedTuple):
-    memory: Any
-    nbytes: int
-    seen: weakref.ref[NDArray[Any]]  # the array that every view of the memory refers to
-
-
-class ArenaPool:
-    """Arenas that were given up and can be written to again, without the cost of fresh pages.
-
-    An arena may still be read by a batch that is being built: it is handed out when nothing refers to it any more.
-
-    Args:
-        most: How many are kept.
-        most_raw: Bytes that may stay raw. If all that is held takes more, new arenas are sealed soon: then they are in
-            small pages. Who adds may wait milliseconds for a large one, and who reads raw slices gains a sixth by them.
-    """
-
-    def __init__(self, most: int = 1, most_raw: int = 1 << 62) -> None:
-        self._most, self._most_raw = most, most_raw
-        self._spare: list[_SpareArena] = []
-
-    def take(self, nbytes: int, all_bytes: int = 0) -> Bytes:
-        """Return an arena of `nbytes`, used before or new, for slices that take up to `all_bytes` in all arenas."""
-        for position, spare in enumerate(self._spare):
-            if spare.nbytes == nbytes and spare.seen() is None:
-                del self._spare[position]
-                return np.frombuffer(spare.memory, np.uint8)[:nbytes]
-        return reserve(nbytes, in_small_pages=all_bytes > self._most_raw)
-
-    def give_up(self, arena: Bytes) -> None:
-        """Keep an arena from `reserve` that its owner no longer needs, if there is room for it."""
-        # NumPy lets every view refer to the array over the whole memory.
-        whole = arena.base
-        if arena.nbytes and isinstance(whole, np.ndarray):
-            others = [spare for spare in self._spare if spare.memory is not whole.base]
-            self._spare = [*others, _SpareArena(whole.base, arena.nbytes, weakref.ref(whole))][-self._most :]
-
-    def clear(self) -> None:
-        """Keep none."""
-        self._spare = []
-
-    @property
-    def spare(self) -> list[Bytes]:
-        """Arenas kept; they are handed out again once nobody looks at these arrays any more."""
-        arrays = []
-        for position, spare in enumerate(self._spare):
-            whole = spare.seen()
-            if whole is None:
-                whole = np.frombuffer(spare.memory, np.uint8)
-                self._spare[position] = spare._replace(seen=weakref.ref(whole))
-            arrays.append(whole[: spare.nbytes])
-        return arrays
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept, whether their pages were touched or not."""
-        return sum(spare.nbytes for spare in self._spare)
-
-
 def mapping_of(array: Bytes) -> Any:
     """Return the memory that an array from `reserve` lies in; None, or anything, if it is from elsewhere."""
     owner: Any = array
@@ -145,7 +88,7 @@ def first_bytes(memory: Any, nbytes: int) -> Bytes:
     return np.frombuffer(memory, np.uint8)[:nbytes]
 
 
-_SEEKING = threading.Lock()
+SEEKING = threading.Lock()
 _LAST_BYTE = 2**63 - 1
 """No file is longer."""
 
@@ -217,18 +160,9 @@ def _pread(descriptor: int, nbytes: int, start: int) -> bytes:
     if hasattr(os, "pread"):
         return os.pread(descriptor, nbytes, start)
     # Windows has no positioned reads; there a second descriptor would not help either: they share one position.
-    with _SEEKING:
+    with SEEKING:
         os.lseek(descriptor, start, os.SEEK_SET)
         return os.read(descriptor, nbytes)
-
-
-def write_at(descriptor: int, data: memoryview, start: int) -> int:
-    """Write some of `data` from a position on; return how many bytes it was."""
-    if hasattr(os, "pwrite"):
-        return os.pwrite(descriptor, data, start)
-    with _SEEKING:
-        os.lseek(descriptor, start, os.SEEK_SET)
-        return os.write(descriptor, data)
 
 
 def _close(descriptor: int, doomed: Path | None, process: int) -> None:
@@ -236,6 +170,166 @@ def _close(descriptor: int, doomed: Path | None, process: int) -> None:
     # A fork's child has the descriptor, not the file.
     if doomed is not None and process == os.getpid():
         doomed.unlink(missing_ok=True)
+
+
+COLOUR_PALETTE_BYTES = 1024
+"""A palette of colours: 256, of four bytes each; those of 0xFFFFFFFF are free."""
+NO_COLOUR = 0xFFFFFFFF
+MOST_UNIT_COLOURS = 255
+"""Colours that a unit may have besides those of its block's palette; the numbers are those of codec.h."""
+_REPEATED_DIFFERENCES = 6
+"""Shorter runs of differences repeat by chance: referring to them takes longer to decode and no less room."""
+_PIXELS_OF_PAIRS = 64, 2**16
+"""The fewest and the most of a plane whose differences are coded as pairs."""
+_MOST_IN_A_UNIT, _MOST_OF_A_KEY = 64, 2**32 - 1
+
+
+class Method(IntEnum):
+    """How bytes are compressed; the numbers are those of codec.h."""
+
+    STORED = 0
+    LZ4 = 1
+    ZSTD = 2
+    PAIRS = 3  # of differences, by tables that were trained: see pairs.py
+
+
+class Predictor(IntEnum):
+    """What a byte is predicted from; the numbers are those of codec.h."""
+
+    NOTHING = 0
+    LEFT = 1
+    UP = 2
+    PIXELS = 3  # nothing: planes are coded pixel by pixel
+    COLOURS = 4  # nothing: a pixel becomes the number of its colour
+    COLUMNS = 5  # the same, column by column
+    CHANGES = 6  # the slice before it in its unit: of slices together, the first is whole, of others it is what changed
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """What is done to a slice before it is compressed, in this order; see codec.h."""
+
+    slice_bytes: int
+    word_bytes: int = 0
+    predictor: Predictor = Predictor.NOTHING
+    planes: int = 0
+    rows: int = 0
+    columns: int = 0
+    interleaved: bool = False
+    green: bool = False
+    shuffle: int = 0
+    coded_bytes: int = field(init=False, repr=False, compare=False)  # of a slice that reach the compressor
+    is_of_colours: bool = field(init=False, repr=False, compare=False)  # whether pixels become numbers of their colours
+    is_of_differences: bool = field(init=False, repr=False, compare=False)  # whether neighbours predict each other
+    palette_bytes: int = field(init=False, repr=False, compare=False)  # of a block
+    # That may stand in front of a unit: how many colours it has of its own, and these.
+    head_bytes: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        is_of_colours = self.predictor in {Predictor.COLOURS, Predictor.COLUMNS}
+        for name, value in (
+            ("coded_bytes", self.slice_bytes // (3 if is_of_colours else max(self.word_bytes, 1))),
+            ("is_of_colours", is_of_colours),
+            ("is_of_differences", self.predictor in {Predictor.LEFT, Predictor.UP}),
+            ("palette_bytes", COLOUR_PALETTE_BYTES if is_of_colours else 256 * self.word_bytes),
+            ("head_bytes", 1 + 4 * MOST_UNIT_COLOURS if is_of_colours else 0),
+        ):
+            object.__setattr__(self, name, value)
+
+    def is_sound(self) -> bool:
+        """Whether the numbers agree with each other: they may come from a file. See decode.c."""
+        whole = 0 < self.slice_bytes < 2**31 and self.word_bytes in {0, 2, 4, 8} and self.shuffle >= 0
+        if not whole or (self.word_bytes and self.slice_bytes % self.word_bytes):
+            return False
+        if self.predictor in {Predictor.NOTHING, Predictor.CHANGES}:
+            return self.shuffle == 0 or self.coded_bytes % self.shuffle == 0
+        image = min(self.planes, self.rows, self.columns) >= 1 and (self.planes >= 3 or not self.green)
+        image = image and not (self.predictor == Predictor.PIXELS and (self.interleaved or self.green))
+        if self.is_of_colours:
+            whole = not self.green and self.planes == 3 and self.word_bytes == 0 == self.shuffle
+            return image and whole and 3 * self.rows * self.columns == self.slice_bytes
+        return image and self.shuffle == 0 and self.planes * self.rows * self.columns == self.coded_bytes
+
+
+TRANSFORM_FIELDS = tuple(each.name for each in fields(Transform) if each.init)
+"""What says all about a transform, in the order in which the compiled loops expect it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dictionary:
+    """Bytes that slices of one field have in common; compared by identity.
+
+    Where slices are numbers of colours, it begins with the palette that these are of. For pairs it is their tables.
+    """
+
+    content: bytes
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Name it by its content."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @functools.cached_property
+    def behind_palette(self) -> bytes:
+        """What follows on a palette; once for all codecs of a field, each block of which may have its own."""
+        return self.content[COLOUR_PALETTE_BYTES:]
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One way of coding slices."""
+
+    method: Method
+    level: int
+    transform: Transform
+    dictionary: Dictionary | None = None
+    group: int = 1  # neighbours that are compressed together: a unit
+    key: int = 0  # units of which the first is the key that the others are compressed against; 0: there are none
+    raw_keys: bool = False  # whether keys stay as they are, so that they need no decoding
+    reason: str = field(default="", repr=False, compare=False)  # why it was chosen, for people
+    is_sound: bool = field(init=False, repr=False, compare=False)  # it may come from a file
+    # How many bytes must repeat for Zstandard to refer to them; 0: as many as it says itself.
+    shortest_match: int = field(init=False, repr=False, compare=False)
+    is_of_colours: bool = field(init=False, repr=False, compare=False)
+    known_palette: bytes = field(init=False, repr=False, compare=False)  # the colours that its dictionary numbers
+    common: bytes = field(init=False, repr=False, compare=False)  # what the compressor is given beforehand
+    unit_bytes: int = field(init=False, repr=False, compare=False)  # of memory that reading a unit takes
+
+    def __post_init__(self) -> None:
+        palette = common = b""
+        if self.dictionary is not None:
+            common = self.dictionary.content
+            if self.transform.is_of_colours:
+                palette, common = common[:COLOUR_PALETTE_BYTES], self.dictionary.behind_palette
+        object.__setattr__(self, "is_of_colours", self.transform.is_of_colours)
+        object.__setattr__(self, "known_palette", palette)
+        object.__setattr__(self, "common", common)
+        # Units are of a size that readers make room for, see codec.h.
+        fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
+        fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and self.dictionary)
+        fits = fits and not (self.key and self.is_of_changes)
+        if self.is_of_colours:
+            fits = fits and not self.key and (self.dictionary is None or len(palette) == COLOUR_PALETTE_BYTES)
+        form, unit_bytes = self.transform, self.group * self.transform.coded_bytes + self.transform.head_bytes
+        if self.method is Method.PAIRS:
+            fewest, most = _PIXELS_OF_PAIRS
+            fits = fits and form.is_of_differences and fewest <= form.rows * form.columns <= most
+            fits = fits and self.group == 1 and not self.key and self.dictionary is not None
+            unit_bytes = 6 * form.coded_bytes + 1024  # see pairs.c
+        object.__setattr__(self, "is_sound", fits and form.is_sound())
+        object.__setattr__(self, "shortest_match", _REPEATED_DIFFERENCES if form.is_of_differences else 0)
+        object.__setattr__(self, "unit_bytes", unit_bytes)
+
+    @property
+    def is_of_changes(self) -> bool:
+        """Whether slices together are coded as changes of each other."""
+        return self.transform.predictor is Predictor.CHANGES
+
+
+@functools.cache
+def stored(slice_bytes: int) -> Codec:
+    """Return the codec of slices that stay as they are."""
+    return Codec(Method.STORED, 0, Transform(slice_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,44 +358,6 @@ class Coded:
         whole = len(self.offsets) == units + 1 and self.palette.size == self.codec.transform.palette_bytes
         return checked and whole and (self.places is None or self.places.are_of(self.count))
 
-    def place(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return where slices stand among those of the units; a DamageError names one that is not there."""
-        outside = numbers[(numbers < 0) | (numbers >= self.count)]
-        if outside.size:
-            raise DamageError(f"slice {int(outside[0])} is not in its block; nothing of it is returned")
-        return numbers if self.places is None else self.places.find(numbers, self.count)
-
-    def units_for(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the units that are read for slices in some places: theirs, and the keys of those."""
-        units = np.unique(places // self.codec.group)
-        return np.union1d(units, units - units % self.codec.key) if self.codec.key else units
-
-    def unpacked_bytes(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the bytes that come of units: the last one may have fewer slices."""
-        group = self.codec.group
-        unpacked: NDArray[np.int64] = np.minimum(group, self.count - units * group) * self.codec.transform.coded_bytes
-        return unpacked
-
-    def in_memory(self) -> Coded:
-        """Return the same with its units in memory; they are read from their file and checked if they lie in one."""
-        if not isinstance(self.data, Extent):
-            return self
-        self.data.bring()
-        units = b"".join(self.unit(number) for number in range(len(self.offsets) - 1))
-        return replace(self, data=np.frombuffer(units, np.uint8))
-
-    def unit(self, number: int) -> bytes:
-        """Return the compressed bytes of one unit."""
-        start, end = int(self.offsets[number]), int(self.offsets[number + 1])
-        if not start <= end <= self.data.nbytes:
-            raise DamageError(f"unit {number} is damaged; nothing of it is returned")
-        if not isinstance(self.data, Extent):
-            return self.data[start:end].tobytes()
-        content = self.data.read(start, end)
-        if xxhash.xxh64_intdigest(content) & 0xFFFFFFFF != self.data.checks[number]:
-            raise DamageError(f"unit {number} in {self.data.file.path} is damaged; nothing of it is returned")
-        return content
-
 
 class SealedSlices(ABC):
     """Compressed slices that a coder can read."""
@@ -310,7 +366,7 @@ class SealedSlices(ABC):
         self.coded = coded
 
     def __reduce__(self) -> tuple[Any, ...]:
-        coded = self.coded.in_memory()
+        coded = in_memory(self.coded)
         lanes = None if coded.places is None else coded.places.lanes
         return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, coded.data, lanes)
 
@@ -366,46 +422,6 @@ def _carry(
 ) -> CarriedSlices:
     places = None if lanes is None else SlicePlaces.stored(lanes, count)
     return CarriedSlices(Coded(codec, count, offsets, palette, data, places))
-
-
-Watch = Callable[[int], None]
-WATCHED_BYTES = 2**19
-"""Of slices that are sealed before a `Watch` is called, if so few can be."""
-
-
-class Coder(Protocol):
-    """Seals blocks of slices and reads them."""
-
-    def adopt(self, coded: Coded) -> SealedSlices:
-        """Make slices readable that were sealed elsewhere, or moved to a file."""
-
-    def seal(
-        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
-    ) -> SealedSlices | None:
-        """Code all rows of `slices`; None if a palette does not hold their words, or one of them has too many colours.
-
-        Args:
-            order: Which row comes first, second, ... in the units; each once, lane after lane, and of a lane one after
-                another, in at most 256 lanes. Their numbers stay as they are.
-            threads: Threads that may share the work; the bytes are the same.
-            watch: Called after every piece of the work with how many slices are done; what it raises ends the work.
-        """
-
-    def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count what decoding has to do for some units, so that no clock decides which codec is chosen.
-
-        Returns:
-            Three numbers for each: sequences, literals of Huffman's code, and tables of that code.
-        """
-
-    def keeping(self) -> Coder:
-        """Return a coder for many small blocks, of one thread; it keeps its compressors, which are slow to make."""
-
-    def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Sum every unit of sealed slices up, for when it is read from a file."""
-
-    def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
-        """Decode slices into the rows of `out`."""
 
 
 class SliceBlock(ABC):
@@ -470,14 +486,9 @@ class KeptBlock(SliceBlock):
     """A block that was filled elsewhere and takes no more slices."""
 
     def __init__(self, slice_bytes: int, used: int, content: Bytes | SealedSlices) -> None:
-        self.slice_bytes = slice_bytes
-        self.capacity = used
-        self.arena = np.empty(0, np.uint8)
-        self.sealed = None
-        if isinstance(content, SealedSlices):
-            self.sealed = content
-        else:
-            self.arena = content
+        self.slice_bytes, self.capacity = slice_bytes, used
+        self.sealed = content if isinstance(content, SealedSlices) else None
+        self.arena = np.empty(0, np.uint8) if isinstance(content, SealedSlices) else content
 
     @property
     def used(self) -> int:

@@ -16,10 +16,12 @@ from typing import Any
 
 from holdall.schema import Bytes
 from holdall.storage.block_sample import BlockSample
-from holdall.storage.blocks import Coder, SealedSlices
-from holdall.storage.codec import Codec, Order
+from holdall.storage.blocks import Codec, SealedSlices
+from holdall.storage.codec import hurried
 from holdall.storage.codec_choice import choose
+from holdall.storage.coded_units import Order
 from holdall.storage.slices import FrozenBlock, Window
+from holdall.storage.ticks import Coder
 from holdall.storage.tiers import SealJob, SealQueue
 
 _QUIET_S = 0.1
@@ -124,8 +126,8 @@ class ChoosingWorker(ABC):
         try:
             sample = BlockSample.of(self._as_raw(first).block.raw, frozen.window, frozen.lanes, order)
             codec = choose(coder, frozen.leaf, frozen.window, sample, self._cap, self._threads)
-            times = coder.seconds_of(codec), coder.seconds_of(codec.hurried())
-            self._chosen[kind] = chosen = ChosenCodec(codec, codec.hurried(), *times)
+            times = coder.seconds_of(codec), coder.seconds_of(hurried(codec))
+            self._chosen[kind] = chosen = ChosenCodec(codec, hurried(codec), *times)
             return chosen
         finally:
             self.choosing = None

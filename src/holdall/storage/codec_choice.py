@@ -28,13 +28,15 @@ from holdall.storage.block_sample import (
     spread_over,
     transitions_in,
 )  # fmt: skip
-from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates, candidates_by_changes
+from holdall.storage.blocks import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.codec import candidates, candidates_by_changes, wants_dictionary, wants_differences
 from holdall.storage.codec_cost import decode_us, raw_us
+from holdall.storage.coded_units import unit_of
 from holdall.storage.pairs import train_pairs
 
 if TYPE_CHECKING:
-    from holdall.storage.blocks import Coder
     from holdall.storage.slices import Window
+    from holdall.storage.ticks import Coder
 
 Training = tuple[int, dict[str, int]]
 
@@ -157,7 +159,8 @@ class _Worth:
     def allows(self, found: MeasuredCodec) -> bool:
         # With a dictionary LZ4 makes numbers of colours so small that Zstandard is not worth twice its time.
         codec = found.codec
-        is_slow = codec.is_of_colours and codec.method is Method.ZSTD and codec.grouped(1).wants_dictionary
+        alone = replace(codec, group=1, key=0, raw_keys=False)
+        is_slow = codec.is_of_colours and codec.method is Method.ZSTD and wants_dictionary(alone)
         return found.decode_us <= self._most_us(found) and (self.prefers_memory or not is_slow)
 
     @property
@@ -200,7 +203,7 @@ def measure_together(
     for before in leading:
         alone, scale = before.ratio, _scale(coder, before, window, sample.near)
         for group in groups_of(window)[1:]:
-            codec = before.codec.grouped(group)
+            codec = replace(before.codec, group=group, key=0, raw_keys=False)
             found = _measure_neighbours(coder, codec, window, sample.near, sample.stride, scale)
             if found is None or (found.ratio < _TOGETHER * alone and not worth.prefers_memory):
                 break
@@ -228,9 +231,9 @@ def measure_changes(
 
 def _trained_on_changes(coder: Coder, codec: Codec, stretches: Bytes) -> Dictionary | None:
     by_zstd = replace(codec, method=Method.ZSTD, level=3, dictionary=None, group=1)
-    if not (by_zstd.wants_dictionary and len(stretches)):
+    if not (wants_dictionary(by_zstd) and len(stretches)):
         return None
-    learnt = _learnt(coder, by_zstd.grouped(LEARNT_TOGETHER), flat(stretches))
+    learnt = _learnt(coder, replace(by_zstd, group=LEARNT_TOGETHER, key=0, raw_keys=False), flat(stretches))
     return _trained(*learnt, by_zstd.level, _CHANGED_TRAINING, _CHANGED_SUFFICE)
 
 
@@ -266,7 +269,7 @@ def _measure_key(
         return None
     stretches = stretches[:, : stretches.shape[1] // group * group]
     count, length, nbytes = stretches.shape
-    keyed = alone.codec.grouped(group, length // group, raw_keys=share == RAW_KEY_SLICES)
+    keyed = replace(alone.codec, group=group, key=length // group, raw_keys=share == RAW_KEY_SLICES)
     sealed = coder.seal(stretches.reshape(-1, nbytes), keyed)
     if sealed is None or not count:
         return None
@@ -299,7 +302,7 @@ def measure(
     trained: dict[Transform, Dictionary | None] = {}
     for codec in _turned_once(coder, candidates(leaf, window), odd):
         results.append(_measure_one(coder, codec, odd))
-        if has_dictionary and codec.wants_dictionary and len(samples) >= _FEWEST_TRAINED:
+        if has_dictionary and wants_dictionary(codec) and len(samples) >= _FEWEST_TRAINED:
             # Trained on the even samples and measured on the odd: a dictionary must not know them.
             if codec.transform not in trained:
                 by_zstd = replace(codec, method=Method.ZSTD, level=3)
@@ -330,7 +333,7 @@ def _measure_predicted(
     coder: Coder, measured: Sequence[MeasuredCodec | None], known: Bytes, unseen: Bytes
 ) -> MeasuredCodec | None:
     """Measure the prediction that suits LZ4 best with a dictionary of differences."""
-    predicted = [m for m in measured if m is not None and m.codec.wants_differences]
+    predicted = [m for m in measured if m is not None and wants_differences(m.codec)]
     if not predicted:
         return None
     codec = max(predicted, key=lambda m: m.ratio).codec
@@ -381,7 +384,7 @@ def _learnt(coder: Coder, codec: Codec, slices: Bytes) -> tuple[bytes, list[Any]
     known = coder.seal(slices, replace(codec, method=Method.STORED, dictionary=None))
     if known is None:
         return b"", []
-    units: list[Any] = [known.coded.unit(number) for number in range(len(known.coded.offsets) - 1)]
+    units: list[Any] = [unit_of(known.coded, number) for number in range(len(known.coded.offsets) - 1)]
     if codec.is_of_colours:
         return known.coded.palette.tobytes(), [unit[1 + 4 * unit[0] :] for unit in units]
     return b"", units

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.storage.codec import Method, Predictor
+from holdall.storage.blocks import Method, Predictor
+from holdall.storage.coded_units import places_of, unpacked_bytes
 
 if TYPE_CHECKING:
-    from holdall.storage.blocks import Coder, SealedSlices
+    from holdall.storage.blocks import SealedSlices
+    from holdall.storage.ticks import Coder
 
 _LARGE_MEMORY = 1.9
 """A gather from a large memory also misses the address caches: measured on Atari and camera
@@ -59,9 +61,9 @@ def decode_us(
         unpacked: How many bytes come of each unit; None: as many as its slices have.
     """
     codec, form = sealed.codec, sealed.codec.transform
-    units, within = np.divmod(sealed.coded.place(drawn), codec.group)
+    units, within = np.divmod(places_of(sealed.coded, drawn), codec.group)
     if unpacked is None:
-        unpacked = sealed.coded.unpacked_bytes(np.arange(len(sealed.coded.offsets) - 1))
+        unpacked = unpacked_bytes(sealed.coded, np.arange(len(sealed.coded.offsets) - 1))
     # Those of one transition in one unit are decoded once; the next transition lies elsewhere in a memory.
     decoded = len(units) + np.count_nonzero(np.diff(units, axis=1))
     total_us = decoded * _mean_unit_us(coder, sealed, units, unpacked)

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Bytes
-from holdall.storage.blocks import reserve
-from holdall.storage.codec import Transform
+from holdall.storage.blocks import Transform, reserve
 
 Numbers = NDArray[np.int64]
 Short = NDArray[np.int16]

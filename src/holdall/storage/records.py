@@ -27,11 +27,22 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, NewerFormatError, SpillError
-from holdall.schema import Array, Bytes
-from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
-from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, SlicePlaces, Transform
+from holdall.schema import Array, Bytes, count_of, malformed_refused, require_path
+from holdall.storage.blocks import (
+    TRANSFORM_FIELDS,
+    Codec,
+    Coded,
+    Dictionary,
+    Extent,
+    Method,
+    Predictor,
+    SealedSlices,
+    SegmentFile,
+    Transform,
+)
+from holdall.storage.coded_units import SlicePlaces
 from holdall.storage.own_folder import OwnFolder
-from holdall.units import count_of, malformed_refused, require_path
+from holdall.storage.ticks import Coder
 
 MAGIC = b"holdall\x01"
 """Seven letters and the version of the format."""
@@ -178,7 +189,6 @@ def _byte_orders(dtype: str) -> tuple[np.dtype[Any], np.dtype[Any]]:
 
 # ---------------------------------------------------------------- parts that are compressed
 
-FILE = "file"
 _WORTH_IT, _FRAME_HEAD_BYTES = 0.9, 18
 _MOST_RAW_BYTES = 2**31
 """Of all parts of a record as they were before they were compressed; none of holdall's comes near."""
@@ -248,17 +258,6 @@ def require_kind(record: Record, kind: str, read: Read) -> None:
         raise DamageError(f"the {kind} record at byte {record.start} cannot be decompressed") from error
     if sum(sizes) > _MOST_RAW_BYTES:
         raise DamageError(f"the {kind} record at byte {record.start} claims to hold {sum(sizes)} bytes")
-
-
-def pack_file(content: bytes) -> list[Buffer]:
-    """Return a piece of a trainer's own file as a record."""
-    return pack(FILE, {}, {"content": content}, frozenset())
-
-
-def unpack_file(record: Record, read: Read) -> bytes:
-    """Read a piece of a trainer's own file."""
-    require_kind(record, FILE, read)
-    return record.part("content", read)
 
 
 # ---------------------------------------------------------------- blocks of slices

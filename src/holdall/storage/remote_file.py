@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError
 from holdall.storage.batch_source import Places
-from holdall.storage.blocks import SealedSlices, SegmentFile, write_at
+from holdall.storage.blocks import SEEKING, SealedSlices, SegmentFile
+from holdall.storage.coded_units import places_of, units_for
 from holdall.storage.slices import NEXT_IS_WHOLE
 
 PAGE_BYTES = 2**14
@@ -170,6 +171,15 @@ def _demand(sealed: SealedSlices, numbers: NDArray[np.int64]) -> Demand | None:
     extent, coded = sealed.extent, sealed.coded
     if extent is None or not extent.file.is_awaited:
         return None
-    units = coded.units_for(coded.place(numbers[(numbers >= 0) & (numbers < coded.count)]))
+    units = units_for(coded, places_of(coded, numbers[(numbers >= 0) & (numbers < coded.count)]))
     offsets = np.minimum(coded.offsets.astype(np.int64), extent.nbytes)
     return Demand(extent.file, extent.start + offsets[units], extent.start + offsets[units + 1])
+
+
+def write_at(descriptor: int, data: memoryview, start: int) -> int:
+    """Write some of `data` from a position on; return how many bytes it was."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, start)
+    with SEEKING:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        return os.write(descriptor, data)

@@ -23,6 +23,7 @@ from holdall.report import FieldReport, MemoryReport
 from holdall.schema import Array, Leaf
 from holdall.storage.batch_source import RECORD_FIELDS, Places
 from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, reserve
+from holdall.storage.codec import describe
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.sealer import Sealer
 from holdall.storage.slices import (
@@ -175,7 +176,7 @@ class SlicedRows:
     def describe(self) -> str:
         """Describe the layout for people."""
         sealed = [p.block.sealed for p in self._parts if isinstance(p, ClosedPart) and p.block.sealed is not None]
-        kinds = sorted({slices.codec.describe() for slices in sealed})
+        kinds = sorted({describe(slices.codec) for slices in sealed})
         ending = f"; {len(sealed)} of {len(self._parts)} segments sealed by {', '.join(kinds)}" if sealed else ""
         return self._window.describe() + ending
 

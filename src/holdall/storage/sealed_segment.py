@@ -13,28 +13,30 @@ import json
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.background import end_before_python
 from holdall.errors import ArgumentError, DamageError
-from holdall.schema import Array, Bytes, Leaf, Schema, dtype_of
-from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock, reserve
-from holdall.storage.codec import Codec, Dictionary, Method, Transform, stored
+from holdall.schema import Array, Bytes, Leaf, Schema, count_of, dtype_of, malformed_refused
+from holdall.storage.blocks import CarriedSlices, Codec, Dictionary, KeptBlock, Method, Transform, reserve, stored
+from holdall.storage.codec import hurried
 from holdall.storage.codec_choice import COST_CAPS, choose
+from holdall.storage.coded_units import in_memory
 from holdall.storage.records import Record, codec_of, codec_words, pack_slices, require_kind, unpack, unpack_coded
 from holdall.storage.rings import FLAG, TINY_BYTES
 from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window, WindowSearches
 from holdall.storage.snapshot import ROWS, Like, RowChunk, pack_logs, pack_rows, unpack_logs, unpack_rows
 from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import Arguments, FastTick, FlatField, Kernels, SlicedTick, Tick, TickWriter, packed_rows
-from holdall.units import count_of, malformed_refused
 
-_MOST_SEGMENT_ROWS = 2**20
-_SEGMENT_BYTES = 4 * 2**20
-"""Unique slices, raw, after which a segment that is encoded is full."""
+if TYPE_CHECKING:
+    from holdall.storage.ticks import Coder
+
+_MOST_SEGMENT_ROWS, _SEGMENT_BYTES = 2**20, 4 * 2**20
+"""Rows that a segment may have, and unique slices, raw, after which one that is encoded is full."""
 _CURSOR = Leaf("", (), np.dtype(np.uint32))
 
 
@@ -102,7 +104,7 @@ def travelling(part: ClosedPart, coder: Coder) -> ClosedPart:
         sealed = coder.seal(raw, stored(block.slice_bytes))
     if sealed is None:
         raise DamageError("slices could not be stored as they are; report this")
-    carried = CarriedSlices(sealed.coded.in_memory())
+    carried = CarriedSlices(in_memory(sealed.coded))
     return replace(part, log=log, block=KeptBlock(block.slice_bytes, carried.count, carried))
 
 
@@ -491,7 +493,7 @@ def quicker(coder: Coder, codec: Codec, slices: Bytes) -> Codec:
     sealed = coder.seal(slices, codec)
     if sealed is None:
         return codec
-    for quick in (codec.hurried(), *(replace(codec, level=min(codec.level, level)) for level in _QUICK_LEVELS)):
+    for quick in (hurried(codec), *(replace(codec, level=min(codec.level, level)) for level in _QUICK_LEVELS)):
         found = coder.seal(slices, quick)
         if found is not None and found.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes:
             return quick

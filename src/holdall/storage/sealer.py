@@ -23,11 +23,12 @@ import numpy as np
 
 from holdall.background import end_before_python
 from holdall.report import GROWTH_CHECKS
-from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, reserve
+from holdall.storage.blocks import Codec, KeptBlock, Method, SealedSlices, reserve, stored
 from holdall.storage.choosing import ChoosingWorker, FieldKind, WorkerStoppedError
-from holdall.storage.codec import Codec, Method, stored
+from holdall.storage.codec import without_palette
 from holdall.storage.codec_choice import choose_quickly
 from holdall.storage.slices import FrozenBlock
+from holdall.storage.ticks import Coder
 from holdall.storage.tiers import NO_LIMIT, SealJob, SealProgress, SealQueue, SealResult, new_bell, ring
 
 _RAW_SEGMENTS = 2
@@ -428,7 +429,7 @@ class _Work(ChoosingWorker):
         began = clock()
         sealed = self._coder.seal(slices, codec, watch=watch, **given)
         if sealed is None:
-            sealed = self._coder.seal(slices, codec.without_palette(), watch=watch, **given)
+            sealed = self._coder.seal(slices, without_palette(codec), watch=watch, **given)
         sealed = _smaller(sealed, slices.nbytes)
         seconds = (clock() - began) / max(slices.nbytes, 1)
         if in_a_hurry:

@@ -8,18 +8,17 @@ the form that they were given.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError
-from holdall.schema import Array, Leaf
+from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.batch_source import RECORD_FIELDS, Held, read_tick
-from holdall.storage.blocks import ArenaPool, CarriedSlices, KeptBlock, SealedSlices, SegmentFile, SliceBlock, reserve
+from holdall.storage.blocks import CarriedSlices, SealedSlices, SegmentFile, SliceBlock, reserve
 from holdall.storage.rings import CURSOR_BYTES
 from holdall.storage.slices import ClosedPart, FrozenBlock, OpenPart, Segment, Window, WindowSearches, lies_direct
 from holdall.storage.snapshot import put_rows
@@ -40,6 +39,59 @@ _TABLE_BYTES = 32
 """What an open segment keeps of each slice beside its bytes: a hash, slots of a table, an entry of the log."""
 _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
+
+
+class _SpareArena(NamedTuple):
+    memory: Any
+    nbytes: int
+    seen: weakref.ref[NDArray[Any]]  # the array that every view of the memory refers to
+
+
+class ArenaPool:
+    """Arenas that were given up and can be written to again, without the cost of fresh pages.
+
+    An arena may still be read by a batch that is being built: it is handed out when nothing refers to it any more.
+
+    Args:
+        most: How many are kept.
+        most_raw: Bytes that may stay raw. If all that is held takes more, new arenas are sealed soon: then they are in
+            small pages. Who adds may wait milliseconds for a large one, and who reads raw slices gains a sixth by them.
+    """
+
+    def __init__(self, most: int = 1, most_raw: int = 1 << 62) -> None:
+        self._most, self._most_raw = most, most_raw
+        self._spare: list[_SpareArena] = []
+
+    def take(self, nbytes: int, all_bytes: int = 0) -> Bytes:
+        """Return an arena of `nbytes`, used before or new, for slices that take up to `all_bytes` in all arenas."""
+        for position, spare in enumerate(self._spare):
+            if spare.nbytes == nbytes and spare.seen() is None:
+                del self._spare[position]
+                return np.frombuffer(spare.memory, np.uint8)[:nbytes]
+        return reserve(nbytes, in_small_pages=all_bytes > self._most_raw)
+
+    def give_up(self, arena: Bytes) -> None:
+        """Keep an arena from `reserve` that its owner no longer needs, if there is room for it."""
+        whole = arena.base  # NumPy lets every view refer to the array over the whole memory
+        if arena.nbytes and isinstance(whole, np.ndarray):
+            others = [spare for spare in self._spare if spare.memory is not whole.base]
+            self._spare = [*others, _SpareArena(whole.base, arena.nbytes, weakref.ref(whole))][-self._most :]
+
+    def clear(self) -> None:
+        """Keep none."""
+        self._spare = []
+
+    @property
+    def spare(self) -> list[Bytes]:
+        """Arenas kept; they are handed out again once nobody looks at these arrays any more."""
+        arrays = []
+        for position, spare in enumerate(self._spare):
+            whole = spare.seen()
+            if whole is None:
+                whole = np.frombuffer(spare.memory, np.uint8)
+                self._spare[position] = spare._replace(seen=weakref.ref(whole))
+            arrays.append(whole[: spare.nbytes])
+        return arrays
 
 
 class SegmentIndex:
@@ -262,52 +314,6 @@ class Segments:
         self.frozen = [frozen for frozen in self.frozen if id(frozen.block) not in names]
         drop()
 
-    def awaits_files(self) -> bool:
-        """Whether blocks lie in files that are not all here yet."""
-        self.awaited = [file for file in self.awaited if file.is_awaited]
-        return bool(self.awaited)
-
-    def adopting(
-        self, tick: int, ticks: int, parts: Sequence[ClosedPart], cursors: list[Cursors], *, lists_blocks: bool
-    ) -> Callable[[], None]:
-        """Return what takes a segment over that was sealed elsewhere, as the newest, from `tick` on.
-
-        What may fail comes before. The action gives the same however often it is run, and copies nothing that grows.
-
-        Args:
-            cursors: Of its last ticks, field by field: as many as are still needed.
-            lists_blocks: Whether its blocks, which are its own, are among those that `take_frozen` returns.
-        """
-        if tick > self.open.first_tick:
-            self._repair.begin(self._repair.restoring(*self.changing()))
-            self._roll(tick)
-            self._repair.end()
-        adopted = []
-        for part in parts:
-            if part.block.sealed is None:
-                raise DamageError("a segment came whose slices are not sealed; report this")
-            sealed = self._kernels.coder.adopt(part.block.sealed.coded)
-            adopted.append(replace(part, block=KeptBlock(part.block.slice_bytes, part.block.used, sealed)))
-        frozen = [self._as_frozen(field, part.window, part.block) for field, part in enumerate(adopted)]
-        frozen = [*self.frozen, *frozen] if lists_blocks else self.frozen
-        overhead = self.overhead_bytes + sum(part.overhead_bytes for part in adopted)
-        return partial(self._append, len(self.closed), Segment(tick, ticks, adopted), cursors, frozen, overhead)
-
-    def _append(
-        self, number: int, adopted: Segment[ClosedPart], cursors: list[Cursors], frozen: list[FrozenBlock],
-        overhead_bytes: int,
-    ) -> None:  # fmt: skip
-        """Have an adopted segment behind the first `number` closed ones, whatever is there."""
-        end = adopted.first_tick + adopted.ticks
-        for ring, rows in zip(self.cursors, cursors, strict=True):
-            put_rows(ring, end - len(rows), rows)
-        self.closed[number:] = [adopted]
-        for part in adopted.parts:
-            self._naming[id(part.block)] = [adopted]
-        self.frozen, self.overhead_bytes, self._sure_until = frozen, overhead_bytes, 0
-        self.open = Segment(end, 0, self.open.parts)
-        self.index.put_behind(number, end, adopted.parts, self.open.parts)
-
     def can_admit(self, first_tick: int, next_tick: int) -> bool:
         """Whether the open segment reaches back to `first_tick`, the oldest held, and few ticks came so far."""
         reaches = not self.closed and (not self._leaves or self.open.first_tick <= first_tick)
@@ -387,11 +393,6 @@ class Segments:
     def open_bytes(self) -> int:
         """What the open segment's unique slices take."""
         return sum(part.added_bytes for part in self.open.parts)
-
-    @property
-    def ticks_in_a_piece(self) -> int:
-        """How many ticks of an `extend` are written before one looks whether the sealer keeps up."""
-        return max(1, self._limit_bytes // (16 * self.most_in_a_tick))
 
     @property
     def most_in_a_tick(self) -> int:

@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.schema import Array, Bytes, Leaf
+from holdall.schema import Array, Bytes, Leaf, count_of
 from holdall.storage.batch_source import Held
 from holdall.storage.blocks import KeptBlock, SliceBlock, reserve
-from holdall.storage.codec import Order, order_by_lanes
-from holdall.units import count_of
+from holdall.storage.coded_units import Order, order_by_lanes
 
 Log = NDArray[np.uint16] | NDArray[np.uint32]
 Cursors = NDArray[np.uint32]

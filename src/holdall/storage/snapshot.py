@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.schema import Array, Leaf, dtype_name, dtype_of
+from holdall.schema import Array, Leaf, count_of, dtype_name, dtype_of
 from holdall.storage.batch_source import APART_END, APART_FIELDS, APART_ROOM
 from holdall.storage.blocks import address, reserve
 from holdall.storage.records import Buffer, CompressedParts, Read, Record, array_of, require_kind
 from holdall.storage.slices import ClosedPart, OpenSlices, Segment, Window
-from holdall.units import count_of
 
 Ring = Union[Array, "LiveRows"]
 _CHUNK_BYTES = 2**19

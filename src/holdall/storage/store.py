@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import HoldallError
+from holdall.errors import DamageError, HoldallError
 from holdall.report import FieldReport, field_name
 from holdall.schema import Array, Bytes
 from holdall.storage.batch_source import BatchReader, BatchSource, Places, Rows, RowSources, RowTable, fresh_bytes
-from holdall.storage.blocks import SliceBlock
+from holdall.storage.blocks import KeptBlock, SliceBlock
+from holdall.storage.codec import describe
 from holdall.storage.rings import CURSOR_BYTES
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.segment import Segments
-from holdall.storage.slices import AnyPart, ClosedPart, Segment, Window
-from holdall.storage.snapshot import Apart, FrozenRows, LiveRows, Ring, RowChunk, StoreContent, rows_of
+from holdall.storage.slices import AnyPart, ClosedPart, Cursors, FrozenBlock, Segment, Window
+from holdall.storage.snapshot import Apart, FrozenRows, LiveRows, Ring, RowChunk, StoreContent, put_rows, rows_of
 from holdall.storage.tick_store import TickStore
 from holdall.storage.ticks import StepsLeft
 from holdall.storage.tiers import NO_LIMIT
@@ -42,10 +43,62 @@ class FullBlock(NamedTuple):
     is_direct: bool  # its slices lie in memory in place of a log
 
 
+class StoreSegments(Segments):
+    """The segments of a whole store: others are adopted, and runs of ticks written."""
+
+    @property
+    def ticks_in_a_piece(self) -> int:
+        """How many ticks of an `extend` are written before one looks whether the sealer keeps up."""
+        return max(1, self._limit_bytes // (16 * self.most_in_a_tick))
+
+    def adopting(
+        self, tick: int, ticks: int, parts: Sequence[ClosedPart], cursors: list[Cursors], *, lists_blocks: bool
+    ) -> Callable[[], None]:
+        """Return what takes a segment over that was sealed elsewhere, as the newest, from `tick` on.
+
+        What may fail comes before. The action gives the same however often it is run, and copies nothing that grows.
+
+        Args:
+            cursors: Of its last ticks, field by field: as many as are still needed.
+            lists_blocks: Whether its blocks, which are its own, are among those that `take_frozen` returns.
+        """
+        if tick > self.open.first_tick:
+            self._repair.begin(self._repair.restoring(*self.changing()))
+            self._roll(tick)
+            self._repair.end()
+        adopted = []
+        for part in parts:
+            if part.block.sealed is None:
+                raise DamageError("a segment came whose slices are not sealed; report this")
+            sealed = self._kernels.coder.adopt(part.block.sealed.coded)
+            adopted.append(replace(part, block=KeptBlock(part.block.slice_bytes, part.block.used, sealed)))
+        frozen = [self._as_frozen(field, part.window, part.block) for field, part in enumerate(adopted)]
+        frozen = [*self.frozen, *frozen] if lists_blocks else self.frozen
+        overhead = self.overhead_bytes + sum(part.overhead_bytes for part in adopted)
+        return partial(self._append, len(self.closed), Segment(tick, ticks, adopted), cursors, frozen, overhead)
+
+    def _append(
+        self, number: int, adopted: Segment[ClosedPart], cursors: list[Cursors], frozen: list[FrozenBlock],
+        overhead_bytes: int,
+    ) -> None:  # fmt: skip
+        """Have an adopted segment behind the first `number` closed ones, whatever is there."""
+        end = adopted.first_tick + adopted.ticks
+        for ring, rows in zip(self.cursors, cursors, strict=True):
+            put_rows(ring, end - len(rows), rows)
+        self.closed[number:] = [adopted]
+        for part in adopted.parts:
+            self._naming[id(part.block)] = [adopted]
+        self.frozen, self.overhead_bytes, self._sure_until = frozen, overhead_bytes, 0
+        self.open = Segment(end, 0, self.open.parts)
+        self.index.put_behind(number, end, adopted.parts, self.open.parts)
+
+
 class Store(TickStore):
     """All fields of a memory. Not locked: the memory that owns it is."""
 
     _table: RowTable | None = None
+    segments_kind = StoreSegments
+    large_segments: StoreSegments
 
     @cached_property
     def batch_reader(self) -> BatchReader:
@@ -333,7 +386,7 @@ def describe_parts(parts: Sequence[AnyPart], window: Window) -> str:
     sealed = [part.block.sealed for part in closed if part.block.sealed is not None]
     if not sealed:
         return found
-    kinds = sorted({each.codec.describe() for each in sealed})
+    kinds = sorted({describe(each.codec) for each in sealed})
     return f"{found}; {len(sealed)} of {len(closed)} segments sealed by {', '.join(kinds)}"
 
 

@@ -110,6 +110,8 @@ class TickStore:
         rings: Where all fields lie that are not large, if not in memory of the host.
     """
 
+    segments_kind: type[Segments] = Segments
+
     def __init__(
         self, schema: Schema, capacity_ticks: int, kernels: Kernels, lock: Any, budget: Budget,
         folder: SpillFolder | None = None, *, first_tick: int = 0, large: Collection[int] | None = None,
@@ -122,16 +124,14 @@ class TickStore:
         self._schema, self._lanes = schema, schema.num_envs
         self._capacity_ticks, self._ring_ticks = capacity_ticks, capacity_ticks + 1
         self._kernels, self._lock, self._folder, self._budget = kernels, lock, folder, budget
-        leaves = schema.observation.leaves
-        layouts = field_layouts(schema, self._ring_ticks, large)
+        leaves, layouts = schema.observation.leaves, field_layouts(schema, self._ring_ticks, large)
         self._large, most_bytes = (layouts[0].large, NO_LIMIT) if budget.limit is None else budget.choose(layouts)
         small = [i for i in range(len(leaves)) if i not in self._large]
         searched = small if large is None else []
         self._rings = Rings(schema, self._ring_ticks, small, first_tick) if rings is None else rings
         self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > TINY_BYTES}
-        sliced = [leaves[i] for i in self._large]
-        most_raw = NO_LIMIT if budget.is_auto else budget.limit or 0
-        self.large_segments = Segments(
+        sliced, most_raw = [leaves[i] for i in self._large], NO_LIMIT if budget.is_auto else budget.limit or 0
+        self.large_segments = self.segments_kind(
             kernels, sliced, self._lanes, capacity_ticks, self.repair, most_bytes, first_tick, most_raw
         )
         self._writer = self._new_writer(first_tick, first_tick)

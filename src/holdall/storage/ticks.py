@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from holdall.native import SliceNamer
     from holdall.storage.batch_source import BatchReader, Places
-    from holdall.storage.blocks import Coder, SliceBlock
+    from holdall.storage.blocks import Codec, Coded, SealedSlices, SliceBlock
+    from holdall.storage.coded_units import Order
     from holdall.storage.rings import Rings
     from holdall.storage.segment import SegmentIndex, Segments
     from holdall.storage.slices import Cursors, OpenPart, Window
@@ -297,6 +298,48 @@ class FastTick:
 
     def close(self) -> None:
         """Write no more ticks, and let go of the rings."""
+
+
+Watch = Callable[[int], None]
+
+
+WATCHED_BYTES = 2**19
+"""Of slices that are sealed before a `Watch` is called, if so few can be."""
+
+
+class Coder(Protocol):
+    """Seals blocks of slices and reads them."""
+
+    def adopt(self, coded: Coded) -> SealedSlices:
+        """Make slices readable that were sealed elsewhere, or moved to a file."""
+
+    def seal(
+        self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
+    ) -> SealedSlices | None:
+        """Code all rows of `slices`; None if a palette does not hold their words, or one of them has too many colours.
+
+        Args:
+            order: Which row comes first, second, ... in the units; each once, lane after lane, and of a lane one after
+                another, in at most 256 lanes. Their numbers stay as they are.
+            threads: Threads that may share the work; the bytes are the same.
+            watch: Called after every piece of the work with how many slices are done; what it raises ends the work.
+        """
+
+    def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count what decoding has to do for some units, so that no clock decides which codec is chosen.
+
+        Returns:
+            Three numbers for each: sequences, literals of Huffman's code, and tables of that code.
+        """
+
+    def keeping(self) -> Coder:
+        """Return a coder for many small blocks, of one thread; it keeps its compressors, which are slow to make."""
+
+    def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Sum every unit of sealed slices up, for when it is read from a file."""
+
+    def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
+        """Decode slices into the rows of `out`."""
 
 
 class Kernels(Protocol):

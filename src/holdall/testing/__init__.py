@@ -29,7 +29,8 @@ from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError
 from holdall.replay import ReplayMemory
 from holdall.sampling import Held, Sampler, encode_state
-from holdall.schema import Bytes, Leaf, stored_space
+from holdall.schema import Bytes, Leaf
+from holdall.space_leaves import stored_space
 from holdall.testing.oracle import OracleMemory, as_array, assert_same_bits, stack_rows
 from holdall.testing.streams import DTYPES, LeafPlan, Mishaps, Stream, StreamStep, random_rows
 

@@ -13,7 +13,8 @@ import numpy as np
 from gymnasium import spaces
 from hypothesis import strategies as st
 
-from holdall.schema import Tree, stored_space
+from holdall.schema import Tree
+from holdall.space_leaves import stored_space
 from holdall.testing.streams import DTYPES as DTYPES  # noqa: PLC0414 tests take it from here, too
 from holdall.testing.streams import Content, LeafPlan, Mishaps, Padding, Stream
 

@@ -33,8 +33,8 @@ except ImportError as error:
     raise MissingPackageError("holdall.torchrl needs torchrl; run \"pip install 'holdall[torchrl]'\"") from error
 
 from holdall.replay import ReplayMemory
+from holdall.schema import require_count, whole
 from holdall.torchrl.fields import Fields, Ids, StoredTensor, numpy_index
-from holdall.units import require_count, whole
 
 __all__ = ["HoldallStorage", "StoredTensor"]
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from holdall.batch import Batch
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.replay import ReplayMemory
-from holdall.schema import stored_space
+from holdall.space_leaves import stored_space
 
 Key = tuple[str, ...]
 Array = NDArray[Any]

@@ -6,20 +6,23 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdall.checkpoint import manifest as manifests
+from holdall.checkpoint.directory import DirectoryReader
+from holdall.checkpoint.files import outline
 from holdall.checkpoint.manifest import (
     BlockEntry,
     Chunk,
     Manifest,
-    Outlines,
     Ref,
     SegmentEntry,
     decode,
     encode,
+    manifest_name,
 )
 from holdall.errors import DamageError
 
@@ -102,30 +105,40 @@ def test_a_manifest_that_makes_no_sense_is_refused_though_its_sum_fits(change: s
         decode(signed(changed), "m")
 
 
-def test_a_manifest_that_is_known_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def standing(folder: Path, raw: bytes, number: int = 7) -> None:
+    """Put a manifest where a reader finds it."""
+    (folder / "manifests").mkdir(exist_ok=True)
+    (folder / "manifests" / manifest_name(number)).write_bytes(raw)
+
+
+def test_a_manifest_that_is_known_is_not_parsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it was written or read before: its files are what is asked for."""
-    written, read, raw = Outlines(), Outlines(), encode(MANIFEST)
-    written.remember(raw, MANIFEST)
-    assert read.of(raw, "m", 7) == MANIFEST
+    written, read, raw = DirectoryReader(tmp_path), DirectoryReader(tmp_path), encode(MANIFEST)
+    standing(tmp_path, raw)
+    written.committed.append((raw, MANIFEST))
+    assert outline(read, 7) == MANIFEST
     monkeypatch.setattr(manifests, "parsed", pytest.fail)
-    for outlines in (written, read):
-        found = outlines.of(raw, "m", 7)
+    for reader in (written, read, written):
+        found = outline(reader, 7)
         assert (found.number, found.files, found.commit, found.shards) == (7, {FILE: 100}, "b" * 32, ())
         assert not found.blocks
 
 
-def test_what_is_known_of_a_manifest_holds_for_its_very_bytes() -> None:
+def test_what_is_known_of_a_manifest_holds_for_its_very_bytes(tmp_path: Path) -> None:
     """Damage is noticed, and another manifest under its number is read."""
-    outlines, raw = Outlines(), encode(MANIFEST)
-    outlines.remember(raw, MANIFEST)
+    reader, raw = DirectoryReader(tmp_path), encode(MANIFEST)
+    reader.committed.append((raw, MANIFEST))
     for damaged in (raw[:-1], raw[:50] + b"?" + raw[51:], raw[: len(raw) // 2] + raw[-73:], b""):
-        with pytest.raises(DamageError, match="manifest m"):
-            outlines.of(damaged, "m", 7)
+        standing(tmp_path, damaged)
+        with pytest.raises(DamageError, match=r"manifest .*7\.json"):
+            outline(reader, 7)
     other = replace(MANIFEST, commit="e" * 32)
-    assert outlines.of(encode(other), "m", 7) == other
+    standing(tmp_path, encode(other))
+    assert outline(reader, 7) == other
     for number in range(8, 1000):
-        outlines.remember(raw, replace(MANIFEST, number=number))
-    assert len(outlines._known) < 100
+        reader.committed.append((raw, replace(MANIFEST, number=number)))
+        outline(reader, 7)
+    assert len(reader.outlines) < 100
 
 
 def test_keys_that_are_not_known_are_passed_over() -> None:

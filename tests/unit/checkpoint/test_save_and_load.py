@@ -28,7 +28,8 @@ from holdall import (
     Uniform,
 )
 from holdall.checkpoint import files, write
-from holdall.checkpoint.manifest import is_remote, normalized_url, signed
+from holdall.checkpoint.load import is_remote, normalized_url
+from holdall.checkpoint.manifest import signed
 from holdall.storage import snapshot, tick_store, tiers
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 

@@ -13,8 +13,8 @@ from gymnasium import spaces
 
 from holdall import ArgumentError, DamageError, Hindsight, NStep, Prioritized, ReplayMemory, Sequence, Uniform
 from holdall.sampling import sampler_to_resume
+from holdall.schema import malformed_refused
 from holdall.testing import assert_same_bits
-from holdall.units import malformed_refused
 
 LANES = 2
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdall.native import NativeCoder, PortableCoder, native_kernels
-from holdall.storage.blocks import Coder
+from holdall.storage.ticks import Coder
 
 
 def native_coder() -> NativeCoder | None:

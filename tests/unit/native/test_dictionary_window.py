@@ -10,8 +10,7 @@ import pytest
 from holdall.native import NativeCoder, PortableCoder, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage.batch_source import Places
-from holdall.storage.blocks import Coded, reserve
-from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.blocks import Codec, Coded, Dictionary, Method, Predictor, Transform, reserve
 from holdall.storage.slices import ClosedPart, Window
 
 KERNELS = native_kernels()

@@ -23,8 +23,7 @@ from holdall.errors import DamageError
 from holdall.native import NativeKernels, ThreadPool, compiled_library, native_kernels, reading
 from holdall.schema import Bytes, Leaf
 from holdall.storage.batch_source import Places
-from holdall.storage.blocks import reserve
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.blocks import Codec, Method, Transform, reserve
 from holdall.storage.slices import ClosedPart, Window
 
 LIBRARY = compiled_library()

@@ -21,8 +21,7 @@ from holdall import storage
 from holdall.errors import ArgumentError, DamageError, HoldallError
 from holdall.native import ThreadPool, chosen_kernels
 from holdall.schema import Schema
-from holdall.storage.blocks import KeptBlock
-from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.blocks import Codec, Dictionary, KeptBlock, Method, Transform
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.records import SpillFolder
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment

@@ -20,8 +20,8 @@ from holdall.native import PortableCoder, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage import codec_choice as choice
 from holdall.storage.block_sample import BlockSample
-from holdall.storage.blocks import Coder, SealedSlices
-from holdall.storage.codec import Codec, Method, Predictor, Transform
+from holdall.storage.blocks import Codec, Method, Predictor, SealedSlices, Transform
+from holdall.storage.codec import describe
 from holdall.storage.codec_choice import (
     COST_CAPS,
     MeasuredCodec,
@@ -32,7 +32,9 @@ from holdall.storage.codec_choice import (
     measure_together,
     train,
 )
+from holdall.storage.coded_units import unit_of
 from holdall.storage.slices import Window
+from holdall.storage.ticks import Coder
 
 CODERS: list[Any] = [
     pytest.param(chosen_kernels().coder, id="chosen"),
@@ -246,7 +248,7 @@ def test_frames_that_resemble_an_older_one_are_coded_behind_it(coder: Coder, mon
     codec = choose(coder, LARGE, window, frames, ANY_COST, 1)
     assert codec.key * codec.group == 64
     assert ratio_of(coder, frames, codec) > 25
-    assert "behind a" in codec.describe()
+    assert "behind a" in describe(codec)
     assert re.fullmatch(r"\d+\.\d times smaller, decoded in [\d.]+ of [\d.]+ raw copies", codec.reason)
 
 
@@ -347,7 +349,7 @@ def test_images_of_a_camera_become_pairs_where_memory_is_preferred(coder: Coder)
     ):
         assert fewer.method is not Method.PAIRS
     again = choose(coder, leaf, window, slices, COST_CAPS["memory"], 2)
-    assert (again.describe(), again.common) == (codec.describe(), codec.common)
+    assert (describe(again), again.common) == (describe(codec), codec.common)
 
 
 @pytest.mark.parametrize("coder", CODERS)
@@ -441,7 +443,7 @@ def test_the_choice_asks_no_clock(coder: Coder, frames: Any, prefer: str, monkey
         monkeypatch.setattr(f"time.{clock}", asked)
     window = replace(WHOLE, count=4)
     first, again = (choose(coder, FRAME, window, frames(300), COST_CAPS[prefer], 2) for _ in range(2))
-    assert first.describe() == again.describe()
+    assert describe(first) == describe(again)
 
 
 @needs_compiled_loops
@@ -465,7 +467,7 @@ def test_one_codec_is_chosen_beside_busy_processes() -> None:
     burn = "import numpy as np\na = np.zeros(30_000_000, np.uint8)\nwhile True: a.copy(), sum(range(20_000))"
 
     def chosen() -> set[str]:
-        return {choose(coder, FRAME, window, slices, cap, 2).describe() + str(cap) for cap in COST_CAPS.values()}
+        return {describe(choose(coder, FRAME, window, slices, cap, 2)) + str(cap) for cap in COST_CAPS.values()}
 
     quiet = chosen()
     busy = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(3)]
@@ -496,7 +498,7 @@ def test_what_decoding_has_to_do_is_counted(text: bytes, repeats: int, by_zstd: 
         assert 0 <= literals <= len(content)
         assert tables <= 1 + len(content) // 2**17
     else:
-        assert sequences == sequences_by_definition(sealed.coded.unit(0))
+        assert sequences == sequences_by_definition(unit_of(sealed.coded, 0))
         assert (literals, tables) == (0, 0)
 
 
@@ -552,7 +554,7 @@ def test_a_block_may_be_given_up_while_a_codec_is_chosen(coder: Coder) -> None:
     sample = BlockSample.of(frames, WHOLE)
     frames[:] = 0
     again = choose(coder, FRAME, WHOLE, sample, ANY_COST, 1)
-    assert chosen.describe() == again.describe()
+    assert describe(chosen) == describe(again)
 
 
 def test_a_choice_says_why() -> None:

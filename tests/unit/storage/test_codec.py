@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdall.schema import Leaf
-from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates
+from holdall.storage.blocks import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.codec import candidates, describe, hurried, wants_dictionary
 from holdall.storage.slices import Window
 from holdall.testing.strategies import dtypes
 
@@ -127,23 +128,23 @@ def test_what_is_predicted_is_all_of_a_slice(
 )
 def test_a_hurried_codec_differs_in_its_level_alone(codec: Codec, level: int) -> None:
     """So whoever reads the slices need not know."""
-    assert codec.hurried() == replace(codec, level=level)
+    assert hurried(codec) == replace(codec, level=level)
 
 
 def test_in_a_hurry_pairs_are_left_to_zstandard() -> None:
     """Nothing else is faster to write; the transform stays, and no tables are needed."""
     form = Transform(7056, 0, Predictor.LEFT, 1, 84, 84)
-    assert Codec(Method.PAIRS, 0, form, Dictionary(b"x")).hurried() == Codec(Method.ZSTD, 1, form)
+    assert hurried(Codec(Method.PAIRS, 0, form, Dictionary(b"x"))) == Codec(Method.ZSTD, 1, form)
 
 
 def test_a_dictionary_is_wanted_for_small_slices_that_are_not_predicted() -> None:
     """Large slices fill a compressor's window by themselves, and differences have nothing in common."""
     small, large = Transform(7056), Transform(100_000)
     predicted = Transform(7056, 0, Predictor.LEFT, 1, 84, 84)
-    assert Codec(Method.ZSTD, 3, small).wants_dictionary
-    assert not Codec(Method.LZ4, 0, small).wants_dictionary
-    assert not Codec(Method.ZSTD, 3, large).wants_dictionary
-    assert not Codec(Method.ZSTD, 3, predicted).wants_dictionary
+    assert wants_dictionary(Codec(Method.ZSTD, 3, small))
+    assert not wants_dictionary(Codec(Method.LZ4, 0, small))
+    assert not wants_dictionary(Codec(Method.ZSTD, 3, large))
+    assert not wants_dictionary(Codec(Method.ZSTD, 3, predicted))
 
 
 @pytest.mark.parametrize(
@@ -160,4 +161,4 @@ def test_a_dictionary_is_wanted_for_small_slices_that_are_not_predicted() -> Non
 )
 def test_a_codec_says_what_it_does(codec: Codec, words: str) -> None:
     """Reports show it."""
-    assert codec.describe() == words
+    assert describe(codec) == words

@@ -19,12 +19,13 @@ from holdall.native.writing import NativeCoder
 from holdall.schema import Bytes, Leaf
 from holdall.storage import choosing, sealer, segment
 from holdall.storage.block_sample import BlockSample
-from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, Watch, address
-from holdall.storage.codec import Codec, Method, Order, Transform
+from holdall.storage.blocks import Codec, KeptBlock, Method, SealedSlices, SliceBlock, Transform, address
+from holdall.storage.coded_units import Order
 from holdall.storage.sealer import HurriedBlock, Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Window
 from holdall.storage.tick_store import Repair
+from holdall.storage.ticks import Watch
 from holdall.storage.tiers import Allowance, Budget, SealJob, SealQueue, Tiers
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box

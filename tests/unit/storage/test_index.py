@@ -7,8 +7,7 @@ import pytest
 
 from holdall.native import PortableKernels
 from holdall.schema import Leaf
-from holdall.storage.blocks import reserve
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.blocks import Codec, Method, Transform, reserve
 from holdall.storage.segment import SegmentIndex
 from holdall.storage.slices import AnyPart, ClosedPart, OpenPart, Window
 

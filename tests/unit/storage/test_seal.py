@@ -26,12 +26,14 @@ from holdall.schema import Bytes, Leaf
 from holdall.storage import choosing, segment
 from holdall.storage import sealer as seal
 from holdall.storage.batch_source import Places
-from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, Watch, address
-from holdall.storage.codec import Codec, Method, Order, Predictor, Transform
+from holdall.storage.blocks import Codec, KeptBlock, Method, Predictor, SealedSlices, SliceBlock, Transform, address
+from holdall.storage.codec import without_palette
+from holdall.storage.coded_units import Order
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Segment, Window
 from holdall.storage.tick_store import Repair
+from holdall.storage.ticks import Watch
 from holdall.storage.tiers import SealQueue
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
@@ -363,7 +365,7 @@ def test_a_block_that_a_palette_does_not_hold_is_sealed_without_one(bench: Bench
     bench.submit(FrozenBlock(0, leaf, Window.whole(leaf), block))
     bench.sealer.drain()
     ((_, sealed),) = bench.keeper.kept
-    assert sealed.codec == bench.codec.without_palette()
+    assert sealed.codec == without_palette(bench.codec)
     assert sealed.codec.transform.palette_bytes == 0
     out = np.empty_like(pixels)
     bench.coder.decode(sealed, np.arange(len(pixels)), out)
@@ -670,7 +672,7 @@ EXIT = """
 import threading, time
 import numpy as np
 from holdall.storage.codec_choice import choose
-from holdall.storage.codec import Codec, Method, Predictor, Transform
+from holdall.storage.blocks import Codec, Method, Predictor, Transform
 from holdall.native import native_kernels
 
 coder = native_kernels().coder

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.native import PortableCoder, chosen_kernels
 from holdall.storage import Codec, Method, SlicePlaces, Transform
-from holdall.storage.codec import Order, order_by_lanes
+from holdall.storage.coded_units import Order, order_by_lanes
 
 SLICE = Transform(8)
 

@@ -18,8 +18,19 @@ from hypothesis import strategies as st
 from holdall.errors import DamageError
 from holdall.native import PortableCoder, native_kernels
 from holdall.schema import Bytes
-from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
-from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.blocks import (
+    Codec,
+    Coded,
+    Dictionary,
+    Extent,
+    Method,
+    Predictor,
+    SealedSlices,
+    SegmentFile,
+    Transform,
+)
+from holdall.storage.codec import describe
+from holdall.storage.coded_units import places_of
 from holdall.storage.records import (
     DICTIONARY,
     MAGIC,
@@ -34,6 +45,7 @@ from holdall.storage.records import (
     unpack_dictionary,
     unpack_slices,
 )
+from holdall.storage.ticks import Coder
 
 COUNT = 11
 CODERS: list[Coder] = [PortableCoder()]
@@ -101,7 +113,7 @@ def decoded(coder: Coder, coded: Coded) -> bytes:
 
 @pytest.mark.parametrize("writer", CODERS, ids=lambda coder: type(coder).__name__)
 @pytest.mark.parametrize("reader", CODERS, ids=lambda coder: type(coder).__name__)
-@pytest.mark.parametrize("codec", CODECS, ids=Codec.describe)
+@pytest.mark.parametrize("codec", CODECS, ids=describe)
 def test_a_block_is_read_back_as_it_was(codec: Codec, reader: Coder, writer: Coder, tmp_path: Path) -> None:
     """Behind its dictionary, among others; the units stay in the file, where either coder reads them."""
     sealed, slices = sealed_by(writer, codec)
@@ -118,12 +130,12 @@ def test_a_block_is_read_back_as_it_was(codec: Codec, reader: Coder, writer: Cod
     assert coded.count == COUNT
     for name in ("offsets", "palette"):
         assert getattr(coded, name).tolist() == getattr(sealed.coded, name).tolist()
-    assert coded.place(np.arange(COUNT)).tolist() == sealed.coded.place(np.arange(COUNT)).tolist()
+    assert places_of(coded, np.arange(COUNT)).tolist() == places_of(sealed.coded, np.arange(COUNT)).tolist()
     assert coded.data.read(0, coded.data.nbytes) == sealed.coded.data.tobytes()  # type: ignore[union-attr]
     assert decoded(reader, coded) == slices.tobytes()
 
 
-@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.key or codec.level == 7], ids=Codec.describe)
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.key or codec.level == 7], ids=describe)
 def test_a_reader_that_knows_no_keys_knows_no_such_method(codec: Codec) -> None:
     """So it refuses the record, as it refuses whatever it does not understand."""
     words = codec_words(codec)
@@ -146,7 +158,7 @@ def test_a_transform_that_was_read_before_is_checked_again() -> None:
             codec_of(words | {"transform": words["transform"] | {"shuffle": wrong}}, {})
 
 
-@pytest.mark.parametrize("codec", CODECS[:7], ids=Codec.describe)
+@pytest.mark.parametrize("codec", CODECS[:7], ids=describe)
 def test_other_blocks_are_written_as_they_always_were(codec: Codec) -> None:
     """Older readers read them, unless the slices are in another order."""
     assert set(codec_words(codec)) == {"method", "level", "group", "transform", "dictionary"}
@@ -166,7 +178,7 @@ def test_a_damaged_key_is_noticed_by_every_slice_behind_it(coder: Coder, tmp_pat
     file.path.write_bytes(content)
     for number in range(COUNT):
         out = np.empty((1, 900), np.uint8)
-        needs_it = coded.place(np.array([number]))[0] // 4 == 1
+        needs_it = places_of(coded, np.array([number]))[0] // 4 == 1
         try:
             coder.decode(coder.adopt(coded), np.array([number]), out)
             assert not needs_it
@@ -220,7 +232,7 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", HOSTILE, ids=str)
-@pytest.mark.parametrize("codec", [CODECS[1], CODECS[2]], ids=Codec.describe)
+@pytest.mark.parametrize("codec", [CODECS[1], CODECS[2]], ids=describe)
 def test_a_head_that_makes_no_sense_is_refused(codec: Codec, changes: dict[str, Any], tmp_path: Path) -> None:
     """Before a coder sees it; or where a coder decides, by the coder. Never by a crash, never with wrong rows."""
     sealed, _ = sealed_by(CODERS[0], codec)

@@ -20,8 +20,7 @@ from holdall.errors import ArgumentError, SpillError
 from holdall.native import PortableCoder, native_kernels
 from holdall.schema import Bytes
 from holdall.storage import records
-from holdall.storage.blocks import Coder, Extent, SealedSlices
-from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.blocks import Codec, Dictionary, Extent, Method, SealedSlices, Transform
 from holdall.storage.own_folder import _take_lock
 from holdall.storage.records import (
     DICTIONARY,
@@ -32,6 +31,7 @@ from holdall.storage.records import (
     unpack_dictionary,
     unpack_slices,
 )
+from holdall.storage.ticks import Coder
 
 LOCKS = Path("/proc/locks")
 
@@ -248,7 +248,7 @@ def test_a_place_that_is_none_is_refused(coder: Coder, tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 import numpy as np
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.blocks import Codec, Method, Transform
 from holdall.native import PortableCoder
 from holdall.storage.records import SpillFolder
 

@@ -16,8 +16,7 @@ from holdall.schema import Leaf
 from holdall.storage import segment
 from holdall.storage import tiers as tier
 from holdall.storage.batch_source import Places
-from holdall.storage.blocks import Coded, Extent, KeptBlock, SliceBlock
-from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.blocks import Codec, Coded, Extent, KeptBlock, Method, SliceBlock, Transform
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Window
 from holdall.storage.tick_store import Repair

@@ -22,7 +22,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
-from holdall.schema import stored_space
+from holdall.space_leaves import stored_space
 from holdall.tools.bench import emit
 from holdall.tools.plan.environments import make_single_env, random_steps
 

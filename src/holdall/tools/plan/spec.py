@@ -22,9 +22,8 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.schema import Leaf, Tree
+from holdall.schema import Leaf, Tree, require_count
 from holdall.tools.plan.environments import has_images, space_from_dict, space_to_dict
-from holdall.units import require_count
 
 Version = tuple[int, int, int]
 
