@@ -26,9 +26,8 @@ from holdall.errors import ArgumentError
 from holdall.native import chosen_kernels, estimate_advantages, fallback
 from holdall.report import MemoryReport
 from holdall.sb3.buffer_parts import SlotArray, cast
-from holdall.schema import Leaf
+from holdall.schema import Leaf, require_count
 from holdall.storage import RolloutFields
-from holdall.units import require_count
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("values", "log_probs", "advantages", "returns")
