@@ -205,7 +205,8 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
                 return self._samples_at_once(*found)
             if type(found) is not int:  # what lies under these ids cannot be read: say why
                 return self._samples(found, env)
-        batch_size = require_count("batch_size", batch_size, 0)
+        if type(batch_size) is not int or batch_size < 0:
+            batch_size = require_count("batch_size", batch_size, 0)
         if not self._filled:
             raise ArgumentError(f"sample({batch_size}) was called, and nothing was added yet; call add before")
         if self.full and self.memory.next_id == 0:  # somebody set `full`
