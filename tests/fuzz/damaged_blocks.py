@@ -1,7 +1,8 @@
 """Damaged blocks, made on purpose, and a script that has the compiled decoder read them in a process of its own.
 
 `python damaged_blocks.py KINDS CASES SEED [LIBRARY]`: KINDS are names of `DAMAGES` and `CLAIMS`, or "nothing", with
-commas between them; LIBRARY is another build of the C loops. After a crash the last line says what to run again.
+commas between them, and slashes between those that are done one after another; LIBRARY is another build of the C loops.
+After a crash the last line says what to run again.
 """
 
 from __future__ import annotations
@@ -457,4 +458,5 @@ def main(kinds: list[str], cases: int, seed: int, library: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1].split(","), int(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:]))
+    for together in sys.argv[1].split("/"):
+        main(together.split(","), int(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:]))

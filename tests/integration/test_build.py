@@ -1,6 +1,7 @@
 """The build hook: the C loops compile cleanly, and a machine without a compiler still gets a package."""
 
 import ctypes
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -38,10 +39,39 @@ def hook(hatch_build: ModuleType, tmp_path: Path) -> Any:
     return hatch_build.KernelBuildHook(str(tmp_path), {}, None, None, str(tmp_path), "wheel")
 
 
+@pytest.fixture
+def compiled_once(hatch_build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of holdall's C takes a compiler seconds: what compiled is kept, and compiled again when anything changed.
+
+    That is the compiler, its flags, this build hook, and every source and header beside the sources.
+    """
+    really = hatch_build.compile_shared
+    hook_source = (ROOT / "hatch_build.py").read_bytes()
+
+    def compile_shared(command: list[str], sources: list[Path], library: Path) -> str | None:
+        if len(sources) != len(hatch_build.SOURCES):  # the small program that tries a compiler
+            return really(command, sources, library)  # type: ignore[no-any-return]
+        version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
+        content = hashlib.sha256(repr([command, version]).encode() + hook_source)
+        for file in sorted({found for source in sources for found in source.parent.glob("*.[ch]")}):
+            content.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+        kept = ROOT / ".cache" / "compiled" / f"{content.hexdigest()}{library.suffix}"
+        if not kept.exists():
+            problem: str | None = really(command, sources, kept)
+            if problem is not None:
+                return problem
+        library.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(kept, library)
+        return None
+
+    monkeypatch.setattr(hatch_build, "compile_shared", compile_shared)
+
+
 def empty_build() -> dict[str, Any]:
     return {"artifacts": [], "pure_python": True}
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_the_c_loops_compile_without_a_warning(hatch_build: ModuleType, tmp_path: Path) -> None:
     compiler = hatch_build.system_compiler()
     if compiler is None:
@@ -82,6 +112,7 @@ def test_without_a_compiler_one_is_asked_for(
     assert hook.dependencies() == []
 
 
+@pytest.mark.usefixtures("compiled_once")
 def test_the_compiler_that_pip_fetches_builds_a_library_that_works(
     hatch_build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,6 +33,9 @@ class OracleTick(NamedTuple):
     valid: NDArray[np.bool_]
 
 
+_IN_A_BATCH = [name for name in OracleTick._fields if name != "valid"]
+
+
 class OracleMemory:
     """What `ReplayMemory` promises, as a list of the ticks that were added.
 
@@ -73,10 +76,9 @@ class OracleMemory:
         places = [self.place(int(number)) for number in wanted]
         if not self._ticks:
             raise ArgumentError("ids: nothing was added yet, so the oracle knows no shapes; add a tick first")
-        rows = [_rows_at(tick._asdict(), lane) for tick, lane in places]
-        stacked = stack_rows(rows) if rows else map_leaves(lambda array: array[:0], self._ticks[0]._asdict())
-        stacked.pop("valid")
-        return Batch(**stacked, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
+        ticks, lanes = [tick for tick, _ in places] or [self._ticks[0]], [lane for _, lane in places]
+        read = {name: _lane_rows([getattr(tick, name) for tick in ticks], lanes) for name in _IN_A_BATCH}
+        return Batch(**read, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
         """Set again how transitions ended."""
@@ -140,9 +142,10 @@ class OracleMemory:
 
     def _tick_and_lane(self, number: int) -> tuple[OracleTick, int]:
         """Return the tick and the lane of a transition id; raise TransitionIdError if it is not held."""
-        if not self.first_id <= number < self.next_id:
-            raise TransitionIdError(f"ids holds {number}, but {self.first_id} to {self.next_id - 1} are held")
-        index, lane = divmod(number - self.first_id, self.num_envs)
+        first = self.first_id
+        if not first <= number < self.next_id:
+            raise TransitionIdError(f"ids holds {number}, but {first} to {self.next_id - 1} are held")
+        index, lane = divmod(number - first, self.num_envs)
         return self._ticks[index], lane
 
     def place(self, number: int) -> tuple[OracleTick, int]:
@@ -224,6 +227,17 @@ def as_array(value: Any) -> NDArray[Any]:
 
 def _rows_at(value: Any, index: int) -> Any:
     return map_leaves(lambda array: None if array is None else np.asarray(array)[index], value)
+
+
+def _lane_rows(values: Sequence[Any], lanes: Sequence[int]) -> Any:
+    """Copy one lane's row out of each of several nests of arrays that are alike; without lanes, no row."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _lane_rows([value[key] for value in values], lanes) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_lane_rows([value[index] for value in values], lanes) for index in range(len(first)))
+    rows = [array[lane : lane + 1] for array, lane in zip(values, lanes, strict=False)]
+    return np.concatenate(rows or [first[:0]])
 
 
 def _put_row(into: Any, rows: Any, lane: int, k: int) -> None:

@@ -104,14 +104,14 @@ class _LeafSource:
     def advance(self, lanes: NDArray[np.bool_]) -> None:
         """Let one step pass in the given lanes."""
         moving = lanes & (self.generator.random(self.lanes) >= self.plan.repeats)
-        for lane in np.flatnonzero(moving).tolist():
+        for lane in moving.nonzero()[0].tolist():
             self._slide(lane)
 
     def reset(self, lanes: NDArray[np.bool_]) -> None:
         """Show the first observation of an episode in the given lanes."""
-        for lane in np.flatnonzero(lanes):
+        for lane in lanes.nonzero()[0].tolist():
             self._day[lane] = self.generator.integers(_TABLE_ROWS)
-            first = self._unseen(int(lane))
+            first = self._unseen(lane)
             axis = self.plan.axis
             if axis is None or self.plan.padding == "fresh" or first.shape[axis] == 0:
                 self.now[lane] = first
@@ -149,10 +149,11 @@ class _LeafSource:
         if axis is None:
             self.now[lane] = source
             return
-        row, source = np.moveaxis(self.now[lane], axis, 0), np.moveaxis(source, axis, 0)
-        kept = len(row) - step
-        row[:kept] = row[step:]
-        row[kept:] = source[kept:]
+        row, before = self.now[lane], (slice(None),) * axis
+        kept = row.shape[axis] - step
+        newest = (*before, slice(kept, None))
+        row[*before, slice(kept)] = row[*before, slice(step, None)]
+        row[newest] = source[newest]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
-from stable_baselines3 import DQN, SAC
+from stable_baselines3 import DDPG, DQN, SAC
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 from stable_baselines3.her import her_replay_buffer
@@ -72,7 +72,7 @@ class Reach(gym.Env[Any, Any]):
 
 
 def model_of(
-    buffer_class: Any, algorithm: Any = SAC, lanes: int = 1, wrap: Any = None, buffer_size: int = 1000, **how: Any
+    buffer_class: Any, algorithm: Any = DDPG, lanes: int = 1, wrap: Any = None, buffer_size: int = 1000, **how: Any
 ) -> OffPolicyAlgorithm:
     vec_env: VecEnv = DummyVecEnv(
         each(partial(Reach, discrete=algorithm is DQN, informed=how.get("copy_info_dict", False)), lanes)

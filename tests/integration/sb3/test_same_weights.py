@@ -115,7 +115,7 @@ def test_observations_in_another_dtype_are_cast_as_sb3_casts_them() -> None:
 def test_learning_twice_gives_the_same_weights(reset_num_timesteps: bool) -> None:
     """The second call begins a new episode, or goes on in the last one."""
     again = learn(60, reset_num_timesteps=reset_num_timesteps)
-    assert_same_training(Task(partial(Wander, dict_space()), "SAC", "MultiInputPolicy"), learn(73), again)
+    assert_same_training(Task(partial(Wander, dict_space()), policy="MultiInputPolicy"), learn(73), again)
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

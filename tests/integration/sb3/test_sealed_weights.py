@@ -77,7 +77,7 @@ def test_sac_learns_the_same_from_sealed_cameras(lanes: int) -> None:
     assert assert_same_from_sealed(task, "obs.camera").report().failure == ""
 
 
-def test_sac_learns_the_same_while_segments_are_sealed_and_evicted() -> None:
+def test_ddpg_learns_the_same_while_segments_are_sealed_and_evicted() -> None:
     """A buffer that wraps around: whatever the worker is at, the rows are the same."""
     environment = partial(Wander, dict_space((40, 40, 3)), ARM)
-    assert_same_from_sealed(Task(environment, "SAC", "MultiInputPolicy", buffer_size=70), "obs.camera")
+    assert_same_from_sealed(Task(environment, "DDPG", "MultiInputPolicy", buffer_size=70), "obs.camera")

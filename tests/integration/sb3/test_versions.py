@@ -54,7 +54,9 @@ def test_the_oldest_version_that_is_declared_is_one_of_them() -> None:
 
 
 @pytest.mark.timeout(900)  # it imports another Stable-Baselines3, matplotlib and pandas
-@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize(
+    "version", [VERSIONS[0], *(pytest.param(one, marks=pytest.mark.nightly) for one in VERSIONS[1:])]
+)
 def test_the_drop_ins_work_with_an_older_version(version: str) -> None:
     """One training of each kind, compared with that version's own buffers."""
     assert " passed" in run_with(version, FEW)

@@ -22,6 +22,7 @@ from holdall import (
     ReplayMemory,
     Sequence,
 )
+from holdall.batch import Batch
 from holdall.delivery import device
 from holdall.delivery.batches import Delivery
 from holdall.delivery.device import DeviceStream
@@ -81,6 +82,17 @@ def fed(name: str, ticks: int = 150, sampler: Any = None, lanes: int = 2, **opti
     return memory
 
 
+COUNTS = (1, 50, 7, 120, 50)
+
+
+@functools.lru_cache(maxsize=2 * len(SPACES))
+def batches_in_arrays(name: str, budget: str | None) -> list[Batch]:
+    """Draw what every memory on a device has to give."""
+    with fed(name, budget=budget) as memory:
+        memory.drain()
+        return [memory.sample(count) for count in COUNTS]
+
+
 @pytest.mark.parametrize("name", SPACES)
 @pytest.mark.parametrize("budget", ["auto", None])
 @pytest.mark.parametrize("where", ["device", "store_device"])
@@ -90,14 +102,12 @@ def test_every_batch_has_the_bits_of_one_in_arrays(
 ) -> None:
     """Raw and sealed, sent, fetched by the device or already there; sizes change from batch to batch."""
     monkeypatch.setattr(DeviceStream, "launches_here", launches_here)
-    arrays = fed(name, budget=budget)
     there = fed(name, budget=budget, **on(where))
-    for memory in (arrays, there):
-        memory.drain()
-    for count in (1, 50, 7, 120, 50):
+    there.drain()
+    for count, expected in zip(COUNTS, batches_in_arrays(name, budget), strict=True):
         batch = there.sample(count)
         assert isinstance(batch.reward, torch.Tensor)
-        assert_same_bits(batch, arrays.sample(count))
+        assert_same_bits(batch, expected)
 
 
 @pytest.mark.parametrize("where", ["device", "store_device"])

@@ -430,11 +430,11 @@ import numpy as np
 from gymnasium import spaces
 import holdall
 
-frames = np.random.default_rng(0).integers(0, 9, (1200, 3, 84, 84), np.uint8)
+frames = np.random.default_rng(0).integers(0, 9, (500, 3, 84, 84), np.uint8)
 no, action, reward = np.zeros(1, bool), np.zeros((1, 2), np.float32), np.zeros(1, np.float32)
 space = spaces.Box(0, 255, (3, 84, 84), np.uint8)
-memory = holdall.ReplayMemory(space, spaces.Box(-1, 1, (2,), np.float32), 1200, budget=None, seed=0)
-for number in range(1199):
+memory = holdall.ReplayMemory(space, spaces.Box(-1, 1, (2,), np.float32), 500, budget=None, seed=0)
+for number in range(499):
     memory.add(frames[number][None], action, reward, frames[number + 1][None], no, no)
 memory.drain()
 assert memory.report().fields[0].sealed_bytes > 0
