@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,13 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
 def test_every_decision_is_in_the_index() -> None:
     index = (DOCS / "decisions" / "index.md").read_text(encoding="utf-8")
     assert not [page.name for page in (DOCS / "decisions").glob("0*.md") if f"({page.name})" not in index]
+
+
+def test_every_extra_is_in_the_install_page() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (DOCS / "install.md").read_text(encoding="utf-8")
+    extras = project["optional-dependencies"].keys() - {"dev", "docs"}
+    assert not [extra for extra in sorted(extras) if f"| `{extra}` |" not in page]
 
 
 def test_every_page_is_in_the_site() -> None:
