@@ -209,6 +209,16 @@ def test_ids_that_left_or_never_came_are_left_to_the_general_way() -> None:
         assert gather(ids) == 0
 
 
+def test_ticks_that_a_store_forgets_are_left_to_the_general_way() -> None:
+    memory, _ = filled_memory("vector")
+    store = memory._open()
+    with memory:
+        assert type(store.batch_reader.gather(np.arange(5))) is tuple
+        with memory._lock:
+            store.forget_before(10)
+        assert type(store.batch_reader.gather(np.arange(5))) is not tuple
+
+
 def test_a_batch_never_changes_and_memory_is_used_again_when_nobody_has_it() -> None:
     memory, _ = filled_memory("stack")
     first = at_once(memory, 64)
