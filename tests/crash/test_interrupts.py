@@ -266,7 +266,7 @@ def test_an_interrupted_add_is_made_or_is_not(
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_a_signal_handler_that_reads_the_memory_changes_no_batch(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It uses the same thread's decoder, the same pool of threads and of blocks; and what it does with its batch is its own.
+    """It uses the same thread's decoder, pool of threads and pool of blocks, and writes to its own batch.
 
     Under the memory's lock it is refused.
     """
@@ -304,9 +304,10 @@ def test_a_segment_that_is_not_closed_after_all_takes_more_ticks(tmp_path: Path)
     """A window that is found late closes the segment, though there is room in it: what is undone leaves it open."""
     scene = scenes(tmp_path)["window found late"]()
     with scene.memory:
-        with pytest.MonkeyPatch.context() as patched, pytest.raises(Interrupt):
+        with pytest.MonkeyPatch.context() as patched:
             patched.setattr(segment.SegmentIndex, "open_next", raise_interrupt)
-            scene.memory.add(**scene.step(scene.t))
+            with pytest.raises(Interrupt):
+                scene.memory.add(**scene.step(scene.t))
         assert len(scene.memory._open().large_segments.closed) == 1  # until the next call
         settle_add(scene)
         assert len(scene.memory._open().large_segments.closed) == 1

@@ -289,7 +289,7 @@ class NativeBatchReader(BatchReader):
         """See `BatchReader.close`."""
         self._struct.is_open = 0
         while self._struct.is_busy:
-            if self._struct.is_busy == threading.get_ident():  # the collector began in the middle of it, and closes this
+            if self._struct.is_busy == threading.get_ident():  # a finalizer that the collector runs in the middle of it
                 return  # the rest is freed with this object
             time.sleep(_LOOK_AGAIN_S)
         _release_memory(self._struct)

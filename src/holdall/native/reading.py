@@ -211,8 +211,8 @@ class NativeDecoder:
     ) -> tuple[ctypes.Array[Any], list[_DecoderMemory]]:
         """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help.
 
-        And their memory, which the caller keeps: when Python ends, it takes away what is a thread's own, and lets a daemon
-        that is in a call go on.
+        And their memory, which the caller keeps: when Python ends, it takes away what is a thread's own, and lets a
+        daemon that is in a call go on.
         """
         own = self._own_memory(scratch_bytes)
         if pool is None or helpers < 1:

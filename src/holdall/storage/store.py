@@ -230,6 +230,7 @@ class Store(TickStore):
 
     def forget_before(self, tick: int) -> None:
         """Drop the ticks before one."""
+        self._end_batches()
         self._not_before = max(self._not_before, min(tick, self.next_tick))
         self._evict_before(self._not_before)
 

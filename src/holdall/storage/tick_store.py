@@ -222,7 +222,7 @@ class TickStore:
             ticks = write(packed, sliced, is_kept=False)
         if ticks == NOT_CONTINUED:
             self._end_batches()
-            fast.end()  # its writer may not be the one for the rings that there are then, and others may add before it is
+            fast.end()  # others may add before its writer is one for the rings that there are then
             small = _picked(obs, fast.small_keys, is_dict=fast.is_dict)
             self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, small, strict=True)))
             if self._writer.writes(self._rings.flat()):

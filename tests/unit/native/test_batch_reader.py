@@ -209,6 +209,16 @@ def test_ids_that_left_or_never_came_are_left_to_the_general_way() -> None:
         assert gather(ids) == 0
 
 
+def test_ticks_that_a_store_forgets_are_left_to_the_general_way() -> None:
+    memory, _ = filled_memory("vector")
+    store = memory._open()
+    with memory:
+        assert type(store.batch_reader.gather(np.arange(5))) is tuple
+        with memory._lock:
+            store.forget_before(10)
+        assert type(store.batch_reader.gather(np.arange(5))) is not tuple
+
+
 def test_a_batch_never_changes_and_memory_is_used_again_when_nobody_has_it() -> None:
     memory, _ = filled_memory("stack")
     first = at_once(memory, 64)
@@ -389,9 +399,11 @@ def test_blocks_that_left_are_freed_also_after_an_interrupt(monkeypatch: pytest.
         raise KeyboardInterrupt
 
     with memory:
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        while segments.open.first_tick + segments._most_ticks > steps.tick:
+            steps.add(memory)
+        with monkeypatch.context() as patched:
             patched.setattr(SegmentIndex, "open_next", interrupt)
-            while True:
+            with pytest.raises(KeyboardInterrupt):
                 steps.add(memory)
         steps.add(memory)
         memory.rows(ids_of_draw(memory, 64))

@@ -348,18 +348,19 @@ def test_blocks_that_come_at_the_same_time_can_all_be_read() -> None:
     found, first = (kernels.coder.seal(slices[:, :width].copy(), codec) for width, codec in ((900, long), (90, short)))
     assert found is not None
     assert first is not None
+    coded = found.coded
 
     class Size(int):
         """Another worker's block comes while this one is compared."""
 
         def __gt__(self, other: object) -> bool:
-            adopted.append(coder.adopt(found.coded))
+            adopted.append(coder.adopt(coded))
             return int(self) > int(str(other))
 
     adopted = list[Any]()
     object.__setattr__(short, "unit_bytes", Size(short.unit_bytes))
     coder.adopt(first.coded)
-    adopted.append(coder.adopt(found.coded) if not adopted else adopted[0])
+    adopted.append(coder.adopt(coded) if not adopted else adopted[0])
     out = np.zeros_like(slices)
     coder.decode(adopted[0], np.arange(64), out)
     assert np.array_equal(out, slices)

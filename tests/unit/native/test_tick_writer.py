@@ -299,7 +299,7 @@ def test_infos_that_say_more_are_left_to_the_caller(infos: Any) -> None:
 
 
 def test_a_memory_that_is_closed_while_infos_are_looked_at_takes_nothing() -> None:
-    """A key's own comparison runs any code, and lets other threads run; what arguments are compared with is freed then."""
+    """A key's own comparison runs any code, and lets other threads run: what arguments are compared with is freed."""
     memory, _ = begun(PLAIN)
     pack = memory._open().fast_tick.pack
     assert type(pack(*step(PLAIN, 3), [CUT] * LANES)) is bytes
@@ -422,16 +422,16 @@ def test_next_observations_are_kept_apart_only_where_there_is_room(lanes: int) -
 
 
 def test_nothing_is_added_at_once_to_rings_that_were_paired_since() -> None:
-    """A tick that is the last of too many that continue nothing is left to the caller; others may add before it does."""
+    """A tick that is one too many that continue nothing is left to the caller; others may add before it is added."""
     memory: Any = holdall.ReplayMemory(PLAIN, ACTION, 4000, LANES)
     oracle = OracleMemory(4000, LANES)
     with memory:
         rings: Any = memory._open()._rings.small
         t = 0
-        while rings[0].paired is None:
+        while rings[0].is_shared:
             given = step(PLAIN, 3 * t)
             if memory.add_at_once(*given) == 0 and memory.add_as_is(*given) == 0:
-                if rings[0].paired is not None:
+                if not rings[0].is_shared:
                     given = step(PLAIN, 3 * t - 2)  # of another thread: it continues the tick before
                 memory.add(*given)
             oracle.add(*given)
