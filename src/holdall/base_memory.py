@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import os
 import sys
 import threading
@@ -95,6 +96,7 @@ class BaseMemory:
     # These two do nothing before the first tick, or batch, that goes the general way; for adapters.
     add_at_once: Callable[..., int] = staticmethod(FastTick.add)  # adds a tick in one step
     draw_at_once: Callable[..., Any] = staticmethod(BatchReader.draw)  # draws a batch in one step
+    fork_lock = property(operator.attrgetter("_lock"), doc="See `Tracked`.")
 
     def __init__(
         self, observation_space: spaces.Space[Any] | Schema, action_space: spaces.Space[Any] | None,
@@ -122,7 +124,6 @@ class BaseMemory:
         self.spill_dir, self._generator = spill_dir, generator_of(seed)
         self.sampler = required_sampler(sampler)
         self._lock: Any = threading.RLock()  # entered once: see `_locked`
-        self.fork_lock = self._lock
         self._prefetched: Prefetched | None = None  # made with the first loader
         self._elsewhere: dict[str, Batches] = {}  # by device, beside the memory's own
         self._savers = Savers(self._kernels.coder)
