@@ -114,7 +114,7 @@ def _watch_process(
 ) -> None:  # fmt: skip
     """Watch a process until it ends."""
     turns = WatchLoop(pid, *settings, scans=launched is None)
-    title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
+    title = _printable(f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})")
 
     def draw(turn: WatchPass, width: int) -> RenderableType:
         has_names = launched is not None or turns.watcher.latest_report is not None
@@ -177,7 +177,7 @@ class ScreenOutput:
     def __init__(self, *, is_live: bool) -> None:
         self.draw: DrawPass | None = None
         self._last: Any = None
-        self._console = Console()
+        self._console = Console(markup=False)  # a name may hold brackets
         self._live = None
         if is_live:
             self._live = Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop")
@@ -228,8 +228,11 @@ class Outputs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):
+        try:
             self._closing.close()
+        except Exception as error:  # the exit code is that of the command, whatever becomes of the watch
+            if not isinstance(error, OSError):
+                typer.echo(f"holdall watch: {type(error).__name__} {error}; the last reading is not shown", err=True)
 
     def show(self, turns: Iterable[Any], first: dict[str, Any], draw: DrawPass) -> None:
         """Show one turn after the other, until there is no more or nobody looks.
@@ -277,7 +280,9 @@ def process_view(
         missing = "This system reports only sums: there is nothing about single mappings and pages."
         lines.append(Text(missing, style="yellow"))
     if command:
-        lines.append(Text(f"Buffers, steps and leaks get names if it is started with: holdall watch -- {command}"))
+        lines.append(
+            Text(f"Buffers, steps and leaks get names if it is started with: holdall watch -- {_printable(command)}")
+        )
     return Group(*lines)
 
 
@@ -347,7 +352,19 @@ def _row(table: Table, part: AttributedPart, pss: int, style: str = "", indent: 
     share = part.resident / pss if pss else 0.0
     bar = "█" * round(share * _BAR) if not indent else "─" * round(share * _BAR)
     fill = "" if part.fill is None else f"{100 * part.fill:.0f} %"
-    table.add_row(indent + part.name, format_bytes(part.resident), bar, format_bytes(part.allocated), fill, style=style)
+    table.add_row(
+        indent + _printable(part.name),
+        format_bytes(part.resident),
+        bar,
+        format_bytes(part.allocated),
+        fill,
+        style=style,
+    )
+
+
+def _printable(text: str) -> str:
+    """Return a name without what moves the cursor or changes colours: any process chooses its names."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def _outside_facts(reading: MemoryReading) -> list[str]:

@@ -104,7 +104,11 @@ def read_settings(file: Path) -> LintSettings:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{file} cannot be read: {error}") from error
-    table = document.get("tool", {}).get("holdall", {}).get("lint", {})
+    table: Any = document
+    for name in ("tool", "holdall", "lint"):
+        table = table.get(name, {})
+        if not isinstance(table, dict):
+            raise ArgumentError(f"{file}: {name} ({table!r}) must be a table; write [tool.holdall.lint]")
     known = {field.name.replace("_", "-"): field.name for field in fields(LintSettings)}
     given = {}
     for key, value in table.items():
@@ -290,6 +294,8 @@ def _walk(directory: Path, exclude: tuple[str, ...]) -> Iterator[Path]:
 
 def read_text(path: Path) -> str:
     """Return a file's text, in the encoding that it declares and with the line ends that it has."""
+    if path.exists() and not path.is_file():
+        raise ArgumentError(f"path ({path}) cannot be read: it is no regular file")  # a pipe would be waited for
     try:
         data = path.read_bytes()
         return data.decode(_encoding(path, data))
