@@ -60,16 +60,17 @@ def test_extras_and_rewards_of_several_numbers_come_back(tmp_path: Path, monkeyp
                 "log_prob": generator.random(2, np.float32),
                 "hidden": (generator.random((2, 2)), {"n": generator.integers(0, 4, 2)}),
             }
-            flags = np.array([[step % 7 == 6, False], [False, step % 5 == 4]])
-            memory.add(obs, obs, generator.random((2, 2)), following, *flags, extras=kept)
+            ended, cut = np.array([[step % 7 == 6, False], [False, step % 5 == 4]])
+            memory.add(obs, obs, generator.random((2, 2)), following, ended, cut, extras=kept)
         export_minari(memory, "holdall/extras-v0")
         with import_minari("holdall/extras-v0") as again:
             expected = memory.gather(np.concatenate([np.arange(0, 80, 2), np.arange(1, 80, 2)]))
             found = again.gather(np.arange(80))
             for name in ("obs", "action", "reward", "next_obs", "terminated", "truncated"):
                 assert_same_bits(getattr(found, name), getattr(expected, name))
-            for leaf in (lambda kept: kept["log_prob"], lambda kept: kept["hidden"][0], lambda kept: kept["hidden"][1]):
-                assert_same_bits(leaf(found.extras), leaf(expected.extras))
+            assert_same_bits(found.extras["log_prob"], expected.extras["log_prob"])
+            for part in (0, 1):
+                assert_same_bits(found.extras["hidden"][part], expected.extras["hidden"][part])
 
 
 @pytest.mark.parametrize("key", ["", ".", "camera/front", "a\0b"])

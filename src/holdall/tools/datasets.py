@@ -154,10 +154,10 @@ def _writing_dataset(dataset_id: str) -> Iterator[None]:
 
 def _require_names(space: spaces.Space[Any], field: str) -> None:
     """Refuse keys that a file of HDF5 cannot have as names: it would lose them or take them for paths."""
-    parts = space.spaces.items() if isinstance(space, spaces.Dict) else ()
+    parts: dict[str, spaces.Space[Any]] = dict(space.spaces) if isinstance(space, spaces.Dict) else {}
     if isinstance(space, spaces.Tuple):
-        parts = ((f"_{number}", part) for number, part in enumerate(space.spaces))
-    for key, part in parts:
+        parts = {f"_index_{number}": part for number, part in enumerate(space.spaces)}
+    for key, part in parts.items():
         if key in {"", "."} or not {"/", "\0"}.isdisjoint(key):
             raise ArgumentError(
                 f"{field} has the key {key!r}, which a Minari dataset cannot hold; its keys are not empty and not '.', "

@@ -152,7 +152,7 @@ def test_a_pipe_beside_a_script_is_not_waited_for(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / name)
     script = tmp_path / "main.py"
     script.write_text("import json, module\nimport yaml, sys\na = yaml.safe_load(open(sys.argv[1]))\nprint(a['n'])\n")
-    assert [one.rule for one in FileChecker(RULES.values(), REFERENCE_MACHINE).check(script)] == []
+    assert [one.rule for one in FileChecker(RULES, REFERENCE_MACHINE).check(script)] == []
     with pytest.raises(ArgumentError, match="no regular file"):
         read_text(tmp_path / "train.py")
 
