@@ -58,7 +58,8 @@ _ALWAYS_EXPANDED = ("buffers", "shared")  # even if there is one
 _LEAST_OF_OTHER = 2**20  # of other parts, these are shown
 _MOST_PARTS = 4
 _BAR = 16
-_BESIDE_NAMES = 46  # columns that the figures of a part take
+_WIDE = 72  # columns from which on there is room for the bar and what is allocated
+_BESIDE_NAMES, _BESIDE_NAMES_NARROW = 46, 19  # columns that the figures of a part take
 _LEVELS = "▁▂▃▄▅▆▇█"
 _SEVERITY_COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
 
@@ -328,38 +329,33 @@ def _curve(history: ReadingHistory, reading: MemoryReading, width: int) -> Text:
 
 def _table(reading: MemoryReading, width: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    widest = max(width - _BESIDE_NAMES, 34)
-    table.add_column("part", no_wrap=True, overflow="ellipsis", min_width=26, max_width=widest)
-    for name in ("resident", "", "allocated", "full"):
+    is_wide = width >= _WIDE
+    widest = max(width - _BESIDE_NAMES, 34) if is_wide else max(width - _BESIDE_NAMES_NARROW, 8)
+    table.add_column("part", no_wrap=True, overflow="ellipsis", min_width=min(26, widest), max_width=widest)
+    for name in ("resident", "", "allocated", "full") if is_wide else ("resident", "full"):
         table.add_column(name, justify="right" if name else "left", width=None if name else _BAR, no_wrap=True)
     for group in GROUPS:
         parts = [part for part in reading.parts if part.group == group]
         if not parts:
             continue
         whole = AttributedPart(group, _TITLES[group], sum(p.resident for p in parts), sum(p.allocated for p in parts))
-        _row(table, whole, reading.pss, style="bold")
+        _row(table, whole, reading.pss, is_wide, style="bold")
         if group in _EXPANDED_GROUPS and (len(parts) > 1 or group in _ALWAYS_EXPANDED):
             shown = [part for part in parts if group != "other" or part.resident >= _LEAST_OF_OTHER]
             for part in shown[:_MOST_PARTS]:
-                _row(table, part, reading.pss, indent="  ")
+                _row(table, part, reading.pss, is_wide, indent="  ")
             if len(shown) > _MOST_PARTS:
                 rest = sum(part.resident for part in shown[_MOST_PARTS:])
                 table.add_row(f"  {len(shown) - _MOST_PARTS} more", format_bytes(rest), style="dim")
     return table
 
 
-def _row(table: Table, part: AttributedPart, pss: int, style: str = "", indent: str = "") -> None:
+def _row(table: Table, part: AttributedPart, pss: int, is_wide: bool, style: str = "", indent: str = "") -> None:
     share = part.resident / pss if pss else 0.0
     bar = "█" * round(share * _BAR) if not indent else "─" * round(share * _BAR)
     fill = "" if part.fill is None else f"{100 * part.fill:.0f} %"
-    table.add_row(
-        indent + _printable(part.name),
-        format_bytes(part.resident),
-        bar,
-        format_bytes(part.allocated),
-        fill,
-        style=style,
-    )
+    beside = [bar, format_bytes(part.allocated)] if is_wide else []
+    table.add_row(indent + _printable(part.name), format_bytes(part.resident), *beside, fill, style=style)
 
 
 def _printable(text: str) -> str:

@@ -36,6 +36,18 @@ def test_every_figure_is_whole(width: int) -> None:
     assert [row[1:3], row[-4:]] == [["700.0", "MiB"], ["900.0", "MiB", "75", "%"]]
 
 
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_shows_fewer_figures_and_cuts_none(width: int) -> None:
+    """What is resident, and how full it is; a figure that is cut is a wrong one."""
+    lines = view(width)
+    assert max(map(len, lines)) <= width
+    (row,) = (line.split() for line in lines if "replay.obs" in line)
+    assert row[1:] == ["700.0", "MiB", "75", "%"]
+    (row,) = (line.split() for line in lines if "/dev/shm" in line)
+    assert row[1:] == ["1.2", "GiB"]
+    assert any("1.9 GiB (peak 1.9 GiB)" in line for line in lines)
+
+
 def test_a_long_name_is_cut_only_where_there_is_no_room() -> None:
     assert not any(NAME in line for line in view(80))
     assert any(NAME in line for line in view(120))
