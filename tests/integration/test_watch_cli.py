@@ -248,3 +248,15 @@ def test_a_view_that_fails_at_the_end_leaves_the_exit_code_to_the_command(monkey
     told = CliRunner().invoke(app, ["watch", "--", sys.executable, "-c", "raise SystemExit(5)"])
     assert told.exit_code == 5
     assert "nothing can be drawn" in told.stderr
+
+
+@pytest.mark.skipif(not LINUX, reason="reads /proc")
+def test_a_terminal_that_knows_ascii_alone_gets_the_reading(environment: dict[str, str]) -> None:
+    """Bars become question marks; the figures are there."""
+    done = subprocess.run(
+        [*HOLDALL, "watch", "--once", str(os.getpid())],
+        capture_output=True, text=True, env=environment | {"PYTHONIOENCODING": "ascii"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "libraries" in done.stdout
+    assert done.stdout.isascii()

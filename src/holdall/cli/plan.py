@@ -101,7 +101,7 @@ def plan(
     )
     if html is not None:
         with writing("html", html):
-            html.write_text(write_plan_page(planned), encoding="utf-8")
+            html.write_text(write_plan_page(planned), encoding="utf-8", errors="replace")
     if json:
         typer.echo(json_format.dumps(planned.as_dict(), indent=2))
     else:

@@ -105,6 +105,7 @@ def watch(
         except Exception as error:  # whatever it is, the command is not to suffer
             typer.echo(f"holdall watch: {type(error).__name__} {error}; the command goes on without it", err=True)
         code = launched.wait()
+        outputs.close_for_command()
     if code:
         raise typer.Exit(code)
 
@@ -229,9 +230,14 @@ class Outputs:
         return self
 
     def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._closing.close()
+
+    def close_for_command(self) -> None:
+        """Close all; the exit code is that of the command, so that what goes wrong is only reported."""
         try:
             self._closing.close()
-        except Exception as error:  # the exit code is that of the command, whatever becomes of the watch
+        except Exception as error:
             if not isinstance(error, OSError):
                 typer.echo(f"holdall watch: {type(error).__name__} {error}; the last reading is not shown", err=True)
 
@@ -421,7 +427,7 @@ def report(
     if target.absolute() == file.absolute() or (target.exists() and target.samefile(file)):
         raise ArgumentError(f"output ({target}) is the file itself; name another one")
     with writing("output", target):
-        target.write_text(found.page(), encoding="utf-8")
+        target.write_text(found.page(), encoding="utf-8", errors="replace")  # a command may be no Unicode
     typer.echo(str(target))
     if show:
         webbrowser.open(target.absolute().as_uri())

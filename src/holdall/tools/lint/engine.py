@@ -11,6 +11,7 @@ import codecs
 import gc
 import hashlib
 import io
+import os
 import tokenize
 import tomllib
 from collections import Counter
@@ -398,7 +399,7 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
 
 def _artifact(place: SourceRange) -> dict[str, str]:
     path = Path(place.path)
-    return {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())}
+    return {"uri": path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))}
 
 
 def _region(place: SourceRange) -> dict[str, int]:
@@ -408,7 +409,8 @@ def _region(place: SourceRange) -> dict[str, int]:
 
 def _fingerprint(finding: Finding) -> str:
     """Name a finding by what it says and not by its line, so that it stays the same when lines move."""
-    return hashlib.sha256(f"{finding.rule}|{finding.place.path}|{finding.message}".encode()).hexdigest()[:16]
+    text = f"{finding.rule}|{finding.place.path}|{finding.message}"
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]  # a path may be no Unicode
 
 
 def explain(rule: Rule) -> str:
