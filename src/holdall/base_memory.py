@@ -126,9 +126,8 @@ class BaseMemory:
         self._lock: Any = threading.RLock()  # entered once: see `_locked`
         self._prefetched: Prefetched | None = None  # made with the first loader
         self._elsewhere: dict[str, Batches] = {}  # by device, beside the memory's own
-        self._savers = Savers(self._kernels.coder)
+        self._savers, self._attached = Savers(self._kernels.coder), Attached()
         self._parents: list[Any] = []  # what a forked child must neither use nor close
-        self._attached = Attached()
         self._autosave: Any = None  # both are ended by `close`
         self._fetch: Any = None
         if device is not None or store_device is not None:

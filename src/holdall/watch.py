@@ -115,7 +115,7 @@ class Watch:
         self.agent, self._guard = own, guard
         own.publish()
         module, pid = "holdall.tools.watch.watcher_process", str(os.getpid())
-        command = [sys.executable, "-m", module, pid, json.dumps(dict(options))]
+        command = [sys.executable, "-P", "-m", module, pid, json.dumps(dict(options))]
         # The package may have been found in a way that another Python does not know.
         home = str(Path(holdall.__file__).parent.parent)
         search = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])

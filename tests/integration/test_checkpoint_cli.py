@@ -212,3 +212,41 @@ def _no_room(dataset_id: str, **_: Any) -> None:
     path = Path(os.environ["MINARI_DATASETS_PATH"]) / dataset_id / "data"
     path.mkdir(parents=True)
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("steps", [7, 13])
+def test_a_buffer_that_keeps_no_next_observations_is_imported(steps: int, tmp_path: Path) -> None:
+    """Without the oldest transition once it is full: the newest next observation lies over its observation."""
+    buffer = PlainReplayBuffer(
+        10, VECTOR, spaces.Discrete(3), "cpu", optimize_memory_usage=True, handle_timeout_termination=False
+    )
+    seen = np.arange(4 * (steps + 1), dtype=np.float32).reshape(-1, 1, 4)
+    for step in range(steps):
+        buffer.add(seen[step], seen[step + 1], np.array([[1]]), np.array([step]), np.array([False]), [{}])
+    save_to_pkl(tmp_path / "buffer.pkl", buffer)
+    told = called("import", tmp_path / "buffer.pkl", tmp_path / "run", "--trust", "--json")
+    assert told.exit_code == 0, told.output
+    first = max(0, steps - 9)
+    assert json.loads(told.stdout)["transitions"] == steps - first
+    with ReplayMemory.load(tmp_path / "run") as memory:
+        batch = memory.gather(np.arange(len(memory)))
+    assert np.array_equal(batch.obs, seen[first:-1, 0])
+    assert np.array_equal(batch.next_obs, seen[first + 1 :, 0])
+    assert batch.reward.ravel().tolist() == list(range(first, steps))
+
+
+def test_a_pickle_is_read_without_modules_of_the_working_directory_in_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of any name may lie there; the class of a buffer may, too."""
+    (tmp_path / "numpy.py").write_text("raise SystemExit('this must not run')")
+    (tmp_path / "their_buffers.py").write_text(
+        "from stable_baselines3.common.buffers import ReplayBuffer\nclass Own(ReplayBuffer):\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    buffer: Any = __import__("their_buffers").Own(10, VECTOR, spaces.Discrete(3), "cpu")
+    buffer.add(np.zeros((1, 4)), np.ones((1, 4)), np.array([[1]]), np.ones(1), np.zeros(1), [{}])
+    save_to_pkl(tmp_path / "buffer.pkl", buffer)
+    told = called("import", "buffer.pkl", "run", "--trust")
+    assert told.exit_code == 0, told.output

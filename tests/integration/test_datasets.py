@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.cli.checkpoint import export_minari, import_minari
+from holdall.errors import ArgumentError
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
+from holdall.tools.datasets import export_minari, import_minari
 
 pytest.importorskip("minari", reason="needs the extra [minari]")
 
@@ -43,3 +45,56 @@ def test_a_memory_is_exported_and_imported_bit_for_bit(
             found = again.gather(np.arange(600))
             for name in ("obs", "action", "reward", "next_obs", "terminated", "truncated"):
                 assert_same_bits(getattr(found, name), getattr(expected, name))
+
+
+def test_extras_and_rewards_of_several_numbers_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the infos of the dataset, nested as they were."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    box, generator = spaces.Box(-1, 1, (3,), np.float32), np.random.default_rng(0)
+    nested = spaces.Tuple([spaces.Box(-9, 9, (2,), np.float64), spaces.Dict({"n": spaces.Discrete(4)})])
+    extras = {"log_prob": spaces.Box(-9, 9, (), np.float32), "hidden": nested}
+    with ReplayMemory(box, box, 100, 2, extras=extras, reward_shape=(2,)) as memory:
+        for step in range(40):
+            obs, following = generator.random((2, 2, 3), np.float32)
+            kept = {
+                "log_prob": generator.random(2, np.float32),
+                "hidden": (generator.random((2, 2)), {"n": generator.integers(0, 4, 2)}),
+            }
+            ended, cut = np.array([[step % 7 == 6, False], [False, step % 5 == 4]])
+            memory.add(obs, obs, generator.random((2, 2)), following, ended, cut, extras=kept)
+        export_minari(memory, "holdall/extras-v0")
+        with import_minari("holdall/extras-v0") as again:
+            expected = memory.gather(np.concatenate([np.arange(0, 80, 2), np.arange(1, 80, 2)]))
+            found = again.gather(np.arange(80))
+            for name in ("obs", "action", "reward", "next_obs", "terminated", "truncated"):
+                assert_same_bits(getattr(found, name), getattr(expected, name))
+            assert_same_bits(found.extras["log_prob"], expected.extras["log_prob"])
+            for part in (0, 1):
+                assert_same_bits(found.extras["hidden"][part], expected.extras["hidden"][part])
+
+
+@pytest.mark.parametrize("key", ["", ".", "camera/front", "a\0b"])
+def test_a_key_that_minari_would_lose_is_refused(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    box = spaces.Box(-1, 1, (3,), np.float32)
+    zeros, flag = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+    with ReplayMemory(spaces.Dict({key: box}), box, 10) as memory:
+        memory.add({key: zeros}, zeros, np.zeros(1), {key: zeros}, flag, flag)
+        with pytest.raises(ArgumentError, match="cannot hold"):
+            export_minari(memory, "holdall/keys-v0")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_with_too_little_room_is_refused_before_hdf5_finds_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HDF5 ends the whole process when a file that it closes cannot be written."""
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=10))
+    box = spaces.Box(-1, 1, (3,), np.float32)
+    zeros, flag = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
+    with ReplayMemory(box, box, 10) as memory:
+        memory.add(zeros, zeros, np.zeros(1), zeros, flag, flag)
+        with pytest.raises(ArgumentError, match="No space left"):
+            export_minari(memory, "holdall/room-v0")
+    assert not list(tmp_path.iterdir())

@@ -117,3 +117,21 @@ def test_a_record_without_a_reading_shows_nothing(tmp_path: Path, text: str | No
     if text is not None:
         (tmp_path / "watch.jsonl").write_text(text)
     assert not latest_reading(tmp_path / "watch.jsonl")
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "spilled", "watch.jsonl", "report.html"])
+def test_what_no_demo_wrote_is_never_removed(name: str, tmp_path: Path) -> None:
+    """`--out` may name a folder with a training in it."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "precious").write_text("weeks of training")
+    told = CliRunner().invoke(app, ["demo", "--out", str(tmp_path)])
+    assert told.exit_code == 1
+    assert "which no demo wrote" in told.stderr
+    assert (tmp_path / name / "precious").read_text() == "weeks of training"
+
+
+def test_a_place_that_cannot_be_written_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = CliRunner().invoke(app, ["demo", "--out", str(tmp_path / "file")])
+    assert told.exit_code == 1
+    assert "cannot be written" in told.stderr

@@ -55,3 +55,13 @@ def test_a_file_is_never_written_over_by_its_own_page(tmp_path: Path) -> None:
     assert code == 1
     assert "is the file itself" in err
     assert file.read_bytes() == RECORDED.read_bytes()
+
+
+def test_a_command_that_is_no_unicode_has_a_page(tmp_path: Path) -> None:
+    """A recording keeps the bytes of its words as lone surrogates, which no page can hold."""
+    file = tmp_path / "run.jsonl"
+    header, *readings = RECORDED.read_text(encoding="utf-8").splitlines()
+    command = json.dumps(json.loads(header) | {"command": ["python", "tr\udcffain.py"]})
+    file.write_text("\n".join([command, *readings]) + "\n", encoding="utf-8")
+    assert _report(file) == (0, f"{tmp_path / 'run.html'}\n", "")
+    assert "tr?ain.py" in (tmp_path / "run.html").read_text(encoding="utf-8")

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from holdall.cli import app
 from holdall.machine import LINUX, held_bytes
 
 HOLDALL = [sys.executable, "-m", "holdall"]
@@ -236,3 +238,25 @@ def test_the_watcher_loads_neither_numpy_nor_torch() -> None:
     for module in ("holdall.cli.watch", "holdall.tools.watch.watcher_process"):
         program = f"import {module}, sys; sys.exit(any(m in sys.modules for m in ('numpy', 'torch', 'gymnasium')))"
         subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_view_that_fails_at_the_end_leaves_the_exit_code_to_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("nothing can be drawn")
+
+    monkeypatch.setattr("holdall.cli.watch.process_view", fail)
+    told = CliRunner().invoke(app, ["watch", "--", sys.executable, "-c", "raise SystemExit(5)"])
+    assert told.exit_code == 5
+    assert "nothing can be drawn" in told.stderr
+
+
+@pytest.mark.skipif(not LINUX, reason="reads /proc")
+def test_a_terminal_that_knows_ascii_alone_gets_the_reading(environment: dict[str, str]) -> None:
+    """Bars become question marks; the figures are there."""
+    done = subprocess.run(
+        [*HOLDALL, "watch", "--once", str(os.getpid())],
+        capture_output=True, text=True, env=environment | {"PYTHONIOENCODING": "ascii"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "libraries" in done.stdout
+    assert done.stdout.isascii()

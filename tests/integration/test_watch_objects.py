@@ -20,6 +20,7 @@ class Buffer:
     def __init__(self):
         self.size = 5
         self.observations = np.ones((300, 4, 84, 84), np.uint8)
+        self.next_observations = np.ones((200, 4, 84, 84), np.uint8)
         self.rewards = np.ones(2_000, np.uint8)  # too small
         self.view = self.observations[10:]
 
@@ -43,6 +44,7 @@ def test_arrays_are_named_without_an_agent() -> None:
         pytest.skip("this user may not trace its own processes")
     frames = 300 * 4 * 84 * 84
     assert named["Buffer.observations"] == [frames]
+    assert named["Buffer.next_observations"] == [200 * 4 * 84 * 84]  # one object may hold several arrays
     assert [frames] in [named.get(name) for name in ("Seen.observations", "observations")]
     assert named["TABLE"] == [4 * MIB]
     assert named["camera"] == [3 * MIB]

@@ -8,6 +8,7 @@ failed.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -163,6 +164,13 @@ def holdall(verbose: Verbose = False, version: Version = False) -> None:
 
 
 def main() -> None:
-    """Run the command line; the entry point of the `holdall` script."""
+    """Run the command line; the entry point of the `holdall` script.
+
+    A terminal that knows ASCII alone gets "?" for other signs, and a file name that is no Unicode is printed as it is.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            is_unicode = stream.encoding.lower().startswith("utf")
+            stream.reconfigure(errors="surrogateescape" if is_unicode else "replace")
     sys.stdout = PipeWriter(sys.stdout)
     app(prog_name="holdall")

@@ -70,14 +70,14 @@ class BenchGroup(TyperGroup):
 
 def wide_console() -> Console:
     """Return the console for results."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDTH_WITHOUT_TERMINAL)
 
 
 @contextmanager
 def _bar(console: Console, total: float, *columns: progress.ProgressColumn) -> Iterator[OnProgress]:
     """Show a bar that is gone when the work is done; yield what moves it."""
-    shown = (progress.TextColumn("{task.description}"), progress.BarColumn(), *columns)
+    shown = (progress.TextColumn("{task.description}", markup=False), progress.BarColumn(), *columns)
     with progress.Progress(*shown, console=console, transient=True) as bars:
         task = bars.add_task("", total=total)
         yield lambda what, done: bars.update(task, description=what, completed=done)
@@ -105,7 +105,7 @@ def buffers(
     ways = setups_named(libraries or ["all"])
     records: list[dict[str, Any]] = []
     stopped = False
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     with ExitStack() as stack:
         with writing("out", out or Path()):
             file = None if out is None else stack.enter_context(out.open("w", encoding="utf-8"))
@@ -162,7 +162,7 @@ def search(
     verbose: Verbose = False,
 ) -> None:
     """Search for settings that learn from most samples per second with the largest memory that fits."""
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
     if before := len(study.trials()):
         console.print(f"{storage} has {counted(before, 'trial')} already.")
@@ -199,8 +199,8 @@ def _show_search(study: Search) -> None:
             console.print(f"{len(those)} {state}, as trial {those[-1].number}: {those[-1].reason}", soft_wrap=True)
     if best:
         fastest = max(best, key=lambda one: one.samples_per_second or 0.0)
-        text = f"\nThe fastest of them, {fastest.capacity:,} transitions:\n[cyan]{study.code(fastest)}[/]"
-        console.print(text, soft_wrap=True)
+        console.print(f"\nThe fastest of them, {fastest.capacity:,} transitions:")
+        console.print(study.code(fastest), style="cyan", soft_wrap=True)
 
 
 def _search_cells(one: SearchTrial) -> tuple[str, ...]:
@@ -234,7 +234,7 @@ def profiles(
     """Train every profile with every buffer, each in a fresh process, and rank them where the figures allow it."""
     if context.invoked_subcommand is not None:
         return
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False)
     _require_sb3()
     if resume is not None:
         settings, calibration, done, first = _resumed(resume)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from holdall.cli import AsJson, OptText, Verbose, option
+from holdall.cli import AsJson, OptText, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import memory_limits
 from holdall.tools.bench import messages, module_command
@@ -54,7 +54,7 @@ def demo(
         story.print()
         story.print(table(comparison))
         story.print(verdict(comparison))
-        story.print(f"The page of what was watched: {comparison.report}", soft_wrap=True)
+        story.print(f"The page of what was watched: {comparison.report}", soft_wrap=True, markup=False)
         story.print(f"The demo took {comparison.seconds:.0f} s.", style="dim")
     if not comparison.holds:
         raise typer.Exit(DIFFERENT)
@@ -67,18 +67,30 @@ MIN_TRANSITIONS = 2_000  # below this a line through the memory readings means n
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 _ROUND_BYTES = 50 * 2**20
 _TAIL_BYTES = 65_536
+_LEFT_FOLDERS, _LEFT_FILES = ("checkpoint", "spilled"), ("watch.jsonl", "report.html")
+_MARK = ".holdall-demo"  # in a folder whose contents a demo may write over
 _SHOWN = ("buffers", "torch", "python", "libraries")
 TITLES = {"sb3": "Stable-Baselines3", "holdall": "holdall"}
+
+
+def _clear(folder: Path) -> None:
+    """Make the folder, and remove what an earlier demo left in it; refuse what no demo wrote."""
+    with writing("out", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        there = {path.name for path in folder.iterdir()}
+        if strange := sorted(there & {*_LEFT_FOLDERS, *_LEFT_FILES}) if _MARK not in there else []:
+            raise ArgumentError(f"out ({folder}) has {strange[0]!r}, which no demo wrote; name another folder")
+        (folder / _MARK).touch()
+    for old in _LEFT_FOLDERS:
+        shutil.rmtree(folder / old, ignore_errors=True)
 
 
 def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path, console: Console) -> Comparison:
     """Run all steps of the demo, and return what they came to."""
     _check(steps, transitions)
     begun = time.perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
+    _clear(folder)
     checkpoint, record = folder / "checkpoint", folder / "watch.jsonl"
-    for old in (checkpoint, folder / "spilled"):
-        shutil.rmtree(old, ignore_errors=True)
 
     def heading(number: int, title: str) -> None:
         console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")

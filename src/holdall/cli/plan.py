@@ -101,11 +101,11 @@ def plan(
     )
     if html is not None:
         with writing("html", html):
-            html.write_text(write_plan_page(planned), encoding="utf-8")
+            html.write_text(write_plan_page(planned), encoding="utf-8", errors="replace")
     if json:
         typer.echo(json_format.dumps(planned.as_dict(), indent=2))
     else:
-        console = Console()
+        console = Console(markup=False)
         for part in plan_tables(planned):
             is_code = isinstance(part, Text) and bool(part.no_wrap)  # to paste: only the terminal breaks its lines
             console.print(part, highlight=False, soft_wrap=is_code)
@@ -142,7 +142,7 @@ def _plan_buffers(found: ScriptPlan, chosen: dict[str, Any], as_json: bool) -> i
         ]
         typer.echo(json_format.dumps({"verdict": str(check.verdict), "buffers": data} | check.as_dict(), indent=2))
         return check.verdict.value
-    console = Console()
+    console = Console(markup=False)
     table = _table("Buffers, once they are full", ("buffer", "rows", "takes", "repeated"))
     for one in found.buffers:
         name = f"{one.title}, line {one.place.line}" + (f"\n  when {one.condition}" if one.condition else "")

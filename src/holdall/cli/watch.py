@@ -58,7 +58,8 @@ _ALWAYS_EXPANDED = ("buffers", "shared")  # even if there is one
 _LEAST_OF_OTHER = 2**20  # of other parts, these are shown
 _MOST_PARTS = 4
 _BAR = 16
-_BESIDE_NAMES = 46  # columns that the figures of a part take
+_WIDE = 72  # columns from which on there is room for the bar and what is allocated
+_BESIDE_NAMES, _BESIDE_NAMES_NARROW = 46, 19  # columns that the figures of a part take
 _LEVELS = "▁▂▃▄▅▆▇█"
 _SEVERITY_COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
 
@@ -104,6 +105,7 @@ def watch(
         except Exception as error:  # whatever it is, the command is not to suffer
             typer.echo(f"holdall watch: {type(error).__name__} {error}; the command goes on without it", err=True)
         code = launched.wait()
+        outputs.close_for_command()
     if code:
         raise typer.Exit(code)
 
@@ -114,7 +116,7 @@ def _watch_process(
 ) -> None:  # fmt: skip
     """Watch a process until it ends."""
     turns = WatchLoop(pid, *settings, scans=launched is None)
-    title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
+    title = _printable(f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})")
 
     def draw(turn: WatchPass, width: int) -> RenderableType:
         has_names = launched is not None or turns.watcher.latest_report is not None
@@ -177,7 +179,7 @@ class ScreenOutput:
     def __init__(self, *, is_live: bool) -> None:
         self.draw: DrawPass | None = None
         self._last: Any = None
-        self._console = Console()
+        self._console = Console(markup=False)  # a name may hold brackets
         self._live = None
         if is_live:
             self._live = Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop")
@@ -231,6 +233,14 @@ class Outputs:
         with contextlib.suppress(OSError):
             self._closing.close()
 
+    def close_for_command(self) -> None:
+        """Close all; the exit code is that of the command, so that what goes wrong is only reported."""
+        try:
+            self._closing.close()
+        except Exception as error:
+            if not isinstance(error, OSError):
+                typer.echo(f"holdall watch: {type(error).__name__} {error}; the last reading is not shown", err=True)
+
     def show(self, turns: Iterable[Any], first: dict[str, Any], draw: DrawPass) -> None:
         """Show one turn after the other, until there is no more or nobody looks.
 
@@ -277,7 +287,9 @@ def process_view(
         missing = "This system reports only sums: there is nothing about single mappings and pages."
         lines.append(Text(missing, style="yellow"))
     if command:
-        lines.append(Text(f"Buffers, steps and leaks get names if it is started with: holdall watch -- {command}"))
+        lines.append(
+            Text(f"Buffers, steps and leaks get names if it is started with: holdall watch -- {_printable(command)}")
+        )
     return Group(*lines)
 
 
@@ -323,31 +335,38 @@ def _curve(history: ReadingHistory, reading: MemoryReading, width: int) -> Text:
 
 def _table(reading: MemoryReading, width: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    widest = max(width - _BESIDE_NAMES, 34)
-    table.add_column("part", no_wrap=True, overflow="ellipsis", min_width=26, max_width=widest)
-    for name in ("resident", "", "allocated", "full"):
+    is_wide = width >= _WIDE
+    widest = max(width - _BESIDE_NAMES, 34) if is_wide else max(width - _BESIDE_NAMES_NARROW, 8)
+    table.add_column("part", no_wrap=True, overflow="ellipsis", min_width=min(26, widest), max_width=widest)
+    for name in ("resident", "", "allocated", "full") if is_wide else ("resident", "full"):
         table.add_column(name, justify="right" if name else "left", width=None if name else _BAR, no_wrap=True)
     for group in GROUPS:
         parts = [part for part in reading.parts if part.group == group]
         if not parts:
             continue
         whole = AttributedPart(group, _TITLES[group], sum(p.resident for p in parts), sum(p.allocated for p in parts))
-        _row(table, whole, reading.pss, style="bold")
+        _row(table, whole, reading.pss, is_wide, style="bold")
         if group in _EXPANDED_GROUPS and (len(parts) > 1 or group in _ALWAYS_EXPANDED):
             shown = [part for part in parts if group != "other" or part.resident >= _LEAST_OF_OTHER]
             for part in shown[:_MOST_PARTS]:
-                _row(table, part, reading.pss, indent="  ")
+                _row(table, part, reading.pss, is_wide, indent="  ")
             if len(shown) > _MOST_PARTS:
                 rest = sum(part.resident for part in shown[_MOST_PARTS:])
                 table.add_row(f"  {len(shown) - _MOST_PARTS} more", format_bytes(rest), style="dim")
     return table
 
 
-def _row(table: Table, part: AttributedPart, pss: int, style: str = "", indent: str = "") -> None:
+def _row(table: Table, part: AttributedPart, pss: int, is_wide: bool, style: str = "", indent: str = "") -> None:
     share = part.resident / pss if pss else 0.0
     bar = "█" * round(share * _BAR) if not indent else "─" * round(share * _BAR)
     fill = "" if part.fill is None else f"{100 * part.fill:.0f} %"
-    table.add_row(indent + part.name, format_bytes(part.resident), bar, format_bytes(part.allocated), fill, style=style)
+    beside = [bar, format_bytes(part.allocated)] if is_wide else []
+    table.add_row(indent + _printable(part.name), format_bytes(part.resident), *beside, fill, style=style)
+
+
+def _printable(text: str) -> str:
+    """Return a name without what moves the cursor or changes colours: any process chooses its names."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def _outside_facts(reading: MemoryReading) -> list[str]:
@@ -408,7 +427,7 @@ def report(
     if target.absolute() == file.absolute() or (target.exists() and target.samefile(file)):
         raise ArgumentError(f"output ({target}) is the file itself; name another one")
     with writing("output", target):
-        target.write_text(found.page(), encoding="utf-8")
+        target.write_text(found.page(), encoding="utf-8", errors="replace")  # a command may be no Unicode
     typer.echo(str(target))
     if show:
         webbrowser.open(target.absolute().as_uri())

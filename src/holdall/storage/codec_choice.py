@@ -29,8 +29,14 @@ from holdall.storage.block_sample import (
     transitions_in,
 )  # fmt: skip
 from holdall.storage.blocks import Codec, Dictionary, Method, Predictor, Transform
-from holdall.storage.codec import candidates, candidates_by_changes, wants_dictionary, wants_differences
-from holdall.storage.codec_cost import decode_us, raw_us
+from holdall.storage.codec import (
+    candidates,
+    candidates_by_changes,
+    decode_us,
+    raw_us,
+    wants_dictionary,
+    wants_differences,
+)
 from holdall.storage.coded_units import unit_of
 from holdall.storage.pairs import train_pairs
 

@@ -17,6 +17,7 @@ import holdall.plan
 import holdall.tools.plan.config
 from holdall.cli import app
 from holdall.errors import ArgumentError
+from holdall.tools.bench import module_command
 from holdall.tools.plan import planner
 from holdall.tools.plan.config import spec_from_settings
 from holdall.tools.plan.environments import ProbeError, run_probe
@@ -155,3 +156,18 @@ def test_the_upper_bound_allows_for_the_worse_of_the_codecs_that_were_chosen() -
     found = HoldallNeed(7000.0, 200.0, 0, 2000, {}, 5, 2**24, most_compressed_bytes=900.0)
     assert found.need(1_000_000) < 220e6
     assert found.most(1_000_000) > 900e6
+
+
+def test_nothing_of_the_working_directory_runs_but_the_environment_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `random.py` of the user's own stands in the way of nothing, and a stranger's is not run."""
+    for name in ("random", "gymnasium", "numpy", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('this must not run')")
+    (tmp_path / "their_robot.py").write_text(
+        "from gymnasium.envs.classic_control import PendulumEnv\nclass Robot(PendulumEnv):\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = run_probe("environment", env_id="their_robot:Robot", wrapper="", with_torch=False)
+    assert found["observation"]["shape"] == [3]
+    assert "-P" in module_command("tools.bench.training")

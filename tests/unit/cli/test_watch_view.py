@@ -7,7 +7,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from holdall.cli.watch import process_view
+from holdall.cli.watch import ScreenOutput, process_view
 from holdall.tools.watch.process_watcher import WatchPass
 from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
 
@@ -36,6 +36,35 @@ def test_every_figure_is_whole(width: int) -> None:
     assert [row[1:3], row[-4:]] == [["700.0", "MiB"], ["900.0", "MiB", "75", "%"]]
 
 
+@pytest.mark.parametrize("width", [40, 60])
+def test_a_narrow_terminal_shows_fewer_figures_and_cuts_none(width: int) -> None:
+    """What is resident, and how full it is; a figure that is cut is a wrong one."""
+    lines = view(width)
+    assert max(map(len, lines)) <= width
+    (row,) = (line.split() for line in lines if "replay.obs" in line)
+    assert row[1:] == ["700.0", "MiB", "75", "%"]
+    (row,) = (line.split() for line in lines if "/dev/shm" in line)
+    assert row[1:] == ["1.2", "GiB"]
+    assert any("1.9 GiB (peak 1.9 GiB)" in line for line in lines)
+
+
 def test_a_long_name_is_cut_only_where_there_is_no_room() -> None:
     assert not any(NAME in line for line in view(80))
     assert any(NAME in line for line in view(120))
+
+
+def test_a_name_with_brackets_or_escapes_is_shown_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no markup of the table's, and moves no cursor: any process chooses its names."""
+    monkeypatch.setenv("COLUMNS", "80")
+    history = ReadingHistory()
+    odd = AttributedPart("buffers", "camera[/left]\x1b[2J", 700 * MIB, 900 * MIB, 0.75)
+    history.add(MemoryReading(time=0.0, pss=1934 * MIB, peak=1934 * MIB, parts=(odd,)))
+    screen = ScreenOutput(is_live=False)
+    screen.draw = lambda turn, width: process_view(turn, history, "train.py (7)", width)
+    screen.show(WatchPass(history.newest, [], []))
+    screen.close()
+    shown = capsys.readouterr().out
+    assert "camera[/left]?[2J" in shown
+    assert "\x1b" not in shown

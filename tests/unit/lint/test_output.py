@@ -75,3 +75,11 @@ def test_a_rule_is_explained_with_its_example() -> None:
     assert text.startswith("### L05 batch-does-not-divide-rollout (warning)")
     assert "**Why it matters.**" in text
     assert "```yaml" in text
+
+
+def test_a_path_that_is_no_unicode_is_quoted_byte_by_byte() -> None:
+    """Python reads the byte 0xff of a file name as a lone surrogate."""
+    found = check_text("import pickle\npickle.dump(replay_buffer, file)\n", "a\udcff.py", RULES, REFERENCE_MACHINE)
+    (result,) = as_sarif(found, RULES, "0")["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "a%FF.py"
+    assert result["partialFingerprints"]

@@ -1,13 +1,16 @@
 """What a script's own repository says: modules beside it, data files, registered environments, wrappers, loops."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from holdall.tools.lint.engine import FileChecker
+from holdall.errors import ArgumentError
+from holdall.tools.lint.engine import FileChecker, read_text
 from holdall.tools.lint.finding import Finding, Severity
 from holdall.tools.lint.rule import REFERENCE_MACHINE
 from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.source import repository
 
 ENVS = """
 import gymnasium as gym
@@ -138,3 +141,23 @@ def test_a_directory_s_yaml_that_is_about_something_else_is_not_parsed(tmp_path:
     assert [one.rule for one in checker.check(file)] == ["F01"]
     file.write_text("CartPole-v1:\n  policy: MlpPolicy\n  n_steps: [\n", encoding="utf-8")
     assert [one.rule for one in checker.check(file, walked=True)] == ["F01"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe with a name")
+@pytest.mark.timeout(60)  # reading a pipe would wait for ever
+def test_a_pipe_beside_a_script_is_not_waited_for(tmp_path: Path) -> None:
+    """Neither as a module, nor as a file of settings, nor as the script."""
+    (tmp_path / "requirements.txt").touch()
+    for name in ("config.yaml", "settings.json", "module.py", "train.py"):
+        os.mkfifo(tmp_path / name)
+    script = tmp_path / "main.py"
+    script.write_text("import json, module\nimport yaml, sys\na = yaml.safe_load(open(sys.argv[1]))\nprint(a['n'])\n")
+    assert [one.rule for one in FileChecker(RULES, REFERENCE_MACHINE).check(script)] == []
+    with pytest.raises(ArgumentError, match="no regular file"):
+        read_text(tmp_path / "train.py")
+
+
+def test_a_file_that_is_too_long_for_settings_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repository, "_MOST_TEXT_BYTES", 10)
+    (tmp_path / "data.json").write_text('{"buffer_size": 1}')
+    assert repository._text_of(tmp_path / "data.json") == ""

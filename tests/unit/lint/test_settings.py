@@ -77,3 +77,10 @@ def test_a_setting_that_is_wrong_is_named(tmp_path: Path, table: str) -> None:
 def test_a_project_without_the_table_has_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     assert find_settings(tmp_path) == LintSettings()
+
+
+@pytest.mark.parametrize("text", ["tool = 5", "[tool]\nholdall = [1]", "[tool.holdall]\nlint = 'M'"])
+def test_a_pyproject_whose_tables_are_none_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(ArgumentError, match="must be a table"):
+        read_settings(tmp_path / "pyproject.toml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from holdall.errors import ArgumentError
 from holdall.tools.plan.config import parse_count, read_config_file, read_literal, spec_from_settings
+from holdall.tools.plan.planner import make_plan
 
 ZOO = """
 atari:
@@ -148,3 +150,28 @@ def test_counts_are_whole_numbers(given: Any) -> None:
 def test_settings_that_make_no_run_say_what_is_wrong(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ArgumentError, match=named):
         spec_from_settings(settings)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe with a name")
+@pytest.mark.timeout(60)  # reading a pipe would wait for ever
+def test_a_file_that_is_none_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.toml")
+    for path in (tmp_path / "run.toml", tmp_path):
+        with pytest.raises(ArgumentError, match="no regular file"):
+            read_config_file(path)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"device": "gpu"}, {"device": "cuda:x"}, {"num_envs": 10**8}], ids=["word", "number", "environments"]
+)
+def test_a_misspelt_setting_never_passes_as_another(wrong: dict[str, Any]) -> None:
+    """`device="gpu"` was planned as the CPU, and fitted."""
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        spec_from_settings({"algo": "sac", "obs": "3", "action": "2"} | wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"prefer": "fast"}, {"probe_steps": -1}], ids=["prefer", "probe"])
+def test_a_measurement_that_cannot_be_made_is_refused_before_anything_is_measured(wrong: dict[str, Any]) -> None:
+    spec, _ = spec_from_settings({"algo": "sac", "obs": "3", "action": "2"})
+    with pytest.raises(ArgumentError, match=r"prefer|probe"):
+        make_plan(spec, **wrong)

@@ -84,8 +84,8 @@ def result_of(
 
 
 def module_command(name: str, *arguments: object) -> list[str]:
-    """Return the command that runs a module of holdall with this Python."""
-    return [sys.executable, "-m", f"holdall.{name}", *map(str, arguments)]
+    """Return the command that runs a module of holdall with this Python; -P: no module of the working directory."""
+    return [sys.executable, "-P", "-m", f"holdall.{name}", *map(str, arguments)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import codecs
 import gc
 import hashlib
 import io
+import os
 import tokenize
 import tomllib
 from collections import Counter
@@ -104,7 +105,11 @@ def read_settings(file: Path) -> LintSettings:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ArgumentError(f"{file} cannot be read: {error}") from error
-    table = document.get("tool", {}).get("holdall", {}).get("lint", {})
+    table: Any = document
+    for name in ("tool", "holdall", "lint"):
+        table = table.get(name, {})
+        if not isinstance(table, dict):
+            raise ArgumentError(f"{file}: {name} ({table!r}) must be a table; write [tool.holdall.lint]")
     known = {field.name.replace("_", "-"): field.name for field in fields(LintSettings)}
     given = {}
     for key, value in table.items():
@@ -290,6 +295,8 @@ def _walk(directory: Path, exclude: tuple[str, ...]) -> Iterator[Path]:
 
 def read_text(path: Path) -> str:
     """Return a file's text, in the encoding that it declares and with the line ends that it has."""
+    if path.exists() and not path.is_file():
+        raise ArgumentError(f"path ({path}) cannot be read: it is no regular file")  # a pipe would be waited for
     try:
         data = path.read_bytes()
         return data.decode(_encoding(path, data))
@@ -392,7 +399,7 @@ def _result(finding: Finding, index: int) -> dict[str, Any]:
 
 def _artifact(place: SourceRange) -> dict[str, str]:
     path = Path(place.path)
-    return {"uri": path.as_uri() if path.is_absolute() else quote(path.as_posix())}
+    return {"uri": path.as_uri() if path.is_absolute() else quote(os.fsencode(path.as_posix()))}
 
 
 def _region(place: SourceRange) -> dict[str, int]:
@@ -402,7 +409,8 @@ def _region(place: SourceRange) -> dict[str, int]:
 
 def _fingerprint(finding: Finding) -> str:
     """Name a finding by what it says and not by its line, so that it stays the same when lines move."""
-    return hashlib.sha256(f"{finding.rule}|{finding.place.path}|{finding.message}".encode()).hexdigest()[:16]
+    text = f"{finding.rule}|{finding.place.path}|{finding.message}"
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]  # a path may be no Unicode
 
 
 def explain(rule: Rule) -> str:

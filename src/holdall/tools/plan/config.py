@@ -123,6 +123,8 @@ def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any
 
 def _load(path: Path) -> Mapping[str, Any]:
     try:
+        if path.exists() and not path.is_file():
+            raise ArgumentError(f"file ({path}) is no regular file; name a script, or a TOML or YAML file")
         if path.stat().st_size > _MOST_BYTES:
             raise ArgumentError(f"{path} is larger than {_MOST_BYTES} bytes, which no configuration is")
         text = path.read_text(encoding="utf-8")

@@ -22,6 +22,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -161,7 +162,13 @@ def _counted_space(kind: str, counts: list[int], called: str, dtype: str | None 
 
 
 def make_single_env(env_id: str, wrapper: str = "") -> Any:
-    """Make one environment."""
+    """Make one environment.
+
+    Only this finds modules of the working directory, and those of the libraries go before them. Other files that lie
+    there, such as a `random.py`, never run: processes for measurements start with Python's option -P.
+    """
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
     module, _, name = env_id.rpartition(":")
     try:
         found = getattr(importlib.import_module(module), name, None) if module else None
@@ -249,7 +256,7 @@ def run_probe(task: str, *, timeout_s: float = 600, **arguments: Any) -> dict[st
     plain = {name: value.as_dict() if hasattr(value, "as_dict") else value for name, value in arguments.items()}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "holdall.tools.plan.environments"],
+            [sys.executable, "-P", "-m", "holdall.tools.plan.environments"],  # -P: see make_single_env
             input=json.dumps({"task": task} | plain),
             capture_output=True,
             text=True,

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from holdall.machine import Limit, disk, largest_mapping, memory_limits, shared_memory
+from holdall.schema import require_choice, require_count
+from holdall.storage import COST_CAPS
 from holdall.tools.plan import phases
 from holdall.tools.plan.environments import run_probe
 from holdall.tools.plan.phases import FitVerdict, LimitCheck, MachineLimits, PlanInputs, RunPhase, largest_phase
@@ -349,6 +351,8 @@ def make_plan(
         environment: What `measure_environment` found, if an environment was made.
         notes: What else is known of the run.
     """
+    require_choice("prefer", prefer, COST_CAPS)
+    require_count("probe", probe_steps, least=0)
     said = list(notes)
     limits = _machine_limits(budget_bytes, memory_bytes, checkpoint_dir)
     with ThreadPoolExecutor(1) as background:

@@ -246,6 +246,7 @@ def _require_legal(buffer_class: str, optimize_memory_usage: bool, handle_timeou
 
 
 _CONTRIB = "sb3_contrib"
+_MOST_ENVS = 2**20
 START_METHODS = ("fork", "forkserver", "spawn")
 _CONTINUOUS = {"ddpg", "sac", "td3", "tqc", "crossq"}
 _DISCRETE = {"dqn", "qrdqn"}
@@ -359,6 +360,12 @@ class Spec:
         for name in ("capacity", "num_envs", "frame_stack", "n_steps", "batch_size", "total_timesteps"):
             if (count := getattr(self, name)) is not None and not (name in {"n_steps", "batch_size"} and count == 0):
                 require_count(name, count)
+        if self.num_envs > _MOST_ENVS:
+            raise ArgumentError(
+                f"num_envs ({self.num_envs:,}) must be at most {_MOST_ENVS:,}; more do not fit anywhere"
+            )
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise ArgumentError(f"device ({self.device!r}) must be 'cpu', 'cuda', 'cuda:0', 'mps' or 'auto'")
         if self.vec_env not in {"dummy", "subproc", "shared"}:
             raise ArgumentError(f"vec_env ({self.vec_env!r}) must be 'dummy', 'subproc' or 'shared'")
         if self.start_method and self.start_method not in START_METHODS:

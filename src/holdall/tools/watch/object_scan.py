@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,18 +96,32 @@ class _Scan:
             if name and one not in names:
                 names[one] = name
         rest = {place: one for place, one in left.items() if one not in names}
-        starts = {place - 8 * index: (one, index) for place, one in rest.items() for index in range(_MOST_ATTRIBUTES)}
+        return names | self._attribute_names(rest)
+
+    def _attribute_names(self, places: dict[int, int]) -> dict[int, str]:
+        """Name objects by where they stand among attributes that lie apart from their object: Python 3.11 and 3.12."""
+        starts: dict[int, list[tuple[int, int]]] = {}  # of such attributes, of which several may be named
+        for place, one in places.items():
+            for index in range(_MOST_ATTRIBUTES):
+                if self._has_attribute(place - 8 * index, index):
+                    starts.setdefault(place - 8 * index, []).append((one, index))
+        names: dict[int, str] = {}
         pointers = [start - less for start in starts for less in (0, 1)]
         for pointer, holders in self._places_of(pointers).items():
             for start, back in ((pointer, 32), (pointer + 1, 24)):  # Python 3.11, and 3.12
-                one, index = starts.get(start, (0, 0))
-                for holder in holders if one else ():
-                    name = self._attribute(self._word(holder + back + _TYPE), index) or self._key(
-                        self._word(holder - 8), index
-                    )
-                    if name and one not in names:
-                        names[one] = name
+                for (one, index), holder in product(starts.get(start, ()), holders):
+                    kind, keys = self._word(holder + back + _TYPE), self._word(holder - 8)
+                    if name := self._attribute(kind, index) or self._key(keys, index):
+                        names.setdefault(one, name)
         return names
+
+    def _has_attribute(self, start: int, index: int) -> bool:
+        """Whether attributes begin at an address, one of this number among them: their order stands before them."""
+        before = self._memory.read(start - 64, 64)
+        used = before[-2] if len(before) == 64 else 0
+        return (
+            used <= _MOST_ATTRIBUTES and used + 2 <= before[-1] and index in before[-2 - used : -2] if used else False
+        )
 
     def _static_type(self, library: str, text: bytes) -> int:
         """Return the address of a type that a library defines, by the text of its name; 0 if there is none."""

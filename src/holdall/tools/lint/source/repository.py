@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 _ROOT_MARKS = (".git", "pyproject.toml", "setup.py", "setup.cfg", "requirements.txt")
-_MOST_BYTES = 2 * 2**20
+_MOST_BYTES = 2 * 2**20  # of a file that is parsed
+_MOST_TEXT_BYTES = 64 * 2**20  # of a file that is searched
 _MOST_MODULES = 400
 _MOST_SETTINGS = 4  # files that may be meant where a program does not say which
 _DEEPEST_FOLDER = 3
@@ -198,7 +199,8 @@ class Repository:
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        is_short = path.is_file() and path.stat().st_size <= _MOST_TEXT_BYTES  # a pipe would be waited for
+        return path.read_text(encoding="utf-8", errors="replace") if is_short else ""
     except OSError:
         return ""
 
@@ -215,8 +217,9 @@ def _entries(folder: str) -> list[os.DirEntry[str]]:
 def read_data(file: Path) -> Any:
     """Parse a data file by its ending; None if that is not possible."""
     try:
-        text = file.read_text(encoding="utf-8")
-        return _READERS.get(file.suffix, _read_yaml)(text) if file.stat().st_size <= _MOST_BYTES else None
+        if file.stat().st_size > _MOST_BYTES:
+            return None
+        return _READERS.get(file.suffix, _read_yaml)(file.read_text(encoding="utf-8"))
     except Exception:
         return None
 

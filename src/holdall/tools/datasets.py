@@ -1,0 +1,336 @@
+"""Transitions of other programs: Minari's datasets, and pickled replay buffers of Stable-Baselines3.
+
+memory -> episodes -> dataset -> memory; pickle -> arrays -> memory
+
+An exported episode holds transitions whose observations follow each other; where they do not, a new episode begins.
+Numbers and images are stored without loss, extras among them: the infos of an episode hold these. A pickle can run
+code, so `python -m holdall.tools.datasets FILE DIR` reads it in a process of its own and writes only arrays;
+`memory_from_arrays` reads these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+import shutil
+import sys
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.errors import ArgumentError, MissingPackageError
+from holdall.replay import ReplayMemory
+from holdall.schema import Tree
+from holdall.space_leaves import stored_space
+
+_FLUSH_BYTES = 64 * 2**20
+_STEPS_AT_ONCE = 256
+_EXTRAS = "holdall_extras"  # where the infos of an exported episode hold them
+
+OnProgress = Callable[[int, int], None]
+"""Gets how many transitions are done, and how many there are."""
+_Episode = dict[str, list[NDArray[Any]]]
+"""The arrays of consecutive transitions by field, one for every leaf."""
+
+
+def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress = lambda _done, _all: None) -> int:
+    """Write all transitions of a memory, lane by lane, as a local Minari dataset; return its episodes."""
+    minari, schema = _minari(), memory.schema
+    path = _new_dataset_path(minari, dataset_id)
+    settings = {
+        "observation_space": _space_of(schema.observation),
+        "action_space": _space_of(schema.action),
+        "jpeg_encoding": False,  # it would lose bits
+    }
+    for name, tree in (("the observation", schema.observation), ("action", schema.action), ("extras", schema.extras)):
+        _require_names(_space_of(tree), name)
+    dataset: Any = None
+    count, done, held, buffers = 0, 0, 0, []
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, path, ignore_errors=True)  # half a dataset is in the way of the next try
+        for episode in _episodes(memory):
+            observed = zip(episode["obs"], episode["next_obs"], strict=True)
+            buffers.append(
+                minari.data_collector.EpisodeBuffer(
+                    observations=schema.observation.build([np.concatenate([rows, end[-1:]]) for rows, end in observed]),
+                    actions=schema.action.build(episode["action"]),
+                    rewards=episode["reward"][0],
+                    terminations=episode["terminated"][0],
+                    truncations=episode["truncated"][0],
+                    infos={_EXTRAS: schema.extras.build(episode["extras"])} if schema.extras.leaves else None,
+                )
+            )
+            done += len(episode["reward"][0])
+            on_progress(done, len(memory))
+            count, held = count + 1, held + sum(array.nbytes for arrays in episode.values() for array in arrays)
+            if held >= _FLUSH_BYTES:
+                dataset = _write_episodes(minari, dataset, dataset_id, buffers, settings, held)
+                held, buffers = 0, []
+        if count == 0:
+            raise ArgumentError("the memory holds no transitions, so there is nothing to export; add some first")
+        if buffers:
+            _write_episodes(minari, dataset, dataset_id, buffers, settings, held)
+        undo.pop_all()
+    return count
+
+
+def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all: None) -> ReplayMemory:
+    """Return a memory of one lane with all transitions of a local Minari dataset."""
+    try:
+        dataset = _minari().load_dataset(dataset_id)
+    except (FileNotFoundError, ValueError, TypeError) as error:
+        raise ArgumentError(f"dataset ({dataset_id!r}) is not here ({error}); see `minari list local`") from error
+    first = next(iter(dataset.iterate_episodes()), None)
+    if first is None:
+        raise ArgumentError(f"dataset ({dataset_id!r}) has no episodes, so there is nothing to import")
+    stored = (first.infos or {}).get(_EXTRAS)
+    memory = ReplayMemory(
+        dataset.observation_space,
+        dataset.action_space,
+        max(1, int(dataset.total_steps)),
+        extras=None if stored is None else dict(_space_like(stored).items()),
+        reward_shape=np.shape(first.rewards)[1:],
+    )
+    observation, action, extras = memory.schema.observation, memory.schema.action, memory.schema.extras
+    for episode in dataset.iterate_episodes():
+        steps = len(episode.rewards)
+        more = [] if stored is None else extras.flatten(_with_tuples(episode.infos[_EXTRAS]), (steps,), "extras")
+        seen = observation.flatten(episode.observations, (steps + 1,), "observations")
+        taken = action.flatten(episode.actions, (steps,), "actions")
+        ended, cut = (np.asarray(flags, np.bool_) for flags in (episode.terminations, episode.truncations))
+        for start in range(0, steps, _STEPS_AT_ONCE):
+            now = slice(start, min(start + _STEPS_AT_ONCE, steps))
+            after = slice(now.start + 1, now.stop + 1)
+            memory.extend(
+                observation.build([rows[now, None] for rows in seen]),
+                action.build([rows[now, None] for rows in taken]),
+                np.asarray(episode.rewards)[now, None],
+                observation.build([rows[after, None] for rows in seen]),
+                ended[now, None],
+                cut[now, None],
+                extras=extras.build([rows[now, None] for rows in more]) if more else None,
+            )
+            on_progress(len(memory), int(dataset.total_steps))
+    return memory
+
+
+def _new_dataset_path(minari: Any, dataset_id: str) -> Path:
+    """Return where a dataset will lie, if Minari takes the name and nothing is there."""
+    try:
+        minari.dataset.minari_dataset.parse_dataset_id(dataset_id)
+    except (ValueError, TypeError) as error:  # TypeError: it has no version
+        raise ArgumentError(
+            f"dataset ({dataset_id!r}) is no name that Minari takes; use letters, digits, '_' and '-', and end with "
+            "a version, such as robots/dog-v0"
+        ) from error
+    with _writing_dataset(dataset_id):
+        path = Path(minari.storage.get_dataset_path(dataset_id))
+    if path.exists():
+        raise ArgumentError(f"dataset ({dataset_id!r}) is there already, in {path}; choose another name or version")
+    return path
+
+
+@contextlib.contextmanager
+def _writing_dataset(dataset_id: str) -> Iterator[None]:
+    """Turn what goes wrong in a file of Minari's into one error."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # RuntimeError: some errors of HDF5
+        reason = getattr(error, "strerror", None) or error
+        raise ArgumentError(
+            f"dataset ({dataset_id!r}) cannot be written: {reason}; MINARI_DATASETS_PATH says where datasets lie"
+        ) from error
+
+
+def _require_names(space: spaces.Space[Any], field: str) -> None:
+    """Refuse keys that a file of HDF5 cannot have as names: it would lose them or take them for paths."""
+    parts: dict[str, spaces.Space[Any]] = dict(space.spaces) if isinstance(space, spaces.Dict) else {}
+    if isinstance(space, spaces.Tuple):
+        parts = {f"_index_{number}": part for number, part in enumerate(space.spaces)}
+    for key, part in parts.items():
+        if key in {"", "."} or not {"/", "\0"}.isdisjoint(key):
+            raise ArgumentError(
+                f"{field} has the key {key!r}, which a Minari dataset cannot hold; its keys are not empty and not '.', "
+                "and have no '/' in them"
+            )
+        _require_names(part, field)
+
+
+def _episodes(memory: ReplayMemory) -> Iterator[_Episode]:
+    """Yield runs of one lane's transitions that follow each other."""
+    lanes = memory.num_envs
+    for first in range(memory.first_id, memory.first_id + lanes):
+        parts: list[_Episode] = []
+        for start in range(first, memory.next_id, lanes * _STEPS_AT_ONCE):
+            # From the last one of the block before, which shows whether this block goes on from there.
+            ids = np.arange(max(start - lanes, first), min(start + lanes * _STEPS_AT_ONCE, memory.next_id), lanes)
+            ids = ids[memory.are_valid(ids)]
+            batch = _arrays(memory, ids)
+            begin = int(np.searchsorted(ids, start))
+            cuts = [row for row in _episode_starts(batch, ids, lanes) if row >= begin]
+            for row, end in pairwise([begin, *cuts, len(ids)]):
+                if row in cuts and parts:
+                    yield _joined(parts)
+                    parts = []
+                if end > row:
+                    parts.append({name: [rows[row:end] for rows in arrays] for name, arrays in batch.items()})
+        if parts:
+            yield _joined(parts)
+
+
+def _arrays(memory: ReplayMemory, ids: NDArray[np.int64]) -> _Episode:
+    """Gather transitions as lists of arrays, one for every leaf of a field."""
+    batch, schema = memory.gather(ids), memory.schema
+    trees = {"obs": schema.observation, "action": schema.action, "next_obs": schema.observation}
+    found = {name: tree.flatten(getattr(batch, name), (len(ids),), name) for name, tree in trees.items()}
+    if schema.extras.leaves:
+        found["extras"] = schema.extras.flatten(dict(batch.extras), (len(ids),), "extras")
+    return found | {name: [getattr(batch, name)] for name in ("reward", "terminated", "truncated")}
+
+
+def _episode_starts(batch: _Episode, ids: NDArray[np.int64], lanes: int) -> list[int]:
+    """Name the rows of a batch that do not go on from the row before."""
+    ends = batch["terminated"][0][:-1] | batch["truncated"][0][:-1] | (np.diff(ids) != lanes)
+    for before, after in zip(batch["next_obs"], batch["obs"], strict=True):
+        old, new = (rows.reshape(len(rows), prod(rows.shape[1:])) for rows in (before[:-1], after[1:]))
+        ends |= (np.ascontiguousarray(old).view(np.uint8) != np.ascontiguousarray(new).view(np.uint8)).any(axis=1)
+    return [0, *(np.flatnonzero(ends) + 1).tolist()]
+
+
+def _joined(parts: list[_Episode]) -> _Episode:
+    return {
+        name: [np.concatenate(leaf) for leaf in zip(*(part[name] for part in parts), strict=True)] for name in parts[0]
+    }
+
+
+def _write_episodes(
+    minari: Any, dataset: Any, name: str, buffers: list[Any], settings: dict[str, Any], nbytes: int
+) -> Any:
+    with _writing_dataset(name), warnings.catch_warnings():
+        place = Path(minari.storage.get_dataset_path(""))
+        if shutil.disk_usage(place).free < nbytes:  # HDF5 ends the process when it finds that out by itself
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if dataset is None:
+            # Author, link to code and environment are for datasets that are published; nobody is asked for them here.
+            warnings.filterwarnings("ignore", ".* (is set to None|is None, no environment)", UserWarning, "minari")
+            return minari.create_dataset_from_buffers(dataset_id=name, buffer=buffers, **settings)
+        dataset.update_dataset_from_buffer(buffers)
+    return dataset
+
+
+def _space_of(tree: Tree) -> spaces.Space[Any]:
+    def build(structure: Any) -> spaces.Space[Any]:
+        if isinstance(structure, dict):
+            return spaces.Dict({key: build(child) for key, child in structure.items()})
+        if isinstance(structure, tuple):
+            return spaces.Tuple([build(child) for child in structure])
+        return stored_space(structure.shape, structure.dtype)
+
+    return build(tree.build(tree.leaves))
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return what Minari read of extras, with the tuples that it writes as dicts of `_index_0`, `_index_1` ..."""
+    if not isinstance(value, dict):
+        return value
+    read = {key: _with_tuples(part) for key, part in value.items()}
+    indices = [f"_index_{number}" for number in range(len(read))]
+    return tuple(read[index] for index in indices) if read and read.keys() == set(indices) else read
+
+
+def _space_like(value: Any) -> Any:
+    """Return the space of what `_with_tuples` reads."""
+    value = _with_tuples(value)
+    if isinstance(value, dict):
+        return spaces.Dict({key: _space_like(part) for key, part in value.items()})
+    if isinstance(value, tuple):
+        return spaces.Tuple([_space_like(part) for part in value])
+    return stored_space(value.shape[1:], value.dtype)
+
+
+def _minari() -> Any:
+    try:
+        import minari  # noqa: PLC0415  an extra
+        import minari.data_collector  # noqa: PLC0415
+        import minari.dataset.minari_dataset  # noqa: PLC0415
+        import minari.storage  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingPackageError("Minari datasets need minari; run \"pip install 'holdall[minari]'\"") from error
+    return minari
+
+
+def memory_from_arrays(folder: Path, on_progress: OnProgress = lambda _done, _all: None) -> ReplayMemory:
+    """Add all transitions to a new memory, as `holdall.sb3.ReplayBuffer` would have."""
+    header = json.loads((folder / "words.json").read_text(encoding="utf-8"))
+
+    def opened(name: str) -> Any:
+        return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+
+    keys = header["keys"]
+
+    def observed(name: str) -> dict[str, Any]:
+        return {"": opened(name)} if keys is None else {key: opened(f"{name}.{i}") for i, key in enumerate(keys)}
+
+    def nested(parts: dict[str, Any]) -> Any:
+        return parts[""] if keys is None else parts
+
+    obs, following = observed("observations"), observed("next_observations")
+    actions, rewards, dones, timeouts = (opened(name) for name in ("actions", "rewards", "dones", "timeouts"))
+    stored = {key: stored_space(rows.shape[2:], rows.dtype) for key, rows in obs.items()}
+    memory = ReplayMemory(
+        stored[""] if keys is None else spaces.Dict(OrderedDict(stored)),
+        stored_space(actions.shape[2:], actions.dtype),
+        header["capacity"],
+        header["num_envs"],
+    )
+    for start in range(0, len(rewards), _STEPS_AT_ONCE):
+        steps = slice(start, start + _STEPS_AT_ONCE)
+        done, cut = np.asarray(dones[steps], np.bool_), np.asarray(timeouts[steps], np.bool_)
+        seen, then = (nested({key: np.asarray(rows[steps]) for key, rows in one.items()}) for one in (obs, following))
+        memory.extend(seen, np.asarray(actions[steps]), np.asarray(rewards[steps]), then, done ^ cut, cut)
+        on_progress(memory.next_id, rewards.size)
+    return memory
+
+
+def extract_arrays(file: Path, folder: Path) -> None:
+    """Unpickle a buffer and save its arrays, oldest transition first."""
+    with file.open("rb") as stream:
+        buffer: Any = pickle.load(stream)
+    order = np.arange(buffer.pos)
+    if buffer.full:
+        order = np.roll(np.arange(buffer.buffer_size), -buffer.pos)
+        if buffer.optimize_memory_usage:
+            order = order[1:]  # the newest next observation is written over the oldest observation
+    is_dict = isinstance(buffer.observations, dict)
+    for name in ("observations", "next_observations"):
+        rows, is_shared = order, name == "next_observations" and buffer.optimize_memory_usage
+        if is_shared:
+            rows = (order + 1) % buffer.buffer_size
+        found = buffer.observations if is_shared else getattr(buffer, name)
+        for number, part in enumerate(found.values() if is_dict else [found]):
+            label = f"{name}.{number}.npy" if is_dict else f"{name}.npy"
+            np.save(folder / label, np.asarray(part)[rows], allow_pickle=False)
+    for name in ("actions", "rewards", "dones", "timeouts"):
+        np.save(folder / f"{name}.npy", np.asarray(getattr(buffer, name))[order], allow_pickle=False)
+    header = {
+        "keys": list(buffer.observations) if is_dict else None,
+        "capacity": int(buffer.buffer_size * buffer.n_envs),
+        "num_envs": int(buffer.n_envs),
+    }
+    (folder / "words.json").write_text(json.dumps(header), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path.cwd()))  # the class of a buffer may stand there
+    extract_arrays(Path(sys.argv[1]), Path(sys.argv[2]))
