@@ -78,7 +78,13 @@ class TrajectoryBuffer(list[torch.Tensor]):
 
         The mean of rewards on the CPU is taken there, so nothing waits for the device.
         """
-        given = [len(traj_list), *[(t.shape, t.dtype, t.device) for trajectory in traj_list for t in trajectory]]
+        try:
+            given = [len(traj_list), *[(t.shape, t.dtype, t.device) for trajectory in traj_list for t in trajectory]]
+        except (TypeError, AttributeError) as error:
+            raise ArgumentError(
+                f"traj_list is a {type(traj_list).__name__} that holds no trajectories ({error}); pass a list of them, "
+                "each a list of tensors"
+            ) from error
         if given != self._given:
             items = _transposed(traj_list)
             self._given = []  # if memory runs out, what is held is not what was given
@@ -98,6 +104,8 @@ class TrajectoryBuffer(list[torch.Tensor]):
                     start += len(part)
         on_host = items[_REWARDS][0].device.type == "cpu"
         rewards = torch.cat(items[_REWARDS]) if on_host else self[_REWARDS]
+        if not rewards.is_floating_point():
+            rewards = rewards.to(torch.float64)
         return self[_REWARDS].shape[0], rewards.mean().item()
 
     @property
@@ -154,6 +162,10 @@ def _transposed(traj_list: Sequence[Trajectory]) -> list[Item]:
     for i, item in enumerate(items):
         first = item[0]
         for worker, tensor in enumerate(item):
+            if not isinstance(tensor, torch.Tensor):
+                raise ArgumentError(
+                    f"traj_list[{worker}][{i}] is a {type(tensor).__name__}, no tensor; pass torch.as_tensor(...) of it"
+                )
             if tensor.ndim == 0 or tensor.dtype != first.dtype or tensor.shape[1:] != first.shape[1:]:
                 raise ArgumentError(
                     f"traj_list[{worker}][{i}] has shape {tuple(tensor.shape)} and dtype {tensor.dtype}, the first "

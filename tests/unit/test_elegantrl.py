@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -112,3 +113,25 @@ def test_tensors_that_carry_gradients_are_taken_as_numbers() -> None:
 def test_devices_that_are_not_there_are_refused(device: str) -> None:
     with pytest.raises(ArgumentError, match="device"):
         TrajectoryBuffer(device)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (None, "traj_list is a NoneType"),
+        ([None], "traj_list is a list that holds no trajectories"),
+        ([[np.zeros((4, 2)), np.zeros(4)]], r"traj_list\[0\]\[0\] is a ndarray, no tensor"),
+    ],
+)
+def test_what_is_no_trajectory_is_refused_and_changes_nothing(given: Any, says: str) -> None:
+    buffer = TrajectoryBuffer("cpu")
+    buffer.update_buffer([[torch.ones(4, 2), torch.ones(4)]])
+    with pytest.raises(ArgumentError, match=says):
+        buffer.update_buffer(given)
+    assert [tensor.sum().item() for tensor in buffer] == [8, 4]
+
+
+def test_rewards_may_be_whole_numbers() -> None:
+    buffer = TrajectoryBuffer("cpu")
+    assert buffer.update_buffer([[torch.ones(4, 2), torch.tensor([1, 2, 3, 4])]]) == (4, 2.5)
+    assert buffer[1].tolist() == [1, 2, 3, 4]

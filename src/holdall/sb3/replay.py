@@ -98,6 +98,8 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
     _takes_steps = True
     _left_at: tuple[int, bool] = (0, False)
     """`pos` and `full` after the last step, which somebody may have changed since."""
+    _number_shape: tuple[int, ...] | None = None
+    """Of actions that come as numbers; neither is in a buffer that version 0.1.0 pickled."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
         self._action_shape = (n_envs, self.action_dim)
-        self._number_shape = (n_envs,) if self.action_dim == 1 else None  # of actions that come as numbers
+        self._number_shape = (n_envs,) if self.action_dim == 1 else None
         self._action_dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
         self._obs_specs = self._specs_of(observation_space)
         self._nothing_cut = np.zeros(n_envs, np.bool_)
@@ -155,9 +157,6 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
         ticks = self.memory.add_at_once(
             obs, action, reward, next_obs, done, self._nothing_cut, infos if self.handle_timeout_termination else None
         ) or self._add_otherwise(obs, next_obs, action, reward, done, infos)
-        self._set_pos(ticks)
-
-    def _set_pos(self, ticks: int) -> None:
         self.pos, self.full = self._left_at = ticks % self.buffer_size, ticks >= self.buffer_size
 
     def _follow_pos(self) -> None:
@@ -377,7 +376,7 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
             )
         self.memory.close()
         self.memory = memory
-        self._set_pos(ticks)
+        self.pos, self.full = self._left_at = ticks % self.buffer_size, ticks >= self.buffer_size
 
     @classmethod
     def copy_of(cls, buffer: buffers.ReplayBuffer, **settings: Any) -> Self:

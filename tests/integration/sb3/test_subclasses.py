@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import types
 from collections.abc import Callable
 from typing import Any
@@ -159,6 +160,17 @@ def test_a_buffer_that_was_copied_goes_on_behind_its_last_step() -> None:
     pair = Pair(Case(VECTOR, lanes=2), buffer_size=20)
     pair.feed(13)
     pair.ours = ReplayBuffer.copy_of(pair.plain)
+    pair.feed(3)
+    pair.assert_same_arrays()
+
+
+def test_a_buffer_that_version_0_1_0_pickled_goes_on_behind_its_last_step() -> None:
+    """It does not know where that was, nor how actions come."""
+    pair = Pair(Case(VECTOR, spaces.Discrete(3), lanes=2), buffer_size=20)
+    pair.feed(13)
+    for name in ("_left_at", "_number_shape"):
+        del pair.ours.__dict__[name]
+    pair.ours = pickle.loads(pickle.dumps(pair.ours))
     pair.feed(3)
     pair.assert_same_arrays()
 
