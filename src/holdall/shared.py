@@ -27,6 +27,7 @@ from holdall.schema import Array, Bytes, Leaf, Schema, Tree, require_count
 _AT_ONCE = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0) if hasattr(mmap, "MAP_SHARED") else 0
 """Pages that are mapped one by one, as each is first written, cost far more."""
 _COUNT_BYTES, _ALIGNMENT_BYTES = 8, 64
+_LOOK_EVERY = 256
 CAN_SHARE = hasattr(os, "memfd_create")
 """Whether a process can open the blocks of another one, see `SharedBlock`."""
 
@@ -86,13 +87,16 @@ class OpenedBlocks:
 
     def __init__(self) -> None:
         self._opened: dict[BlockPlace, Bytes] = {}
+        self._calls = 0
 
     def memory(self, place: BlockPlace, nbytes: int) -> Bytes | None:
         """Return a block of so many bytes; None if it is not within reach."""
+        self._calls += 1
         found = self._opened.get(place)
-        if found is None:
-            # Those that were given up take memory for as long as they are open here.
+        if found is None or self._calls % _LOOK_EVERY == 0:
+            # Those that were given up, or whose process has ended, take memory for as long as they are open here.
             self._opened = {other: memory for other, memory in self._opened.items() if other.is_there}
+        if found is None:
             found = place.opened(nbytes)
             if found is not None:
                 self._opened[place] = found
@@ -195,7 +199,7 @@ class BatchBlocks:
         return BatchBlock(block, self._leaves, rows)
 
     def settle(self, batch: BatchBlock) -> None:
-        """Hear that nobody writes to a block any more: it is used again when its batch is gone."""
+        """Note that nobody writes to a block any more: it is used again when its batch is gone."""
         with self._lock:
             self._spare = [*self._spare, (batch.block, weakref.ref(batch.memory))][-self.most :]
 

@@ -31,6 +31,14 @@ def process_of(shard: Any) -> int:
     return int(ray.get(shard.__ray_call__.remote(lambda _: os.getpid())))
 
 
+def forget_all(memory: Any) -> None:
+    """Have the shards hold nothing, so that a test may share them with those before it; row numbers go on."""
+    for number in memory._cluster.numbers:
+        shard = memory._cluster.handle(number)
+        ray.get(shard.__ray_call__.remote(lambda shard: shard._data.begin_at(shard._data.store.next_tick) and None))
+    memory._cluster.refresh()
+
+
 def kill(process: int) -> None:
     """End a process as the machine's out-of-memory killer would."""
     psutil.Process(process).kill()

@@ -142,8 +142,17 @@ def waiting(memory: ReplayMemory) -> int:
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared so on Linux alone")
 def test_a_batch_that_was_drawn_with_another_is_handed_out_only_while_nothing_changes() -> None:
+    """Also while most shards are empty, until one of them gets something."""
     settings: dict[str, Any] = {"sampler": Prioritized(alpha=1.0, beta=1.0), "on_shard_loss": "raise"}
     with ReplayMemory(SPACE, spaces.Discrete(2), 80_000, shards=4, seed=0, patience_s=60.0, **settings) as memory:
+        add(memory, 0, 64)
+        assert sum(counters.transitions == 0 for counters in memory._cluster.refresh().values()) == 3
+        wait_for_spare(memory)
+        with memory.writer() as other:
+            for first in range(5_000, 5_800, 100):  # to other shards, too
+                add(other, first, first + 100)
+        wait_until(lambda: memory.sample(64).reward.max() >= 5_000)
+        wait_for_spare(memory)
         add(memory, 0, 4_000)
         assert calls_of(memory, 4) >= 6
         shards = sum(counters.transitions > 0 for counters in memory._cluster.refresh().values())
@@ -169,20 +178,6 @@ def test_a_batch_that_was_drawn_with_another_is_handed_out_only_while_nothing_ch
         wait_until(lambda: memory._cluster.changes() is None)
         with pytest.raises(ShardError, match="shard"):
             memory.sample(64)
-
-
-@pytest.mark.usefixtures("cluster")
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="memory is shared so on Linux alone")
-def test_batches_are_drawn_together_though_shards_are_empty_and_not_when_one_gets_something() -> None:
-    with ReplayMemory(SPACE, spaces.Discrete(2), 80_000, shards=4, seed=0, patience_s=60.0) as memory:
-        add(memory, 0, 64)
-        assert sum(counters.transitions == 0 for counters in memory._cluster.refresh().values()) == 3
-        wait_for_spare(memory)
-        with memory.writer() as other:
-            for first in range(1_000, 9_000, 1_000):  # to other shards, too
-                add(other, first, first + 1_000)
-        wait_until(lambda: memory.sample(64).reward.max() >= 1_000)
-        wait_for_spare(memory)
 
 
 @pytest.mark.nightly

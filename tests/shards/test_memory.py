@@ -24,7 +24,7 @@ from holdall.ray import ReplayMemory, Writer
 from holdall.sampling.draw import Sampler
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 
-from .processes import wait_until
+from .processes import forget_all, wait_until
 
 pytestmark = pytest.mark.usefixtures("cluster")
 # Workers have no tests to import.
@@ -53,6 +53,13 @@ def arguments(source: Stream) -> tuple[Any, ...]:
 @pytest.fixture(scope="module")
 def four(cluster: None) -> Iterator[ReplayMemory]:
     with ReplayMemory(OBSERVATION, ACTION, 40_000, shards=4, extras=EXTRAS, seed=3) as memory:
+        yield memory
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: None) -> Iterator[ReplayMemory]:
+    """Two shards, for writers of two lanes."""
+    with ReplayMemory(OBSERVATION, ACTION, 6_000, 2, shards=2, extras=EXTRAS, seed=4) as memory:
         yield memory
 
 
@@ -88,24 +95,24 @@ def test_one_shard_gives_the_batches_of_a_local_memory(prioritized: bool) -> Non
                 assert_same_bits(next(ahead), next(expected))
 
 
-def test_arguments_that_do_not_fit_change_nothing() -> None:
-    with ReplayMemory(OBSERVATION, ACTION, 40_000, shards=2, extras=EXTRAS, seed=3) as two:
-        step = arguments(stream())
-        with pytest.raises(ArgumentError, match="reward"):
-            two.add(step[0], step[1], np.zeros(3, np.float32), *step[3:])
-        assert len(two.gather([])) == 0
-        with pytest.raises(ArgumentError, match="0 transitions held"):
-            two.sample(1)
-        two.add(*step)
-        assert len(two) == 1
-        with pytest.raises(ArgumentError, match="more than the 1 transitions"):
-            two.sample(2)
-        with pytest.raises(TransitionIdError):
-            two.gather([5, (1 << 48) + 5])
-        with pytest.raises(TransitionIdError, match="no shard"):
-            two.gather([1 << 60])
-        with pytest.raises(ArgumentError, match="Prioritized"):
-            two.update_priorities([0], [1.0])
+def test_arguments_that_do_not_fit_change_nothing(four: ReplayMemory) -> None:
+    forget_all(four)
+    step = arguments(stream())
+    with pytest.raises(ArgumentError, match="reward"):
+        four.add(step[0], step[1], np.zeros(3, np.float32), *step[3:])
+    assert len(four.gather([])) == 0
+    with pytest.raises(ArgumentError, match="0 transitions held"):
+        four.sample(1)
+    four.add(*step)
+    assert len(four) == 1
+    with pytest.raises(ArgumentError, match="more than the 1 transitions"):
+        four.sample(2)
+    with pytest.raises(TransitionIdError):
+        four.gather([(1 << 36) + 5, (1 << 48) + (1 << 36) + 5])
+    with pytest.raises(TransitionIdError, match="no shard"):
+        four.gather([1 << 60])
+    with pytest.raises(ArgumentError, match="Prioritized"):
+        four.update_priorities([0], [1.0])
 
 
 def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> None:
@@ -145,12 +152,12 @@ def test_a_loader_gives_the_batches_that_asking_gives(
         writer.flush()
         memory.update_priorities(memory.sample(400).ids, np.random.default_rng(1).random(400))
         memory.save(tmp_path).result()
-    # Two of one checkpoint hold the same rows under the same ids, whichever shards a writer chose.
-    with ReplayMemory.load(tmp_path) as asked, ReplayMemory.load(tmp_path) as ahead:
-        assert len(asked) == len(ahead) == 1_000
-        with ahead.loader(64, prefetch) as loader:
-            for _ in range(11):
-                assert_same_bits(next(loader), asked.sample(64))
+        # Its copy holds the same rows under the same ids, whichever shards a writer chose, and draws on from here.
+        with ReplayMemory.load(tmp_path) as ahead:
+            assert len(memory) == len(ahead) == 1_000
+            with ahead.loader(64, prefetch) as loader:
+                for _ in range(11):
+                    assert_same_bits(next(loader), memory.sample(64))
 
 
 @ray.remote(num_cpus=0)
@@ -292,14 +299,14 @@ def by_mark(batch: Any) -> list[tuple[bytes, ...]]:
     return [tuple(field[row].tobytes() for field in (*fields, batch.extras["log_prob"])) for row in order.tolist()]
 
 
-def test_what_was_saved_over_shards_loads_locally(tmp_path: Path) -> None:
+def test_what_was_saved_over_shards_loads_locally(pair: ReplayMemory, tmp_path: Path) -> None:
+    forget_all(pair)
     ticks = marked(stream(lanes=2, ends=0.1), 700)
-    with ReplayMemory(OBSERVATION, ACTION, 6_000, 2, shards=2, extras=EXTRAS, seed=4) as memory:
-        for step in ticks:
-            memory.add(*step)
-        memory.save(tmp_path).result()
-        ids = np.concatenate([np.arange(end - counters, end) for end, counters in held_by(memory)])
-        expected = memory.gather(ids)
+    for step in ticks:
+        pair.add(*step)
+    pair.save(tmp_path).result()
+    ids = np.concatenate([np.arange(end - counters, end) for end, counters in held_by(pair)])
+    expected = pair.gather(ids)
     with holdall.ReplayMemory.load(tmp_path) as local:
         assert len(local) == 1_400
         found = np.arange(local.first_id, local.next_id)
@@ -346,18 +353,18 @@ def held_of(memory: ReplayMemory, ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return ids
 
 
-def test_saves_may_overlap(tmp_path: Path) -> None:
-    source = stream()
-    with ReplayMemory(OBSERVATION, ACTION, 2_000, shards=2, extras=EXTRAS, seed=4) as memory:
-        for _ in range(300):
-            memory.add(*arguments(source))
-        handles = []
-        for _ in range(4):
-            memory.add(*arguments(source))
-            handles.append(memory.save(tmp_path, keep=1))
-        assert [handle.result().number for handle in handles] == [1, 2, 3, 4]
-        with ReplayMemory.load(tmp_path) as again:
-            assert len(again) == 304
-            assert_same_bits(again.sample(64), memory.sample(64))
+def test_saves_may_overlap(pair: ReplayMemory, tmp_path: Path) -> None:
+    forget_all(pair)
+    source = stream(lanes=2)
+    for _ in range(300):
+        pair.add(*arguments(source))
+    handles = []
+    for _ in range(4):
+        pair.add(*arguments(source))
+        handles.append(pair.save(tmp_path, keep=1))
+    assert [handle.result().number for handle in handles] == [1, 2, 3, 4]
+    with ReplayMemory.load(tmp_path) as again:
+        assert len(again) == 608
+        assert_same_bits(again.sample(64), pair.sample(64))
     with holdall.ReplayMemory.load(tmp_path) as local:
-        assert len(local) == 304
+        assert len(local) == 608

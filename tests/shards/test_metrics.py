@@ -13,7 +13,7 @@ import pytest
 import ray
 from gymnasium import spaces
 
-from holdall.cluster import protocol
+from holdall import ray_metrics
 from holdall.ray import RateLimit, ReplayMemory
 from holdall.ray_metrics import Gauges
 
@@ -65,7 +65,7 @@ def test_figures_that_take_long_are_told_less_often(
     """And each is set that has a gauge."""
     figures, told = Figures(cpu_s), list[float]()
     clock = SimpleNamespace(thread_time=lambda: figures.clock, sleep=figures.pause)
-    monkeypatch.setattr(protocol, "time", clock)
+    monkeypatch.setattr(ray_metrics, "time", clock)
     gauges = object.__new__(Gauges)
     gauges._gauges = {"coverage": SimpleNamespace(set=told.append)}
     turns = iter([figures.measured, figures.measured, None])

@@ -36,6 +36,14 @@ def durable(tmp_path: Path) -> Iterator[ReplayMemory]:
         yield memory
 
 
+@pytest.fixture(scope="module")
+def lasting(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayMemory]:
+    """A memory of two shards or more, for tests that add numbers of their own and leave it in use."""
+    settings: dict[str, Any] = {"durability": "segment", "url": tmp_path_factory.mktemp("url"), "patience_s": 60.0}
+    with ReplayMemory(SPACE, ACTION, 40_000, shards=2, **settings) as memory:
+        yield memory
+
+
 def answers(actor: Any) -> bool:
     try:
         ray.get(actor.__ray_call__.remote(lambda _: None), timeout=1.0)
@@ -44,24 +52,24 @@ def answers(actor: Any) -> bool:
     return True
 
 
-def test_a_roster_that_was_restarted_knows_the_shards_though_nobody_draws(durable: ReplayMemory) -> None:
-    roster = durable._fleet.roster
+def test_a_roster_that_was_restarted_knows_the_shards_though_nobody_draws(lasting: ReplayMemory) -> None:
+    roster, before = lasting._fleet.roster, held(lasting)
     known = ray.get(roster.shards.remote(-1))[1]
     kill(process_of(roster))
     wait_until(lambda: answers(roster))
     assert ray.get(roster.shards.remote(-1))[1].keys() == known.keys()
-    with durable.writer() as writer:
+    with lasting.writer() as writer:
         numbered(writer, 0, 300)
-    with attach(durable.name) as handle:
-        assert len(handle) == 300
+    with attach(lasting.name) as handle:
+        assert len(handle) == len(before) + 300
         handle.sample(10)
         kill(process_of(roster))
-        added = durable.add_shard()
+        added = lasting.add_shard()
         with handle.writer() as late:
             numbered(late, 300, 900)
-        assert len(handle) == 900
+        assert len(handle) == len(before) + 900
     assert ray.get(roster.shards.remote(-1))[1].keys() == known.keys() | {added}
-    assert held(durable) == list(range(900))
+    assert held(lasting) == sorted([*before, *range(900)])
 
 
 @pytest.mark.nightly
@@ -75,14 +83,15 @@ def test_who_looks_for_the_shards_of_a_closed_memory_does_not_wait_for_its_roste
         shards.look()
 
 
-def test_a_shard_that_was_drained_is_not_on_the_list_of_a_restarted_roster(durable: ReplayMemory) -> None:
-    numbered(durable, 0, 300)
-    durable.drain_shard(0)
-    roster = durable._fleet.roster
+def test_a_shard_that_was_drained_is_not_on_the_list_of_a_restarted_roster(lasting: ReplayMemory) -> None:
+    numbered(lasting, 1_000, 1_300)
+    before, shards = held(lasting), lasting._cluster.numbers
+    lasting.drain_shard(shards[0])
+    roster = lasting._fleet.roster
     kill(process_of(roster))
     wait_until(lambda: answers(roster))
-    assert list(ray.get(roster.shards.remote(-1))[1]) == [1]
-    assert held(durable) == list(range(300))
+    assert sorted(ray.get(roster.shards.remote(-1))[1]) == shards[1:]
+    assert held(lasting) == before
 
 
 class DyingRoster:

@@ -182,6 +182,21 @@ def test_nothing_is_written_to_what_took_a_blocks_descriptor() -> None:
 
 
 @needs_sharing
+def test_blocks_of_a_learner_that_ended_are_let_go_though_no_other_is_opened() -> None:
+    ended, going_on, shard = BatchBlocks(LEAVES), BatchBlocks(LEAVES), OpenedBlocks()
+    lost: Any = ended.take(64)
+    kept: Any = going_on.take(64)
+    place = kept.place(np.arange(64))
+    assert opened(shard, lost.place(np.arange(64))) is not None
+    assert opened(shard, place) is not None
+    del lost, ended
+    gc.collect()
+    for _ in range(shared._LOOK_EVERY):
+        assert opened(shard, place) is not None
+    assert [block.name for block in shard._opened] == [kept.block.place.name]
+
+
+@needs_sharing
 def test_who_keeps_many_batches_keeps_few_files_open() -> None:
     blocks = BatchBlocks(LEAVES)
     before, kept = psutil.Process().num_fds(), []

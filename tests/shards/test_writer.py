@@ -27,7 +27,7 @@ from holdall.cluster.protocol import SentSegment
 from holdall.cluster.writer import SegmentStream
 from holdall.ray import RateLimit, ReplayMemory, Writer
 
-from .processes import impatient, process_of, wait_until
+from .processes import forget_all, impatient, process_of, wait_until
 
 # Workers have no tests to import.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -60,14 +60,8 @@ def memory(cluster: None) -> Iterator[ReplayMemory]:
         yield made
 
 
-def begin(memory: ReplayMemory) -> None:
-    """Forget all that other tests have added."""
-    shard = memory._cluster.handle(0)
-    ray.get(shard.__ray_call__.remote(lambda shard: shard._data.begin_at(shard._data.store.next_tick) and None))
-
-
 def test_a_call_that_raised_can_be_made_again_and_doubles_nothing(memory: ReplayMemory) -> None:
-    begin(memory)
+    forget_all(memory)
     writer, other = memory.writer(), memory.writer()
     for one in (writer, other):
         one.add(*(part[0] for part in steps(9_999, 10_000)))
@@ -151,7 +145,7 @@ def test_a_writer_of_many_lanes_sends_whole_ticks(
 
 def test_a_writer_that_is_flushed_while_it_adds_sends_in_order(memory: ReplayMemory) -> None:
     """At the end of a process a writer is flushed, whatever its other threads do with it."""
-    begin(memory)
+    forget_all(memory)
     writer, is_over = memory.writer(), threading.Event()
 
     def flush() -> None:
@@ -191,7 +185,7 @@ class Feeder:
 
 
 def test_a_writer_that_is_dropped_closed_left_or_whose_process_ends_has_flushed(memory: ReplayMemory) -> None:
-    begin(memory)
+    forget_all(memory)
     ray.get(feed_and_drop.remote(memory.writer()))
     feeder: Any = ray.remote(num_cpus=0)(Feeder)
     ending, dropped = feeder.remote(memory.writer(), 300), feeder.remote(memory.writer(), 500)
@@ -233,7 +227,7 @@ def test_rows_under_way_are_counted_while_others_send_them() -> None:
 
 
 def test_a_writer_that_is_dropped_takes_no_memory_any_more(memory: ReplayMemory) -> None:
-    begin(memory)
+    forget_all(memory)
     writer = memory.writer()
     add(writer, 0)
     group = weakref.ref(writer._groups[0])
@@ -244,7 +238,7 @@ def test_a_writer_that_is_dropped_takes_no_memory_any_more(memory: ReplayMemory)
 
 def test_writers_that_end_at_once_end_no_shard(memory: ReplayMemory) -> None:
     # Ray gives calls that actors make at their end the same names, and a shard that runs two of one name is ended.
-    begin(memory)
+    forget_all(memory)
     feeder: Any = ray.remote(num_cpus=0)(Feeder)
     feeders = [feeder.remote(memory.writer(), 200 * number) for number in range(4)]
     ray.get([each.__ray_ready__.remote() for each in feeders])
@@ -268,7 +262,7 @@ for number in range(200):
 
 
 def test_a_program_that_ends_without_flush_has_flushed(memory: ReplayMemory) -> None:
-    begin(memory)
+    forget_all(memory)
     head = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-c", DRIVER, memory.name, head]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
@@ -277,7 +271,7 @@ def test_a_program_that_ends_without_flush_has_flushed(memory: ReplayMemory) -> 
 
 
 def test_a_writer_does_not_start_ray_again_after_it_was_shut_down(memory: ReplayMemory) -> None:
-    begin(memory)
+    forget_all(memory)
     program = f"""{DRIVER}
 import ray
 ray.shutdown()

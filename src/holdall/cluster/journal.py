@@ -1,8 +1,8 @@
 """Journals: the segments that a shard accepted, in slots that are each created once and by one shard alone.
 
 In:  segments in the order in which they were accepted.  Out: slots; and the segments again after a crash.
-Invariant: a shard that was taken for dead writes nothing more, since the next number is taken. A segment can be
-drawn, and its writer hears of it, only after it was written. A disk that fails is tried again until it does not;
+Invariant: a shard that was taken for dead writes nothing more, since the next number is taken. A segment is written
+first; only then it can be drawn and is acknowledged to its writer. A write that fails is repeated until it succeeds;
 writers wait meanwhile, and nothing is lost.
 """
 
@@ -69,7 +69,7 @@ class SegmentMove:
 class JournalState:
     """What a journal says of its shard beside rows."""
 
-    hidden_before: int = 0  # rows that are not to be read again
+    hidden_before: int = 0  # the first row that a restart shows
     loading: str = ""  # the checkpoint of which segments were written, if not all were yet
     closed_by: str = ""  # the memory that closed the shard to writers
     drained: bool = False  # all rows have arrived elsewhere, for good

@@ -95,7 +95,7 @@ class Request:
 
 
 class Drawing:
-    """Draws batches, and tells shards what their rows are worth.
+    """Draws batches, and sends priorities to the shards.
 
     Args:
         generator: Draws which shard a row comes from.
@@ -121,7 +121,7 @@ class Drawing:
         return None if changes is None else (self.updates, changes)
 
     def give_up(self, requests: Iterable[Request]) -> None:
-        """Use the memory of batches again that nobody wants, once nobody writes to it."""
+        """Give back the memory of batches that nobody wants, where no shard can still write to it."""
         for request in requests:
             if request.block is not None and all(asked.call.is_heard for asked in request.asked):
                 self._deliverer.blocks.settle(request.block)
@@ -275,7 +275,7 @@ class Drawing:
             self._cluster.note(shard, counters)
 
     def hear(self, *, all_of_them: bool = False) -> None:
-        """Look at what became of priorities, and wait if too many are under way, or for all."""
+        """Read the answers to priorities that were sent; wait for them if too many are missing, or if all must come."""
         with self._sending:
             waits_s = self._patience_s if all_of_them or len(self._sent) > _MOST_UNDER_WAY else 0.0
             calls = [call for _, call in self._sent]

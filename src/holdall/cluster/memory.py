@@ -103,7 +103,7 @@ class Fleet:
         return named.remote(number, *self._made_with, saved)
 
     def grow(self) -> int:
-        """Start one more shard and return its number; nobody hears of it before it is up."""
+        """Start one more shard and return its number; it is listed when it is up."""
         with self._lock:
             self._require_room()
             number = self._next
@@ -187,7 +187,7 @@ class Fleet:
                 self._ask(actor, "end_move", arrived)
 
     def begin(self, known: Mapping[int, ShardCounters]) -> None:
-        """Tell the roster what shards hold, before writers hear of the memory."""
+        """Report to the roster what shards hold, before the first writer adds something."""
         self._ask(self.roster, "begin", known)
 
     def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
@@ -300,8 +300,8 @@ class ReplayMemory(MemoryHandle):
         """Move what a shard holds to the others, and end it; draws and writers go on meanwhile.
 
         Transitions that were moved have new ids, and the priority of new ones; for samplers that follow episodes each
-        of them stands alone. If it ends with `ShardError`, call it
-        again; with journals every transition is there once, whatever is killed meanwhile.
+        of them stands alone. If it raises `ShardError`, call it again; with journals every transition is there once,
+        whatever is killed meanwhile. It waits for saves that have begun.
         """
         self._flush_granted()
         self._fleet.drain(number, self._cluster)

@@ -6,7 +6,7 @@ A transition id over shards is the shard, and the number of the row there:
 
 Invariant: an id is never used again, not even by a shard that lost what it held. Those of shard 0 in its first life are
 those of a local memory. Calls that change a shard are never retried by Ray; those of one client reach it in the order
-in which they were made. A shard that does not answer is asked again until it does; nothing else waits for it.
+in which they were made. A shard that does not answer is asked again until it answers; nothing else waits for it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.errors import HoldallError, ShardError
+from holdall.ray_access import require_ray
 from holdall.shared import BlockPlace, SeenCount
 
 Ids = NDArray[np.int64]
@@ -95,7 +96,7 @@ class SentSegment(NamedTuple):
 
     payload: bytes
     rows: int
-    lease: int  # of a limiter, which hears when the segment has arrived; -1: none
+    lease: int  # of the limiter, which is given back when the segment has arrived; -1: none
 
 
 class Ack(NamedTuple):
@@ -149,15 +150,6 @@ def actor_state(handle: Any) -> ActorState:
 
 LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, RestartedError)
 """What a call fails with when its shard does not answer, or not in time."""
-
-
-def require_ray() -> None:
-    """Refuse what needs Ray after it was shut down: any call would start another one, without this memory."""
-    if not ray.is_initialized():
-        raise ShardError(
-            "Ray was shut down, and the memory ended with it; what no shard had acknowledged is lost: close the memory "
-            "before ray.shutdown(), and make it again"
-        )
 
 
 def received(call: Any, patience_s: float | None = None) -> Any:
@@ -249,7 +241,7 @@ class _Member:
     handle: Any
     counters: ShardCounters | None = None
     lost: bool = False
-    probes: list[Any] = field(default_factory=list)  # questions to a shard that was lost, or not heard of for a while
+    probes: list[Any] = field(default_factory=list)  # questions to a shard that was lost, or not drawn from
     probed_at: float = 0.0
     count: SeenCount | None = None  # of its changes, if it runs on this machine
 
@@ -284,7 +276,7 @@ class Cluster:
             return self.handle(shard).ordered.remote(pickle.dumps((method, *arguments)))
 
     def _member(self, shard: int) -> _Member:
-        """Return what is known of a shard; of one that was dismissed, nothing that anybody hears of."""
+        """Return what is known of a shard; of one that was dismissed, a record that is kept nowhere."""
         return self._members.get(shard) or _Member(None)
 
     def handle(self, shard: int) -> Any:

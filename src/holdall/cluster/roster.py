@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import ray
 
-from holdall.cluster.protocol import MOST_LIVES, ShardCounters, require_ray
+from holdall.cluster.protocol import MOST_LIVES, ShardCounters
 from holdall.errors import ArgumentError, ShardError
-from holdall.ray_access import machine_given_up_s
+from holdall.ray_access import machine_given_up_s, require_ray
 from holdall.ray_metrics import Gauges
 from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.schema import require_choice, require_count, require_number
@@ -227,7 +227,7 @@ def _waited_for(words: dict[str, float]) -> str:
 
 @dataclass
 class Limiter:
-    """Grants inserts and samples. Not locked: its owner hears one call at a time."""
+    """Grants inserts and samples. Not locked: its owner runs one call at a time."""
 
     limit: RateLimit
     inserted: int = 0  # what the shards took, as they last said
@@ -285,7 +285,7 @@ _FIRST_RANK = 2**20
 
 
 class Roster:
-    """What is agreed on. It hears one call at a time, and hardly waits for anybody.
+    """What is agreed on. It runs one call at a time, and hardly waits for anybody.
 
     Args:
         home: The namespace in which the memory's shards have their numbers as names: one that is restarted finds them.
@@ -320,7 +320,7 @@ class Roster:
         return self._learners
 
     def raise_highest(self, scaled: float) -> None:
-        """Hear of a priority; a shard that is started hears of the highest."""
+        """Note a priority; a shard that starts is given the highest."""
         self._highest = max(self._highest, scaled)
 
     def begin_life(self, shard: int, first: int) -> tuple[int, float]:
@@ -333,16 +333,16 @@ class Roster:
         self._list(self._shards | {shard: handle})
 
     def begin(self, known: Mapping[int, ShardCounters]) -> None:
-        """Hear what shards hold before anything is added; without that, what came first would count as held before.
+        """Note what shards hold before anything is added; without that, what came first would count as held before.
 
-        Also when a checkpoint was copied to them, which took no grants.
+        Also when a checkpoint was copied to them: that took no grants.
         """
         for shard, counters in known.items():
             self._note(shard, counters)
         self._limiter.recentre(sum(self._inserted.values()) - self._moved)
 
     def note_move(self, rows: int) -> None:
-        """Hear that a shard takes rows of another, so that they do not count as added once more."""
+        """Note that a shard takes rows of another, so that they are not counted as added a second time."""
         self._moved += rows
 
     def dismiss(self, shard: int) -> None:
@@ -367,7 +367,7 @@ class Roster:
         return self._limiter.lease_insert(rows, now) if call == "add" else self._limiter.take_samples(rows) or None
 
     def end_insert(self, lease: int, shard: int, counters: ShardCounters) -> None:
-        """Hear that rows that were granted have arrived."""
+        """Note that rows that were granted have arrived."""
         self._note(shard, counters)
         self._limiter.end_insert(lease)
 
@@ -380,7 +380,7 @@ class Roster:
         return self._limiter.words() | asked | {call: now - then for call, then in self._asked.items()}
 
     def _look_at_shards(self, waits_s: float = 0.0) -> None:
-        """Ask the shards now and then what they took, and hear what they said."""
+        """Ask the shards now and then what they took, and note the answers that have come."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_AGAIN_S:
             self._looked_at = now

@@ -214,7 +214,7 @@ class Shard:
             return self.counters()
 
     def raise_highest(self, scaled: float) -> protocol.ShardCounters:
-        """Hear of the highest priority of all shards: new rows get it."""
+        """Take over the highest priority of all shards: new rows get it."""
         with self._lock:
             self._data.raise_highest(scaled)
             self._data.changes.raise_by_one()
@@ -258,7 +258,7 @@ class Shard:
         return move.shard, bytes.fromhex(move.writer), move.sequence
 
     def end_move(self, arrived: bool) -> None:
-        """Hear whether that segment arrived; if not, it stays here."""
+        """Settle that move: if the segment arrived, it is not shown here any more; if not, it stays here."""
         with self._lock:
             if self._journal.state.move is None:
                 return

@@ -31,24 +31,23 @@ from holdall.cluster.protocol import PAUSE_S, GoneError, SentSegment, ShardClose
 from holdall.cluster.roster import MemoryTerms, agreed_codec, roster_of, wait_for_grant
 from holdall.errors import ClosedError, FencedError, ShardError
 from holdall.native import chosen_kernels
+from holdall.ray_access import require_ray
 from holdall.schema import Schema, schema_of
 
 _SEGMENT_ROWS, _MOST_ROWS, _GATHERED_S = 128, 512, 0.01
 """Rows of a segment; and the most, of one that whole blocks of steps fill within so short a time."""
-_WAIT_S = 0.05
 _REASON_S, _END_S = 1.0, 10.0
 _MOST_UNDER_WAY, _MOST_BYTES_UNDER_WAY, _CROWDED_BYTES = 8, 16 * 2**20, 32 * 2**20
 """Segments on their way to one shard: enough that it has some to take while it acknowledges others."""
-_MOST_CALLS = 4
-"""Calls that bring them; while so many are made, others wait for the next, which brings all of them."""
+_MOST_CALLS = 4  # that bring them; while so many are made, others wait for the next, which brings all of them
 _LOG = logging.getLogger("holdall")
 
 
 class SegmentStream:
-    """Segments of one writer to one shard. Nothing waits here but `flush`; `poll` has to be called now and then.
+    """Segments of one writer to one shard. Only `flush` waits; `poll` must be called now and then.
 
-    After a call that failed all that are left are sent again, as a shard takes every number once. A number stands for
-    the same segment for ever; a shard that began again, without what it held, goes on with the oldest that is left.
+    If a call fails, all segments that are left are sent again: a shard takes every number once. A number always stands
+    for the same segment. A shard that lost what it held goes on with the oldest segment that is left.
 
     Args:
         patience_s: How long a shard may be away before the caller gets an error.
@@ -86,7 +85,7 @@ class SegmentStream:
         return len(self.under_way) < _MOST_UNDER_WAY and nbytes < _MOST_BYTES_UNDER_WAY
 
     def send(self, payload: bytes, rows: int, lease: int = -1) -> None:
-        """Send a segment; it is kept until the shard has acknowledged it. What becomes of it, `poll` hears."""
+        """Send a segment; it is kept until the shard has acknowledged it. `poll` reads the answers."""
         self.under_way.append(SentSegment(payload, rows, lease))
         self._send()
 
@@ -113,8 +112,8 @@ class SegmentStream:
         )
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Go on with what the shard said meanwhile; wait so long for its next word at most."""
-        protocol.require_ray()
+        """Read the shard's answers, and send more; wait so long at most for the next answer."""
+        require_ray()
         self._send(wait_s)
         while self._calls and ray.wait([self._calls[0][0]], timeout=wait_s)[0]:
             wait_s, (call, end) = 0.0, self._calls.popleft()
@@ -213,7 +212,7 @@ class ShardStreams:
             if time.monotonic() > until:
                 raise chosen[0].silence()
             with self._rerouting(chosen[0]):
-                chosen[0].poll(_WAIT_S)
+                chosen[0].poll(PAUSE_S)
 
     def _allowed(self, streams: list[SegmentStream]) -> list[SegmentStream]:
         """Return the streams that the next segment may be sent on: all, or that of the shard where episodes go on."""
@@ -307,9 +306,8 @@ class LaneGroup(ShardStreams):
         if stream.is_gone:  # while a grant was waited for
             stream = self.roomy()
         self.waited_s += time.monotonic() - start
-        codecs = self._codecs.of_fields()
         stays = bool(self._stay_rows) and not self.encoder.ends_episodes
-        payload = storage.pack_segment(self.encoder.close(codecs), self._kernels.coder)
+        payload = storage.pack_segment(self.encoder.close(self._codecs.of_fields()), self._kernels.coder)
         self.send(stream, payload, rows, lease, stays=stays)
         self._began = time.monotonic()
 
@@ -344,8 +342,7 @@ class Writer:
 
     When `add` raises, its transitions are not held: call it again. When `extend` raises, call it again with the same
     steps: it goes on where it stopped. Closing a writer, leaving its `with` block, dropping it, and the normal end of
-    its process flush it; a process that is killed loses what `flush` had not returned for, `waiting_rows` and
-    `unacknowledged_rows`.
+    its process flush it; a process that is killed loses its `waiting_rows` and `unacknowledged_rows`.
 
     Args:
         num_envs: Lanes of this writer. Where episodes have to stay together, they go to the shards in groups.
@@ -480,10 +477,7 @@ class Writer:
                 group.flush()
 
     def ignore_limit(self) -> None:
-        """Wait for the memory's `limit` no more, in a call that waits now neither: what is left goes on top of it.
-
-        For a writer that is closed when nobody draws any more. It may be called from any thread.
-        """
+        """Stop waiting for the memory's `limit`, also in a call that another thread makes: nobody draws any more."""
         for group in self._groups:
             group.ignores_limit = True
 
@@ -500,7 +494,7 @@ class Writer:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the {self._what} was closed; make a new one")
-        protocol.require_ray()
+        require_ray()
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> storage.Tick:
         return storage.Tick.fitted(self.schema, leading, self._groups[0].encoder.reward_dtype, *arguments)

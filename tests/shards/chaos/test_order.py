@@ -120,7 +120,7 @@ def test_what_a_stream_sends_is_held_once_and_in_order(
 
     faulty = SimpleNamespace(wait=waited, exceptions=ray.exceptions, is_initialized=ray.is_initialized)
     monkeypatch.setattr(writer_module, "ray", faulty)
-    monkeypatch.setattr(writer_module, "received", lambda call: call.result())
+    monkeypatch.setattr("holdall.cluster.protocol.received", lambda call: call.result())
     monkeypatch.setattr(writer_module, "PAUSE_S", 0.001)
     monkeypatch.setattr("holdall.cluster.shard._BEFORE_S", 0.002)
     shard, sent = begun(tmp_path), payloads(60)
