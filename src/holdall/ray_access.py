@@ -139,17 +139,6 @@ def require_safe_cluster() -> None:
     close_token_file(os.environ)
 
 
-def require_ray() -> None:
-    """Refuse what needs Ray after it was shut down: any call would start another one, without this memory."""
-    import ray  # noqa: PLC0415
-
-    if not ray.is_initialized():
-        raise ShardError(
-            "Ray was shut down, and the memory ended with it; what no shard had acknowledged is lost: close the memory "
-            "before ray.shutdown(), and make it again"
-        )
-
-
 def join_cluster(address: str | None, namespace: str) -> str:
     """Join a cluster that runs; return its address.
 

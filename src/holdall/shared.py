@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
+from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
 from holdall.schema import Array, Bytes, Leaf, Schema, Tree, require_count
@@ -303,3 +304,20 @@ class SharedObservations:
     def _view(self) -> None:
         block = np.frombuffer(self._block, np.uint8)
         self._rows: list[Array] = list(_laid_out(block, self._tree.leaves, self._lanes))
+
+
+def put_together(parts: Sequence[Any], where: Sequence[NDArray[np.int64]]) -> Any:
+    """Return the rows of some arrays as one, those of each at their positions; of tuples and lists of arrays the same.
+
+    What is no array is the same in all parts.
+    """
+    first = parts[0]
+    if isinstance(first, list | tuple):
+        merged = [put_together(each, where) for each in zip(*parts, strict=True)]
+        return getattr(type(first), "_make", type(first))(merged)
+    if not isinstance(first, np.ndarray):
+        return first
+    rows = np.empty((sum(map(len, parts)), *first.shape[1:]), first.dtype)
+    for part, positions in zip(parts, where, strict=True):
+        rows[positions] = part
+    return rows

@@ -27,7 +27,7 @@ from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssemb
 from holdall.errors import DamageError
 from holdall.sampling import Hindsight, Sampler
 from holdall.schema import Array, Leaf, Schema
-from holdall.shared import BatchBlock, BatchBlocks, Pair, block_leaves
+from holdall.shared import BatchBlock, BatchBlocks, Pair, block_leaves, put_together
 from holdall.storage import Kernels, Rows
 
 Payload = tuple[Any, ...] | bytes
@@ -194,20 +194,3 @@ class Deliverer:
     def _empty(self, count: int, leaf: Leaf) -> Array:
         room: Array = self._room.take(count * leaf.nbytes)
         return room.view(leaf.dtype).reshape(count, *leaf.shape)
-
-
-def put_together(parts: Sequence[Any], where: Sequence[NDArray[np.int64]]) -> Any:
-    """Return the rows of some arrays as one, those of each at their positions; of tuples and lists of arrays the same.
-
-    What is no array is the same in all parts.
-    """
-    first = parts[0]
-    if isinstance(first, list | tuple):
-        merged = [put_together(each, where) for each in zip(*parts, strict=True)]
-        return getattr(type(first), "_make", type(first))(merged)
-    if not isinstance(first, np.ndarray):
-        return first
-    rows = np.empty((sum(map(len, parts)), *first.shape[1:]), first.dtype)
-    for part, positions in zip(parts, where, strict=True):
-        rows[positions] = part
-    return rows

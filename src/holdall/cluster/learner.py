@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
-from holdall.cluster.answer import Answer, Deliverer, put_together, read_answer
+from holdall.cluster.answer import Answer, Deliverer, read_answer
 from holdall.cluster.protocol import LOSSES, Cluster, Ids, ShardCounters, received, rows_of, shards_of, this_machine
 from holdall.delivery import BatchJob
 from holdall.errors import CheckpointError, ShardError, TransitionIdError
 from holdall.sampling import ComposedSampler, Hindsight, Likelihood, Sampler, require_enough
 from holdall.schema import Array
-from holdall.shared import BatchBlock
+from holdall.shared import BatchBlock, put_together
 
 
 def assigned(masses: Mapping[int, float], count: int, generator: np.random.Generator) -> dict[int, Ids]:

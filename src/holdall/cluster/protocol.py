@@ -24,7 +24,6 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.errors import HoldallError, ShardError
-from holdall.ray_access import require_ray
 from holdall.shared import BlockPlace, SeenCount
 
 Ids = NDArray[np.int64]
@@ -34,6 +33,15 @@ _LIFE_SHIFT = 36
 MOST_SHARDS = 1 << 15
 MOST_LIVES = 1 << 12
 _ROW_MASK = np.int64((1 << _SHARD_SHIFT) - 1)
+
+
+def require_ray() -> None:
+    """Refuse what needs Ray after it was shut down: any call would start another one, without this memory."""
+    if not ray.is_initialized():
+        raise ShardError(
+            "Ray was shut down, and the memory ended with it; what no shard had acknowledged is lost: close the memory "
+            "before ray.shutdown(), and make it again"
+        )
 
 
 def first_row_of(life: int) -> int:

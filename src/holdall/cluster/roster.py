@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 import ray
 
-from holdall.cluster.protocol import MOST_LIVES, ShardCounters
+from holdall.cluster.protocol import MOST_LIVES, ShardCounters, require_ray
 from holdall.errors import ArgumentError, ShardError
-from holdall.ray_access import machine_given_up_s, require_ray
+from holdall.ray_access import machine_given_up_s
 from holdall.ray_metrics import Gauges
 from holdall.sampling import ComposedSampler, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.schema import require_choice, require_count, require_number

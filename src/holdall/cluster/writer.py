@@ -31,7 +31,6 @@ from holdall.cluster.protocol import PAUSE_S, GoneError, SentSegment, ShardClose
 from holdall.cluster.roster import MemoryTerms, agreed_codec, roster_of, wait_for_grant
 from holdall.errors import ClosedError, FencedError, ShardError
 from holdall.native import chosen_kernels
-from holdall.ray_access import require_ray
 from holdall.schema import Schema, schema_of
 
 _SEGMENT_ROWS, _MOST_ROWS, _GATHERED_S = 128, 512, 0.01
@@ -113,7 +112,7 @@ class SegmentStream:
 
     def poll(self, wait_s: float = 0.0) -> None:
         """Read the shard's answers, and send more; wait so long at most for the next answer."""
-        require_ray()
+        protocol.require_ray()
         self._send(wait_s)
         while self._calls and ray.wait([self._calls[0][0]], timeout=wait_s)[0]:
             wait_s, (call, end) = 0.0, self._calls.popleft()
@@ -494,7 +493,7 @@ class Writer:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the {self._what} was closed; make a new one")
-        require_ray()
+        protocol.require_ray()
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> storage.Tick:
         return storage.Tick.fitted(self.schema, leading, self._groups[0].encoder.reward_dtype, *arguments)
