@@ -3,7 +3,9 @@
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import hypothesis
@@ -64,6 +66,24 @@ def interrupted() -> Callable[[int, Callable[[], Any]], bool]:
         return False
 
     return call
+
+
+@pytest.fixture
+def no_waiting() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context in which torch refuses everything that waits for the device."""
+    import torch
+
+    @contextmanager
+    def refused() -> Iterator[None]:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the first call of a process says that the mode is a prototype
+                torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return refused
 
 
 SERVERS = ("cluster", "weed")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -34,19 +34,11 @@ def trajectories(lengths: list[int], seed: int, state: tuple[int, ...]) -> list[
     ]
 
 
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Let torch refuse everything that waits for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 @pytest.mark.parametrize("slot_bytes", [1_000, 1 << 16, 8 << 20])
 @pytest.mark.parametrize("lengths", [[5], [40, 0, 300], [1_024, 1_024, 1_024]], ids=str)
-def test_an_update_has_the_bits_of_torch_cat(lengths: list[int], slot_bytes: int) -> None:
+def test_an_update_has_the_bits_of_torch_cat(
+    lengths: list[int], slot_bytes: int, no_waiting: Callable[[], AbstractContextManager[None]]
+) -> None:
     """Items that share a slot and items that take many; torch is told to refuse to wait for the device."""
     buffer = TrajectoryBuffer("cuda", slot_bytes=slot_bytes)
     for seed in range(3):

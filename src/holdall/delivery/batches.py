@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.background import OwnCall, fork_safe, left
+from holdall.background import fork_safe, left
 from holdall.batch import Batch, Draw, Goals, device_of_jax, import_torch
 from holdall.errors import ArgumentError, DamageError
+from holdall.native import OwnCall
 from holdall.schema import Array, Bytes, Leaf, Schema, Tree
 from holdall.storage import ALIGNMENT_BYTES, Kernels, Places, Rows, Store, bring_places, fresh_bytes
 

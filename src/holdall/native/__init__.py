@@ -33,7 +33,7 @@ from holdall.native.library import (
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.native.one_call import NativeBatchReader, NativeFastTick, has_expected_objects, makes_arrays
-from holdall.native.reading import NativeDecoder, NativeReading, ThreadPool, draw_slots, number_function
+from holdall.native.reading import NativeDecoder, NativeReading, OwnCall, ThreadPool, draw_slots, number_function
 from holdall.native.sending import CopyPlan, Cut, Names, Refusal, SliceNamer, SlotSender
 from holdall.native.writing import NativeCoder, NativeWriting
 from holdall.schema import Array, Bytes

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.background import OwnCall, left
+from holdall.background import left
 from holdall.errors import DamageError
 from holdall.machine import pool_threads
 from holdall.native.library import (
@@ -66,6 +66,27 @@ _SEALED = RECORD_FIELDS.index("sealed")
 
 
 # ---------------------------------------------------------------- threads
+
+
+class OwnCall(threading.local):
+    """Says whether a thread is still in a call that it made of something, or was interrupted in it.
+
+    It is in two at once if a signal handler, or a finalizer that the collector runs, makes the second one.
+    """
+
+    def __init__(self) -> None:
+        self._last: Callable[[], object] = lambda: None
+
+    def begin(self) -> object:
+        """Return what must live for as long as the call that begins."""
+        call = {self}
+        self._last = weakref.ref(call)
+        return call
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the call that this thread began last has not ended."""
+        return self._last() is not None
 
 
 class ThreadPool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -123,13 +125,10 @@ def test_minibatches_and_sequences_are_those_of_the_host(invalid: bool) -> None:
 
 
 @on_cuda
-def test_adding_steps_waits_for_nothing() -> None:
+def test_adding_steps_waits_for_nothing(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
     memory = holdall.RolloutMemory(SPACE, ACTION, STEPS, LANES, extras=EXTRAS, device="cuda")
     rows = [there(row, "cuda") for row in steps(0)]
     memory.add(**rows[0])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for row in rows[1:3]:
             memory.add(**row)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

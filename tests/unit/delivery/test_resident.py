@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -584,20 +586,17 @@ def test_flags_can_be_set_again(device: str) -> None:
 
 
 @on_cuda
-def test_adding_and_drawing_wait_for_nothing() -> None:
+def test_adding_and_drawing_wait_for_nothing(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
     world = World("cuda", 64, (33,))
     memory = world.memory(20)
     rows = [world.there(world.step()) for _ in range(40)]
     for row in rows[:30]:
         memory.add(**row)
     memory.sample(32)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for row in rows[30:]:
             memory.add(**row)
             batch = memory.sample(32)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     world.check(batch)
     world.check_all(memory)
 

@@ -6,6 +6,8 @@ The oracle is a plain list. Episodes end in several lanes at once, steps are ski
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -242,19 +244,16 @@ def test_an_interrupt_leaves_a_tick_written_or_not(step: int, interrupted: Any) 
 
 
 @on_cuda
-def test_adding_and_drawing_wait_for_nothing() -> None:
+def test_adding_and_drawing_wait_for_nothing(no_waiting: Callable[[], AbstractContextManager[None]]) -> None:
     fed = Fed("cuda", "frames first", 64, 20)
     fed.add(30)
     steps = [fed.stream.tick().arguments() for _ in range(10)]
     there = [fed.there(step) for step in steps]
     fed.memory.sample(32)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for step in there:
             fed.memory.add(**step)
             fed.memory.sample(32)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for step in steps:
         fed.oracle.add(**step)
     fed.check()

@@ -73,6 +73,7 @@ def test_none_keeps_nothing_raw() -> None:
 def test_the_machine_is_asked_once_when_it_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by a memory that was just made."""
     available, threads = Mock(return_value=GIB), Mock(return_value=3)
+    monkeypatch.delenv("HOLDALL_THREADS", raising=False)  # a memory would look whether it makes sense
     monkeypatch.setattr(budget, "available_bytes", available)
     monkeypatch.setattr(budget, "pool_threads", threads)
     read = read_by_a_memory()
