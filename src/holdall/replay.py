@@ -41,7 +41,8 @@ class ReplayMemory(BaseMemory):
         capacity: Transitions over all lanes; rounded down to whole ticks. 1e6 is a million.
         num_envs: Lanes: the leading axis of everything that is added.
         budget: RAM that may be used. "8GiB" or bytes limits all that the memory holds; "auto" leaves the newest
-            transitions raw, up to a quarter of what is available now, and compresses the rest; None compresses all.
+            transitions raw, up to a quarter of the memory that is free when the first block is full, and compresses
+            the rest; None compresses all.
         prefer: How much longer sampling may take when data is compressed: "speed" 1.2 times, "balanced" 2 times,
             "memory" 4 times.
         spill_dir: Where the oldest compressed transitions go that the budget does not hold. Without it, the oldest

@@ -123,7 +123,7 @@ class MemoryReport:
         lines.append(
             f"{'total':<{width}}  {format_bytes(self.total_bytes):>10}"
             f"  of {format_bytes(self.plain_bytes):>10} plain  "
-            f"{self.transitions} transitions, {self.ratio:.1f} times smaller"
+            f"{self.transitions} transitions" + (f", {self.ratio:.1f} times smaller" if self.transitions else "")
         )
         if self.disk_bytes:
             lines.append(f"{format_bytes(self.disk_bytes)} more on disk")

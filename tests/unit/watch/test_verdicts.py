@@ -64,6 +64,17 @@ def test_a_buffer_that_fills_is_told_with_its_end_and_its_size() -> None:
     assert "leak" not in names(verdicts_for(history))
 
 
+def test_the_size_of_a_full_buffer_is_said_once_pages_say_it() -> None:
+    """The first rows of small fields touch no new page; arrays that were written all over take no more."""
+
+    def some(i: int, resident: int) -> AttributedPart:
+        return AttributedPart("buffers", "replay.observations", resident, 10 * MIB, i / 1000)
+
+    assert "filling" not in names(verdicts_for(history_of(40, lambda i: [base(), some(i, MIB)])))
+    whole = named(verdicts_for(history_of(40, lambda i: [base(), some(i, 10 * MIB)])), "filling")
+    assert whole.evidence["final"] == 10 * MIB
+
+
 def test_a_full_buffer_and_a_rollout_that_begins_anew_do_not_fill() -> None:
     assert "filling" not in names(verdicts_for(history_of(40, lambda _: [base(), buffer(1.0)])))
     assert "filling" not in names(verdicts_for(history_of(40, lambda i: [base(), buffer(i % 10 / 10)])))

@@ -31,7 +31,7 @@ _NOISE_TICKS = 256
 _SEGMENTS = 4  # a probe's memory is cut into this many segments, so that all but the last one are compressed
 _SETTLE_S = 60.0
 _TRIALS = 2
-"""A codec is chosen by how fast it decodes, and a busy machine may let a good one look slow: so more than once."""
+"""More than once: the least and the most that they take are the range that a plan gives."""
 _LARGEST_SPREAD = 0.1
 _TABLES_BYTES = 2**18
 

@@ -131,7 +131,9 @@ def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
         grows = all(after[1] >= before[1] for before, after in pairwise(known))
         if len(known) < _FEWEST_FILL_READINGS or not grows:
             continue  # a rollout starts again and again: that is no filling
-        if known[-1][0] > known[0][0] and known[-1][1] > known[0][1]:
+        # Few rows touch no new page: what is full then is not known before pages have come, or all of them are there.
+        says_how_much = known[-1][2] > known[0][2] or known[-1][2] >= sum(part.allocated for part in parts)
+        if known[-1][0] > known[0][0] and known[-1][1] > known[0][1] and says_how_much:
             found.append(_filling_buffer(name, parts, known))
     return found
 
