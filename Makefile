@@ -14,6 +14,8 @@ DOCS := .cache/docs/.stamp
 SERVERS := .venv/.servers
 AZURITE := .cache/azurite/node_modules/.bin
 KERNELS := $(wildcard src/holdall/*/*.[ch])
+# One more process than there are cores, since tests also wait for servers and for processes that they start; at most four.
+TESTERS = $(shell $(BIN)/python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH
@@ -41,7 +43,7 @@ check: $(STAMP) $(OLDER_SB3) $(SERVERS) ## Exactly what CI runs: format, lint, t
 	$(BIN)/lint-imports --no-logo
 	@# Types are checked beside the tests: on a clean clone mypy takes a minute of one core.
 	@mkdir -p .cache; $(BIN)/mypy > .cache/mypy.txt 2>&1 & types=$$!; \
-	PATH="$(CURDIR)/$(AZURITE):$$PATH" $(BIN)/pytest -m "not nightly" -n auto --maxprocesses 4 --dist worksteal; tests=$$?; \
+	PATH="$(CURDIR)/$(AZURITE):$$PATH" $(BIN)/pytest -m "not nightly" -n $(TESTERS) --dist worksteal; tests=$$?; \
 	wait $$types; types=$$?; echo "mypy: $$(cat .cache/mypy.txt)"; exit $$((tests | types))
 
 format: $(STAMP) ## Format the code and apply the safe fixes

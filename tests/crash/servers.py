@@ -36,10 +36,13 @@ class MissingServerError(Exception):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on, nor on those 10,000 above them, which SeaweedFS takes as well."""
+    """Return ports that nobody listens on, nor on those 10,000 above them, which SeaweedFS takes as well.
+
+    All of them are below 32,768: from there on the system gives ports to clients, at any moment.
+    """
     found: list[int] = []
     while len(found) < count:
-        port = 20_000 + secrets.randbelow(10_000)
+        port = 20_000 + secrets.randbelow(2_700)
         if port not in found and all(_is_free(one) for one in (port, port + 10_000)):
             found.append(port)
     return found
@@ -80,20 +83,26 @@ class Weed:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._ports = free_ports(4)
         identity = {
             "name": KEY,
             "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
             "actions": ["Admin", "Read", "List", "Tagging", "Write"],
         }
         (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
-        (folder / "data").mkdir()
-        self.process = self._start()
+        for tries_left in (2, 1, 0):  # another process may take a port first
+            self._ports, self._data = free_ports(4), folder / f"data{tries_left}"
+            self._data.mkdir()
+            try:
+                self.process = self._start()
+                break
+            except MissingServerError:
+                if tries_left == 0:
+                    raise
 
     def _start(self) -> subprocess.Popen[bytes]:
         master, volume, filer, s3 = self._ports
         arguments = [
-            program("weed"), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self._folder / 'data'}",
+            program("weed"), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={self._data}",
             f"-master.port={master}", f"-volume.port={volume}", "-filer", f"-filer.port={filer}", "-s3",
             f"-s3.port={s3}", f"-s3.config={self._folder / 's3.json'}", "-master.telemetry=false",
             "-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.iam=false", "-volume.max=20",
