@@ -453,6 +453,7 @@ EXPORT int64_t holdall_collect(const part *parts, const names *n, int64_t slice_
     b.failed = -1;
     int64_t result = -1;
     *sent = 0;
+    begin_batch(decoders, 1 + helpers);
     threads_begin(pool, collect_pieces, &b, helpers);
     for (int64_t first = 0, w = 0; first < b.pieces && result == -1; first += b.wave, w++) {
         const int64_t end = first + b.wave < b.pieces ? first + b.wave : b.pieces;
