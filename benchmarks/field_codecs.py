@@ -46,7 +46,7 @@ def main() -> None:
     alone = measure(kernels.coder, leaf, window, samples)
     slices = np.ascontiguousarray(frames).reshape(len(frames), -1).view(np.uint8)
     together = measure_together(kernels.coder, alone, window, BlockSample.of(slices, window))
-    title = f"{wanted.trace.name} {leaf.shape}, {kernels.name} loops"
+    title = f"{wanted.trace.name} {leaf.shape}"
     table = Table("codec", "ratio", "us by the clock", "us as counted", title=title)
     for found in sorted(alone + together, key=lambda m: -m.ratio):
         clock_us = timed_us(kernels.coder, found.codec, samples)

@@ -2,7 +2,8 @@
 
 Stacks of frames of a made-up game (a landscape that scrolls, and a sprite) are added, all sealed segments compressed.
 The process's unique set size is read from the kernel after every `--every` transitions, and the figure is the largest
-distance of a reading from the slope: open and waiting segments, tables, staging, what choosing a codec takes.
+distance of a reading from the slope: open segments, tables, staging, what choosing a codec takes. The feed waits for
+the compressor after every reading, so that blocks of a burst, which wait raw, do not count.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ def measure(shape: tuple[int, ...], stack: int, count: int, every: int) -> dict[
             memory.add(last[None], action, reward, frames[None], flag, flag)
         last = frames
         if number % every == every - 1:
+            memory.drain()
             readings.append((number, held_bytes().unique - start))
     most = peak.most - start
     memory.drain()

@@ -27,7 +27,6 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 import holdall
-from holdall.native import chosen_kernels
 from holdall.testing import assert_same_bits
 
 CAMERA = spaces.Dict({"image": spaces.Box(0, 255, (84, 84, 3), np.uint8), "state": spaces.Box(-9, 9, (31,))})
@@ -360,7 +359,6 @@ def main() -> int:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "kernels": chosen_kernels().name,
         "held": rig.held,
         **measure_camera(rig),
         **measure_stacks(rig),

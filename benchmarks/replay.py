@@ -110,8 +110,6 @@ def show(results: list[dict[str, Any]], console: Console) -> None:
         table.add_section()
     console.print(table)
     disturbed = [r["case"] for r in results if any(side["disturbed"] for side in r["memory"].values())]
-    if any(result["kernels"] != "native" for result in results):
-        console.print("The compiled loops were not built: these are figures of the NumPy ones.", style="yellow")
     if disturbed:
         console.print(
             f"Bytes of {', '.join(disturbed)} were disturbed by another process that uses the same libraries; see "

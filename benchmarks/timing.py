@@ -8,7 +8,6 @@ comes first changes; so what else the machine does falls on all of them. Nothing
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import os
 import time
@@ -61,7 +60,6 @@ def measure(case_name: str, quick: bool, trace: Path | None, prefer: str | None)
         "times": clock.summary(),
         "sb3_holds": sb3_held,
         "rows": compare(sides, stream.lanes, held // stream.lanes),
-        "kernels": importlib.import_module("holdall.native").chosen_kernels().name,
         "threads": {"torch": torch.get_num_threads(), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")},
     }
 

@@ -5,6 +5,8 @@
     python benchmarks/trace_codecs.py --live Pong,Seaquest --lanes 16 --held 40000    the same for games
     python benchmarks/trace_codecs.py FOLDER --chosen 20    which codec is chosen in 20 processes, 10 of them under load
     python benchmarks/trace_codecs.py FOLDER --slices       bytes and CPU time of a slice alone, whatever else runs
+    python benchmarks/trace_codecs.py FOLDER --mechanisms --lanes 16 --prefer balanced,memory
+                                                            bytes without pairs, without keys, without lane order
     python benchmarks/trace_codecs.py FOLDER --video        beside FFV1 and x264 in groups of 16; needs imageio-ffmpeg
 
 FOLDER holds traces as `holdall.tools.bench.trace` describes them. A trace is played again and again, each time
@@ -54,6 +56,8 @@ TRACES = {
     "crafter": "crafter_rgb64_600.npz",
     "quadruped": "dmc_quadruped_walk_rgb84_dict_200.npz",
     "dog": "pidog_cam84_stand.npz",
+    "minatar": "minatar_spaceinvaders_bool_5000.npz",
+    "nethack": "nle_score_dict_400.npz",
 }
 NOT_PLAYED = {"quadruped"}
 """Its slices alone are measured: a Dict of which one part is stacked is no trace that `holdall bench` plays."""
@@ -95,6 +99,8 @@ def played(file: Path, lanes: int = 1, pieces: int = 1, stretch: int = 0) -> Str
     """Play a trace for ever: whole, or each of its pieces in a lane of its own, or stretches of these in one lane."""
     with np.load(file, allow_pickle=False) as loaded:
         arrays = {name: loaded[name] for name in loaded.files}
+    if "quadruped" in file.name:
+        arrays["meta"] = np.array(json.dumps({"stack": 1}))
     rooms: dict[str, Any] = {}
     trace = Trace(varied(arrays, 0, rooms), file.name)
     length = len(trace) // pieces
@@ -340,6 +346,57 @@ def beside_load(wanted: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+MECHANISMS = ("pairs", "keys", "lanes")
+
+
+def exclude(mechanisms: list[str]) -> None:
+    """Switch mechanisms of the codecs off in this process."""
+    choice = importlib.import_module("holdall.storage.codec_choice")
+    slices = importlib.import_module("holdall.storage.slices")
+    if "pairs" in mechanisms:
+        vars(choice)["_measure_pairs"] = lambda *_: None
+    if "keys" in mechanisms:
+        vars(choice)["measure_behind_keys"] = lambda *_: []
+    if "lanes" in mechanisms:
+        slices.FrozenBlock.lane_order = lambda _: None
+
+
+def by_mechanism(wanted: argparse.Namespace) -> dict[str, Any]:
+    """Compare the compressed bytes of a transition with and without each mechanism, in one lane and in several."""
+    results: dict[str, Any] = {}
+    held = wanted.held
+    for name, lanes, prefer in itertools.product(wanted.traces, (1, wanted.lanes), wanted.prefer):
+        row = {}
+        for without in ([], *([one] for one in MECHANISMS), list(MECHANISMS)):
+            if without == ["lanes"] and lanes == 1:
+                continue
+            if prefer != "memory" and (without == ["pairs"] or (lanes == 1 and len(without) > 1)):
+                continue
+            wanted.without = without
+            wanted.held = min(held, HELD_OF.get(name, held))
+            child = _child(wanted, name, prefer, ["core"], lanes, lanes)
+            label = "without " + ",".join(without) if without else "with all"
+            row[label] = {
+                "compressed": child["bytes_per_transition"],
+                "counted": child["counted_bytes_per_transition"],
+                "sample_us": child["sample_us"]["core"],
+                "found": child["found"],
+                "transitions": child["transitions"],
+            }
+            sealed = {field: text for field, text in child["found"].items() if "sealed" in str(text)}
+            print(
+                f"{name:10} {prefer:9} {lanes:2} {label:25} {child['bytes_per_transition']:9,.1f} B {sealed}",
+                flush=True,
+            )
+        results[f"{name} {prefer} {lanes}"] = row
+        written = json.loads(wanted.json.read_text("utf-8")) if wanted.json.exists() else {}
+        wanted.json.write_text(json.dumps(written | {f"{name} {prefer} {lanes}": row}, indent=1) + "\n", "utf-8")
+    return results
+
+
+HELD_OF = {"game_boy": 3200, "dog": 10_000, "quadruped": 10_000, "nethack": 1600, "crafter": 16_000, "procgen": 16_000}
+
+
 def _child(
     wanted: argparse.Namespace, name: str, prefer: str, sides: list[str], lanes: int = 1, pieces: int = 1
 ) -> dict[str, Any]:
@@ -356,6 +413,8 @@ def _child(
         str(wanted.stretch),
         "--held",
         str(wanted.held),
+        "--without",
+        ",".join(wanted.without),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -388,6 +447,8 @@ def main() -> None:
     parser.add_argument("--chosen", type=int, default=0, metavar="RUNS")
     parser.add_argument("--video", action="store_true")
     parser.add_argument("--slices", action="store_true")
+    parser.add_argument("--mechanisms", action="store_true")
+    parser.add_argument("--without", type=lambda text: text.split(","), default=[])
     parser.add_argument("--pieces", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--child", type=lambda text: text.split(","), help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, default=HERE / "results" / "codecs.json")
@@ -397,10 +458,13 @@ def main() -> None:
         parser.error("name the folder of traces, or --live and games")
     wanted.traces = wanted.live or wanted.traces or [t for t in TRACES if not (is_played and t in NOT_PLAYED)]
     wanted.named = {} if wanted.live else {name: TRACES[name] for name in wanted.traces}
+    exclude(wanted.without)
     if wanted.child:
         emit({"result": _in_child(wanted, wanted.traces[0], wanted.prefer[0])})
         return
-    if wanted.video:
+    if wanted.mechanisms:
+        kind, found = "mechanisms", by_mechanism(wanted)
+    elif wanted.video:
         kind, found = "video", importlib.import_module("video").beside_video(wanted.folder, wanted.named)
     elif wanted.slices:
         kind, found = "slices", importlib.import_module("video").slice_costs(wanted.folder, wanted.named, wanted.prefer)

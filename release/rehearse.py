@@ -103,7 +103,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 def try_it(python: Path, folder: Path) -> None:
     """Run what a new user runs: the smoke test, and the README's programs."""
-    print(run(python, ROOT / "release" / "smoke.py", "--linked", cwd=folder).strip())
+    print(run(python, ROOT / "release" / "smoke.py", cwd=folder).strip())
     programs = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.S | re.M)
     (folder / "readme.py").write_text("\n".join(programs), encoding="utf-8")
     print(run(python, "readme.py", cwd=folder).strip())
@@ -113,8 +113,8 @@ def main() -> None:
     """Rehearse it all."""
     os.environ.pop("PYTHONPATH", None)
     files = [str(file) for file in (ROOT / "dist").glob("holdall-*") if file.suffix in {".whl", ".gz"}]
-    if len(files) != 6:
-        sys.exit(f"error: dist has {len(files)} files, and a release has 6; run `make wheels` first")
+    if len(files) < 2:
+        sys.exit("error: dist has no source distribution with a wheel; run `make wheels` first")
     with tempfile.TemporaryDirectory() as scratch:
         folder, kept = Path(scratch), Path(scratch, "kept")
         kept.mkdir()

@@ -53,10 +53,9 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
     "docs/architecture.md": {"": (1, NO_CODE)},
     "docs/bench.md": {"sh": (4, LOOKED_UP)},
     "docs/checkpoints.md": {
-        "python": (5, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
+        "python": (6, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
         "sh": (1, "test_code_blocks.py::test_the_programs_and_commands_of_checkpoints_md_run"),
     },
-    "docs/decisions/001-compiled-loops-in-c.md": {"sh": (1, LOOKED_UP)},
     "docs/extending.md": {"python": (5, "test_docs.py::test_the_examples_in_extending_md_keep_the_contracts")},
     "docs/format.md": {"": (1, NO_CODE)},
     "docs/gpu.md": {"python": (1, "test_code_blocks.py::test_the_program_of_gpu_md_runs_without_a_gpu_too")},
@@ -96,7 +95,6 @@ BLOCKS: dict[str, dict[str, tuple[int, str]]] = {
     "docs/install.md": {
         "sh": (2, LOOKED_UP),
         "text": (1, NO_CODE),
-        "python": (1, "test_site.py::test_the_programs_of_a_page_run"),
     },
     "docs/lint.md": {
         "sh": (1, "test_code_blocks.py::test_the_commands_of_lint_md_run"),
@@ -137,8 +135,8 @@ HYPERPARAMETERS = "CartPole-v1:\n  n_timesteps: !!float 1e5\n  policy: MlpPolicy
 
 CONTEXT = typer.Context.__bases__[0]
 """What calls a command: click's class, which some versions of typer bring themselves."""
-ELSEWHERE = {"ray", "export", "jq"}
-"""Commands of others, which docs/scale.md and docs/watch.md need several machines or a shell for."""
+ELSEWHERE = {"ray", "export", "jq", "git"}
+"""Commands of other programs. They need a network, several machines or a shell."""
 
 
 class Block(NamedTuple):

@@ -1,6 +1,5 @@
 """The README's Python blocks run as they stand, in one namespace; its tables are those of the committed results."""
 
-import json
 import re
 import runpy
 from pathlib import Path
@@ -49,13 +48,3 @@ def test_the_pictures_are_those_of_the_committed_results(name: str, monkeypatch:
     script = runpy.run_path(str(README.parent / "benchmarks" / f"{name}.py"))
     for theme, path in script["PICTURES"].items():
         assert path.read_text(encoding="utf-8") == script["drawn"](theme), f"run `python benchmarks/{name}.py`"
-
-
-def test_the_figures_of_the_fallback_are_those_of_the_committed_results() -> None:
-    """In docs/troubleshooting.md, and in the warning."""
-    script = runpy.run_path(str(README.parent / "benchmarks" / "fallback.py"))
-    for path in (script["PAGE"], script["WARNING"]):
-        assert script["rewritten"](path) == path.read_text(encoding="utf-8"), "run `python benchmarks/fallback.py`"
-    results = json.loads(script["RESULTS"].read_text(encoding="utf-8"))
-    for name, words in script["sentences"](results).items():
-        assert f'{name} = "{words}"' in script["WARNING"].read_text(encoding="utf-8")

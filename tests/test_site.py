@@ -14,9 +14,6 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("[A-Z]*.md"), *DOCS.rglob("*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
-NOT_YET = {"008-the-second-design"}
-PLAIN = [page for page in PAGES if page.stem not in NOT_YET]
-"""Pages that keep the rules of plain English: short sentences and common words."""
 QUAINT = re.compile(
     r"\b(tell|tells|told|telling|anew|dear|befall|befalls|befell|ere|is to be|are to be|thereof|hitherto|whilst"
     r"|oftener)\b",
@@ -81,7 +78,7 @@ def test_every_page_is_in_the_site() -> None:
     assert named - pages == set()
 
 
-@pytest.mark.parametrize("page", ["index", "install", "memory"])
+@pytest.mark.parametrize("page", ["index", "memory"])
 def test_the_programs_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     programs = re.findall(r"^```python\n(.*?)^```$", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.S | re.M)
@@ -89,7 +86,7 @@ def test_the_programs_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
     exec(compile("\n".join(programs), page, "exec"), {"__name__": "page"})
 
 
-@pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_has_short_sentences(page: Path) -> None:
     """At most 18 words on average."""
     found = sentences(page.read_text(encoding="utf-8"))
@@ -99,7 +96,7 @@ def test_a_page_has_short_sentences(page: Path) -> None:
     assert average <= MOST_WORDS, f"{average:.1f} words; the longest is: {longest}"
 
 
-@pytest.mark.parametrize("page", PLAIN, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_has_no_quaint_word(page: Path) -> None:
     assert not QUAINT.findall(without_code(page.read_text(encoding="utf-8")))
 
@@ -117,7 +114,7 @@ def test_the_repository_has_one_address() -> None:
 
 def test_the_readme_of_the_package_index_has_whole_addresses() -> None:
     """A package index knows no files of the repository."""
-    hook = runpy.run_path(str(ROOT / "hatch_build.py"))["with_addresses"]
+    hook = runpy.run_path(str(ROOT / "setup.py"))["with_absolute_links"]
     text = hook((ROOT / "README.md").read_text(encoding="utf-8"), "https://example.org/a/b")
     assert 'src="https://example.org/a/b/raw/main/docs/memory-light.svg"' in text
     assert "(https://example.org/a/b/blob/main/docs/install.md)" in text

@@ -127,7 +127,6 @@ def end_before_python(thread: threading.Thread, stop: Callable[[], object] = lam
     _ENDED[thread] = stop
 
 
-@atexit.register
 def _end_threads() -> None:
     alive = [(thread, stop) for thread, stop in tuple(_ENDED.items()) if thread.is_alive()]
     for _, stop in alive:
@@ -158,7 +157,18 @@ def _end_jobs() -> None:
             doer.end(CLOSE_S, began)
         except CheckpointError as error:
             _LOG.error("the program ends: %s", error)
+    JOBS.clear()  # in the main process this function runs twice, and must not wait for a job again that was given up
 
 
+def _end_background() -> None:
+    """End threads and jobs while their files are still open."""
+    _end_threads()
+    _end_jobs()
+
+
+# The atexit hook of weakref.finalize closes files that threads and jobs use. Python runs the hook that was registered
+# last first, and weakref registers its own with the first finalizer. So a finalizer is made before the hook below.
+weakref.finalize(_Fork, id, None).detach()
+atexit.register(_end_background)
 _watch_exit()
 util.register_after_fork(JOBS, _watch_exit)

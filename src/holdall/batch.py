@@ -107,7 +107,7 @@ def _to_jax(value: Any, name: str) -> Any:
         import jax  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  only for those who ask for it
     except ImportError as error:
         raise MissingPackageError(
-            'batches for JAX were asked for, but jax is not installed; run "pip install jax"'
+            "A batch of JAX arrays needs jax, which is not installed. Run \"pip install 'holdall[jax]'\"."
         ) from error
     wide = str(value.dtype).removeprefix("torch.") in {"float64", "int64", "uint64"}
     config: Any = jax.config
@@ -147,7 +147,8 @@ def device_of_jax() -> str | None:
         import jax  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  only for those who ask for it
     except ImportError as error:
         raise MissingPackageError(
-            "device is 'jax', but jax is not installed; run \"pip install jax\", or use device=None for NumPy arrays"
+            "device='jax' needs jax, which is not installed. Run \"pip install 'holdall[jax]'\", or use device=None "
+            "for NumPy arrays."
         ) from error
     if jax.default_backend() == "cpu":
         return None

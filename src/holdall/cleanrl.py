@@ -152,8 +152,8 @@ class ReplayBuffer:
         return ReplayBufferSamples(obs, flat, next_obs, ended.reshape(rows, 1), reward.reshape(rows, 1))
 
     def size(self) -> int:
-        """Count the steps held, each of all environments."""
-        return min(self.memory.next_id // self.n_envs, self.buffer_size)
+        """Count the steps held, each of all environments; a budget without a disk tier may hold less than all slots."""
+        return (self.memory.next_id - self.memory.first_id) // self.n_envs
 
     def reset(self) -> None:
         """Forget every transition."""
@@ -187,8 +187,8 @@ class ReplayBuffer:
     def _drawn(self, count: int) -> NDArray[np.int64]:
         """Draw slots and lanes from NumPy's global generator, and return the ids of what lies there."""
         steps = self.memory.next_id // self.n_envs
-        if not steps:
-            raise ArgumentError(f"sample({count}) cannot draw: nothing was added yet; call add before")
+        if self.memory.next_id == self.memory.first_id:
+            raise ArgumentError(f"sample({count}) cannot draw: no transition is held; call add before")
         filled = min(steps, self.buffer_size)
         if not self.optimize_memory_usage or steps < self.buffer_size or self.buffer_size == 1:
             return draw_slots(count, filled, self.buffer_size, steps - 1, self.n_envs)
@@ -199,7 +199,8 @@ class ReplayBuffer:
     def _held(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Draw again for ids that are gone: a budget without a disk tier may hold less than all slots."""
         first_id, next_id = self.memory.first_id, self.memory.next_id
-        if next_id - first_id < self.size() * self.n_envs and (gone := ids < first_id).any():
+        gone = ids < first_id
+        if gone.any():
             return np.where(gone, np.random.randint(first_id, next_id, size=len(ids)), ids)  # noqa: NPY002  its own
         return ids
 

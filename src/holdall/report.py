@@ -55,17 +55,20 @@ class MemoryReport:
     staging_bytes: int  # memory of batches, kept for the next ones
     segments: int
     backlog: int = 0  # blocks that wait to be compressed or spilled, or are being
-    failure: str = ""  # what went wrong when a block was compressed or spilled last; it then stays as it is
+    # What went wrong when a block was compressed or spilled last; it then stays as it is. Also while transitions are
+    # missing that were dropped for it.
+    failure: str = ""
     budget_bytes: int | None = None  # the limit over everything, if one was named
     capacity_that_fits: int | None = None  # transitions that the limit holds, if fewer than asked for
-    fallback: str = ""  # what is done without compiled code, why, and how much slower it is
+    dropped_early: int = 0  # transitions that left before the capacity was reached, in all
+    drop_reason: str = ""  # why the newest of them did, and what to do about it
 
     @classmethod
-    def added_up(cls, parts: Collection[MemoryReport], staging_bytes: int = 0, fallback: str = "") -> MemoryReport:
+    def added_up(cls, parts: Collection[MemoryReport], staging_bytes: int = 0) -> MemoryReport:
         """Add up what some memories hold, such as the shards of one; words are those of the first that has any.
 
         Args:
-            staging_bytes: Beside theirs, as for fallback.
+            staging_bytes: Beside theirs.
         """
         fields: dict[str, FieldReport] = {}
         for field in (field for part in parts for field in part.fields):
@@ -74,7 +77,8 @@ class MemoryReport:
             sum(part.transitions for part in parts), tuple(fields.values()),
             staging_bytes + sum(part.staging_bytes for part in parts), sum(part.segments for part in parts),
             sum(part.backlog for part in parts), next((part.failure for part in parts if part.failure), ""),
-            fallback=next((part.fallback for part in parts if part.fallback), fallback),
+            dropped_early=sum(part.dropped_early for part in parts),
+            drop_reason=next((part.drop_reason for part in parts if part.drop_reason), ""),
         )  # fmt: skip
 
     @property
@@ -134,9 +138,9 @@ class MemoryReport:
                 f"the budget of {format_bytes(self.budget_bytes)} holds about {self.capacity_that_fits} transitions; "
                 "from then on the oldest leave early"
             )
-        if self.fallback:
-            lines.append(self.fallback)
-        if self.failure:
+        if self.dropped_early:
+            lines.append(f"{self.dropped_early} transitions were dropped early: {self.drop_reason}")
+        elif self.failure:
             lines.append(f"the worker failed last with {self.failure}; what it concerns stays as it is")
         return "\n".join(lines)
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from holdall.batch import RolloutBatch
 from holdall.delivery import DeviceRollout, Gather, MinibatchDelivery, is_on_device
 from holdall.errors import ArgumentError, ClosedError
-from holdall.native import chosen_kernels, estimate_advantages, fallback
+from holdall.native import chosen_kernels, estimate_advantages
 from holdall.report import LIVING, FieldReport, MemoryReport
 from holdall.sampling import RolloutSequences, childs_generator, generator_of
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward, on_host, require_count, require_number
@@ -279,7 +279,7 @@ class RolloutMemory:
             fields = self._resident.report(self._now.steps)
             return MemoryReport(transitions=len(self), fields=tuple(fields), segments=1, staging_bytes=0)
         final = FieldReport("final_obs", 0, 0, self._final.nbytes, self._final.nbytes, "whole observations")
-        sums = {"transitions": len(self), "staging_bytes": self._delivery.nbytes, "fallback": fallback()}
+        sums = {"transitions": len(self), "staging_bytes": self._delivery.nbytes}
         steps = self._now.steps
         flat = [(name, 0 if rows is None else rows[:steps].nbytes) for name, rows in self._flat().items()]
         return frames.report(steps, flat, [final], **sums)

@@ -65,18 +65,25 @@ class Leaf:
         if array.dtype != self.dtype:
             whole = as_integers(array, self.dtype)
             if whole is None:
-                unfit = _unfit(array, self.dtype, "iu")
+                remedy = dtype_remedy(
+                    str(array.dtype),
+                    self.dtype,
+                    f"np.asarray(value, dtype=np.{self.dtype.name})",
+                    is_float=array.dtype.kind == "f",
+                    overflows=_overflows(array, self.dtype, "iu"),
+                )
                 raise ArgumentError(
-                    f"{self.called(argument)} has dtype {array.dtype}, the space says {self.dtype}; {unfit}"
-                    f"holdall never casts, so pass np.asarray(value, dtype=np.{self.dtype.name})"
+                    f"{self.called(argument)} has dtype {array.dtype}, but the space has dtype {self.dtype}. holdall "
+                    f"never casts. {remedy}"
                 )
             array = whole
         if array.shape != leading + self.shape:
             if not axes and is_without_lanes(array.shape, leading, self.shape):
                 return array.reshape(leading + self.shape)
+            remedy = channels_remedy(array.shape, self.shape) or "pass an array of that shape"
             raise ArgumentError(
                 f"{self.called(argument)} has shape {array.shape}, expected {leading + self.shape}: "
-                f"{axes or _axes(leading)} then the space's {self.shape}; pass an array of that shape"
+                f"{axes or _axes(leading)} then the space's {self.shape}; {remedy}"
             )
         return array
 
@@ -255,9 +262,16 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
     if dtype is not None and array.dtype != dtype:
         whole = as_integers(array, dtype, into_floats=True)
         if whole is None:
+            remedy = dtype_remedy(
+                str(array.dtype),
+                dtype,
+                f"np.asarray(reward, dtype=np.{dtype.name})",
+                is_float=array.dtype.kind == "f",
+                overflows=_overflows(array, dtype, "iuf"),
+                is_reward=True,
+            )
             raise ArgumentError(
-                f"reward has dtype {array.dtype}, the first add had {dtype}; {_unfit(array, dtype, 'iuf')}"
-                f"holdall never casts, so pass np.asarray(reward, dtype=np.{dtype.name})"
+                f"reward has dtype {array.dtype}, but the first add had dtype {dtype}. holdall never casts. {remedy}"
             )
         array = whole
     if array.shape != leading + shape:
@@ -293,9 +307,54 @@ def is_without_lanes(shape: tuple[int, ...], leading: tuple[int, ...], own: tupl
     return leading[-1:] == (1,) and shape == leading[:-1] + own
 
 
-def _unfit(array: Array, dtype: np.dtype[Any], kinds: str) -> str:
-    """Say that integers have values which do not fit, if that is what is wrong; `kinds` are the dtypes that may."""
-    return "not all of its values fit; " if array.dtype.kind in "iu" and dtype.kind in kinds else ""
+def dtype_remedy(
+    given: str,
+    stored: np.dtype[Any],
+    cast: str,
+    *,
+    is_float: bool,
+    overflows: bool = False,
+    is_reward: bool = False,
+) -> str:
+    """Return the advice for a value of dtype `given` in a field of dtype `stored`.
+
+    Args:
+        cast: The expression that casts the value. The advice is to use it, unless it would change values.
+        is_float: Whether `given` is a floating-point dtype.
+        overflows: Whether integers of the value do not fit into `stored`.
+        is_reward: Whether the first `add` has set the dtype, and not a space.
+    """
+    drops_fractions = is_float and stored.kind in "iub"
+    if not drops_fractions and not overflows:
+        return f"Pass {cast}."
+    wider = f"declare the space with dtype {given}"
+    if is_reward:
+        wider = f"pass rewards of dtype {given} from the first add on"
+    if overflows:
+        return f"Not all values fit into {stored}, so {wider}."
+    scaling = " For an image from 0 to 1, multiply by 255 and round first." if stored == np.uint8 else ""
+    return f"A cast would drop fractions, so {wider}, or pass values of dtype {stored}.{scaling}"
+
+
+def channels_remedy(given: tuple[int, ...], own: tuple[int, ...], library: str = "np") -> str:
+    """Return the advice for an image whose channels are first where the space has them last, or the other way round.
+
+    Empty if the shape `given` differs in another way from the shape `own` of the space. `library` is the name of the
+    module that has `moveaxis` for the value.
+    """
+    image = given[-3:]
+    if len(own) != 3 or image == own:
+        return ""
+    if image == (own[2], *own[:2]):
+        return f"the channels are first here and last in the space, so pass {library}.moveaxis(value, -3, -1)"
+    if image == (*own[1:], own[0]):
+        return f"the channels are last here and first in the space, so pass {library}.moveaxis(value, -1, -3)"
+    return ""
+
+
+def _overflows(array: Array, dtype: np.dtype[Any], kinds: str) -> bool:
+    """Return whether `as_integers` refused integers because of their values. It accepts dtypes of `kinds`."""
+    return array.dtype.kind in "iu" and array.dtype.isnative and dtype.kind in kinds
 
 
 def _required_shape(shape: Any) -> tuple[int, ...]:
@@ -403,14 +462,14 @@ def require_number(argument: str, value: Any, least: float, most: float = math.i
 def count_of(value: Any, most: int = _MOST_COUNT) -> int:
     """Return a whole number from 0 to `most` that was read, or refuse it."""
     if type(value) is not int or not 0 <= value <= most:
-        raise DamageError(f"{value!r} is no count up to {most}; nothing of it is used")
+        raise DamageError(f"Corrupt data: {value!r} is not a whole number from 0 to {most}.")
     return value
 
 
 def text_of(value: Any, pattern: re.Pattern[str]) -> str:
     """Return text that was read and has the right form, or refuse it."""
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise DamageError(f"{value!r} is no name here; nothing of it is used")
+        raise DamageError(f"Corrupt data: invalid name {value!r}.")
     return value
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from reference_coder import ReferenceCoder
 
 import holdall
 from holdall.batch import Draw
-from holdall.native import NativeCoder, PortableCoder, native_kernels
+from holdall.native import NativeCoder
 from holdall.sampling.draw import Held, Sampler
 from holdall.storage.ticks import Coder
 from holdall.testing import CodecContract, MemoryContract, SamplerContract, Stream
@@ -66,17 +67,14 @@ class TestPrioritizedHindsight(SamplerContract):
         return holdall.Hindsight("final", 2, reward_for, by=holdall.Prioritized())
 
 
-class TestPortableCoder(CodecContract):
-    def make_coder(self) -> Coder:
-        return PortableCoder()
-
-
 class TestNativeCoder(CodecContract):
     def make_coder(self) -> Coder:
-        kernels = native_kernels()
-        if kernels is None or not isinstance(kernels.coder, NativeCoder):
-            pytest.skip("the compiled loops are missing here")
-        return kernels.coder
+        return NativeCoder()
+
+
+class TestReferenceCoder(CodecContract):
+    def make_coder(self) -> Coder:
+        return ReferenceCoder()
 
 
 class TestReplayMemory(MemoryContract):
@@ -155,14 +153,14 @@ def test_a_sampler_that_breaks_a_rule_fails_it(kind: type[Any], rule: str) -> No
         getattr(contract, rule)()
 
 
-class LastSliceLost(PortableCoder):
+class LastSliceLost(ReferenceCoder):
     """Returns the slice before the last one in its place."""
 
     def decode(self, sealed: Any, numbers: Any, out: Any) -> None:
         super().decode(sealed, np.where(numbers == 8, 7, numbers), out)
 
 
-class WritesBehind(PortableCoder):
+class WritesBehind(ReferenceCoder):
     """Writes past the end of the rows that it was given."""
 
     def decode(self, sealed: Any, numbers: Any, out: Any) -> None:
@@ -170,14 +168,14 @@ class WritesBehind(PortableCoder):
         out.base[-1] = 0
 
 
-class Ordered(PortableCoder):
+class Ordered(ReferenceCoder):
     """Returns slices in the order of the block."""
 
     def decode(self, sealed: Any, numbers: Any, out: Any) -> None:
         super().decode(sealed, np.sort(numbers), out)
 
 
-class Trusting(PortableCoder):
+class Trusting(ReferenceCoder):
     """Believes whatever it is given."""
 
     def decode(self, sealed: Any, numbers: Any, out: Any) -> None:
@@ -187,7 +185,7 @@ class Trusting(PortableCoder):
             out[:] = 0
 
 
-class Bloated(PortableCoder):
+class Bloated(ReferenceCoder):
     """Takes twice the bytes."""
 
     def seal(self, slices: Any, codec: Any, order: Any = None, *, threads: int = 1, watch: Any = None) -> Any:
@@ -197,7 +195,7 @@ class Bloated(PortableCoder):
         return sealed
 
 
-class Careless(PortableCoder):
+class Careless(ReferenceCoder):
     """Fails with an error of its own where bytes are damaged."""
 
     def decode(self, sealed: Any, numbers: Any, out: Any) -> None:
@@ -207,7 +205,7 @@ class Careless(PortableCoder):
             raise AssertionError("crashed") from error
 
 
-class KeepsOther(PortableCoder):
+class KeepsOther(ReferenceCoder):
     """Seals other bytes when it keeps its compressors."""
 
     def keeping(self) -> Coder:

@@ -1,4 +1,4 @@
-"""The compiled loops and NumPy's: the same ticks give the same parts, cursors and bytes."""
+"""Ticks become parts of a segment, and batches are read from parts: always the bytes that were written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdall import ArgumentError, DamageError
-from holdall.native import PortableKernels, ThreadPool, chosen_kernels, kernels_for, native_kernels
+from holdall import DamageError
+from holdall.native import ThreadPool, chosen_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage.batch_source import RECORD_FIELDS, Places
 from holdall.storage.blocks import reserve
@@ -22,14 +22,15 @@ from holdall.storage.ticks import Kernels
 from holdall.testing import LeafPlan, Mishaps, Stream
 from holdall.testing.strategies import box
 
-NATIVE = native_kernels()
-needs_native = pytest.mark.skipif(NATIVE is None, reason="the compiled loops were not built here")
-BOTH: list[Any] = [
-    pytest.param(NATIVE, id="native", marks=needs_native),
-    pytest.param(PortableKernels(), id="portable"),
-]
 ROOMY = 1 << 22
+NEXT_IS_WHOLE = 1 << 31
+"""Set in a cursor whose next observation is stored whole."""
 NUMBER_BY_FIELD = {name: number for number, name in enumerate(RECORD_FIELDS)}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return chosen_kernels()
 
 
 @dataclass(frozen=True)
@@ -144,44 +145,62 @@ def assert_reads_back(written: Written, ticks: Ticks) -> None:
         assert next_obs.tobytes() == b"".join(next_obs.tobytes() for _, next_obs in ticks)
 
 
-def assert_alike(window: Window, ticks: Ticks) -> None:
-    assert NATIVE is not None
-    compiled, portable = Written(NATIVE, window, ticks), Written(PortableKernels(), window, ticks)
-    assert compiled.cursors.tobytes() == portable.cursors.tobytes()
-    assert compiled.counts == portable.counts
-    if compiled.lanes == 1:  # with more lanes, slices are met in another order and numbered in it
-        assert numbers_of(compiled) == numbers_of(portable)
-    ends = ends_of_logs(compiled, window)
-    for mine, yours, end in zip(compiled.logged_slices(), portable.logged_slices(), ends, strict=True):
-        assert mine[:end] == yours[:end]
-    assert_reads_back(compiled, ticks)
-    assert_reads_back(portable, ticks)
+class ReferenceLog:
+    """What a part must hold of one lane, found step by step with lists."""
+
+    def __init__(self, window: Window, steps: list[tuple[Bytes, Bytes]]) -> None:
+        self.slices: list[bytes] = []
+        self.cursors: list[int] = []
+        self.broken_steps = 0
+        last: bytes | None = None
+        for obs, next_obs in steps:
+            if obs.tobytes() != last:
+                self._push(window, obs, window.count)
+            cursor = len(self.slices) - window.count
+            before, after = self._cut(window, obs), self._cut(window, next_obs)
+            if before[window.shift :] == after[: window.count - window.shift]:
+                self._push(window, next_obs, window.shift)
+            else:
+                self._push(window, next_obs, window.count)
+                cursor |= NEXT_IS_WHOLE
+                self.broken_steps += 1
+            self.cursors.append(cursor)
+            last = next_obs.tobytes()
+
+    @staticmethod
+    def _cut(window: Window, obs: Bytes) -> list[bytes]:
+        return [one.tobytes() for one in window.newest(obs[None], window.count)[0]]
+
+    def _push(self, window: Window, obs: Bytes, count: int) -> None:
+        self.slices += self._cut(window, obs)[window.count - count :]
 
 
-def numbers_of(written: Written) -> bytes:
-    log = written.part.log
-    return b"" if log is None else log[: written.part.longest].tobytes()
+def assert_as_the_reference(window: Window, ticks: Ticks) -> None:
+    written = Written(chosen_kernels(), window, ticks)
+    lanes = range(written.lanes)
+    expected = [ReferenceLog(window, [(obs[lane], later[lane]) for obs, later in ticks]) for lane in lanes]
+    assert written.cursors.T.tolist() == [log.cursors for log in expected]
+    logged = written.logged_slices()
+    assert [logged[lane][: len(expected[lane].slices)] for lane in lanes] == [log.slices for log in expected]
+    part = written.part
+    assert part.steps == len(ticks) * written.lanes
+    assert part.broken_steps == sum(log.broken_steps for log in expected)
+    assert part.pushed == sum(len(log.slices) for log in expected)
+    assert part.longest == max(len(log.slices) for log in expected)
+    if part.log is not None:
+        assert part.new_slices == len({one for log in expected for one in log.slices})
+    assert_reads_back(written, ticks)
 
 
-def ends_of_logs(written: Written, window: Window) -> list[int]:
-    """Tell by its last cursor how far each lane's log was written."""
-    last = written.cursors[-1].astype(np.int64)
-    start, whole = last & ~(1 << 31), (last & (1 << 31)) != 0
-    ends: list[int] = (start + window.count + np.where(whole, window.count, window.shift)).tolist()
-    return ends
-
-
-@needs_native
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("mishaps", MISHAPS.values(), ids=MISHAPS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_both_kernels_write_the_same_cursors_counts_and_slices(layout: Layout, mishaps: Mishaps, lanes: int) -> None:
-    """Whichever loops wrote a part, its cursors, its counts and the bytes read back are the same."""
+def test_cursors_counts_and_slices_are_those_of_the_reference(layout: Layout, mishaps: Mishaps, lanes: int) -> None:
+    """Each slice is kept once, and every observation that is no shift of the one before is kept whole."""
     for seed in range(2):
-        assert_alike(layout.window, ticks_of(layout, lanes, 40, seed, mishaps))
+        assert_as_the_reference(layout.window, ticks_of(layout, lanes, 40, seed, mishaps))
 
 
-@needs_native
 @given(
     layout=st.sampled_from(LAYOUTS),
     plan=st.builds(
@@ -196,15 +215,14 @@ def test_both_kernels_write_the_same_cursors_counts_and_slices(layout: Layout, m
     count=st.integers(1, 90),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_both_kernels_agree_on_any_stream(
+def test_any_stream_is_written_as_the_reference_says(
     layout: Layout, plan: LeafPlan, slides: bool, mishaps: Mishaps, lanes: int, count: int, seed: int
 ) -> None:
-    """Static screens, resets, streams that do not slide as the window says: no stream tells them apart."""
+    """Static screens, resets, streams that do not slide as the window says."""
     moving = replace(plan, axis=layout.axis if slides else None, step=layout.step)
-    assert_alike(layout.window, ticks_of(layout, lanes, count, seed, mishaps, moving))
+    assert_as_the_reference(layout.window, ticks_of(layout, lanes, count, seed, mishaps, moving))
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_a_batch_in_any_order_is_what_was_written(kernels: Kernels, layout: Layout) -> None:
     """Rows may be asked for in any order, several times, from open and closed parts at once."""
@@ -226,7 +244,6 @@ def test_a_batch_in_any_order_is_what_was_written(kernels: Kernels, layout: Layo
     assert next_obs.tobytes() == np.concatenate([later for _, later in ticks])[chosen].tobytes()
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_either_observation_can_be_asked_for_alone(kernels: Kernels, layout: Layout) -> None:
     """The other is then not looked at, and the bytes are the same."""
@@ -240,7 +257,6 @@ def test_either_observation_can_be_asked_for_alone(kernels: Kernels, layout: Lay
     assert alone.tobytes() == next_obs.tobytes()
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_rows_are_written_where_they_belong_in_a_larger_batch(kernels: Kernels, layout: Layout) -> None:
     """Rows that are meant for some places of a batch leave the others as they are."""
@@ -254,7 +270,6 @@ def test_rows_are_written_where_they_belong_in_a_larger_batch(kernels: Kernels, 
         assert (np.delete(side, rows, axis=0) == 7).all()
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("outside", [-1, 60])
 def test_a_place_outside_the_batch_is_refused(kernels: Kernels, outside: int) -> None:
     """Nothing is written behind the arrays, nor before them."""
@@ -268,7 +283,6 @@ def test_a_place_outside_the_batch_is_refused(kernels: Kernels, outside: int) ->
     assert (room[[0, 61]] == 7).all()
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 def test_several_threads_fill_a_batch_as_one_does(kernels: Kernels) -> None:
     """A batch that is shared out to threads has the bytes of one that is not."""
     layout = Layout((4, 84, 84), 0)
@@ -284,7 +298,6 @@ def test_several_threads_fill_a_batch_as_one_does(kernels: Kernels) -> None:
         pool.dismiss()
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 def test_a_part_that_goes_on_in_a_block_reads_back_and_spares_slices(kernels: Kernels) -> None:
     """Two parts may name slices of one block; the older one stays as it was."""
     layout = Layout((50, 9), 0, dtype="f4")
@@ -298,7 +311,6 @@ def test_a_part_that_goes_on_in_a_block_reads_back_and_spares_slices(kernels: Ke
     assert newer.part.new_slices < Written(kernels, layout.window, ticks[30:]).part.new_slices
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 def test_equal_slices_are_kept_once(kernels: Kernels) -> None:
     """A screen that never changes costs one observation, however long it is shown."""
     layout = Layout((11, 13), None)
@@ -306,7 +318,6 @@ def test_equal_slices_are_kept_once(kernels: Kernels) -> None:
     assert Written(kernels, layout.window, ticks).part.new_slices == 1
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 def test_slices_that_differ_in_one_bit_are_both_kept(kernels: Kernels) -> None:
     """A hash only proposes; every byte decides."""
     generator = np.random.default_rng(0)
@@ -328,10 +339,8 @@ def stirred(state: int, word: int) -> int:
     return mixed ^ (mixed >> 29)
 
 
-@pytest.mark.parametrize("kernels", BOTH)
-def test_slices_with_one_hash_are_told_apart(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices made to collide, in either kind of loops, are kept side by side and come back as they were."""
-    monkeypatch.setattr("holdall.native.numpy_kernels.xxhash.xxh3_64_intdigest", lambda _slice: 7)
+def test_slices_with_one_hash_are_told_apart(kernels: Kernels) -> None:
+    """Slices made to collide are kept side by side and come back as they were."""
     first = np.random.default_rng(0).integers(0, 2**63, 30).tolist()
     pairs = [(word, stirred(16, word) ^ stirred(16, first[0]) ^ 0xFEED) for word in first]
     assert len({stirred(stirred(16, one), other) for one, other in pairs}) == 1
@@ -341,7 +350,6 @@ def test_slices_with_one_hash_are_told_apart(kernels: Kernels, monkeypatch: pyte
     assert_reads_back(written, ticks)
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("count", [1 << 16, (1 << 16) + 1])
 def test_a_closed_log_is_as_wide_as_its_numbers(kernels: Kernels, count: int) -> None:
     """65,536 slices are numbered in two bytes, one more in four; both read back."""
@@ -383,7 +391,6 @@ def append_all(kernels: Kernels, window: Window, ticks: list[tuple[NDArray[Any],
     return written
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("dtype", ["u1", "f4"])
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize(("shape", "axis"), [((4, 6, 5), 0), ((6, 5, 4), 2), ((3, 6, 5), 0), ((8, 9), 0)], ids=str)
@@ -410,7 +417,6 @@ def test_ticks_in_any_layout_are_stored_alike(
         assert_reads_back(written, [(rows_of(step.obs), rows_of(step.next_obs)) for step in steps])
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 def test_one_memory_in_two_layouts_is_two_observations(kernels: Kernels) -> None:
     """What was seen last is known by its values: equal bytes in another order, or of another tick, are not it."""
     generator = np.random.default_rng(0)
@@ -427,7 +433,6 @@ def test_one_memory_in_two_layouts_is_two_observations(kernels: Kernels) -> None
         assert_reads_back(append_all(kernels, cut, ticks), [(rows_of(obs), rows_of(later)) for obs, later in ticks])
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_images_with_interleaved_channels_are_parted_right(kernels: Kernels, lanes: int) -> None:
     """Three channels pixel by pixel, as cameras give them: every number of pixels, and not a byte beyond."""
@@ -440,7 +445,6 @@ def test_images_with_interleaved_channels_are_parted_right(kernels: Kernels, lan
         assert_reads_back(written, [(rows_of(obs), rows_of(later)), (rows_of(later), rows_of(obs))])
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize(
     "lay_out",
     [
@@ -495,7 +499,6 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[6], LAYOUTS[10]], ids=str)
 @pytest.mark.parametrize("what", DAMAGE)
 def test_a_damaged_index_is_refused_and_nothing_outside_is_read(kernels: Kernels, layout: Layout, what: str) -> None:
@@ -507,7 +510,6 @@ def test_a_damaged_index_is_refused_and_nothing_outside_is_read(kernels: Kernels
         written.read(damaged(written, what))
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("number", [-1, 1])
 def test_records_beside_the_table_are_not_read(kernels: Kernels, number: int) -> None:
     """A segment before the first or behind the last is refused, even if a record happens to lie there."""
@@ -520,7 +522,6 @@ def test_records_beside_the_table_are_not_read(kernels: Kernels, number: int) ->
         written.read(beside)
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 def test_an_observation_of_another_size_is_refused(kernels: Kernels) -> None:
     """A record whose observations are not as long as the batch's rows is damage."""
     written = Written(kernels, LAYOUTS[0].window, ticks_of(LAYOUTS[0], 2, 20, 0, MISHAPS["episodes"]))
@@ -530,7 +531,6 @@ def test_an_observation_of_another_size_is_refused(kernels: Kernels) -> None:
         written.read(places)
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 def test_a_tick_of_another_size_is_refused(kernels: Kernels) -> None:
     """A part takes ticks of its own lanes and bytes only."""
     ticks = ticks_of(LAYOUTS[0], 2, 3, 0, MISHAPS["episodes"])
@@ -543,7 +543,6 @@ def test_a_tick_of_another_size_is_refused(kernels: Kernels) -> None:
     assert written.counts == before
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[6]], ids=str)
 def test_a_full_part_refuses_a_tick_and_stays_as_it_was(kernels: Kernels, layout: Layout) -> None:
     """What might not fit is refused before anything of it is written."""
@@ -562,30 +561,3 @@ def test_a_full_part_refuses_a_tick_and_stays_as_it_was(kernels: Kernels, layout
     with pytest.raises(DamageError, match="ran over"):
         part.append(*ticks[taken], cursors[taken])
     assert (part.steps, part.pushed, part.longest, part.used_bytes, cursors.tobytes()) == before
-
-
-# ---------------------------------------------------------------- choosing
-
-
-def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HOLDALL_KERNELS names the loops; by default the compiled ones are taken where they exist."""
-    monkeypatch.setenv("HOLDALL_KERNELS", "portable")
-    assert chosen_kernels().name == "portable"
-    monkeypatch.delenv("HOLDALL_KERNELS")
-    assert chosen_kernels().name == ("portable" if NATIVE is None else "native")
-
-
-def test_an_unknown_name_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal names the variable, its value, and what to do."""
-    monkeypatch.setenv("HOLDALL_KERNELS", "numba")
-    with pytest.raises(ArgumentError, match=r"HOLDALL_KERNELS \(numba\) is neither portable nor native; unset it"):
-        chosen_kernels()
-
-
-def test_asking_for_compiled_loops_that_were_not_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks for the compiled loops never gets the slow ones silently."""
-    monkeypatch.setenv("HOLDALL_KERNELS", "native")
-    monkeypatch.setattr("holdall.native.library._loaded", lambda: (None, "it was not built"))
-    monkeypatch.setattr("holdall.native.kernels_for", kernels_for.__wrapped__)
-    with pytest.raises(ArgumentError, match=r"HOLDALL_KERNELS is native.*it was not built.*install a C compiler"):
-        chosen_kernels()

@@ -12,20 +12,18 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
-from holdall.native import PortableKernels, draw_slots, native_kernels, reading
+from holdall.native import chosen_kernels, draw_slots
 from holdall.schema import Bytes
 from holdall.storage import ALIGNMENT_BYTES, COLUMN_FIELDS, Kernels, address, fresh_bytes
 from holdall.testing import LeafPlan, Stream
 from holdall.testing.strategies import box
 
-NATIVE = native_kernels()
-BOTH: list[Any] = [
-    pytest.param(
-        NATIVE, id="native", marks=pytest.mark.skipif(NATIVE is None, reason="the compiled loops were not built here")
-    ),
-    pytest.param(PortableKernels(), id="portable"),
-]
 SIZES = (0, 1, 2, 4, 7, 8, 12, 16, 33, 840)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return chosen_kernels()
 
 
 class Columns:
@@ -78,7 +76,6 @@ def read(kernels: Kernels, columns: Columns, ids: NDArray[np.int64]) -> list[byt
     return found
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @given(seed=st.integers(0, 2**32 - 1), ring_ticks=st.integers(2, 40), lanes=st.integers(1, 4), rows=st.integers(0, 60))
 def test_rows_are_copied_from_rings_and_from_apart(
     kernels: Kernels, seed: int, ring_ticks: int, lanes: int, rows: int
@@ -89,7 +86,6 @@ def test_rows_are_copied_from_rings_and_from_apart(
     assert read(kernels, columns, ids) == [rows for _, rows in columns.expected(ids)]
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("outside", [-1, 0])
 def test_nothing_is_copied_if_one_id_is_not_held(kernels: Kernels, outside: int) -> None:
     """Neither one that left, nor one that was not added yet."""
@@ -99,16 +95,13 @@ def test_nothing_is_copied_if_one_id_is_not_held(kernels: Kernels, outside: int)
     assert read(kernels, columns, ids) is None
 
 
-@pytest.mark.skipif(NATIVE is None, reason="the compiled loops were not built here")
 def test_c_reads_nothing_behind_rings_that_are_too_short() -> None:
     """A caller that holds more ids than a ring has rows is refused, whatever it asks for."""
     columns = Columns(3, 20, 2)
     columns.held = (columns.held[0], columns.held[0] + columns.ring_rows + 1)
-    assert NATIVE is not None
-    assert read(NATIVE, columns, np.arange(columns.held[0], columns.held[0] + 3)) is None
+    assert read(chosen_kernels(), columns, np.arange(columns.held[0], columns.held[0] + 3)) is None
 
 
-@pytest.mark.parametrize("kernels", BOTH)
 @given(seed=st.integers(0, 2**32 - 1), segments=st.integers(1, 9), lanes=st.integers(1, 5))
 def test_segments_and_lanes_are_found(kernels: Kernels, seed: int, segments: int, lanes: int) -> None:
     """The segment is the last one that begins at the tick or before."""
@@ -121,18 +114,14 @@ def test_segments_and_lanes_are_found(kernels: Kernels, seed: int, segments: int
         assert of_lane == i % lanes
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
 @given(
     seed=st.integers(0, 2**32 - 1), filled=st.integers(1, 2**32 - 1) | st.integers(1, 300), more=st.integers(0, 5),
     turns=st.integers(0, 3), lanes=st.integers(1, 5), rows=st.integers(0, 300),
 )  # fmt: skip
 def test_slots_are_drawn_as_numpy_draws_them(
-    is_compiled: bool, seed: int, filled: int, more: int, turns: int, lanes: int, rows: int
+    seed: int, filled: int, more: int, turns: int, lanes: int, rows: int
 ) -> None:
     """The same numbers, and the generator is left as NumPy leaves it."""
-    loop = reading._drawing_loop
-    if not is_compiled:
-        reading._drawing_loop = lambda: None  # type: ignore[assignment]  # a cached function there
     slots, before = filled + more, np.random.get_state()  # noqa: NPY002  the generator of Stable-Baselines3
     newest = filled - 1 + turns * slots
     try:
@@ -144,7 +133,6 @@ def test_slots_are_drawn_as_numpy_draws_them(
         lane = np.random.randint(0, high=lanes, size=rows)  # noqa: NPY002
         expected = np.random.get_state()  # noqa: NPY002
     finally:
-        reading._drawing_loop = loop
         np.random.set_state(before)  # noqa: NPY002
     assert drawn.tolist() == ((newest - (newest - slot) % slots) * lanes + lane).tolist()
     assert all(np.array_equal(ours, theirs) for ours, theirs in zip(state, expected, strict=True))

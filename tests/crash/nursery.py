@@ -79,7 +79,7 @@ def train(url: str, folder: Path, seed: int) -> None:
     except OSError as error:
         nothing = (
             "there is no FORMAT",
-            "no checkpoint that is whole;",
+            "No complete checkpoint found in",
             "has no bucket",
         )  # made with a put
         if not any(words in str(error) for words in nothing):

@@ -24,7 +24,8 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall.storage import rings, sealer, segment
+from holdall.storage import rings, segment
+from holdall.storage.tiers import Budget
 from holdall.testing import OracleMemory, assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in finalizers
@@ -254,12 +255,8 @@ def settle_add(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("points", POINTS)
-@pytest.mark.parametrize("kernels", ["native", "portable"])
 @pytest.mark.parametrize("name", NAMES)
-def test_an_interrupted_add_is_made_or_is_not(
-    name: str, kernels: str, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
+def test_an_interrupted_add_is_made_or_is_not(name: str, points: int | None, tmp_path: Path) -> None:
     make = scenes(tmp_path)[name]
     sweep(make, lambda scene: scene.memory.add(**scene.step(scene.t)), points, settle_add)
 
@@ -319,7 +316,7 @@ def test_an_interrupted_extend_is_made_or_is_not(
     name: str, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of its steps, or none of them, also where it waits for a block to be sealed in between."""
-    monkeypatch.setattr(sealer, "_LEAST_RAW_BYTES", 0)
+    monkeypatch.setattr(Budget, "waiting_bytes", 0)
     sweep(scenes(tmp_path)[name], extend, points, settle_extend)
 
 
@@ -421,12 +418,7 @@ def test_other_interrupted_calls_leave_the_memory_as_it_was(name: str, points: i
 
 
 @pytest.mark.parametrize("points", POINTS)
-@pytest.mark.parametrize("kernels", ["native", "portable"])
-def test_interrupted_flags_are_set_or_are_not(
-    kernels: str, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
-
+def test_interrupted_flags_are_set_or_are_not(points: int | None, tmp_path: Path) -> None:
     def set_flags(memory: Any, scene: Scene) -> None:
         ids = scene.oracle.ids[::3]
         memory.set_flags(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.bool_))
@@ -586,12 +578,8 @@ def settle_reset(rollout: Rollout) -> None:
 
 
 @pytest.mark.parametrize("points", POINTS)
-@pytest.mark.parametrize("kernels", ["native", "portable"])
 @pytest.mark.parametrize("kind", ROLLOUTS)
-def test_an_interrupted_rollout_goes_on(
-    kind: str, kernels: str, points: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
+def test_an_interrupted_rollout_goes_on(kind: str, points: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdall.storage.rollout._COMPRESSED_SEGMENT_BYTES", 60_000)
     rollouts: Any = {steps: lambda steps=steps: Rollout(kind, steps) for steps in (8, 24)}
     calls: Any = {

@@ -17,10 +17,8 @@ from holdall import CheckpointError, ReplayMemory
 from holdall.checkpoint import autosave
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
-from holdall.native import PortableKernels, chosen_kernels
 from holdall.storage import segment
 from holdall.storage.remote_file import PAGE_BYTES, AwaitedFile
-from holdall.storage.ticks import Kernels
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Weed
@@ -63,13 +61,8 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("unhurried")
-@pytest.mark.parametrize("kernels", ["native", "portable"])
-def test_a_batch_is_drawn_before_all_was_read(
-    saved: str, fetched: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
-) -> None:
+def test_a_batch_is_drawn_before_all_was_read(saved: str, fetched: list[int], tmp_path: Path) -> None:
     """What it needs is fetched, and no more than pages around it."""
-    chosen: Kernels = PortableKernels() if kernels == "portable" else chosen_kernels()
-    monkeypatch.setattr("holdall.base_memory.kernels_for", lambda _wish: chosen)
     total = sum(ObjectStoreWriter(saved).reader.file_sizes().values())
     with ReplayMemory.load(saved, spill_dir=tmp_path / "spill") as memory:
         at_load = sum(fetched)

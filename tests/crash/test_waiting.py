@@ -227,7 +227,7 @@ def test_a_mirror_that_vanishes_holds_nothing_up(nobody: str, tmp_path: Path) ->
     memory = new_memory(10)
     handle = memory.save(tmp_path, mirror="s3://runs/nowhere")
     handle.result(SOON_S)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeoutError, match=r"was not in s3://runs/nowhere after .* Call mirrored\(\) again"):
         handle.mirrored(0.2)
     handle.cancel()
     with pytest.raises(CheckpointError, match="cancelled"):

@@ -60,14 +60,6 @@ def test_the_golden_checkpoint_has_every_kind_of_record() -> None:
     assert kinds >= {"rows", "logs", "slices", "piece", "state", "file"}
 
 
-def test_the_golden_checkpoint_with_keys_has_keys_and_places() -> None:
-    """So that neither changes unnoticed."""
-    reader = DirectoryReader(HERE / "v1_keys")
-    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
-    blocks = [record for record in records if record.kind == "slices"]
-    assert any(record.head.get("key") and "places" in record.parts for record in blocks)
-
-
 def test_the_golden_checkpoint_of_colours_has_a_dictionary_and_columns() -> None:
     """So that neither changes unnoticed."""
     reader = DirectoryReader(HERE / "v1_colours")
@@ -76,30 +68,13 @@ def test_the_golden_checkpoint_of_colours_has_a_dictionary_and_columns() -> None
     assert any(record.head["dictionary"] and record.head["transform"]["predictor"] == 5 for record in blocks)
 
 
-def test_the_golden_checkpoint_of_changes_has_units_of_changes() -> None:
-    """Behind a dictionary, many slices together."""
+def test_the_golden_checkpoint_of_changes_has_units_of_changes_and_places() -> None:
+    """With a dictionary, many slices together, and two bytes per slice for its place."""
     reader = DirectoryReader(HERE / "v1_changes")
     records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
-    blocks = [record.head for record in records if record.kind == "slices"]
-    assert any(head["dictionary"] and head["group"] == 32 and head["transform"]["predictor"] == 6 for head in blocks)
-
-
-def test_the_golden_checkpoint_of_lanes_has_lanes_and_no_places() -> None:
-    """Half a byte for each slice."""
-    reader = DirectoryReader(HERE / "v1_lanes")
-    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
     blocks = [record for record in records if record.kind == "slices"]
-    assert any("lanes" in record.parts for record in blocks)
-    for record in blocks:
-        assert "places" not in record.parts
-        assert "lanes" not in record.parts or record.parts["lanes"].nbytes == -(-record.head["count"] // 2)
-
-
-def test_the_golden_checkpoint_of_pairs_has_units_that_shrank() -> None:
-    """So that neither they nor their tables change unnoticed."""
-    reader = DirectoryReader(HERE / "v1_pairs")
-    records = [RecordFiles(reader).record(ref)[0] for ref in reader.manifest(1).refs]
-    paired = [record for record in records if record.kind == "slices" and record.head["method"] % 16 == 3]
-    assert paired
-    assert all(record.head["dictionary"] for record in paired)
-    assert all(record.parts["units"].nbytes < record.head["count"] * 12 * 36 for record in paired)
+    heads = [record.head for record in blocks]
+    assert any(head["dictionary"] and head["group"] == 32 and head["transform"]["predictor"] == 6 for head in heads)
+    placed = [record for record in blocks if "places" in record.parts]
+    assert placed
+    assert all(record.parts["places"].nbytes == 2 * record.head["count"] for record in placed)

@@ -1,9 +1,9 @@
-"""Writes a golden checkpoint: `python tests/format/write_golden.py v1_keys`.
+"""Write a golden checkpoint: `python tests/format/write_golden.py v1_changes`.
 
-Each is written once, by the version that first writes such blocks, and never again: later versions have to read it. The
-blocks of v1 are coded as the first version coded them, those of v1_keys against keys, and lane by lane; in
-v1_colours the pixels of images are numbers of their colours, in v1_changes frames are changes of each other, in
-v1_pairs differences are coded as pairs, and v1_lanes says of slices which lane brought them, not where they stand.
+The folders are the checkpoints that every later version has to read. `v1` has the codecs that holdall chooses by
+itself. In `v1_colours` the pixels of images are numbers of their colours. In `v1_changes` frames are changes of each
+other, and the blocks have the place of every slice, because slices are sorted by lane. Until the first release a change
+of the format may write them again: delete the folder first.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from gymnasium import spaces
 from holdall import ReplayMemory
 from holdall.storage import (
     Codec,
-    Coder,
     Dictionary,
     Method,
     Predictor,
     Transform,
     Window,
-    choosing,
+    sealer,
     segment,
-    train_pairs,
 )
 
 HERE = Path(__file__).parent
-COLOURED, CHANGED, LANED = "v1_colours", "v1_changes", "v1_lanes"
+COLOURED, CHANGED = "v1_colours", "v1_changes"
 TICKS, LANES, CAPACITY_TICKS = 150, 2, 120
 SPACE = spaces.Dict(
     {
@@ -50,7 +48,7 @@ def observation(tick: int, name: str) -> dict[str, Any]:
     frames = [(pixels * (1 + (tick - back) % 7) // 5 + 11 * (tick - back) + 3 * lanes) % 251 for back in (1, 0)]
     if name == COLOURED:
         frames = [frame // 64 * 64 for frame in frames]
-    if name in {CHANGED, LANED}:
+    if name == CHANGED:
         frames = [np.where(pixels // 9 == (tick - back) % 48, 200, 5 * (pixels % 3)) + lanes for back in (1, 0)]
     days = np.arange(tick, tick + 70).reshape(1, -1, 1)
     history = np.concatenate([(days * 37 + lanes) % 101 / 8, (days * days + lanes) % 89 / 16], axis=2)
@@ -77,11 +75,6 @@ def tick_arguments(tick: int, name: str) -> dict[str, Any]:
     }
 
 
-def keyed(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
-    """Code images against keys, two together."""
-    return Codec(Method.ZSTD, 9, Transform(window.slice_bytes), group=2, key=4)
-
-
 def coloured(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
     """Number the colours of frames, which are taken for 3 x 4 x 36 pixels, column by column and behind a dictionary."""
     size = window.slice_bytes
@@ -98,28 +91,15 @@ def changed(_coder: object, _leaf: object, window: Window, *_: Any) -> Codec:
     return Codec(Method.LZ4, 7, form, Dictionary(bytes([0, 5, 10]) * 30), group=32)
 
 
-def paired(coder: Coder, _leaf: object, window: Window, sample: Any, *_: Any) -> Codec:
-    """Code the differences of frames as pairs, by tables that are trained on some of them."""
-    size = window.slice_bytes
-    if size != 12 * 36:
-        return Codec(Method.ZSTD, 9, Transform(size))
-    form = Transform(size, 0, Predictor.LEFT, 1, 12, 36)
-    known = coder.seal(sample.spread, Codec(Method.STORED, 0, form))
-    if known is None:
-        raise ValueError("frames have no palette that could be too small")
-    tables = train_pairs(np.asarray(known.coded.data).reshape(-1, size), form)
-    return Codec(Method.PAIRS, 0, form, Dictionary(tables))
-
-
 def main(name: str) -> None:
     """Write the checkpoint."""
     folder = HERE / name
     if folder.exists():
-        sys.exit(f"{folder} was written by the version that first wrote such blocks, and stays as it is")
+        sys.exit(f"{folder} exists; delete it to write it in the present format")
     segment.SEGMENT_BYTES = 2**14
-    choices = {"v1_keys": keyed, COLOURED: coloured, CHANGED: changed, LANED: changed, "v1_pairs": paired}
+    choices = {COLOURED: coloured, CHANGED: changed}
     if name in choices:
-        vars(choosing)["choose"] = choices[name]
+        vars(sealer)["choose"] = choices[name]
     extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
     with ReplayMemory(SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=None, seed=7, extras=extras) as memory:
         for tick in range(TICKS):

@@ -1,8 +1,8 @@
 """Damaged blocks, made on purpose, and a script that has the compiled decoder read them in a process of its own.
 
-`python damaged_blocks.py KINDS CASES SEED [LIBRARY]`: KINDS are names of `DAMAGES` and `CLAIMS`, or "nothing", with
-commas between them, and slashes between those that are done one after another; LIBRARY is another build of the C loops.
-After a crash the last line says what to run again.
+`python damaged_blocks.py KINDS CASES SEED [sanitized]`: KINDS are names of `DAMAGES` and `CLAIMS`, or "nothing", with
+commas between them, and slashes between those that are done one after another; "sanitized" says that a sanitizer
+watches memory. After a crash the last line says what to run again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.native import NativeCoder, NativeKernels, PortableCoder, native_kernels, open_library
+from holdall.native import NativeCoder
 from holdall.schema import Bytes
 from holdall.storage.blocks import Codec, Coded, Dictionary, Extent, Method, Predictor, SegmentFile, Transform
 from holdall.storage.coded_units import SlicePlaces
-from holdall.storage.pairs import train_pairs
 from holdall.storage.ticks import Coder
 
 COUNT = 12
@@ -35,13 +34,6 @@ MARGIN = 64
 WHOLE_EVERY = 50
 """After so many damaged blocks one that is whole is read: what is refused must leave nothing behind in the decoder."""
 ZSTD_DICTIONARY_MAGIC = b"\x37\xa4\x30\xec"
-
-
-def native_coder(library: str = "") -> NativeCoder | None:
-    """Return the compiled coder, of another build if one is named, where it and its libraries are there."""
-    kernels = NativeKernels(open_library(Path(library))) if library else native_kernels()
-    coder = None if kernels is None else kernels.coder
-    return coder if isinstance(coder, NativeCoder) else None
 
 
 # ---------------------------------------------------------------- blocks, and what befalls them
@@ -56,18 +48,13 @@ class Block:
     offsets: NDArray[np.uint32]
     palette: Bytes
     numbers: NDArray[np.int64]
+    slices: Bytes | None = None  # what was compressed
     count: int = COUNT
     in_file: bool = False
     checks: NDArray[np.uint32] | None = None  # of the units in a file; None: those that are right
     cut: int = 0  # bytes that the file lacks at its end
     start: int = 0  # where in the file the units are said to begin
     places: SlicePlaces | None = None
-
-
-def tables_for(slices: Bytes, form: Transform) -> Dictionary | None:
-    """Train tables of pairs on the differences of some slices, if these have any."""
-    plain = PortableCoder().seal(slices, Codec(Method.STORED, 0, form)) if form.is_of_differences else None
-    return None if plain is None else Dictionary(train_pairs(np.asarray(plain.coded.data).reshape(COUNT, -1), form))
 
 
 def whole_blocks() -> list[Block]:
@@ -118,20 +105,18 @@ def whole_blocks() -> list[Block]:
             Codec(Method.LZ4, 0, form, group=5),
             Codec(Method.ZSTD, 3, form, common, group=4),
             Codec(Method.LZ4, 5, form, common),
-            Codec(Method.LZ4, 5, form, key=5),
-            Codec(Method.LZ4, 5, form, group=2, key=3, raw_keys=True),
-            Codec(Method.ZSTD, 3, form, key=4, raw_keys=True),
-            Codec(Method.ZSTD, 3, form, group=3, key=2),
-            Codec(Method.PAIRS, 0, form, tables_for(slices, form)),
+            Codec(Method.ZSTD, 4, form),
+            Codec(Method.LZ4, 4, form, group=3),
         ):
-            if not codec.is_sound:  # colours and changes have no keys, and what is no difference has no pairs
-                continue
-            order = generator.permutation(COUNT).astype(np.uint32) if codec.key else None
-            sealed = PortableCoder().seal(slices, codec, order)
+            # Codecs of level 4 are sealed in another order than their numbers'.
+            order = generator.permutation(COUNT).astype(np.uint32) if codec.level == 4 else None
+            sealed = NativeCoder().seal(slices, codec, order)
             assert sealed is not None
             coded = sealed.coded
             assert isinstance(coded.data, np.ndarray)
-            block = Block(codec, coded.data, coded.offsets, coded.palette, np.arange(COUNT), places=coded.places)
+            block = Block(
+                codec, coded.data, coded.offsets, coded.palette, np.arange(COUNT), slices, places=coded.places
+            )
             blocks.append(block)
     return [*blocks, *(replace(block, in_file=True) for block in blocks)]
 
@@ -244,32 +229,19 @@ def mistake_the_group(block: Block, generator: np.random.Generator) -> None:
     block.codec = replace(block.codec, group=group)
 
 
-def mistake_the_key(block: Block, generator: np.random.Generator) -> None:
-    """Claim other numbers of units behind a key, or that there is none, or one."""
-    key = int(generator.choice([-(1 << 62), -1, 0, 1, 2, 3, 11, 12, 13, 1 << 20, (1 << 32) - 1, 1 << 32, 1 << 62]))
-    block.codec = replace(block.codec, key=key)
-
-
 def spoil_places(block: Block, generator: np.random.Generator) -> None:
-    """Let slices be of lanes that there are none of, stand behind the last, or be fewer or more than are counted."""
-    places = block.places or SlicePlaces.of(np.arange(COUNT, dtype=np.uint32)[::-1].copy())
-    assert places is not None
-    lanes = places.lanes.copy()
-    firsts: NDArray[Any] = places.firsts.copy()
-    if not (lanes.size and firsts.size):  # spoilt before
+    """Let slices share places, have places that do not exist, or be fewer than are counted."""
+    places: Any = np.arange(COUNT, dtype=np.uint16)[::-1].copy() if block.places is None else block.places.copy()
+    if not places.size:  # spoilt before
         return
-    match generator.integers(5):
+    match generator.integers(3):
         case 0:
-            lanes[generator.integers(0, len(lanes), 3)] = generator.integers(0, 256, 3)
+            places[generator.integers(0, len(places), 3)] = generator.integers(0, 1 << 16, 3)
         case 1:
-            firsts.reshape(-1)[generator.integers(0, firsts.size, 3)] = generator.integers(0, 1 << 16, 3)
-        case 2:
-            lanes = lanes[: int(generator.integers(len(lanes)))].copy()
-        case 3:
-            firsts = firsts[:, : int(generator.integers(1, firsts.shape[1] + 1))].astype(generator.choice(["u2", "u4"]))
+            places = places[: int(generator.integers(len(places)))].copy()
         case _:
-            firsts = np.resize(firsts, (int(generator.integers(0, 4)), firsts.shape[1]))
-    block.places = SlicePlaces(lanes, np.ascontiguousarray(firsts))
+            places = places.astype(np.uint32)
+    block.places = places
 
 
 def mistake_the_count(block: Block, generator: np.random.Generator) -> None:
@@ -315,7 +287,6 @@ CLAIMS: dict[str, Damage] = {
     "false dictionary": pretend_a_dictionary,
     "group": mistake_the_group,
     "count": mistake_the_count,
-    "key": mistake_the_key,
     "places": spoil_places,
 }
 """What is wrong with a block before a slice of it is read."""
@@ -366,10 +337,7 @@ def read_damaged(coder: Coder, block: Block, lay: Callable[[NDArray[Any]], NDArr
     out = room[MARGIN:-MARGIN].reshape(len(block.numbers), slice_bytes)
     try:
         units = laid(block, lay)
-        told, places = (lay(block.offsets), lay(block.palette)), block.places
-        if places is not None:
-            firsts = lay(places.firsts.reshape(-1)).reshape(places.firsts.shape)
-            places = replace(places, lanes=lay(places.lanes), firsts=firsts)
+        told, places = (lay(block.offsets), lay(block.palette)), None if block.places is None else lay(block.places)
         sealed = coder.adopt(Coded(block.codec, block.count, *told, units, places))
         coder.decode(sealed, block.numbers, out)
     except DamageError:
@@ -413,16 +381,8 @@ def seal_and_read(coder: Coder, generator: np.random.Generator, lay: Callable[[N
         words = generator.integers(0, 50, (3, plain.slice_bytes // max(word_bytes, 1)))
         slices = words.astype(f"u{max(word_bytes, 1)}").view(np.uint8)
         rows = lay(slices.reshape(-1)).reshape(slices.shape)
-        methods: tuple[Codec, ...] = (
-            Codec(Method.LZ4, 0, plain),
-            Codec(Method.ZSTD, 3, plain),
-            Codec(Method.LZ4, 0, plain, group=2),
-        )
-        if width % 13 == 3:
-            methods += (Codec(Method.LZ4, 3, plain, key=2), Codec(Method.ZSTD, 3, plain, key=3, raw_keys=True))
+        methods = (Codec(Method.LZ4, 0, plain), Codec(Method.ZSTD, 3, plain), Codec(Method.LZ4, 0, plain, group=2))
         for form, method in product(forms, methods):
-            if (form.is_of_colours or form.predictor is Predictor.CHANGES) and method.key:
-                continue
             sealed = coder.seal(rows, replace(method, transform=form))
             assert sealed is not None
             out = lay(np.zeros(slices.size, np.uint8)).reshape(slices.shape)
@@ -433,16 +393,14 @@ def seal_and_read(coder: Coder, generator: np.random.Generator, lay: Callable[[N
 def require_the_rest_is_well(coder: Coder, number: int, lay: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
     """Read a block that is whole, after all those that were not: no claim of theirs is left in the decoder."""
     block = BLOCKS[number]
-    assert read_damaged(coder, block, lay) == read_damaged(PortableCoder(), block, np.copy), (
-        f"block {number} is read otherwise"
-    )
+    assert block.slices is not None
+    assert read_damaged(coder, block, lay) == block.slices.tobytes(), f"block {number} is read otherwise"
 
 
-def main(kinds: list[str], cases: int, seed: int, library: str) -> None:
+def main(kinds: list[str], cases: int, seed: int, *, is_sanitized: bool) -> None:
     """Read damaged blocks with the compiled coder, one after another."""
-    coder = native_coder(library)
-    assert coder is not None, "nothing to test"
-    lay = np.copy if library else guarded  # a sanitizer has guards of its own around what is allocated
+    coder = NativeCoder()
+    lay = np.copy if is_sanitized else guarded  # a sanitizer has guards of its own around what is allocated
     generator = np.random.default_rng(seed)
     if WHOLE in kinds:
         kinds.remove(WHOLE)
@@ -459,4 +417,4 @@ def main(kinds: list[str], cases: int, seed: int, library: str) -> None:
 
 if __name__ == "__main__":
     for together in sys.argv[1].split("/"):
-        main(together.split(","), int(sys.argv[2]), int(sys.argv[3]), "".join(sys.argv[4:]))
+        main(together.split(","), int(sys.argv[2]), int(sys.argv[3]), is_sanitized="sanitized" in sys.argv[4:])

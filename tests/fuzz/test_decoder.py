@@ -15,10 +15,10 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +27,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdall
+from holdall import _native
 from holdall.errors import DamageError
-from holdall.native import PortableCoder
+from holdall.native import NativeCoder
 from holdall.storage.blocks import Codec, Coded, Method, Predictor, Transform
 from holdall.storage.ticks import Coder
 
@@ -45,34 +46,32 @@ from .damaged_blocks import (
     damaged,
     guarded,
     laid,
-    native_coder,
     read_damaged,
 )
 from .seeds import rotating_seed
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = Path(damaged_blocks.__file__)
+LINKED = ("zstandard", "lz4")
 CASES_IN_A_CHILD = 3_000
 CASES_A_NIGHT = 200_000
 CHILDREN_A_NIGHT = 8
-NATIVE = native_coder()
-needs_native = pytest.mark.skipif(NATIVE is None, reason="the compiled loops, libzstd or liblz4 are missing here")
-BOTH: list[Any] = [
-    pytest.param(NATIVE, id="native", marks=needs_native),
-    pytest.param(PortableCoder(), id="portable"),
-]
+
+
+@pytest.fixture(scope="module")
+def coder() -> Coder:
+    return NativeCoder()
 
 
 # ---------------------------------------------------------------- the rules
 
 
-@pytest.mark.parametrize("coder", BOTH)
 def test_whole_blocks_are_read(coder: Coder) -> None:
     """Without damage nothing is refused, so that what follows is about damage."""
     for block in BLOCKS:
         assert read_damaged(coder, block, guarded) is not None
 
 
-@pytest.mark.parametrize("coder", BOTH)
 @pytest.mark.parametrize("kind", DAMAGES)
 @given(number=st.integers(0, len(BLOCKS) - 1), seed=st.integers(0, 2**32 - 1))
 def test_any_damage_is_an_error_or_some_bytes(coder: Coder, kind: str, number: int, seed: int) -> None:
@@ -80,17 +79,6 @@ def test_any_damage_is_an_error_or_some_bytes(coder: Coder, kind: str, number: i
     read_damaged(coder, damaged(number, [kind], seed), np.copy)
 
 
-@given(
-    number=st.integers(0, len(BLOCKS) - 1),
-    kinds=st.lists(st.sampled_from(sorted(CLAIMS)), min_size=1, max_size=2),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_false_claims_are_an_error_or_some_bytes(number: int, kinds: list[str], seed: int) -> None:
-    """A palette, a dictionary or a transform that does not go with the rest of the block."""
-    read_damaged(PortableCoder(), damaged(number, kinds, seed), np.copy)
-
-
-@pytest.mark.parametrize("coder", BOTH)
 @pytest.mark.parametrize("kind", ["data", "checks", "file"])
 @given(number=st.integers(0, len(BLOCKS) - 1), seed=st.integers(0, 2**32 - 1))
 def test_damage_to_a_file_is_an_error_or_the_same_bytes(coder: Coder, kind: str, number: int, seed: int) -> None:
@@ -105,7 +93,6 @@ def test_damage_to_a_file_is_an_error_or_the_same_bytes(coder: Coder, kind: str,
     assert rows is None or rows == read_damaged(coder, whole, np.copy)
 
 
-@pytest.mark.parametrize("coder", BOTH)
 @pytest.mark.parametrize("start", [1, COUNT - 1])
 def test_offsets_that_go_back_or_beyond_the_data_are_refused(start: int, coder: Coder) -> None:
     """Even where the bytes between them would make a slice."""
@@ -116,7 +103,6 @@ def test_offsets_that_go_back_or_beyond_the_data_are_refused(start: int, coder: 
             assert read_damaged(coder, replace(block, offsets=offsets, numbers=np.array([start])), guarded) is None
 
 
-@pytest.mark.parametrize("coder", BOTH)
 @pytest.mark.parametrize("number", [-1, COUNT, COUNT + 1, 2**32, -(2**63)])
 def test_a_slice_that_is_not_in_the_block_is_refused(number: int, coder: Coder) -> None:
     """The error names the slice."""
@@ -137,7 +123,6 @@ def test_a_unit_that_claims_to_be_large_is_refused_before_room_is_made_for_it(gr
             Coded(codec, COUNT, nothing, block.palette, block.data)
 
 
-@pytest.mark.parametrize("coder", BOTH)
 def test_a_slice_that_claims_to_be_large_takes_no_memory(coder: Coder) -> None:
     """A few bytes can stand for gigabytes; what is allocated is what a slice takes, whatever its header says."""
     codec = Codec(Method.ZSTD, 3, Transform(900))
@@ -159,11 +144,10 @@ def test_a_slice_that_claims_to_be_large_takes_no_memory(coder: Coder) -> None:
 
 
 def run_child(
-    kinds: list[str], cases: int, *, seed: int = 0, library: Path | None = None, **environment: str
+    kinds: list[str], cases: int, *options: str, seed: int = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), ",".join(kinds), str(cases), str(seed)]
     return subprocess.run(
-        [*command, *([str(library)] if library else [])],
+        [sys.executable, str(SCRIPT), ",".join(kinds), str(cases), str(seed), *options],
         capture_output=True, text=True, check=False, timeout=3000, env=os.environ | environment,
     )  # fmt: skip
 
@@ -172,7 +156,6 @@ def last_lines(done: subprocess.CompletedProcess[str]) -> str:
     return f"exit {done.returncode}: " + "\n".join(done.stderr.splitlines()[-30:])
 
 
-@needs_native
 def test_damaged_blocks_do_not_crash_a_process() -> None:
     """Thousands of them, in memory that ends where none may be read any more."""
     done = run_child([WHOLE, *DAMAGES], CASES_IN_A_CHILD)
@@ -185,7 +168,6 @@ def claimed() -> subprocess.CompletedProcess[str]:
     return run_child(["/".join(CLAIMS)], 500)
 
 
-@needs_native
 @pytest.mark.parametrize("kind", CLAIMS)
 def test_false_claims_do_not_crash_a_process(kind: str, claimed: subprocess.CompletedProcess[str]) -> None:
     """C goes by the transform and the palette's size, so both are checked before it does."""
@@ -194,7 +176,6 @@ def test_false_claims_do_not_crash_a_process(kind: str, claimed: subprocess.Comp
     assert len(told) == 500
 
 
-@needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="guarded pages are made with Linux's calls")
 def test_a_read_outside_a_block_would_be_noticed() -> None:
     """The guard works: reading one byte further ends the process."""
@@ -217,7 +198,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("coder", BOTH)
 @pytest.mark.parametrize("kind", CHANGES)
 def test_changes_that_leave_their_slice_or_unit_are_refused(kind: str, coder: Coder) -> None:
     """The first slice of a unit of three is whole; the second is what its changes say, or damaged."""
@@ -240,42 +220,63 @@ def test_changes_that_leave_their_slice_or_unit_are_refused(kind: str, coder: Co
 # ---------------------------------------------------------------- under a sanitizer
 
 
-def sanitized(sources: Path, library: Path) -> dict[str, str]:
-    """Build the C files of a folder with every access and every sum checked; return the environment to load them in."""
-    compiler = shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("no gcc here")
-    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g", "-std=c11"]
-    files = [str(source) for source in sorted(sources.glob("*.c"))]
-    command = [compiler, *flags, "-shared", "-fPIC", *files, "-o", str(library)]
-    built = subprocess.run(command, capture_output=True, text=True, check=False)
-    if built.returncode != 0:
-        pytest.skip(f"this compiler has no sanitizers: {built.stderr[-200:]}")
+def sanitize(package: Path) -> dict[str, str]:
+    """Build the native module of a copy of holdall with every access and every sum checked.
+
+    Return the environment in which it is imported.
+    """
+    compiler, third_party = shutil.which("gcc"), ROOT / "third_party"
+    if compiler is None or not third_party.exists():
+        pytest.skip("needs gcc and third_party/, which `make setup` fetches")
+    includes = [sysconfig.get_paths()["include"], np.get_include(), *(str(third_party / name) for name in LINKED)]
+    command = [
+        compiler,
+        "-fsanitize=address",
+        "-O1",
+        "-g",
+        "-std=c11",
+        "-fPIC",
+        *(f"-I{folder}" for folder in includes),
+    ]
+    for source in third_party.glob("*/*.c"):
+        made = subprocess.run([*command, "-c", str(source), "-o", str(package / f"{source.stem}.o")], check=False)
+        if made.returncode != 0:
+            pytest.skip("this compiler has no sanitizers")
+    files = [str(path) for path in sorted([*(package / "_native").glob("*.c"), *package.glob("*.o")])]
+    command += ["-fsanitize=undefined", "-fno-sanitize-recover=undefined", "-shared", *files]
+    subprocess.run([*command, "-o", str(package / Path(_native.__file__).name)], check=True)
     found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     options = "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096"  # as on a small machine
-    return {"LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": options, "PYTHONMALLOC": "malloc"}
+    return {
+        "LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": options, "PYTHONMALLOC": "malloc",
+        "PYTHONPATH": str(package.parent),
+    }  # fmt: skip
+
+
+def copy_package(to: Path) -> Path:
+    """Copy holdall, to be built in another way."""
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so")
+    return shutil.copytree(Path(holdall.__file__).parent, to / "src" / "holdall", ignore=unwanted)
 
 
 def first_seed() -> int:
     return rotating_seed() * CHILDREN_A_NIGHT
 
 
-@needs_native
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
     """The same with every access checked by the compiler, where it can do that, from another seed every day."""
-    library, first = tmp_path / "kernels.so", first_seed()
-    environment = sanitized(Path(holdall.__file__).parent / "native", library)
+    first, environment = first_seed(), sanitize(copy_package(tmp_path))
     for seed in range(first, first + CHILDREN_A_NIGHT):
         kinds = [*([WHOLE] if seed == first else []), *DAMAGES, *CLAIMS]
-        done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, seed=seed, library=library, **environment)
+        done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, "sanitized", seed=seed, **environment)
         assert done.returncode == 0, f"seed {seed}: {last_lines(done)}"
 
 
 OLD_MISTAKES = {
     "a sum of two positions in a file overflows": (
-        "native/decode.c",
+        "_native/decode.c",
         " || b->file_start > INT64_MAX - b->data_bytes",
         "",
         "signed integer overflow",
@@ -298,22 +299,19 @@ def test_what_was_wrong_once_is_told_as_the_code_is_now(mistake: str) -> None:
     assert text.count(now) == 1, f"{file} has changed; say what the mistake looks like now"
 
 
-@needs_native
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mistake", OLD_MISTAKES)
 def test_a_night_would_find_what_was_wrong_once(tmp_path: Path, mistake: str) -> None:
     """Put back into a copy, each of them ends the run."""
     file, now, then, message = OLD_MISTAKES[mistake]
-    package = tmp_path / "src" / "holdall"
-    shutil.copytree(Path(holdall.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    package = copy_package(tmp_path)
     text = (package / file).read_text(encoding="utf-8")
     (package / file).write_text(text.replace(now, then), encoding="utf-8")
-    library = tmp_path / "kernels.so"
-    environment = sanitized(package / "native", library) | {"PYTHONPATH": str(package.parent)}
+    environment = sanitize(package)
     first, kinds = first_seed(), [*DAMAGES, *CLAIMS]
     for seed in range(first, first + CHILDREN_A_NIGHT):
-        done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, seed=seed, library=library, **environment)
+        done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, "sanitized", seed=seed, **environment)
         if done.returncode != 0:
             break
     assert re.search(message, done.stderr), last_lines(done)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from holdall.cli import app
 from holdall.tools.bench.run import header, read_results, runs_of, write_line
-from holdall.tools.bench.settings import Calibration, ProfileSize, settings_of
+from holdall.tools.bench.settings import Calibration, ProfileSize, calibrate, settings_of
 
 BENCH = [sys.executable, "-m", "holdall", "bench"]
 
@@ -35,6 +35,39 @@ def finished(path: Path) -> tuple[list[dict[str, Any]], str]:
     done = subprocess.run([*BENCH, "--resume", str(path), "--json"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+BOTH_BUFFERS = pytest.param(["sb3", "holdall"], marks=pytest.mark.nightly)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("buffers", [["holdall"], BOTH_BUFFERS])
+def test_profiles_are_calibrated_trained_and_ranked(buffers: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    asked = ["--env", "CartPole-v1", "--algo", "dqn", "--profiles", "fast", "--seeds", "1", "--timesteps", "60"]
+    quick = ["--buffers", *buffers, "--limit", "1GiB", "--threads", "1", "--no-fill"]
+    command = [*BENCH, *asked, *quick, "--out", str(path), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kinds = [json.loads(line)["kind"] for line in done.stdout.splitlines()]
+    assert kinds == ["header", *["run" for _ in buffers], "ranking", "ranking", "ranking"]
+    first, records = read_results(path)
+    size = first["calibration"]["sizes"]["fast"]
+    assert size["fits"] == buffers
+    runs = runs_of(records)
+    assert [(run.profile, run.buffer, run.status) for run in runs] == [("fast", name, "done") for name in buffers]
+    assert all(run.size == size["size"] > 0 for run in runs)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("buffer", ["sb3", pytest.param("holdall", marks=pytest.mark.nightly)])
+def test_profiles_of_rollouts_get_a_size_that_fits_their_share(buffer: str) -> None:
+    settings = settings_of("CartPole-v1", "ppo", ["fast"], 60, 1, [buffer], "1GiB", threads=1)
+    calibration = calibrate(settings, lambda what, share: None)
+    size = calibration.sizes["fast"]
+    assert size.fits == (buffer,)
+    assert size.size > size.batch_size
+    assert calibration.seconds[f"fast/{buffer}"] > 0
 
 
 CAMERA = pytest.param("demo", "sac", 1_200, marks=pytest.mark.nightly)

@@ -1,216 +1,200 @@
-"""The build hook: the C loops compile cleanly, and a machine without a compiler still gets a package."""
+"""The build of the native module: sources without warnings, a complete source distribution, clear errors."""
 
-import ctypes
 import hashlib
-import importlib.util
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
-from holdall.native import NativeKernels, open_library
-from holdall.storage.blocks import Codec, Method, Predictor, Transform
+from holdall import _native
 
 ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "src" / "holdall" / "_native"
+THIRD_PARTY = ROOT / "third_party"
+
+needs_a_build = pytest.mark.skipif(not THIRD_PARTY.exists(), reason="needs third_party/, which `make setup` fetches")
 
 
 @pytest.fixture(scope="module")
-def hatch_build() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def setup_script() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "setup.py"))
 
 
-@pytest.fixture
-def hook(hatch_build: ModuleType, tmp_path: Path) -> Any:
-    for number, source in enumerate(hatch_build.SOURCES):
-        path = tmp_path / source
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'__attribute__((visibility("default"))) int answer_{number}(void) {{ return {number}; }}\n')
-    return hatch_build.KernelBuildHook(str(tmp_path), {}, None, None, str(tmp_path), "wheel")
-
-
-@pytest.fixture
-def compiled_once(hatch_build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of holdall's C takes a compiler seconds: what compiled is kept, and compiled again when anything changed.
-
-    That is the compiler, its flags, this build hook, and every source and header beside the sources.
-    """
-    really = hatch_build.compile_shared
-    hook_source = (ROOT / "hatch_build.py").read_bytes()
-
-    def compile_shared(command: list[str], sources: list[Path], library: Path) -> str | None:
-        if len(sources) != len(hatch_build.SOURCES):  # the small program that tries a compiler
-            return really(command, sources, library)  # type: ignore[no-any-return]
-        version = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True).stdout
-        content = hashlib.sha256(repr([command, version]).encode() + hook_source)
-        for file in sorted({found for source in sources for found in source.parent.glob("*.[ch]")}):
-            content.update(f"{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
-        kept = ROOT / ".cache" / "compiled" / f"{content.hexdigest()}{library.suffix}"
-        if not kept.exists():
-            problem: str | None = really(command, sources, kept)
-            if problem is not None:
-                return problem
-        library.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(kept, library)
-        return None
-
-    monkeypatch.setattr(hatch_build, "compile_shared", compile_shared)
-
-
-def empty_build() -> dict[str, Any]:
-    return {"artifacts": [], "pure_python": True}
-
-
-@pytest.mark.usefixtures("compiled_once")
-def test_the_c_loops_compile_without_a_warning(hatch_build: ModuleType, tmp_path: Path) -> None:
-    compiler = hatch_build.system_compiler()
+@needs_a_build
+def test_the_c_sources_compile_without_a_warning() -> None:
+    """Compiling takes seconds, so the result is kept until a source, a flag or the compiler changes."""
+    compiler = shutil.which("cc")
     if compiler is None:
-        pytest.skip("needs a C compiler, and this machine has none")
-    strict = [*compiler, "-Wall", "-Wextra", "-Werror", "-pedantic"]
-    problem = hatch_build.compile_shared(
-        strict, [ROOT / source for source in hatch_build.SOURCES], tmp_path / "strict.so"
-    )
-    assert problem is None
+        pytest.skip("needs a C compiler")
+    includes = [
+        sysconfig.get_paths()["include"],
+        np.get_include(),
+        *(str(THIRD_PARTY / name) for name in ("zstandard", "lz4")),
+    ]
+    command = [compiler, "-O3", "-std=c11", "-fPIC", "-Wall", "-Wextra", "-Werror", "-c", "-o", os.devnull]
+    command += [word for include in includes for word in ("-isystem", include)]
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
+    headers = b"".join(header.read_bytes() for header in sorted(SOURCES.glob("*.h")))
+    for source in sorted(SOURCES.glob("*.c")):
+        key = hashlib.sha256(repr(command).encode() + version + headers + source.read_bytes()).hexdigest()
+        stamp = ROOT / ".cache" / "compiled" / f"{source.stem}-{key[:16]}"
+        if stamp.exists():
+            continue
+        done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.touch()
 
 
-def test_the_library_is_built_and_shipped_for_this_platform(hatch_build: ModuleType, hook: Any) -> None:
-    if hatch_build.system_compiler() is None:
-        pytest.skip("needs a C compiler, and this machine has none")
-    build = empty_build()
-    hook.initialize("standard", build)
-    library = Path(hook.root, hatch_build.LIBRARY)
-    built = ctypes.CDLL(str(library))
-    assert [built[f"answer_{number}"]() for number in range(len(hatch_build.SOURCES))] == list(
-        range(len(hatch_build.SOURCES))
-    )
-    assert build["artifacts"] == [hatch_build.LIBRARY.as_posix()]
-    assert build["pure_python"] is False
-    assert build["tag"].startswith("py3-none-")
-    sources = [Path(hook.root, source) for source in hatch_build.SOURCES]
-    beside = [source for source in sources if source.parent == library.parent]
-    assert sorted(library.parent.iterdir()) == sorted([library, *beside])
-    assert hook.dependencies() == []
+def test_the_module_exports_no_function_of_zstandard_or_lz4() -> None:
+    """Another library in the same process may have its own versions of them."""
+    if shutil.which("nm") is None or sys.platform != "linux":
+        pytest.skip("needs nm on Linux")
+    command = ["nm", "--dynamic", "--defined-only", _native.__file__]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in listed.splitlines()}
+    assert "PyInit__native" in names
+    assert not [name for name in names if not name.startswith(("PyInit__native", "holdall_"))]
 
 
-def test_without_a_compiler_one_is_asked_for(
-    hatch_build: ModuleType, hook: Any, monkeypatch: pytest.MonkeyPatch
+# ---------------------------------------------------------------- sources of Zstandard and LZ4
+
+
+def copy_tree(to: Path) -> Path:
+    """Copy what a build needs, without anything that was built."""
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so", "*.egg-info")
+    for name in ("src", "tests", "third_party"):
+        shutil.copytree(ROOT / name, to / name, ignore=unwanted)
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE", "Makefile"):
+        shutil.copy(ROOT / name, to)
+    shutil.copy(ROOT / "constraints.txt", to)
+    return to
+
+
+def run_setup(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run setup.py without a network: pip would find no package."""
+    settings = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""} | environment
+    command = [sys.executable, "setup.py", *arguments]
+    return subprocess.run(command, cwd=tree, env=settings, capture_output=True, text=True, check=False)
+
+
+def make_fake_pip(archives: Path, calls: list[list[str]]) -> Any:
+    """Return a `subprocess.run` that "downloads" small archives instead of running pip."""
+
+    def run(command: list[str], *, check: bool) -> None:
+        assert check
+        calls.append(command)
+        to = Path(command[command.index("--dest") + 1])
+        for archive in archives.iterdir():
+            shutil.copy(archive, to)
+
+    return run
+
+
+@pytest.fixture
+def archives(setup_script: dict[str, Any], tmp_path: Path) -> Path:
+    folder = tmp_path / "archives"
+    folder.mkdir()
+    for package, files in setup_script["THIRD_PARTY_FILES"].items():
+        tree = tmp_path / f"{package}-1.0"
+        for file in files:
+            (tree / file).parent.mkdir(parents=True, exist_ok=True)
+            (tree / file).write_text("/*\n   A licence.\n*/\nint code;\n")
+        with tarfile.open(folder / f"{package}-1.0.tar.gz", "w:gz") as opened:
+            opened.add(tree, tree.name)
+    return folder
+
+
+def test_sources_are_downloaded_once_and_again_when_their_versions_change(
+    setup_script: dict[str, Any], archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hatch_build, "system_compiler", lambda: None)
-    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "x86_64")
-    assert hook.dependencies() == ["ziglang"]
-    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "vax")
-    assert hook.dependencies() == []
+    calls: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", make_fake_pip(archives, calls))
+    fetch, versions, folder = setup_script["fetch_third_party"], tmp_path / "versions.txt", tmp_path / "third_party"
+    for content, expected_calls in (("one", 1), ("one", 1), ("two", 2)):
+        versions.write_text(content)
+        fetch(folder, versions)
+        assert len(calls) == expected_calls
+    assert "--require-hashes" in calls[0]
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.*"))
+    lz4 = ["lz4/lz4.c", "lz4/lz4.h", "lz4/lz4hc.c", "lz4/lz4hc.h"]
+    zstandard = ["zstandard/zstd.c", "zstandard/zstd.h", "zstandard/zstd_errors.h"]
+    assert names == [*lz4, "versions.txt", *zstandard]
+    assert (folder / "lz4" / "LICENSE").read_text().strip() == "A licence."
 
 
-@pytest.mark.usefixtures("compiled_once")
-def test_the_compiler_that_pip_fetches_builds_a_library_that_works(
-    hatch_build: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_download_that_fails_leaves_no_folder(
+    setup_script: dict[str, Any], archives: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine without a compiler gets the same loops; slices go through the processor's own instructions, too."""
-    if hatch_build.zig_compiler() is None:
-        pytest.skip("needs the package ziglang, which `make test` installs")
-    shutil.copytree(
-        ROOT / hatch_build.FOLDER, tmp_path / hatch_build.FOLDER, ignore=shutil.ignore_patterns("_kernels*")
-    )
-    monkeypatch.setattr(hatch_build, "system_compiler", lambda: None)
-    hook = hatch_build.KernelBuildHook(str(tmp_path), {}, None, None, str(tmp_path), "wheel")
-    build = empty_build()
-    hook.initialize("standard", build)
-    assert build["artifacts"] == [hatch_build.LIBRARY.as_posix()]
-    coder = NativeKernels(open_library(tmp_path / hatch_build.LIBRARY)).coder
-    form = Transform(3 * 20 * 30, predictor=Predictor.LEFT, planes=3, rows=20, columns=30, interleaved=True, green=True)
-    slices = np.random.default_rng(0).integers(0, 9, (5, form.slice_bytes), np.uint8)
-    sealed = coder.seal(slices, Codec(Method.ZSTD, 3, form))
-    assert sealed is not None
-    out = np.zeros_like(slices)
-    coder.decode(sealed, np.arange(5), out)
-    assert out.tobytes() == slices.tobytes()
+    """A folder that exists is taken to be complete."""
+    (archives / "lz4-1.0.tar.gz").write_bytes(b"not an archive")
+    monkeypatch.setattr(subprocess, "run", make_fake_pip(archives, []))
+    versions = tmp_path / "versions.txt"
+    versions.touch()
+    with pytest.raises(tarfile.TarError):
+        setup_script["fetch_third_party"](tmp_path / "third_party", versions)
+    assert not (tmp_path / "third_party").exists()
 
 
-def test_without_any_compiler_the_wheel_is_pure_and_says_so(
-    hatch_build: ModuleType, hook: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(hatch_build, "system_compiler", lambda: None)
-    monkeypatch.setattr(hatch_build, "zig_compiler", lambda: None)
-    stale = Path(hook.root, hatch_build.LIBRARY)
-    stale.write_bytes(b"of an older source")
-    build = empty_build()
-    hook.initialize("standard", build)
-    reason = Path(hook.root, hatch_build.REASON)
-    assert build == empty_build() | {"artifacts": [hatch_build.REASON.as_posix()]}
-    assert not stale.exists()
-    assert "no C compiler" in capsys.readouterr().err
-    with pytest.raises(OSError, match="was not built: no C compiler"):
-        open_library(stale)
-    hook.clean([])
-    assert not reason.exists()
+def test_every_source_has_a_pinned_version_and_hash(setup_script: dict[str, Any]) -> None:
+    lines = (SOURCES / "third_party.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9]+==[\d.]+ --hash=sha256:[0-9a-f]{64}", line) for line in pinned)
+    assert {line.split("==")[0] for line in pinned} == set(setup_script["THIRD_PARTY_FILES"])
 
 
-def test_a_source_that_does_not_compile_is_a_warning(
-    hatch_build: ModuleType, hook: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Path(hook.root, hatch_build.SOURCES[0]).write_text("not C")
-    build = empty_build()
-    hook.initialize("standard", build)
-    assert build["pure_python"]
-    assert "built without its compiled loops" in capsys.readouterr().err
-    assert "exited with" in Path(hook.root, hatch_build.REASON).read_text(encoding="utf-8")
+# ---------------------------------------------------------------- what the build makes
 
 
-def test_a_target_that_does_not_compile_is_an_error(
-    hatch_build: ModuleType, hook: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A wheel for others is never left without its library."""
-    monkeypatch.setenv("HOLDALL_BUILD_TARGET", "linux-aarch64")
-    monkeypatch.setattr(hatch_build, "zig_compiler", lambda: None)
-    with pytest.raises(RuntimeError, match="needs the package ziglang"):
-        hook.initialize("standard", empty_build())
-    monkeypatch.setattr(hatch_build, "zig_compiler", lambda: ["false"])
-    with pytest.raises(RuntimeError, match="exited with 1"):
-        hook.initialize("standard", empty_build())
+@needs_a_build
+def test_a_missing_compiler_is_an_error_that_says_so(tmp_path: Path) -> None:
+    done = run_setup(copy_tree(tmp_path), "build_clib", CC="no-such-compiler")
+    assert done.returncode != 0
+    assert "no-such-compiler" in done.stderr
+    assert "needs a working C compiler" in done.stderr
 
 
-@pytest.mark.parametrize("portable", ["0", "1"])
-def test_make_setup_fails_where_nothing_was_compiled_unless_that_was_asked_for(tmp_path: Path, portable: str) -> None:
-    """The Makefile's own recipe, with a Python whose pip installs nothing and whose holdall has no library."""
-    if shutil.which("make") is None:
-        pytest.skip("needs make")
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("_kernels*", "__pycache__"))
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "hatch_build.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(
-        f'#!/bin/sh\n[ "$1" = -m ] || PYTHONPATH={tmp_path}/src exec {sys.executable} "$@"\n', encoding="utf-8"
-    )
-    python.chmod(0o755)
-    settings = os.environ | {"HOLDALL_BUILD_PORTABLE": portable}
-    done = subprocess.run(
-        ["make", "-C", str(tmp_path), "setup"], env=settings, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode == 0) == (portable == "1"), done.stderr
-    assert ("error: something is not compiled" in done.stderr) == (portable == "0")
-    assert (tmp_path / ".venv" / ".stamp").exists() == (portable == "1")
+@needs_a_build
+def test_the_source_distribution_contains_all_sources(tmp_path: Path) -> None:
+    done = run_setup(copy_tree(tmp_path), "sdist")
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tmp_path / "dist").glob("holdall-*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    wanted = [*SOURCES.iterdir(), *THIRD_PARTY.rglob("*.*"), *THIRD_PARTY.glob("*/LICENSE"), *ROOT.glob("tests/*.py")]
+    assert not {str(path.relative_to(ROOT)) for path in wanted} - names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
 
 
-def test_compression_is_linked_from_the_sources_given(hatch_build: ModuleType, tmp_path: Path) -> None:
-    """The licences of what is linked in travel with the wheel."""
-    for name in ("zstandard/zstd/LICENSE", "zstandard/zstd/zstd.c", "lz4/lz4libs/lz4.c", "lz4/lz4libs/lz4hc.c"):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("/*\n   Its licence.\n*/\nint code;\n")
-    flags, sources, licences = hatch_build.compression(tmp_path)
-    assert "-DHOLDALL_COMPRESSION" in flags
-    assert all(source.exists() for source in sources)
-    assert sorted(licences.values()) == ["holdall/native/LICENSE.lz4.txt", "holdall/native/LICENSE.zstd.txt"]
-    assert (tmp_path / "lz4.txt").read_text().strip() == "Its licence."
+@needs_a_build
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_wheel_is_built_without_a_network_and_works(tmp_path: Path) -> None:
+    """It runs on every Python from 3.11 on, contains the licences of Zstandard and LZ4, and no C sources."""
+    tree = copy_tree(tmp_path / "tree")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    environment = os.environ | {"PIP_NO_INDEX": "1"}
+    subprocess.run([*pip, "--wheel-dir", str(tmp_path), str(tree)], env=environment, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert "-cp311-abi3-" in wheel.name
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as opened:
+        opened.extractall(installed)
+    names = {str(path.relative_to(installed)) for path in installed.rglob("*")}
+    licences = {f"licenses/{name}LICENSE" for name in ("", "third_party/zstandard/", "third_party/lz4/")}
+    assert licences <= {name.partition(".dist-info/")[2] for name in names}
+    assert not [name for name in names if name.endswith((".c", ".h"))]
+    smoke = [sys.executable, str(ROOT / "release" / "smoke.py")]
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    done = subprocess.run(smoke, env=environment, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert "rows right" in done.stdout

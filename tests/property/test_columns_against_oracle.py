@@ -15,12 +15,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory
-from holdall.native import native_kernels
 from holdall.storage import columns, rings
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
-
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="columns are packed by the compiled loops")
 
 RARE = {4: 0x7FA00001, 8: 0x7FF4000000000001}  # signalling NaNs with a payload
 TERMS, PAST = 3, 4

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from holdall import ArgumentError, ReplayMemory, TransitionIdError
 from holdall.batch import Batch
-from holdall.native import native_kernels, one_call, reading
+from holdall.native import one_call, reading
 from holdall.storage import columns, segment
 from holdall.storage import rings as ring
 from holdall.storage.store import Store
@@ -29,7 +29,6 @@ from holdall.testing import OracleMemory, Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
 from holdall.testing.strategies import streams
 
-KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
 KEPT_BATCHES = 3
 PATIENCE_S = 90
 QUICK_DISK = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync takes no time
@@ -44,7 +43,6 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         stream=streams(),
         capacity_ticks=st.one_of(st.integers(1, 20), st.integers(20, 300)),
         remainder=st.integers(0, 4),
-        kernels=st.sampled_from(KERNELS),
         threads=st.sampled_from([1, 2, 8]),
         segment_bytes=st.sampled_from([1, 30_000, 200_000, segment.SEGMENT_BYTES]),
         segments_of_a_memory=st.sampled_from([1, 4, 16]),
@@ -63,7 +61,6 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         stream: Stream,
         capacity_ticks: int,
         remainder: int,
-        kernels: str,
         threads: int,
         segment_bytes: int,
         segments_of_a_memory: int,
@@ -79,7 +76,6 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
     ) -> None:
         # Small limits make segments roll, blocks go on and rings pair within a few ticks.
         self.patch = pytest.MonkeyPatch()
-        self.patch.setenv("HOLDALL_KERNELS", kernels)
         self.patch.setenv("HOLDALL_THREADS", str(threads))
         for module in (one_call, reading):  # so that small batches are shared by threads, too
             self.patch.setattr(module, "_BYTES_PER_THREAD", 5_000)

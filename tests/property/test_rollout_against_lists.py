@@ -10,14 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdall import RolloutMemory
-from holdall.native import native_kernels
 from holdall.storage import rollout as rollout_storage
 from holdall.testing import Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
 from holdall.testing.strategies import streams
 from holdall.testing.streams import StreamStep, stack_steps
-
-KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
 
 
 def collect(
@@ -49,7 +46,6 @@ def at(value: Any, ids: Any) -> Any:
 @given(
     stream=streams(),
     lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
-    kernels=st.sampled_from(KERNELS),
     compress=st.sampled_from([None, None, "speed", "memory"]),
     segment_bytes=st.sampled_from([1, 20_000]),
     spare_room=st.sampled_from([-0.9, 0.25]),
@@ -59,14 +55,12 @@ def test_every_rollout_comes_back_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
     stream: Stream,
     lengths: list[int],
-    kernels: str,
     compress: str | None,
     segment_bytes: int,
     spare_room: float,
     seed: int,
 ) -> None:
     """Minibatches hold every step once, and so do sequences, in order and within an episode; finals are true."""
-    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     monkeypatch.setattr(rollout_storage, "_COMPRESSED_SEGMENT_BYTES", segment_bytes)
     monkeypatch.setattr(rollout_storage, "_SPARE_ROOM", spare_room)
     generator = np.random.default_rng(seed)

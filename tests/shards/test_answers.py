@@ -23,7 +23,7 @@ from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.shard_data import ShardData, ShardReader
 from holdall.delivery import DrawnRows
 from holdall.errors import ArgumentError, DamageError
-from holdall.native import PortableKernels, chosen_kernels, native_kernels
+from holdall.native import chosen_kernels
 from holdall.sampling import Uniform
 from holdall.schema import Schema, schema_words
 from holdall.storage import batch_source
@@ -127,9 +127,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> floa
     return share
 
 
-@pytest.fixture(params=["portable"] if native_kernels() is None else ["native", "portable"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return PortableKernels() if request.param == "portable" else chosen_kernels()
+@pytest.fixture
+def kernels() -> Kernels:
+    return chosen_kernels()
 
 
 @settings(max_examples=40)

@@ -103,9 +103,9 @@ def test_half_a_checkpoint_is_not_taken_for_a_journal_nor_for_another(
     first_slots(tmp_path / "whole" / "journal" / "00000", 3, half / "journal" / "00000")
     other = tmp_path / "other"
     shutil.copytree(checkpoint, other)
-    with pytest.raises(CheckpointError, match="holds a part of the checkpoint"):
+    with pytest.raises(CheckpointError, match="contains a partially loaded checkpoint"):
         loaded(other, half)
-    with pytest.raises(ShardError, match="holds a part of the checkpoint"):
+    with pytest.raises(ShardError, match="contains a partially loaded checkpoint"):
         ReplayMemory(SPACE, ACTION, 1_000, shards=1, durability="segment", url=half)
 
 

@@ -16,7 +16,6 @@ pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[r
 
 
 from holdall.native import chosen_kernels
-from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Schema
 from holdall.storage import sealed_segment
 from holdall.storage.blocks import Codec, Method, Transform
@@ -70,14 +69,13 @@ def laid_out(array: NDArray[Any], lie: str) -> NDArray[Any]:
     segment_bytes=st.sampled_from([1, 2_000, 4 * 2**20]),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     lie=st.sampled_from(["one after another", "every second", "axes turned"]),
-    is_portable=st.booleans(),
 )
 def test_a_trajectory_becomes_the_segments_of_its_ticks(
-    stream: Stream, most: int, segment_bytes: int, lengths: list[int], lie: str, is_portable: bool
+    stream: Stream, most: int, segment_bytes: int, lengths: list[int], lie: str
 ) -> None:
-    """However its arrays lie in memory, and with compiled loops as without."""
+    """However its arrays lie in memory."""
     schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
-    kernels = PortableKernels() if is_portable else chosen_kernels()
+    kernels = chosen_kernels()
     one, other = (Encoder(schema, stream.num_envs, most, kernels) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sealed_segment, "_SEGMENT_BYTES", segment_bytes)
@@ -139,8 +137,7 @@ def interrupted(*_: Any) -> Any:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("kernels", [chosen_kernels(), PortableKernels()])
-def test_lanes_without_a_step_are_known_after_an_interrupt(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_without_a_step_are_known_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tick with such lanes makes a column; what was interrupted then is done by the next call."""
     schema = Schema.of(spaces.Box(-1, 1, (3,)), spaces.Discrete(4), None, 2)
     given = np.zeros((2, 3), np.float32), np.zeros(2, np.int64), np.ones(2), np.ones((2, 3), np.float32)
@@ -148,6 +145,7 @@ def test_lanes_without_a_step_are_known_after_an_interrupt(kernels: Any, monkeyp
     whole, partial = (
         Tick.fitted(schema, (2,), None, *given, no, no, None, valid) for valid in (None, np.array([True, False]))
     )
+    kernels = chosen_kernels()
     encoder = Encoder(schema, 2, 8, kernels)
     encoder.add(whole)
     with monkeypatch.context() as patch:
@@ -164,7 +162,6 @@ def arguments(schema: Schema, tick: Tick) -> tuple[Any, ...]:
     return obs, action, tick.reward, next_obs, tick.terminated, tick.truncated
 
 
-@pytest.mark.skipif(chosen_kernels().name == PortableKernels.name, reason="there are no compiled loops here")
 def test_most_ticks_take_the_short_way() -> None:
     """And none while the lock is held, nor beyond the rows that it may fill."""
     frames = spaces.Dict({"image": spaces.Box(0, 255, (4, 20, 20), np.uint8), "goal": spaces.Box(-1, 1, (3,))})

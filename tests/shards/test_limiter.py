@@ -94,8 +94,10 @@ def test_limits_that_make_no_sense_are_refused(wrong: tuple[float, int, float]) 
 
 
 def test_what_could_never_be_granted_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="tolerance"):
+    with pytest.raises(ArgumentError, match=r"tolerance \(100\) must be at least 1024, a segment of 128 rows"):
         RateLimit(8.0, 100, 100).require("add", 128)
+    with pytest.raises(ArgumentError, match=r"tolerance \(100\) must be at least 256, the number of rows of a batch"):
+        RateLimit(8.0, 100, 100).require("sample", 256)
 
 
 @ray.remote(num_cpus=0)

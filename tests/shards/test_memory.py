@@ -19,7 +19,6 @@ import holdall
 from holdall import ArgumentError, ClosedError, Prioritized, TransitionIdError
 from holdall.cluster import learner
 from holdall.cluster.protocol import actor_state, shards_of
-from holdall.native import fallback
 from holdall.ray import ReplayMemory, Writer
 from holdall.sampling.draw import Sampler
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -249,7 +248,6 @@ def test_the_report_adds_up_all_shards(four: ReplayMemory) -> None:
     assert report.transitions == len(four)
     assert {field.name for field in report.fields} >= {"obs.image", "obs.position", "reward", "extras.log_prob"}
     assert report.ratio > 2
-    assert report.fallback == fallback()
 
 
 @pytest.mark.parametrize("shards", [1, pytest.param(3, marks=pytest.mark.nightly)])
@@ -368,3 +366,11 @@ def test_saves_may_overlap(pair: ReplayMemory, tmp_path: Path) -> None:
         assert_same_bits(again.sample(64), pair.sample(64))
     with holdall.ReplayMemory.load(tmp_path) as local:
         assert len(local) == 608
+
+
+@pytest.mark.parametrize("kind", [holdall.Uniform, holdall.Prioritized])
+def test_a_sampler_that_draws_by_a_users_own_is_refused(kind: Any) -> None:
+    """Its draws would be weighted as if they were those of holdall's own sampler."""
+    by = type("Own", (kind,), {})()
+    with pytest.raises(ArgumentError, match=r"NStep.*draws by Own.*by=Uniform\(\) or by=Prioritized\(\)"):
+        ReplayMemory(OBSERVATION, ACTION, sampler=holdall.NStep(3, 0.9, by=by))

@@ -168,7 +168,7 @@ def test_episodes_stay_together_over_shards(lanes: int) -> None:
             first = batch.obs[:, 1]
             assert (batch.reward == steps * first + steps * (steps - 1) / 2).all()
         row, no = np.zeros((lanes, 2), np.float32), np.zeros(lanes, np.bool_)
-        with pytest.raises(ArgumentError, match="the first add had float32"):  # whichever group a lane is in
+        with pytest.raises(ArgumentError, match="the first add had dtype float32"):  # whichever group a lane is in
             memory.add(row, np.zeros(lanes, np.int64), np.zeros(lanes), row, no, no)
 
 

@@ -15,7 +15,6 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, ReplayMemory
-from holdall.native import native_kernels
 from holdall.storage import mapping_of
 from holdall.testing import assert_same_bits
 from holdall.testing.strategies import box
@@ -107,7 +106,6 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the syst
 
 
 @needs_linux
-@pytest.mark.skipif(native_kernels() is None, reason="the compiled loops were not built here: this takes minutes")
 @pytest.mark.parametrize("spills", [True, False], ids=["with a disk", "without one"])
 @pytest.mark.parametrize(
     ("budget", "frames"), [("48MiB", 3_000), pytest.param("96MiB", 7_000, marks=pytest.mark.nightly)]
@@ -204,7 +202,6 @@ def test_a_checkpoint_is_loaded_with_another_budget_or_the_budget_is_refused(sav
 
 @needs_linux
 @pytest.mark.nightly
-@pytest.mark.skipif(native_kernels() is None, reason="the compiled loops were not built here: this takes minutes")
 def test_large_frames_take_no_more_beside_the_transitions_than_small_ones() -> None:
     """Stacks of 4 frames of 215,040 bytes: open and waiting segments, and what choosing a codec takes."""
     script = Path(__file__).parents[2] / "benchmarks" / "fixed_cost.py"
@@ -214,7 +211,6 @@ def test_large_frames_take_no_more_beside_the_transitions_than_small_ones() -> N
     assert json.loads(done.stdout)["peak_beside_mib"] <= SLACK / MIB
 
 
-@pytest.mark.skipif(native_kernels() is None, reason="batches are drawn in one call by the compiled loops alone")
 @pytest.mark.parametrize("goes_on", [True, False], ids=["still drawn from", "drawn from no more"])
 @pytest.mark.parametrize("spills", [True, False], ids=["with a disk", "without one"])
 def test_raw_frames_that_were_drawn_from_are_freed_when_they_leave(spills: bool, goes_on: bool, tmp_path: Path) -> None:

@@ -223,7 +223,8 @@ def test_a_budget_that_does_not_hold_all_draws_what_is_held(monkeypatch: pytest.
     for obs, following in itertools.pairwise(frames):
         mine.add(obs, following, np.array([1]), np.array([0.5]), np.array([False]), {})
     mine.memory.drain()
-    assert 0 < len(mine.memory) < mine.size() == 800
+    assert 0 < mine.size() == len(mine.memory) < 800
+    assert mine.full
     drawn = mine.sample(200).observations.numpy()
     held = {frame.tobytes() for frame in frames[mine.memory.first_id : -1]}
     assert {row.tobytes() for row in drawn} <= held
@@ -388,7 +389,7 @@ def test_spaces_that_cleanrls_own_cannot_take_are_refused(observed: Any, acted: 
 
 
 def test_an_empty_buffer_says_so() -> None:
-    with pytest.raises(ArgumentError, match=r"sample\(32\).*nothing was added"):
+    with pytest.raises(ArgumentError, match=r"sample\(32\).*no transition is held"):
         ReplayBuffer(10, VECTOR, CART, "cpu").sample(32)
 
 

@@ -7,7 +7,6 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall.native import chosen_kernels
 from holdall.storage import Store, Tick
 
 STACK = spaces.Box(0, 255, (3, 24, 24), np.uint8)
@@ -70,7 +69,6 @@ def test_extend_gives_what_adding_each_step_gives(lanes: int, budget: str | None
                 assert _bytes(getattr(one, name)) == _bytes(getattr(other, name)), name
 
 
-@pytest.mark.skipif(chosen_kernels().name != "native", reason="there are no compiled loops here")
 def test_steps_are_written_many_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     written, write_one = [], Store.write
 

@@ -80,15 +80,15 @@ BAD_ARGUMENTS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], list[
     ),
     "dtype": (
         replaced(next_obs=with_leaf("state", lambda a: np.zeros(a.shape))),
-        ["next_obs['state']", "float64", "float32", "holdall never casts, so pass np.asarray"],
+        ["next_obs['state']", "float64", "float32", "holdall never casts. Pass np.asarray"],
     ),
     "dtype of actions": (
         replaced(action=lambda a: a.astype("f4")),
-        ["action", "float32", "int64", "holdall never casts, so pass np.asarray"],
+        ["action", "float32", "int64", "holdall never casts. A cast would drop fractions"],
     ),
     "dtype of rewards": (
         replaced(reward=lambda a: np.zeros(a.shape)),
-        ["reward", "float64", "the first add had float32", "so pass np.asarray"],
+        ["reward", "float64", "the first add had dtype float32", "Pass np.asarray"],
     ),
     "dtype of flags": (
         replaced(terminated=lambda a: a.astype("i8")),

@@ -144,11 +144,10 @@ def test_lanes_that_made_no_transition_are_not_counted_but_their_bytes_are() -> 
 
 def test_reports_of_several_memories_add_up_field_by_field() -> None:
     one, other = report_of(IMAGE, ACTION), report_of(ACTION, IMAGE, transitions=5)
-    both = MemoryReport.added_up([one, other], 7, "slower here")
+    both = MemoryReport.added_up([one, other], 7)
     assert (both.transitions, both.segments, both.staging_bytes) == (25, 6, 64 + 64 + 7)
     assert both.total_bytes == one.total_bytes + other.total_bytes
     assert [field.name for field in both.fields] == ["obs.image", "action"]
     assert both.fields[0].slice_bytes == 2 * IMAGE.slice_bytes
     assert both.fields[0].finding == IMAGE.finding
-    assert both.fallback == "slower here"
     assert MemoryReport.added_up([]).fields == ()

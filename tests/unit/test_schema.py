@@ -184,13 +184,45 @@ def refusal_of(value: Any, space: spaces.Space[Any], leading: tuple[int, ...] = 
 def test_a_wrong_dtype_names_both_and_how_to_pass_the_right_one() -> None:
     """Nothing is cast, not even where no value would change."""
     message = refusal_of({"k": np.zeros((2, 3), "f8")}, spaces.Dict(k=box((3,), "f4")))
-    assert message.startswith("obs['k'] has dtype float64, the space says float32")
-    assert "holdall never casts, so pass np.asarray(value, dtype=np.float32)" in message
+    assert message.startswith("obs['k'] has dtype float64, but the space has dtype float32")
+    assert "holdall never casts. Pass np.asarray(value, dtype=np.float32)." in message
+
+
+@pytest.mark.parametrize(
+    ("value", "stored", "advice"),
+    [
+        (
+            np.full((2, 3), 0.5, "f4"),
+            "u1",
+            "declare the space with dtype float32, or pass values of dtype uint8. For an",
+        ),
+        (np.full((2, 3), 0.5, "f8"), "i8", "declare the space with dtype float64, or pass values of dtype int64."),
+        (np.full((2, 3), 300), "u1", "Not all values fit into uint8, so declare the space with dtype int64."),
+    ],
+)
+def test_no_cast_is_advised_that_would_change_values(value: Any, stored: str, advice: str) -> None:
+    """`np.asarray(value, dtype=np.uint8)` makes zeros of an image from 0 to 1."""
+    message = refusal_of(value, box((3,), stored))
+    assert advice in message
+    assert "np.asarray" not in message
+
+
+@pytest.mark.parametrize(
+    ("given", "space", "axes"),
+    [((2, 8, 9, 3), (3, 8, 9), "-1, -3"), ((2, 3, 8, 9), (8, 9, 3), "-3, -1"), ((8, 9, 3), (3, 8, 9), "-1, -3")],
+)
+def test_channels_in_the_other_place_are_named_with_the_call_that_moves_them(
+    given: tuple[int, ...], space: tuple[int, ...], axes: str
+) -> None:
+    value = np.zeros(given, "u1")
+    assert refusal_of(value, box(space, "u1")).endswith(f"so pass np.moveaxis(value, {axes})")
+    moved = np.moveaxis(value, *map(int, axes.split(", ")))
+    assert moved.shape[-3:] == space
 
 
 def test_the_other_byte_order_is_another_dtype() -> None:
     """Bytes are kept as they are, so a swapped order is refused and not read as the usual one."""
-    assert "has dtype >f4, the space says float32" in refusal_of(np.zeros((2, 3), ">f4"), box((3,), "f4"))
+    assert "has dtype >f4, but the space has dtype float32" in refusal_of(np.zeros((2, 3), ">f4"), box((3,), "f4"))
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 2), (2, 4), (2, 3, 1), (1, 3), (2, 0)], ids=str)
@@ -296,8 +328,14 @@ def test_rewards_that_are_no_real_numbers_are_refused(value: Any) -> None:
 
 def test_later_rewards_keep_the_dtype_of_the_first() -> None:
     """The refusal names both dtypes and how to pass the right one."""
-    with pytest.raises(ArgumentError, match=r"^reward has dtype float64, the first add had float32; .*np.float32\)"):
+    with pytest.raises(
+        ArgumentError, match=r"^reward has dtype float64, but the first add had dtype float32\. .*np.float32\)"
+    ):
         fit_reward(np.zeros(2), LANES, np.dtype("f4"))
+    with pytest.raises(
+        ArgumentError, match=r"^reward has dtype float64, but .* pass rewards of dtype float64 from the"
+    ):
+        fit_reward(np.full(2, 0.5), LANES, np.dtype("i8"))
 
 
 def test_rewards_of_a_wrong_shape_are_refused() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -18,15 +17,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
-from holdall.native import _warn_once, kernels_for, native_kernels
 from holdall.report import FieldReport
 from holdall.storage import segment
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
-PORTABLE = pytest.param("portable", marks=pytest.mark.nightly)
-KERNELS: list[Any] = ["portable"] if native_kernels() is None else ["native", PORTABLE]
 SPACE = spaces.Dict(
     camera=box((36, 44, 3), "u1"),
     scaled=box((36, 36), "f4"),
@@ -40,13 +36,11 @@ RARE = np.array([0x7FF4000000000001, 0xFFF8000000000123, 0x8000000000000000, 0],
 """NaNs with payloads, and zeros of either sign."""
 
 
-@pytest.fixture(params=KERNELS, autouse=True)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Small segments, either kind of loops, and any cost: what is chosen must not depend on how busy a machine is."""
-    monkeypatch.setenv("HOLDALL_KERNELS", request.param)
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small segments, and any cost: what is chosen must not depend on how busy a machine is."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 60_000)
     monkeypatch.setitem(COST_CAPS, "memory", 1e9)
-    return str(request.param)
 
 
 def smooth(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -225,25 +219,6 @@ def test_threads_read_what_was_added_while_it_is_sealed() -> None:
         assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
 
 
-@pytest.mark.skipif(native_kernels() is None, reason="the compiled loops were not built here")
-def test_compiled_loops_do_without_the_systems_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where libzstd or liblz4 is missing, the packages seal, and what they sealed is read beside raw blocks."""
-    monkeypatch.setenv("HOLDALL_KERNELS", "native")
-    monkeypatch.setattr("holdall.native.linked_libraries", lambda library: None)
-    monkeypatch.setattr("holdall.native.system_libraries", lambda: None)
-    monkeypatch.setattr("holdall.native.native_kernels", native_kernels.__wrapped__)
-    monkeypatch.setattr("holdall.native._warn_once", _warn_once.__wrapped__)
-    monkeypatch.setattr("holdall.base_memory.kernels_for", kernels_for.__wrapped__)
-    with pytest.warns(RuntimeWarning, match="libzstd or liblz4 was not found"):
-        pair = Pair(lanes=2)
-    with pair.memory:
-        pair.feed(60)
-        pair.check(40)
-        pair.memory.drain()
-        assert sealed_segments(pair.memory, "obs.camera")[0] >= 2
-        pair.check_all()
-
-
 # ---------------------------------------------------------------- bytes and words
 
 
@@ -321,7 +296,7 @@ def test_damaged_bytes_are_an_error_and_the_rest_is_read() -> None:
 # ---------------------------------------------------------------- pickling
 
 
-def test_a_pickled_memory_is_the_same_and_goes_on(kernels: str) -> None:
+def test_a_pickled_memory_is_the_same_and_goes_on() -> None:
     """Sealed blocks travel as they are; what comes after is sealed too."""
     pair = Pair()
     pair.feed(120)
@@ -349,18 +324,14 @@ sys.stdout.buffer.write(batch.obs["camera"].tobytes() + batch.next_obs["words"].
 """
 
 
-@pytest.mark.skipif(len(KERNELS) < 2, reason="the compiled loops were not built here")
-def test_a_memory_pickled_by_one_kind_of_loops_is_read_by_the_other(tmp_path: Path, kernels: str) -> None:
-    """A machine without a compiler reads what another one sealed, and the other way round."""
+def test_a_pickled_memory_is_read_by_another_process(tmp_path: Path) -> None:
     pair = Pair()
     with pair.memory:
         pair.feed(120)
         pair.memory.drain()
         (tmp_path / "memory.pkl").write_bytes(pickle.dumps(pair.memory, protocol=5))
-    other = {"native": "portable", "portable": "native"}[kernels]
     command = [sys.executable, "-c", LOAD, str(tmp_path / "memory.pkl")]
-    environment = os.environ | {"HOLDALL_KERNELS": other}
-    done = subprocess.run(command, capture_output=True, check=False, timeout=100, env=environment)
+    done = subprocess.run(command, capture_output=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     expected = pair.oracle.gather(pair.oracle.ids)
     assert done.stdout == expected.obs["camera"].tobytes() + expected.next_obs["words"].tobytes()

@@ -124,9 +124,7 @@ def test_integers_are_taken_if_the_space_holds_each_of_them(dtype: Any, stored: 
                 assert found.dtype == stored
                 assert found.tolist() == [[0, value]]
             else:
-                with pytest.raises(
-                    ArgumentError, match=r"action has dtype .* not all of its values fit; .*never casts"
-                ):
+                with pytest.raises(ArgumentError, match=r"action has dtype .* never casts\. Not all values fit into"):
                     memory.add(zeros, action, 0.0, zeros, False, False)
                 assert memory.next_id == before
 
@@ -154,7 +152,7 @@ def test_whatever_would_change_a_value_is_refused(name: str) -> None:
     with holdall.ReplayMemory(BOX, spaces.Discrete(3), 50) as memory:
         memory.add(**right)
         (argument,) = WRONG[name]
-        with pytest.raises(ArgumentError, match=f"^{argument} .*pass"):
+        with pytest.raises(ArgumentError, match=f"^{argument} .*[Pp]ass"):
             memory.add(**(right | WRONG[name]))
         assert memory.next_id == 1
         memory.add(**(right | {"reward": 3}))  # an integer that a float holds is that number

@@ -5,6 +5,7 @@ The faults are real ones. Some need a process of their own: `python test_spill_f
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -14,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,16 +24,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
-from holdall.native import native_kernels
-from holdall.storage import choosing, own_folder, records, segment
+from holdall.storage import own_folder, records, sealer, segment
 from holdall.storage import sealer as seal
 from holdall.storage.blocks import Codec, Extent, Method, SliceBlock, Transform
 from holdall.storage.tiers import Budget
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
-PORTABLE = pytest.param("portable", marks=pytest.mark.nightly)
-KERNELS: list[Any] = ["portable"] if native_kernels() is None else ["native", PORTABLE]
 SHAPE = (80, 60)  # too large for a flat ring
 SEGMENT_BYTES = 45_000
 CLOSED_BYTES = 90_000
@@ -41,9 +40,8 @@ PATIENCE_S = 30
 NOBODY = 65534
 
 
-@pytest.fixture(params=KERNELS, autouse=True)
-def _small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOLDALL_KERNELS", request.param)
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     make_small(monkeypatch)
 
 
@@ -52,7 +50,7 @@ def make_small(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(segment, "SEGMENT_BYTES", SEGMENT_BYTES)
     patch.setattr(records, "_FILE_BYTES", 1)
     patch.setattr(Budget, "closed_allowed", lambda *_: CLOSED_BYTES)
-    patch.setattr(choosing, "choose", lambda *_: Codec(Method.ZSTD, 3, Transform(SHAPE[0] * SHAPE[1])))
+    patch.setattr(sealer, "choose", lambda *_: Codec(Method.ZSTD, 3, Transform(SHAPE[0] * SHAPE[1])))
 
 
 class Film:
@@ -86,6 +84,14 @@ class Film:
         assert self.memory.first_id == self.oracle.first_id
         assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
         assert sum(block.used_bytes for block in self.blocks() if not block.is_on_disk) <= BOUND
+
+    def check_told_of_drops(self) -> None:
+        """What left early is counted, and the reason is told for as long as the memory would hold it."""
+        report = self.memory.report()
+        assert report.dropped_early == self.memory.first_id > 0
+        assert f"{report.dropped_early} transitions were dropped early: " in str(report)
+        assert "spill_dir" in report.drop_reason
+        assert report.failure
 
     def blocks(self) -> list[SliceBlock]:
         assert self.memory._store is not None
@@ -124,11 +130,12 @@ def break_and_mend(film: Film, break_it: Callable[[], object], mend: Callable[[]
     mend()
     film.feed(100)
     film.settle()
-    assert film.memory.report().failure == ""
+    film.check_told_of_drops()
     first_id = film.memory.first_id
     film.feed(300)
     film.check()
     assert film.memory.first_id == first_id, "nothing leaves early once the disk works again"
+    film.check_told_of_drops()
     assert len(film.extents()) > 10
 
 
@@ -188,6 +195,51 @@ def test_training_goes_on_when_the_disk_is_full(small_disk: Path) -> None:
             break_and_mend(film, fill_up, mend, "No space left on device")
         finally:
             mended.set()
+
+
+class Quota:
+    """A disk with room for `nbytes` in a folder: writes beyond that are cut short, and the next one fails."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, nbytes: int) -> None:
+        self._folder, self._nbytes, self._write = folder, nbytes, os.write
+        patch.setattr(os, "write", self.write)
+        patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=self.free))
+
+    @property
+    def free(self) -> int:
+        return self._nbytes - sum(file.stat().st_size for file in self._folder.glob("*/*.seg"))
+
+    def write(self, descriptor: int, data: Any) -> int:
+        if Path(f"/proc/self/fd/{descriptor}").readlink().suffix == ".seg":
+            data = data[: self.free]
+            if not data:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self._write(descriptor, data)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds out which file is written to as Linux tells it")
+def test_a_full_disk_stays_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The oldest leave as the newest come, a few at a time; what is on the disk stays, and all of it is readable."""
+    monkeypatch.setattr(records, "_FILE_BYTES", 1 << 26)  # a file would take all of this disk
+    quota = 400_000
+    Quota(monkeypatch, tmp_path, quota)
+    film = Film(tmp_path)
+    with film.memory:
+        while film.memory.report().dropped_early == 0:
+            film.feed(10)
+        most = len(film.memory) + film.memory.report().dropped_early
+        for _ in range(20):
+            film.feed(50)
+            film.check()
+            film.check_told_of_drops()
+            assert len(film.memory) > 0.85 * most
+            assert film.memory.report().disk_bytes > 0.75 * quota
+        told = [record.getMessage() for record in caplog.records if "dropped early" in record.getMessage()]
+        assert 1 <= len(told) <= 4, "the first drop, and ten times as many"
+        assert all("No space left on device" in line and "free disk space" in line for line in told)
+        assert sum("could not be spilled" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_training_goes_on_when_the_folder_is_deleted(tmp_path: Path) -> None:
@@ -351,7 +403,7 @@ def test_what_one_batch_read_is_not_served_to_the_next(
 ) -> None:
     """By then another block may stand where the one was that it was read from: every batch reads for itself."""
     codec = Codec(Method.ZSTD, 3, Transform(SHAPE[0] * SHAPE[1]), group=group)
-    monkeypatch.setattr(choosing, "choose", lambda *_: codec)
+    monkeypatch.setattr(sealer, "choose", lambda *_: codec)
     film = Film(tmp_path)
     with film.memory:
         film.feed(150)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import subprocess
 import sys
@@ -18,18 +17,15 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
-from holdall.native import native_kernels
 from holdall.report import MemoryReport
-from holdall.storage import choosing, records, segment
 from holdall.storage import codec_choice as choice
+from holdall.storage import records, sealer, segment
 from holdall.storage import tiers as budget
 from holdall.storage.blocks import Codec, SliceBlock
 from holdall.storage.codec_choice import COST_CAPS
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
-PORTABLE = pytest.param("portable", marks=pytest.mark.nightly)
-KERNELS: list[Any] = ["portable"] if native_kernels() is None else ["native", PORTABLE]
 SPACE = spaces.Dict(
     camera=box((36, 44, 3), "u1"),
     screen=box((36, 36, 4), "u1"),
@@ -42,13 +38,11 @@ RARE = np.array([0x7FF4000000000001, 0xFFF8000000000123, 0x8000000000000000, 0],
 """NaNs with payloads, and zeros of either sign."""
 
 
-@pytest.fixture(params=KERNELS, autouse=True)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Small segments, either kind of loops, and any cost: what is chosen must not depend on how busy a machine is."""
-    monkeypatch.setenv("HOLDALL_KERNELS", request.param)
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small segments, and any cost: what is chosen must not depend on how busy a machine is."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 60_000)
     monkeypatch.setitem(COST_CAPS, "memory", 1e9)
-    return str(request.param)
 
 
 def smooth(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -192,7 +186,7 @@ def test_neighbours_together_are_read_from_a_file(group: int, tmp_path: Path, mo
         codec = chosen(*given)
         return Codec(codec.method, codec.level, codec.transform, codec.dictionary, group)
 
-    monkeypatch.setattr(choosing, "choose", together)
+    monkeypatch.setattr(sealer, "choose", together)
     pair = Pair(lanes=2, budget=None, spill_dir=tmp_path)
     with pair.memory:
         pair.feed(80)
@@ -474,18 +468,15 @@ assert memory.report().disk_bytes > 0
 """
 
 
-@pytest.mark.skipif(len(KERNELS) < 2, reason="the compiled loops were not built here")
-def test_what_one_kind_of_loops_spilled_is_read_by_the_other(tmp_path: Path, kernels: str) -> None:
-    """Units, checksums and dictionaries are the same bytes for both; the folder goes when its process ends."""
+def test_what_one_process_spilled_is_read_by_another(tmp_path: Path) -> None:
+    """The folder goes when its process ends."""
     pair = Pair(budget=None, spill_dir=tmp_path / "spilled")
     with pair.memory:
         pair.feed(120)
         pair.memory.drain()
         (tmp_path / "memory.pkl").write_bytes(pickle.dumps(pair.memory, protocol=5))
-    other = {"native": "portable", "portable": "native"}[kernels]
     command = [sys.executable, "-c", LOAD, str(tmp_path / "memory.pkl")]
-    environment = os.environ | {"HOLDALL_KERNELS": other}
-    done = subprocess.run(command, capture_output=True, check=False, timeout=100, env=environment)
+    done = subprocess.run(command, capture_output=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     expected = pair.oracle.gather(pair.oracle.ids)
     assert done.stdout == expected.obs["camera"].tobytes() + expected.next_obs["screen"].tobytes()
@@ -511,3 +502,56 @@ def test_files_go_with_their_last_block(tmp_path: Path, monkeypatch: pytest.Monk
         assert most < held + 2 * 200_000 + 400_000
         assert min(int(file.stem) for file in tmp_path.glob("*/*.seg")) > 3
         pair.check_all()
+
+
+# ---------------------------------------------------------------- the end of a program
+
+ENDS_WITHOUT_CLOSE = """
+import sys, time
+import numpy as np, holdall
+from gymnasium import spaces
+from holdall.storage import records
+
+spill_dir, url = sys.argv[1:]
+write = records.SpillFolder.write
+
+def write_slowly(folder, sealed):
+    time.sleep(delay_s)
+    return write(folder, sealed)
+
+delay_s, records.SpillFolder.write = 0, write_slowly
+memory = holdall.ReplayMemory(
+    spaces.Box(0, 255, (84, 84, 3), np.uint8), spaces.Discrete(2), 10_000, budget="24MiB", spill_dir=spill_dir
+)
+frames = np.random.default_rng(0).integers(0, 256, (900, 1, 84, 84, 3), np.uint8)
+done = np.zeros(1, bool)
+
+def add(first, end):
+    for obs, next_obs in zip(frames[first:end], frames[first + 1 : end + 1]):
+        memory.add(obs, np.zeros(1, np.int64), np.zeros(1, np.float32), next_obs, done, done)
+
+add(0, 880)
+memory.drain()
+assert memory.report().disk_bytes
+if url:
+    memory.save(url, progress=lambda *_: time.sleep(0.01))  # so that the program ends while it is written
+else:
+    delay_s = 0.2  # so that the program ends while a block is written
+    memory.relieve(2**30)
+    time.sleep(0.05)
+    assert memory.report().backlog
+"""
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_program_that_ends_without_close_spills_and_saves_to_its_end(tmp_path: Path, saves: bool) -> None:
+    """Files are closed after the threads that use them have ended: there is no alarm, and no checkpoint is lost."""
+    spill_dir, url = tmp_path / "spilled", tmp_path / "run"
+    command = [sys.executable, "-c", ENDS_WITHOUT_CLOSE, str(spill_dir), str(url) if saves else ""]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(spill_dir.iterdir())
+    if saves:
+        with ReplayMemory.load(url) as memory:
+            assert len(memory) == 880
+            memory.gather(np.arange(memory.first_id, memory.next_id))

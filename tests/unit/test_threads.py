@@ -18,11 +18,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import Batch, ClosedError, ReplayMemory, TransitionIdError
-from holdall.native import native_kernels
 from holdall.storage import segment
 from holdall.testing.strategies import box
 
-KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
 LANES = 2
 SECONDS = 1.0 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 0.4
 PATIENCE_S = 60
@@ -158,12 +156,10 @@ class Users:
         assert 0 <= first <= following
 
 
-@pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run with both kinds of loops, and with segments that close every few ticks."""
-    monkeypatch.setenv("HOLDALL_KERNELS", request.param)
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have segments close every few ticks."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
-    return str(request.param)
 
 
 def users_of(space: spaces.Space[Any], capacity_ticks: int = 60, **options: Any) -> Users:
@@ -179,7 +175,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"raw": {}, "tensors": {"device": "cpu"}, "
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", SPACES)
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("small_segments")
 def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, options: dict[str, Any]) -> None:
     """Adding evicts, closes and seals segments and grows logs under the readers; no row suffers from it."""
     users, crowd = users_of(SPACES[name], **options), Crowd()
@@ -192,7 +188,7 @@ def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, option
 
 
 @pytest.mark.parametrize("budget", ["auto", None])
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("small_segments")
 def test_batches_shared_out_to_a_crew_are_whole_and_right(budget: str | None) -> None:
     """Large batches are filled by several threads each, in several threads at once."""
     users, crowd = users_of(SPACES["stack"], capacity_ticks=400, budget=budget), Crowd()
@@ -209,7 +205,7 @@ def test_batches_shared_out_to_a_crew_are_whole_and_right(budget: str | None) ->
 
 
 @pytest.mark.parametrize("name", SPACES)
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("small_segments")
 def test_closing_beside_all_others_ends_them_and_nothing_else(name: str) -> None:
     """Whoever comes after close is told so; batches on their way arrive, and no thread hangs."""
     for number in range(6):
@@ -234,7 +230,7 @@ def test_closing_beside_all_others_ends_them_and_nothing_else(name: str) -> None
             len(users.memory)
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("small_segments")
 def test_several_adders_lose_no_tick_and_tear_none() -> None:
     """Whole ticks are added one after another, in whatever order; all of them are there, once."""
     space, adders, each = SPACES["dict"], 4, 60
@@ -266,7 +262,7 @@ def _fields(batch: Batch) -> dict[str, Any]:
     return {name: getattr(batch, name) for name in batch.__slots__}
 
 
-@pytest.mark.usefixtures("kernels")
+@pytest.mark.usefixtures("small_segments")
 def test_batches_held_in_threads_stay_as_they_were() -> None:
     """Staging is shared by all threads; none of them ever gets memory that another still holds."""
     users, crowd = users_of(SPACES["stack"]), Crowd()

@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
     ),
     "reward": ("reward is no extra of this memory", [30], {"reward": np.zeros(1)}),
     "nothing": ("update was given no rows", [30], {}),
-    "dtype": ("value has dtype float32, the space says float64", [30], {"hidden": ROW, "value": ROW[:, 0]}),
+    "dtype": ("value has dtype float32, but the space has dtype float64", [30], {"hidden": ROW, "value": ROW[:, 0]}),
     "shape": (r"hidden has shape \(4,\), expected \(1, 4\): one row per id then", [30], {"hidden": ROW[0]}),
     "too few": (r"hidden has shape \(1, 4\), expected \(2, 4\)", [30, 31], {"hidden": ROW}),
     "nest": ("latent has the keys", [30], {"latent": {"h": ROW}}),

@@ -44,12 +44,8 @@ def filled(
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 3)])
 @pytest.mark.parametrize("space", [BOX, IMAGE], ids=["small", "image"])
-@pytest.mark.parametrize("kernels", ["native", "portable"])
-def test_they_come_back_as_they_were_added(
-    shape: tuple[int, ...], space: Any, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_come_back_as_they_were_added(shape: tuple[int, ...], space: Any, tmp_path: Path) -> None:
     """From the memory, a checkpoint and a pickle, from which it goes on."""
-    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     memory, oracle = filled(shape, space, budget=None)
     ids = np.arange(memory.first_id, memory.next_id)
     with memory:

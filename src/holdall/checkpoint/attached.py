@@ -34,8 +34,8 @@ def checked_files(attach: Any) -> dict[str, Path | bytes]:
 def _checked_name(name: Any) -> str:
     if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
         raise ArgumentError(
-            f"attach has the name {name!r}; use letters, digits, '_', '-', '.', and '/' between parts that begin with "
-            "none of the last two"
+            f"attach has the name {name!r}. Use letters, digits, '_', '-', '.', and '/' between path components. "
+            "Components may not start with '-' or '.'. There are at most 16, of at most 255 characters each."
         )
     return name
 

@@ -219,7 +219,10 @@ class CheckpointMirror:
         """Wait until a checkpoint, or a newer one, stands in the store."""
         with self._thread.locked():
             if not self._changed.wait_for(lambda: self._sent >= number or self._error is not None, timeout):
-                raise TimeoutError(f"checkpoint {number} was not in {self._url} after {timeout} s; it goes on")
+                raise TimeoutError(
+                    f"Checkpoint {number} was not in {self._url} after {timeout} s. The copy is still running. Call "
+                    "mirrored() again."
+                )
             if self._sent < number and self._error is not None:
                 raise self._error
 

@@ -269,6 +269,7 @@ def disk_errors_explained(url: str, what: str) -> Iterator[None]:
 _REMEDIES = {
     errno.ENOSPC: "free some room on the disk, or keep fewer checkpoints",
     errno.EDQUOT: "free some of the quota, or keep fewer checkpoints",
+    errno.ENOTDIR: "a part of this path is a file: choose another directory",
     errno.EROFS: "it is read-only: choose another place",
     errno.EACCES: "allow this user to use it, or choose another place",
     errno.EPERM: "allow this user to use it, or choose another place",
@@ -285,7 +286,7 @@ class DirectoryReader(CheckpointReader):
         self._disk = disk or FileSystem()
 
     def names(self, folder: str) -> list[str]:
-        """List one of the folders, which must be one."""
+        """List one of the folders. Raise an error if it, or the place of the checkpoints, is not a directory."""
         path = self.root / folder
         try:
             self.require_no_link(folder)
@@ -293,11 +294,26 @@ class DirectoryReader(CheckpointReader):
         except NotADirectoryError as error:
             if folder == ".":
                 return []
-            raise DamageError(f"{path} is no folder; remove it, or choose another place") from error
+            if not self._is_directory():
+                raise CheckpointError(
+                    f"{self.root} is not a directory, so it contains no checkpoints. Pass the directory that was "
+                    "passed to save."
+                ) from error
+            raise DamageError(
+                f"{path} is a file, but checkpoints have a directory of this name. Check whether {self.root} is the "
+                "directory that was passed to save."
+            ) from error
         except (CheckpointError, DamageError):
             raise
         except OSError as error:
             raise CheckpointError(error.errno, f"{path} cannot be read ({error.strerror}); {remedy(error)}") from error
+
+    def _is_directory(self) -> bool:
+        try:
+            self._disk.names(self.root)
+        except NotADirectoryError:
+            return False
+        return True
 
     def require_no_link(self, *folders: str) -> None:
         """Refuse folders that stand elsewhere: what lies there is another's."""

@@ -95,18 +95,27 @@ def is_remote(url: str | os.PathLike[str]) -> bool:
 
 
 def normalized_url(url: str | os.PathLike[str]) -> str:
-    """Return what a url or a path names, in one way of writing it; refuse what looks like a url and is none here."""
+    """Return the canonical form of a path or a URL. Raise ArgumentError for a URL that holdall does not support."""
     text = require_path("url", url)
     found = _URL.fullmatch(text)
     if found is None or (found[1].lower() not in SCHEMES and "://" not in text):
         return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111  # links are not followed
-    scheme, rest = found[1].lower(), found[2].strip("/")
-    if scheme not in SCHEMES or "://" not in text or not rest:
+    scheme = found[1].lower()
+    if scheme not in SCHEMES:
         raise ArgumentError(
-            f"url ({text!r}) names no bucket; pass a directory, or a str like s3://bucket/run, gs://bucket/run or "
-            "az://container/run"
+            f"url ({text!r}) has the unsupported scheme {found[1]!r}. Pass a directory, or a URL that starts with "
+            "s3://, gs:// or az://."
         )
-    return f"{scheme}://{rest}"
+    bucket_and_prefix = found[2].strip("/")
+    if "://" not in text:
+        raise ArgumentError(
+            f"url ({text!r}) has one slash after {found[1]!r}, as pathlib.Path writes it. Pass a str with two slashes: "
+            f"'{scheme}://{bucket_and_prefix}'."
+        )
+    if not bucket_and_prefix:
+        container = "container" if scheme == "az" else "bucket"
+        raise ArgumentError(f"url ({text!r}) names no {container}. Pass a URL like {scheme}://{container}/run.")
+    return f"{scheme}://{bucket_and_prefix}"
 
 
 def open_reader(
@@ -260,7 +269,7 @@ class Restored:
             raise DamageError(f"the large fields {large} are not those of {len(observed)} leaves")
         leaves = [observed[i] for i in large]
         segments = [Segment(entry.first_tick, entry.ticks, self.parts(entry, leaves)) for entry in self.segments]
-        if leaves and next_tick:
+        if leaves and next_tick > self.first_tick:
             ends = segments[-1].first_tick + segments[-1].ticks if segments else -1
             if ends != next_tick or segments[0].first_tick > self.first_tick:
                 raise DamageError(f"the segments end at tick {ends}, not at {next_tick}, or begin too late")
@@ -398,8 +407,14 @@ def newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, may_mis
             return built
         refused.append(f"checkpoint {number}: {lost[0]}")
         first = first or lost[0]
-    why = ": " * bool(refused) + "; ".join(refused)
-    raise CheckpointError(f"{reader.url} holds no checkpoint that is whole{why}; check the path") from first
+    reasons = "".join(f" Damaged {reason}." for reason in refused)
+    if not refused:
+        remedy = "Check the path, or save first."
+    elif may_miss:
+        remedy = "Load a copy of the checkpoint from another place."
+    else:
+        remedy = "ReplayMemory.load(url, recover=True) loads the transitions that are still readable."
+    raise CheckpointError(f"No complete checkpoint found in {reader.url}.{reasons} {remedy}") from first
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,10 @@ class SaveHandle:
     def result(self, timeout: float | None = None) -> Checkpoint:
         """Wait until the checkpoint is safe, and return it; raise what went wrong if it is not."""
         if not self._ended.wait(timeout):
-            raise TimeoutError(f"the checkpoint at {self.url} was not complete after {timeout} s; it goes on")
+            raise TimeoutError(
+                f"The checkpoint at {self.url} was not complete after {timeout} s. The save is still running. Call "
+                "result() again."
+            )
         if not isinstance(self._outcome, Checkpoint):
             raise self._outcome or CheckpointError(f"the checkpoint at {self.url} ended without a result; report this")
         return self._outcome

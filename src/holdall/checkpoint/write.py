@@ -41,6 +41,7 @@ from holdall.storage import (
     OpenSlices,
     RowChunk,
     SliceBlock,
+    chunk_numbers,
     is_settled,
     pack_dictionary,
     pack_logs,
@@ -480,8 +481,7 @@ def _known(key: _K, now: Mapping[_K, _V], before: Mapping[_K, _V]) -> _V | None:
 
 
 def _chunk_numbers(store: FrozenStore) -> range:
-    ticks = store.rows.chunk_ticks
-    return range(store.first_tick // ticks, -(-store.next_tick // ticks))
+    return chunk_numbers(store.first_tick, store.next_tick, store.rows.chunk_ticks)
 
 
 def store_words(frozen: FrozenStore) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from holdall.cluster.roster import NAMESPACE, MemoryTerms, roster_of, wait_for_g
 from holdall.cluster.writer import Writer
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError
-from holdall.native import chosen_kernels, fallback
+from holdall.native import chosen_kernels
 from holdall.ray_access import join_cluster, require_safe_cluster
 from holdall.ray_metrics import Gauges
 from holdall.report import MemoryReport
@@ -216,7 +216,7 @@ class MemoryHandle(Writer):
         """Account for the bytes that all shards hold, field by field."""
         self._flush_granted()
         found = self._cluster.ask_all(self._cluster.refresh(), "report")
-        return MemoryReport.added_up(found.values(), self._deliverer.nbytes, fallback())
+        return MemoryReport.added_up(found.values(), self._deliverer.nbytes)
 
     def _only_counters(self) -> ShardCounters:
         self._flush_granted()

@@ -71,11 +71,15 @@ class RateLimit:
 
     def require(self, call: str, rows: int) -> None:
         """Refuse to "add", or to "sample", what could never be granted."""
-        what, moved = ("block", rows * self.samples_per_insert) if call == "add" else ("batch", rows)
-        if moved > self.tolerance:
+        least = float(rows)
+        reason = "the number of rows of a batch"
+        if call == "add":
+            least = rows * self.samples_per_insert
+            reason = f"a segment of {rows} rows times samples_per_insert"
+        if least > self.tolerance:
             raise ArgumentError(
-                f"tolerance ({self.tolerance:g}) is less than what one {what} moves ({moved:g}), so that writers and "
-                "learners could wait for each other; raise it"
+                f"tolerance ({self.tolerance:g}) must be at least {least:g}, {reason}. Otherwise writers and learners "
+                "can wait for each other forever. Raise tolerance."
             )
 
 
@@ -167,6 +171,11 @@ def shared(sampler: Sampler | None) -> Sampler:
         raise ArgumentError(
             f"sampler ({type(chosen).__name__}) is none of holdall's, and weights over shards follow its rules; use "
             "Uniform(), Prioritized(), NStep(), Sequence() or Hindsight()"
+        )
+    if isinstance(chosen, ComposedSampler) and type(chosen.by) not in (Uniform, Prioritized):
+        raise ArgumentError(
+            f"sampler ({type(chosen).__name__}) draws by {type(chosen.by).__name__}, which is none of holdall's, and "
+            "weights over shards follow its rules; pass by=Uniform() or by=Prioritized()"
         )
     return chosen
 

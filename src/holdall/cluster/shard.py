@@ -26,7 +26,6 @@ from holdall.cluster.roster import MemoryTerms, is_restarted, roster_of
 from holdall.cluster.shard_data import ShardData
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.machine import HeldReader, anonymous_bytes, memory_limits
-from holdall.native import fallback
 from holdall.ray_metrics import ShardMetrics
 from holdall.report import MemoryReport
 from holdall.sampling import generator_of
@@ -111,8 +110,8 @@ class Shard:
         self._epoch, loading = journal.epoch, journal.state.loading
         if loading not in {"", checkpoint}:
             raise CheckpointError(
-                f"{journal.url} holds a part of the checkpoint {loading}: a memory that loaded it was ended before it "
-                "had all; load that one again with this journal_url, or name another"
+                f"{journal.url} contains a partially loaded checkpoint: the load of {loading} was interrupted. Repeat "
+                "that load with the same journal_url, or choose another directory for the journals."
             )
         return bool(checkpoint) and (loading == checkpoint or self._data.store.next_tick == 0)
 
@@ -326,7 +325,7 @@ class Shard:
         """Account for every field; say what is done without compiled code."""
         with self._lock:
             store = self._data.store
-            return MemoryReport(store.transitions, tuple(store.report()), 0, store.segments, fallback=fallback())
+            return MemoryReport(store.transitions, tuple(store.report()), 0, store.segments)
 
     def _apply(self, entries: Sequence[Entry]) -> range:
         """Show what is durable now; return the rows that are held then."""

@@ -189,6 +189,10 @@ class DeviceRings:
         self._writer = DeviceTickWriter(self, self._counts, ticks, repair)
         return self._writer
 
+    def takes_runs(self, _writer: Any) -> bool:
+        """Return False: ticks are written to a device one at a time."""
+        return False
+
     def flat(self) -> list[FlatField]:
         """Return nothing: no ring lies on the host."""
         return []

@@ -34,7 +34,7 @@ from holdall.delivery.device_loops import INVALID, TERMINATED, TRUNCATED, RowsOn
 from holdall.delivery.device_rings import DeviceRings
 from holdall.errors import ArgumentError
 from holdall.sampling import NStep, Prioritized, Sequence, Uniform, checked_priorities, require_enough
-from holdall.schema import Leaf, Schema, Tree
+from holdall.schema import Leaf, Schema, Tree, channels_remedy, dtype_remedy
 from holdall.storage import Store, Tick
 
 if TYPE_CHECKING:
@@ -135,13 +135,19 @@ class TensorFit:
         if (kind := self._kinds.get(leaf.dtype)) is None:
             kind = self._kinds[leaf.dtype] = torch_dtype(self.torch, leaf.dtype)
         if tensor.dtype != kind:
-            raise ArgumentError(
-                f"{called} has dtype {tensor.dtype}, expected {kind}; holdall never casts, so pass {called}.to({kind})"
+            remedy = dtype_remedy(
+                str(tensor.dtype).removeprefix("torch."),
+                leaf.dtype,
+                f"{called}.to({kind})",
+                is_float=tensor.is_floating_point(),
+                is_reward=argument == "reward",
             )
+            raise ArgumentError(f"{called} has dtype {tensor.dtype}, expected {kind}. holdall never casts. {remedy}")
         if tensor.shape != leading + leaf.shape:
+            remedy = channels_remedy(tuple(tensor.shape), leaf.shape, "torch") or "pass a tensor of that shape"
             raise ArgumentError(
                 f"{called} has shape {tuple(tensor.shape)}, expected {leading + leaf.shape}: {axes}, then the "
-                f"space's {leaf.shape}; pass a tensor of that shape"
+                f"space's {leaf.shape}; {remedy}"
             )
         return tensor
 
@@ -348,8 +354,8 @@ class DevicePriorities:
         if bool(self._refused):
             self._refused.zero_()
             raise ArgumentError(
-                "priorities held a number that is not finite or below 0, or ids one that was never added or is of a "
-                "lane that made no transition; those were left as they are"
+                "update_priorities ignored invalid entries. Priorities must be finite and at least 0. Ids must be of "
+                "transitions that were added, and not with valid=False. Check what was passed to update_priorities."
             )
         scaled = self._scaled[:-1].cpu().numpy()
         state = {"scaled": scaled, "highest": float(self._highest), "next_id": self._next_id}

@@ -1,16 +1,13 @@
-"""The compiled loops, their one loader, and the NumPy twins, which do the same work where nothing was compiled.
+"""The loops of `holdall._native` that are still called through ctypes, behind the contract of `Kernels`.
 
-Which of the two are used is decided here, and said where the fast ones are missing. The loops of rollouts, which
-belong to no store, are here, too.
+The loops of rollouts, which belong to no store, are here, too.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import threading
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -23,15 +20,9 @@ from holdall.native.library import (
     MOST_DEVICE_FIELDS,
     BatchRequestStruct,
     RowPlaceStruct,
-    chosen_library,
-    compiled_library,
-    library_problem,
-    linked_libraries,
+    native_library,
     open_library,
-    system_libraries,
 )
-from holdall.native.numpy_codec import PortableCoder
-from holdall.native.numpy_kernels import PortableKernels
 from holdall.native.one_call import NativeBatchReader, NativeFastTick, has_expected_objects, makes_arrays
 from holdall.native.reading import NativeDecoder, NativeReading, OwnCall, ThreadPool, draw_slots, number_function
 from holdall.native.sending import CopyPlan, Cut, Names, Refusal, SliceNamer, SlotSender
@@ -51,21 +42,20 @@ from holdall.storage import (
     release_tail,
 )
 
-# Measured by benchmarks/fallback.py; docs/troubleshooting.md has its table.
-_WITHOUT_LOOPS = "add and sample take up to 2.9 times as long, and compressed data as much memory as with it"
-_WITHOUT_COMPRESSION = "sampling compressed data takes 2.9 times as long, and the data as much memory as with it"
-
 
 class NativeKernels(NativeWriting, NativeReading):
-    """Makes parts and fills batches with the compiled loops."""
+    """Makes parts and fills batches.
 
-    name = "native"
+    Args:
+        coder: Compresses and decompresses blocks.
+    """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        libraries = linked_libraries(library) or system_libraries()
-        self._library, self._append_next = library, library.holdall_append_next
-        self.packs_columns = bool(library.holdall_release(0, 0))
-        self.coder: Coder = PortableCoder() if libraries is None else NativeCoder(library, libraries)
+    def __init__(self, coder: NativeCoder | None = None) -> None:
+        self._library = native_library()
+        self._append_next = self._library.holdall_append_next
+        self.packs_columns = bool(self._library.holdall_release(0, 0))
+        self._decoder = coder or NativeCoder()
+        self.coder: Coder = self._decoder
 
     def pack_columns(
         self,
@@ -108,9 +98,9 @@ class NativeKernels(NativeWriting, NativeReading):
         """Make a short way to write ticks, for a memory with this lock."""
         return NativeFastTick(self._library, lock, repair) if has_expected_objects(lock) else FastTick()
 
-    def namer(self) -> SliceNamer | None:
+    def namer(self) -> SliceNamer:
         """See `Kernels.namer`."""
-        return SliceNamer(self._library, self.coder if isinstance(self.coder, NativeDecoder) else None)
+        return SliceNamer(self._library, self._decoder)
 
     def new_batch_reader(
         self, lock: Any, repair: Repair, index: SegmentIndex, most_kept_bytes: int, threads: int
@@ -118,62 +108,13 @@ class NativeKernels(NativeWriting, NativeReading):
         """See `Kernels.new_batch_reader`."""
         if not (has_expected_objects(lock) and makes_arrays()):
             return BatchReader()
-        decoder = self.coder if isinstance(self.coder, NativeDecoder) else None
-        return NativeBatchReader(self._library, decoder, lock, repair, index, most_kept_bytes, threads)
+        return NativeBatchReader(self._library, self._decoder, lock, repair, index, most_kept_bytes, threads)
 
 
 @functools.cache
-def native_kernels() -> NativeKernels | None:
-    """Return the compiled loops, or None if no library of this version was built."""
-    library = compiled_library()
-    return None if library is None else NativeKernels(library)
-
-
-def _named(wish: str) -> Kernels:
-    native = native_kernels() if not wish or chosen_library() is not None else None
-    return native or PortableKernels()
-
-
-@functools.cache
-def kernels_for(wish: str) -> Kernels:
-    """Return the compiled loops if they can be used, else the portable ones; found once a process for every wish.
-
-    Args:
-        wish: What HOLDALL_KERNELS says: the name of one of the two, or nothing.
-    """
-    if wish != "portable":
-        _warn_once()
-    return _named(wish)
-
-
 def chosen_kernels() -> Kernels:
-    """Return the kernels that HOLDALL_KERNELS names, see `kernels_for`."""
-    wish = os.environ.get("HOLDALL_KERNELS", "")
-    if wish != "portable":
-        _warn_once()  # here, so that the warning names the caller's caller
-    return kernels_for(wish)
-
-
-def fallback() -> str:
-    """Say what is done without compiled code, why, and how much slower it is; empty if nothing is."""
-    kernels = _named(os.environ.get("HOLDALL_KERNELS", ""))
-    if isinstance(kernels, PortableKernels):
-        return f"NumPy does the work of the compiled loops ({library_problem()}): {_WITHOUT_LOOPS}"
-    if isinstance(kernels.coder, PortableCoder):
-        return f"Python packages compress (libzstd or liblz4 was not found on this system): {_WITHOUT_COMPRESSION}"
-    return ""
-
-
-@functools.cache
-def _warn_once() -> None:
-    if reason := fallback():
-        warnings.warn(
-            f"{reason}. Results are the same. Install a wheel of holdall for this platform, or a C compiler, libzstd "
-            "and liblz4, and run 'pip install --force-reinstall --no-deps holdall'; HOLDALL_KERNELS=portable silences "
-            "this",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+    """Return the loops. All memories of a process share them."""
+    return NativeKernels()
 
 
 # ---------------------------------------------------------------- rollouts
@@ -200,34 +141,8 @@ def estimate_advantages(
         advantages: May be `rewards` itself.
     """
     decay = gamma * gae_lambda
-    library = chosen_library()
-    if library is None:
-        _estimate_portably(rewards, values, ends, last_values, gamma, decay, advantages, returns)
-        return
     steps, lanes = values.shape
-    library.holdall_advantages(
+    native_library().holdall_advantages(
         address(rewards), address(values), address(ends), address(last_values), gamma, decay,
         steps, lanes, address(advantages), address(returns),
     )  # fmt: skip
-
-
-def _estimate_portably(
-    rewards: Floats,
-    values: Floats,
-    ends: Floats,
-    last_values: Floats,
-    gamma: float,
-    decay: float,
-    advantages: Floats,
-    returns: Floats,
-) -> None:
-    """Do what rollout.c does, a row of lanes at a time."""
-    going = np.float32(1) - ends
-    gamma_, decay_ = np.float32(gamma), np.float32(decay)
-    next_values, later = last_values, np.zeros_like(last_values)
-    for t in range(len(values) - 1, -1, -1):
-        delta = rewards[t] + gamma_ * next_values * going[t] - values[t]
-        later = delta + decay_ * going[t] * later
-        advantages[t] = later
-        next_values = values[t]
-    np.add(advantages, values, out=returns)

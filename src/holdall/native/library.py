@@ -1,28 +1,23 @@
-"""The compiled library: loaded once, and refused if it does not agree with this file.
+"""Declarations of the functions of `holdall._native` that are called through ctypes.
 
-In:  _kernels.so (.dylib, .dll) beside this file; Zstandard and LZ4, linked into it or the system's.
+In:  the file of the extension module `holdall._native`, which has Zstandard and LZ4 inside.
 Out: their functions, with the types of all arguments declared; the structs that C and Python share.
 Invariant: a library is used only if its version, and the size and every offset of its structs, are those of this file.
-Where there is none, NumPy and the zstandard and lz4 packages do the same work.
 """
 
 from __future__ import annotations
 
-import ctypes.util
+import ctypes
 import functools
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdall.errors import ArgumentError
+from holdall import _native
 from holdall.storage import APART_FIELDS, COLUMN_FIELDS, COLUMN_TABLES, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 29
+_VERSION = 33
 """What holdall_version must return; raised with every change of an exported function."""
-
-_SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 
 POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int64
 _NATURAL = ctypes.c_uint64
@@ -50,9 +45,9 @@ class SealedBlockStruct(ctypes.Structure):
     """A sealed block, in memory or in a file."""
 
     _fields_ = [
-        *_pointers("data offsets checks palette lanes firsts ddict common"),
-        *_numbers("common_bytes lane_count lane_bytes first_count first_bytes data_bytes slice_count"),
-        *_numbers("group key method file file_start"),
+        *_pointers("data offsets checks palette places ddict common"),
+        *_numbers("common_bytes place_bytes data_bytes slice_count"),
+        *_numbers("group method file file_start"),
         ("form", TransformStruct),
     ]
 
@@ -64,14 +59,12 @@ class DecodedSliceStruct(ctypes.Structure):
 
 
 class DecoderStruct(ctypes.Structure):
-    """The functions and the memory of one thread that decodes."""
+    """The memory of one thread that decodes."""
 
     _fields_ = [
-        *_pointers("lz4_decompress_using_dict zstd_decompress_using_ddict zstd_ref_prefix zstd_decompress_dctx"),
         *_pointers("dctx scratch"), *_numbers("scratch_bytes"),
         *_pointers("unit"), *_numbers("unit_bytes"), *_pointers("unit_behind unit_of"),
         *_numbers("unit_number unit_filled changed"), *_pointers("next_change"),
-        *_pointers("key key_of"), *_numbers("key_number"),
         *_pointers("read"), *_numbers("read_bytes"), *_pointers("read_of"), *_numbers("read_first read_end"),
         *_pointers("unit_palette colours"), *_numbers("error"),
         ("batch", _NATURAL), *_numbers("decoded_places"), *_pointers("decoded"),
@@ -79,13 +72,11 @@ class DecoderStruct(ctypes.Structure):
 
 
 class EncoderStruct(ctypes.Structure):
-    """The functions and the memory of one thread that encodes."""
+    """The memory of one thread that encodes."""
 
     _fields_ = [
-        *_pointers("lz4_compress_default lz4_compress_hc lz4_reset_hc lz4_load_dict_hc lz4_continue_hc"),
-        *_pointers("zstd_compress2 zstd_ref_prefix zstd_is_error cctx stream loaded"), *_numbers("stream_bytes"),
-        *_pointers("scratch"), *_numbers("scratch_bytes"),
-        *_pointers("common"), *_numbers("common_bytes group key keeps_keys_raw method level"),
+        *_pointers("cctx stream loaded scratch"), *_numbers("scratch_bytes"),
+        *_pointers("common"), *_numbers("common_bytes group method level"),
     ]  # fmt: skip
 
 
@@ -324,7 +315,6 @@ def _signatures(text: str) -> dict[str, tuple[Any, list[Any]]]:
 
 _SIGNATURES = _signatures("""
     holdall_structs t p
-    holdall_compression p s
     holdall_append n ppppp
     holdall_append_next n pppnp
     holdall_write_tick n ppnn
@@ -337,7 +327,6 @@ _SIGNATURES = _signatures("""
     holdall_count_work v ppnp
     holdall_checksums v ppnp
     holdall_decode n pppnp
-    holdall_pair_tables n pnpn
     holdall_pack_columns n ppnnpnpp
     holdall_release n pn
     holdall_read_rows n pnpnnnnpp
@@ -366,9 +355,6 @@ _SIGNATURES = _signatures("""
 
 def open_library(path: Path) -> ctypes.CDLL:
     """Load a library and declare its functions; raise OSError with the reason if it cannot be used."""
-    if not path.exists():
-        reason = path.with_suffix(".txt")  # written by the build
-        raise OSError(f"{path.name} was not built{': ' + reason.read_text('utf-8') if reason.exists() else ''}")
     library = ctypes.CDLL(str(path))
     try:
         library.holdall_version.restype = NUMBER
@@ -386,102 +372,6 @@ def open_library(path: Path) -> ctypes.CDLL:
 
 
 @functools.cache
-def _loaded() -> tuple[ctypes.CDLL | None, str]:
-    """Load the library once; return it, or None and the reason."""
-    try:
-        return open_library(Path(__file__).with_name("_kernels" + _SUFFIX)), ""
-    except OSError as error:
-        return None, str(error)
-
-
-def compiled_library() -> ctypes.CDLL | None:
-    """Return the compiled library, or None if it was not built or does not agree with this version."""
-    return _loaded()[0]
-
-
-def library_problem() -> str:
-    """Say why the compiled library is not used; empty if it is."""
-    return "HOLDALL_KERNELS is portable" if os.environ.get("HOLDALL_KERNELS") == "portable" else _loaded()[1]
-
-
-def chosen_library() -> ctypes.CDLL | None:
-    """Return the compiled library if it can be used; None: NumPy does the work.
-
-    HOLDALL_KERNELS=portable or native asks for one of the two.
-    """
-    wish = os.environ.get("HOLDALL_KERNELS", "")
-    if wish not in {"", "portable", "native"}:
-        raise ArgumentError(f"HOLDALL_KERNELS ({wish}) is neither portable nor native; unset it")
-    if wish == "portable":
-        return None
-    library, reason = _loaded()
-    if wish == "native" and library is None:
-        raise ArgumentError(
-            f"HOLDALL_KERNELS is native, but the compiled library cannot be used ({reason}); "
-            "install a C compiler and run 'pip install --force-reinstall holdall'"
-        )
-    return library
-
-
-# ---------------------------------------------------------------- Zstandard and LZ4
-
-_COMPRESSION = {
-    "zstd": _signatures("""
-        ZSTD_createCCtx p -,  ZSTD_freeCCtx z p,  ZSTD_CCtx_setParameter z pii,  ZSTD_CCtx_refCDict z pp
-        ZSTD_CCtx_refPrefix z ppz,  ZSTD_compress2 z ppzpz,  ZSTD_createDCtx p -,  ZSTD_freeDCtx z p
-        ZSTD_DCtx_refPrefix z ppz,  ZSTD_decompressDCtx z ppzpz,  ZSTD_decompress_usingDDict z ppzpzp
-        ZSTD_createCDict p pzi,  ZSTD_freeCDict z p,  ZSTD_createDDict p pz,  ZSTD_freeDDict z p,  ZSTD_isError j z
-    """),
-    "lz4": _signatures("""
-        LZ4_decompress_safe_usingDict i ppiipi,  LZ4_compress_default i ppii,  LZ4_compress_HC i ppiii
-        LZ4_createStreamHC p -,  LZ4_freeStreamHC i p,  LZ4_sizeofStateHC i -,  LZ4_resetStreamHC_fast v pi
-        LZ4_loadDictHC i ppi,  LZ4_compress_HC_continue i pppii
-    """),
-}
-_FILES = {"zstd": ("libzstd.so.1", "libzstd.1.dylib"), "lz4": ("liblz4.so.1", "liblz4.1.dylib")}
-
-
-class CompressionLibraries:
-    """Functions of Zstandard and LZ4, by name."""
-
-    def __init__(self, functions: dict[str, Any]) -> None:
-        self.functions = functions
-        # Where they lie, for C to call them.
-        self.addresses = {name: ctypes.cast(each, POINTER).value or 0 for name, each in functions.items()}
-
-
-def linked_libraries(library: ctypes.CDLL) -> CompressionLibraries | None:
-    """Return the functions that were linked into the compiled library, as in wheels; None if it has none."""
-    functions: dict[str, Any] = {}
-    for name, (result, arguments) in (_COMPRESSION["zstd"] | _COMPRESSION["lz4"]).items():
-        if not (address := library.holdall_compression(name.encode())):
-            return None
-        functions[name] = ctypes.CFUNCTYPE(result, *arguments)(address)
-    return CompressionLibraries(functions)
-
-
-@functools.cache
-def system_libraries() -> CompressionLibraries | None:
-    """Load the system's libraries; None if one of them, or a function of it, is missing."""
-    functions: dict[str, Any] = {}
-    for name, signatures in _COMPRESSION.items():
-        library = _load(name)
-        if library is None:
-            return None
-        for function, (result, arguments) in signatures.items():
-            try:
-                functions[function] = library[function]
-            except AttributeError:
-                return None
-            functions[function].restype, functions[function].argtypes = result, arguments
-    return CompressionLibraries(functions)
-
-
-def _load(name: str) -> ctypes.CDLL | None:
-    for file in (*_FILES[name], ctypes.util.find_library(name)):
-        try:
-            if file is not None:
-                return ctypes.CDLL(file)
-        except OSError:
-            continue
-    return None
+def native_library() -> ctypes.CDLL:
+    """Return the functions of `holdall._native` that are called through ctypes."""
+    return open_library(Path(_native.__file__))

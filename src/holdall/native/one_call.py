@@ -187,7 +187,7 @@ class NativeBatchReader(BatchReader):
     """
 
     def __init__(
-        self, library: ctypes.CDLL, decoder: NativeDecoder | None, lock: Any, repair: Repair, index: SegmentIndex,
+        self, library: ctypes.CDLL, decoder: NativeDecoder, lock: Any, repair: Repair, index: SegmentIndex,
         most_kept_bytes: int, threads: int,
     ) -> None:  # fmt: skip
         self._library, self._decoder = library, decoder
@@ -229,7 +229,7 @@ class NativeBatchReader(BatchReader):
         is_readable = len(columns) <= _MOST_COLUMNS and len(source.rows.large) <= _MOST_FIELDS
         wanted = (*source.arrays, *source.gathered)
         is_readable &= all(0 not in array.shape and len(array.shape) < MOST_DIMENSIONS for array in wanted)
-        if struct.is_busy or not is_readable or room < rows or not self._can_decode(source):
+        if struct.is_busy or not is_readable or room < rows:
             return
         self._is_changed[0] = 0
         generator = global_generator()
@@ -262,10 +262,6 @@ class NativeBatchReader(BatchReader):
             cursors = columns - len(rows.large) + k
             struct.field[k] = BatchFieldStruct(address(records), len(records), nbytes, cursors, is_sealed)
 
-    def _can_decode(self, source: BatchSource) -> bool:
-        """Whether what is sealed can be decoded in C."""
-        return self._decoder is not None or not any(records[:, _SEALED].any() for records in source.rows.records)
-
     def _call_helpers(self, source: BatchSource, rows: int) -> None:
         """Start the threads and make the decoders that batches of so many rows are worth."""
         struct = self._struct
@@ -279,7 +275,7 @@ class NativeBatchReader(BatchReader):
             self._pool = self._pool or ThreadPool(self._threads)
             struct.pool = self._pool.started(self._library)
         struct.decoders = None
-        if self._decoder is not None and any(sealed):
+        if any(sealed):
             self._decoders = self._decoder.more_decoders(self._decoders, threads, 3 * max(source.large_bytes))
             addresses = (ctypes.c_void_p * threads)(*(memory.address for memory in self._decoders))
             self._described.append((addresses, self._decoders))

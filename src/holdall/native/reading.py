@@ -20,24 +20,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall import _native
 from holdall.background import left
 from holdall.errors import DamageError
 from holdall.machine import pool_threads
 from holdall.native.library import (
     MOST_DIMENSIONS,
-    CompressionLibraries,
     DecodedSliceStruct,
     DecoderStruct,
     LayoutStruct,
-    chosen_library,
+    native_library,
 )
-from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     COLOUR_PALETTE_BYTES,
     RECORD_FIELDS,
-    Coder,
-    Dictionary,
     Places,
     SealedSlices,
     Transform,
@@ -197,9 +194,8 @@ def _end_threads(library: ctypes.CDLL, address: int, threads: list[threading.Thr
 class NativeDecoder:
     """Decodes slices of sealed blocks; used by any number of threads."""
 
-    def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries) -> None:
-        self._library = library
-        self._libraries = libraries
+    def __init__(self) -> None:
+        self._library = native_library()
         self._thread = threading.local()
         self._unit_bytes = {0}  # of all codecs that came; several memories add to it at once, each in one step
 
@@ -218,14 +214,6 @@ class NativeDecoder:
         units, work = np.ascontiguousarray(units), np.zeros((len(units), 3), np.int64)
         self._library.holdall_count_work(sealed.address, address(units), len(units), address(work))
         return work
-
-    def pair_tables(self, dictionary: Dictionary) -> int:
-        """Make the tables by which pairs.c codes; return where they lie while the dictionary lives. 0: it is none."""
-        tables = np.empty(self._library.holdall_pair_tables(None, 0, None, 0), np.uint8)
-        trained = dictionary.content
-        made = self._library.holdall_pair_tables(trained, len(trained), address(tables), tables.size)
-        weakref.finalize(dictionary, id, tables).atexit = False  # it holds on to them
-        return address(tables) if made else 0
 
     def decoders(
         self, pool: ThreadPool | None, helpers: int, scratch_bytes: int
@@ -248,13 +236,13 @@ class NativeDecoder:
         unit_bytes = max(self._unit_bytes)
         enough = [memory for memory in kept if memory.suffices(scratch_bytes, unit_bytes)][:threads]
         missing = threads - len(enough)
-        return enough + [_DecoderMemory(self._libraries, scratch_bytes, unit_bytes) for _ in range(missing)]
+        return enough + [_DecoderMemory(scratch_bytes, unit_bytes) for _ in range(missing)]
 
     def _own_memory(self, scratch_bytes: int) -> _DecoderMemory:
         memory: _DecoderMemory | None = getattr(self._thread, "memory", None)
         unit_bytes = max(self._unit_bytes)
         if memory is None or not memory.suffices(scratch_bytes, unit_bytes):
-            memory = self._thread.memory = _DecoderMemory(self._libraries, scratch_bytes, unit_bytes)
+            memory = self._thread.memory = _DecoderMemory(scratch_bytes, unit_bytes)
         memory.forget()
         return memory
 
@@ -262,32 +250,22 @@ class NativeDecoder:
 class _DecoderMemory:
     """One thread's context, scratch memory and table of decoded slices."""
 
-    def __init__(self, libraries: CompressionLibraries, scratch_bytes: int, unit_bytes: int) -> None:
+    def __init__(self, scratch_bytes: int, unit_bytes: int) -> None:
         self._arrays = (
             np.empty(scratch_bytes, np.uint8),
             np.empty(_LOOK_BACK_BYTES + unit_bytes, np.uint8),
-            np.empty(unit_bytes, np.uint8),
             np.empty(max(unit_bytes, min(scratch_bytes, _MOST_READ_AT_ONCE)), np.uint8),
             np.zeros(_DECODED_PLACES * ctypes.sizeof(DecodedSliceStruct), np.uint8),
             np.empty(COLOUR_PALETTE_BYTES, np.uint8),
         )
-        scratch, unit, key, read, decoded, colours = self._arrays
-        context = libraries.functions["ZSTD_createDCtx"]()
-        if not context:
-            raise MemoryError("ZSTD_createDCtx found no memory")
-        # Not when the interpreter ends: a thread may be in the middle of a call with it.
-        weakref.finalize(self, libraries.functions["ZSTD_freeDCtx"], context).atexit = False
+        scratch, unit, read, decoded, colours = self._arrays
+        self._context = _native.new_decompressor()
         self._struct = DecoderStruct(
-            lz4_decompress_using_dict=libraries.addresses["LZ4_decompress_safe_usingDict"],
-            zstd_decompress_using_ddict=libraries.addresses["ZSTD_decompress_usingDDict"],
-            zstd_ref_prefix=libraries.addresses["ZSTD_DCtx_refPrefix"],
-            zstd_decompress_dctx=libraries.addresses["ZSTD_decompressDCtx"],
-            dctx=context,
+            dctx=self._context.address,
             scratch=address(scratch),
             scratch_bytes=scratch.size,
             unit=address(unit) + _LOOK_BACK_BYTES,
             unit_bytes=unit_bytes,
-            key=address(key),
             read=address(read),
             read_bytes=read.size,
             colours=address(colours),
@@ -306,7 +284,7 @@ class _DecoderMemory:
     def forget(self) -> None:
         """Forget what slices were read from before, which may be freed by now."""
         struct = self._struct
-        struct.unit_behind = struct.unit_of = struct.key_of = struct.read_of = None
+        struct.unit_behind = struct.unit_of = struct.read_of = None
         struct.error = 0
 
 
@@ -321,7 +299,7 @@ class NativeReading:
     """The half of `NativeKernels` that fills batches."""
 
     _library: ctypes.CDLL
-    coder: Coder
+    _decoder: NativeDecoder
 
     def new_pool(self, threads: int | None = None) -> ThreadPool:
         """See `Kernels.new_pool`."""
@@ -358,10 +336,6 @@ class NativeReading:
     ) -> None:
         """See `Kernels.gather`."""
         records = places.records[field]
-        decoder = self.coder if isinstance(self.coder, NativeDecoder) else None
-        if decoder is None and records[:, _SEALED].any():
-            PortableKernels().gather(places, field, obs, next_obs)
-            return
         rows, wanted = len(places.segment), [side for side in (obs, next_obs) if side is not None]
         row_bytes, nbytes = wanted[0].shape[1], rows * sum(side.shape[1] for side in wanted)
         where = (
@@ -374,7 +348,7 @@ class NativeReading:
 
         def fill(pieces: int, threads: int, helpers: int) -> int:
             # Two coded slices and a decoded one: an observation is at least as large as its slices.
-            decoders, kept = decoder.decoders(pool, helpers, 3 * row_bytes) if decoder else (None, [])
+            decoders, kept = self._decoder.decoders(pool, helpers, 3 * row_bytes)
             failed = int(
                 self._library.holdall_gather(
                     *where, *order, row_bytes, *sides, decoders, pieces, threads, helpers, ctypes.byref(error)
@@ -408,25 +382,18 @@ def draw_slots(rows: int, filled: int, slots: int, newest: int, lanes: int) -> N
     Tick t stands in slot t modulo `slots`, and the newest tick is `newest`. Ids are returned, those of slots that were
     not written to yet below 0.
     """
-    draw = _drawing_loop()
-    if draw is None or not (0 < filled <= _MOST_DRAWN and 0 < lanes <= _MOST_DRAWN):
+    if not (0 < filled <= _MOST_DRAWN and 0 < lanes <= _MOST_DRAWN):
         ticks = newest - (newest - np.random.randint(0, filled, size=rows)) % slots  # noqa: NPY002  as they ask for
         return ticks * lanes + np.random.randint(0, high=lanes, size=rows)  # noqa: NPY002  likewise
     generator = global_generator()
     ids = np.empty(rows, np.int64)
     lane = None if lanes == 1 else np.empty(rows, np.int64)
     with generator.lock:
-        draw(
+        native_library().holdall_draw(
             *number_function(generator), filled, slots, newest, lanes, rows, _pointer(ids),
             None if lane is None else _pointer(lane),
         )  # fmt: skip
     return ids
-
-
-@functools.cache
-def _drawing_loop() -> Any:
-    library = chosen_library()
-    return None if library is None else library.holdall_draw
 
 
 @functools.lru_cache(maxsize=1)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError, HoldallError
 from holdall.machine import pool_threads
-from holdall.native.library import BatchRequestStruct, NamesStruct, chosen_library
+from holdall.native.library import BatchRequestStruct, NamesStruct, native_library
 from holdall.native.reading import NativeDecoder, ThreadPool
 from holdall.schema import Bytes
 from holdall.storage import RECORD_FIELDS, Places, address
@@ -60,10 +60,10 @@ class SliceNamer:
 
     Args:
         library: The compiled loops.
-        decoder: Decodes sealed slices in C; None where it cannot.
+        decoder: Decodes sealed slices.
     """
 
-    def __init__(self, library: ctypes.CDLL, decoder: NativeDecoder | None) -> None:
+    def __init__(self, library: ctypes.CDLL, decoder: NativeDecoder) -> None:
         self._library = library
         self._decoder = decoder
         self.pool = ThreadPool(pool_threads(_MOST_THREADS))
@@ -86,7 +86,7 @@ class SliceNamer:
             is_sealed = bool(records[:, _SEALED].any())
             alike = bool((records[:, _CUT] == records[0, _CUT]).all())
             outer, run_bytes, window, _ = records[0, _CUT].tolist()
-            cut = (outer, run_bytes, window) if alike and not (is_sealed and self._decoder is None) else None
+            cut = (outer, run_bytes, window) if alike else None
             self._cuts[field] = (records, cut, is_sealed)
         return cut, is_sealed
 
@@ -134,7 +134,7 @@ class SliceNamer:
         sent = ctypes.c_int64()
         with self.pool.helping(self._library, nbytes // _BYTES_PER_COLLECTING_THREAD - 1) as (threads, helpers):
             decoders, kept = None, list[Any]()
-            if self._decoder is not None and self._known(records, field)[1]:
+            if self._known(records, field)[1]:
                 decoders, kept = self._decoder.decoders(self.pool, helpers, 3 * slice_bytes)
             failed = self._library.holdall_collect(
                 _pointer(records), ctypes.addressof(self._struct), slice_bytes, _pointer(out), decoders,
@@ -172,9 +172,8 @@ class SlotSender:
 
     @classmethod
     def send_here(cls) -> int | None:
-        """Return the address of what sends where the device is the host; None where nothing is compiled."""
-        library = chosen_library()
-        return None if library is None else ctypes.cast(library.holdall_send_here, ctypes.c_void_p).value
+        """Return the address of what sends where the device is the host."""
+        return ctypes.cast(native_library().holdall_send_here, ctypes.c_void_p).value
 
     def send(
         self, pieces: NDArray[np.int64], loads: NDArray[np.int64], sources: list[int], there: int, stream: int
@@ -187,9 +186,7 @@ class SlotSender:
             sources: Where the sources begin.
             there: Where bytes on the device are counted from.
         """
-        library, (send, record, query) = chosen_library(), self._functions
-        if library is None:
-            return -1
+        library, (send, record, query) = native_library(), self._functions
         done, begins = np.zeros(len(loads), np.int64), np.array(sources, np.uint64)
         wanted = int(pieces[:, 2].sum()) // _BYTES_PER_THREAD - 1
         with self._pool.helping(library, wanted) as (pool, helpers):

@@ -1,7 +1,7 @@
 """Writing: ticks become unique slices by append.c, and blocks of slices are compressed by encode.c, without the GIL.
 
 In:  arrays, whose sizes are checked here.  Out: ticks written and counted, parts of the open segment, sealed slices.
-Invariant: a slice that was numbered never moves; what is sealed has the bytes that numpy_codec.py reads, too.
+Invariant: a slice that was numbered never moves.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall import _native
 from holdall.errors import DamageError
 from holdall.native.library import (
-    CompressionLibraries,
     EncoderStruct,
     FlatFieldStruct,
     OpenPartStruct,
@@ -47,7 +47,6 @@ from holdall.storage import (
     SealedSlices,
     SliceBlock,
     SlicedTick,
-    SlicePlaces,
     TickWriter,
     Transform,
     Watch,
@@ -55,15 +54,13 @@ from holdall.storage import (
     address,
     first_bytes,
     mapping_of,
+    places_in,
     release_tail,
     reserve,
 )
 
 _WORD_TABLE_BYTES, _COLOUR_TABLE_BYTES, _MOST_COMPRESSORS = 2 * 1024, 16 * 2**16, 8
 """Tables that find words and colours in a palette, see encode.c and colours.c; and compressors that are kept."""
-_ZSTD_LEVEL, _ZSTD_HASH_LOG, _ZSTD_CHAIN_LOG, _ZSTD_MIN_MATCH = 100, 102, 103, 105
-_ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 200, 201, 202
-"""Numbers of ZSTD_cParameter, part of the library's stable interface."""
 _LONG_UNIT, _LONG_UNIT_TABLES = 2**18, 17
 """Of longer units Zstandard would keep tables of 10 to 30 MiB: with 1 MiB they are as small, and made faster."""
 
@@ -99,7 +96,6 @@ class NativeWriting:
 class NativeTickWriter(TickWriter):
     """Writes a tick, or several, by one call of append.c."""
 
-    has_runs = True
     next_tick, pause_tick = struct_field("next_tick"), struct_field("pause_tick")
     blocks_pause_tick = struct_field("blocks_pause_tick")
 
@@ -306,26 +302,21 @@ class NativeSealed(SealedSlices):
             data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0, offsets=address(coded.offsets),
             checks=0 if extent is None else address(extent.checks), palette=address(coded.palette),
             ddict=ddict, common=common[0], common_bytes=common[1], data_bytes=coded.data.nbytes,
-            slice_count=coded.count, group=coded.codec.group, key=coded.codec.key, method=int(coded.codec.method),
+            slice_count=coded.count, group=coded.codec.group, method=int(coded.codec.method),
             file=-1 if extent is None else extent.file.descriptor, file_start=0 if extent is None else extent.start,
-            form=_form(coded.codec.transform), **({} if coded.places is None else _lanes(coded.places)),
+            form=_form(coded.codec.transform), places=0 if coded.places is None else address(coded.places),
+            place_bytes=0 if coded.places is None else coded.places.itemsize,
         )  # fmt: skip
-
-
-def _lanes(places: SlicePlaces) -> dict[str, int]:
-    lanes, firsts = places.lanes, places.firsts
-    counted = {"firsts": address(firsts), "first_count": firsts.size, "first_bytes": firsts.itemsize}
-    return {"lanes": address(lanes), "lane_bytes": lanes.nbytes, "lane_count": firsts.shape[1]} | counted
 
 
 class NativeCoder(NativeDecoder):
     """Seals blocks, and reads them as `NativeDecoder` does."""
 
-    def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries, most_kept: int = 0) -> None:
-        super().__init__(library, libraries)
+    def __init__(self, most_kept: int = 0) -> None:
+        super().__init__()
         self._compressors: dict[Codec, _Compressor] = {}
         self._most_kept = most_kept  # compressors, from block to block
-        self._dictionaries: weakref.WeakKeyDictionary[Dictionary, dict[Method, int]] = weakref.WeakKeyDictionary()
+        self._dictionaries: weakref.WeakKeyDictionary[Dictionary, _native.Handle] = weakref.WeakKeyDictionary()
 
     def adopt(self, coded: Coded) -> SealedSlices:
         """See `Coder.adopt`."""
@@ -342,10 +333,9 @@ class NativeCoder(NativeDecoder):
             raise DamageError(f"slices of {slices.shape} came to a codec of {transform.slice_bytes} bytes; report this")
         if order is not None and (len(order) != count or order.dtype != np.uint32):
             raise DamageError(f"an order of {len(order)} came with {count} slices; report this")
-        together = codec.group * max(codec.key, 1)  # slices that stay together
-        piece = together * max(1, -(-count // (together * threads)))
+        piece = codec.group * max(1, -(-count // (codec.group * threads)))
         if watch is not None and not transform.palette_bytes:  # every piece would make the palette of all slices again
-            piece = min(piece, together * max(1, WATCHED_BYTES // (together * transform.slice_bytes)))
+            piece = min(piece, codec.group * max(1, WATCHED_BYTES // (codec.group * transform.slice_bytes)))
         encode, tell = partial(self._encode, slices, codec, order), watch or bool
         firsts = range(0, max(count, 1), piece)
         ends, is_shared, pieces = [*firsts[1:], count], threads > 1 and piece < count, []
@@ -374,7 +364,7 @@ class NativeCoder(NativeDecoder):
         else:
             del pieces, units, data  # views of it
             packed = first_bytes(memory, int(bases[-1]))
-        places = None if order is None else SlicePlaces.of(order)
+        places = None if order is None else places_in(order)
         return self.adopt(Coded(codec, count, offsets, palettes[0], packed, places))
 
     def _encode(
@@ -397,7 +387,7 @@ class NativeCoder(NativeDecoder):
 
     def keeping(self) -> Coder:
         """See `Coder.keeping`."""
-        return NativeCoder(self._library, self._libraries, _MOST_COMPRESSORS)
+        return NativeCoder(_MOST_COMPRESSORS)
 
     def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """See `Coder.checksums`."""
@@ -416,23 +406,22 @@ class NativeCoder(NativeDecoder):
         return found
 
     def _new_compressor(self, codec: Codec) -> _Compressor:
-        return _Compressor(self._libraries, codec, self._read_dictionary(codec) if codec.method is Method.PAIRS else 0)
+        return _Compressor(codec)
 
     def _read_dictionary(self, codec: Codec) -> int:
         """Return the form in which C reads a dictionary; made once, and kept as long as the dictionary."""
-        dictionary, method, content = codec.dictionary, codec.method, codec.common
-        if dictionary is None or method not in {Method.ZSTD, Method.PAIRS}:
+        dictionary = codec.dictionary
+        if dictionary is None or codec.method is not Method.ZSTD:
             return 0
-        made = self._dictionaries.setdefault(dictionary, {})
-        if method not in made:
-            functions, by_zstd = self._libraries.functions, method is Method.ZSTD
-            found = functions["ZSTD_createDDict"](content, len(content)) if by_zstd else self.pair_tables(dictionary)
-            if not found:
-                raise DamageError(f"a dictionary of {len(content)} bytes is none; nothing is read with it")
-            if by_zstd:
-                weakref.finalize(dictionary, functions["ZSTD_freeDDict"], found).atexit = False
-            made[method] = found
-        return made[method]
+        made = self._dictionaries.get(dictionary)
+        if made is None:
+            try:
+                made = _native.new_decompression_dictionary(codec.common)
+            except ValueError as error:
+                raise DamageError(f"a dictionary is none ({error}); nothing is read with it") from error
+            # Another thread may have made one in the meantime. The first one is in use and must stay.
+            made = self._dictionaries.setdefault(dictionary, made)
+        return made.address
 
 
 def _lent(spare: list[_Compressor], encode: Callable[..., Any], *of_a_piece: Any) -> Any:
@@ -443,57 +432,27 @@ def _lent(spare: list[_Compressor], encode: Callable[..., Any], *of_a_piece: Any
 
 
 class _Compressor:
-    """A library's context for one codec, its form of the dictionary, and scratch memory, which live as long as this."""
+    """A context and scratch memory for one codec; used by one thread at a time."""
 
-    def __init__(self, libraries: CompressionLibraries, codec: Codec, tables: int) -> None:
-        coded_bytes, is_pairs = codec.transform.coded_bytes, codec.method is Method.PAIRS
-        self._functions = libraries.functions
-        self._scratch = np.empty((16 if is_pairs else 2 + 3 * codec.group) * coded_bytes + 4096, np.uint8)
+    def __init__(self, codec: Codec) -> None:
+        self._scratch = np.empty((2 + 3 * codec.group) * codec.transform.coded_bytes + 4096, np.uint8)
         self._common = common = codec.common if codec.method is Method.LZ4 else b""  # read by C
-        is_against = codec.method is Method.LZ4 and (codec.key > 0 or common)
+        self._context = _zstd_context(codec) if codec.method is Method.ZSTD else None
+        self._streams = [_native.new_lz4_stream() for _ in range(2)] if common else []
+        stream, loaded = (each.address for each in self._streams) if common else (None, None)
         self.encoder = EncoderStruct(
-            lz4_compress_default=libraries.addresses["LZ4_compress_default"],
-            lz4_compress_hc=libraries.addresses["LZ4_compress_HC"],
-            lz4_reset_hc=libraries.addresses["LZ4_resetStreamHC_fast"],
-            lz4_load_dict_hc=libraries.addresses["LZ4_loadDictHC"],
-            lz4_continue_hc=libraries.addresses["LZ4_compress_HC_continue"],
-            zstd_compress2=libraries.addresses["ZSTD_compress2"],
-            zstd_ref_prefix=libraries.addresses["ZSTD_CCtx_refPrefix"],
-            zstd_is_error=libraries.addresses["ZSTD_isError"],
-            cctx=self._context(codec) if codec.method is Method.ZSTD else None,
-            stream=self._owned("LZ4", "StreamHC") if is_against else None,
-            loaded=self._owned("LZ4", "StreamHC") if is_against else tables or None,
-            stream_bytes=libraries.functions["LZ4_sizeofStateHC"](), scratch=address(self._scratch),
-            scratch_bytes=self._scratch.size, common=address(np.frombuffer(common, np.uint8)) if common else None,
-            common_bytes=len(common), group=codec.group, key=codec.key, keeps_keys_raw=codec.raw_keys,
-            method=int(codec.method), level=codec.level,
+            cctx=None if self._context is None else self._context.address, stream=stream, loaded=loaded,
+            scratch=address(self._scratch), scratch_bytes=self._scratch.size,
+            common=address(np.frombuffer(common, np.uint8)) if common else None,
+            common_bytes=len(common), group=codec.group, method=int(codec.method), level=codec.level,
         )  # fmt: skip
 
-    def _context(self, codec: Codec) -> int:
-        context = self._owned("ZSTD", "CCtx")
-        # Sizes are known from the schema, and damage is found by the segment's own checksums.
-        settings = {_ZSTD_LEVEL: codec.level, _ZSTD_CONTENT_SIZE: 0, _ZSTD_CHECKSUM: 0, _ZSTD_DICT_ID: 0}
-        if codec.group * codec.transform.coded_bytes > _LONG_UNIT:
-            settings |= {_ZSTD_HASH_LOG: _LONG_UNIT_TABLES, _ZSTD_CHAIN_LOG: _LONG_UNIT_TABLES}
-        if codec.shortest_match:
-            settings[_ZSTD_MIN_MATCH] = codec.shortest_match
-        for parameter, value in settings.items():
-            self._functions["ZSTD_CCtx_setParameter"](context, parameter, value)
-        if codec.dictionary is not None:
-            content = codec.common
-            self._functions["ZSTD_CCtx_refCDict"](
-                context, self._owned("ZSTD", "CDict", content, len(content), codec.level)
-            )
-        return context
 
-    def _owned(self, library: str, kind: str, *arguments: Any) -> int:
-        """Make a thing of a library's that is freed with this object."""
-        handle = self._functions[f"{library}_create{kind}"](*arguments)
-        if not handle:
-            raise MemoryError(f"{library}_create{kind} found no memory")
-        # Not when the interpreter ends: a worker may be in the middle of a call with it.
-        weakref.finalize(self, self._functions[f"{library}_free{kind}"], handle).atexit = False
-        return int(handle)
+def _zstd_context(codec: Codec) -> _native.Handle:
+    """Return a context of Zstandard that compresses as `codec` says."""
+    is_long = codec.group * codec.transform.coded_bytes > _LONG_UNIT
+    content = None if codec.dictionary is None else codec.common
+    return _native.new_compressor(codec.level, codec.shortest_match, _LONG_UNIT_TABLES if is_long else 0, content)
 
 
 def _form(transform: Transform) -> TransformStruct:

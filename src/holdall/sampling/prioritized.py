@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError, TransitionIdError
-from holdall.native import chosen_library
+from holdall.native import native_library
 from holdall.sampling.draw import Held, State, own_sampler
 from holdall.sampling.row_order import Ids
 from holdall.schema import require_number
@@ -40,7 +40,7 @@ class SumTree:
         self._leaves = 1 << max(0, slots - 1).bit_length()
         self._nodes = np.zeros(2 * self._leaves, np.float64)
         self._is_summed = True  # an interrupt may leave sums that are not those of their leaves
-        self._library = chosen_library()
+        self._library = native_library()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"leaves": self._leaves, "nodes": self._nodes}
@@ -48,7 +48,7 @@ class SumTree:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._leaves, self._nodes = state["leaves"], state["nodes"]
         self._is_summed = False
-        self._library = chosen_library()
+        self._library = native_library()
 
     def mend(self) -> None:
         """Add all sums up again if an interrupt came between them and their leaves."""
@@ -72,7 +72,7 @@ class SumTree:
     def put(self, slots: Slots, values: Numbers | float) -> None:
         """Set the numbers in some slots; of equal slots the last one counts."""
         few = len(slots) * _REBUILD_SHARE < self._leaves
-        if self._library is not None and few:
+        if few:
             one_for_all = np.ndim(values) == 0
             numbers, place = np.ascontiguousarray(values, np.float64), np.ascontiguousarray(slots, np.int64)
             self._library.holdall_tree_put(
@@ -81,14 +81,7 @@ class SumTree:
             return
         self._is_summed = False
         self._nodes[slots + self._leaves] = values
-        above, parents = self._leaves, slots + self._leaves
-        if few:
-            # Near the root most nodes change: there whole levels are added up.
-            above = min(self._leaves, 1 << max(1, len(slots).bit_length()))
-            for _ in range(self._leaves.bit_length() - above.bit_length()):
-                parents = parents >> 1
-                self._nodes[parents] = self._nodes.take(2 * parents) + self._nodes.take(2 * parents + 1)
-        self._add_up_above(above)
+        self._add_up_above(self._leaves)
         self._is_summed = True
 
     def update(self, ids: Slots, values: Numbers, held: tuple[int, int, int], most: float) -> float | None:
@@ -101,12 +94,6 @@ class SumTree:
             held: First id held, next id to come, and the capacity; older ids are ignored.
         """
         first, end, capacity = held
-        if self._library is None:
-            if ids.size and not (ids.max() < end and values.min() > 0 and values.max() <= most):
-                return None
-            kept = ids >= first
-            self.put(ids[kept] % capacity, values[kept])
-            return float(values[kept].max(initial=0.0))
         largest = ctypes.c_double(0.0)
         named, numbers = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(values, np.float64)
         failed = self._library.holdall_tree_update(
@@ -120,26 +107,11 @@ class SumTree:
 
         A slot that holds 0 is never found.
         """
-        if self._library is None:
-            slots = self._find(points * self._nodes[1])
-            found = self.values(slots)
-            return slots, (found.min(initial=np.inf) / found).astype(np.float32)
         place, shares = np.empty(len(points), np.int64), np.empty(len(points), np.float32)
         self._library.holdall_tree_find(
             address(self._nodes), self._leaves, address(points), len(points), address(place), address(shares)
         )
         return place, shares
-
-    def _find(self, left_over: Numbers) -> Slots:
-        nodes, node = self._nodes, np.ones(len(left_over), np.int64)
-        for _ in range(self._leaves.bit_length() - 1):
-            left = 2 * node
-            in_left, in_right = nodes.take(left), nodes.take(left + 1)
-            # Rounding may leave a point just beyond the last number: it stays on a side that holds one.
-            right = ((left_over >= in_left) & (in_right > 0)) | (in_left == 0)
-            left_over = left_over - np.where(right, in_left, 0)
-            node = left + right
-        return node - self._leaves
 
     def _add_up_above(self, above: int) -> None:
         """Add up all levels above the one that begins with node `above`."""

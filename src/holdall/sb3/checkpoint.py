@@ -37,7 +37,7 @@ from holdall.sb3.replay import ReplayBuffer
 from holdall.schema import require_count
 
 EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]]
-"""How the state of a VecEnv is read, as bytes, and how it is set again."""
+"""Two functions: the first returns the state of a VecEnv as bytes, the second sets it again."""
 
 _MODEL, _TRAINING, _NUMBERS, _ENV = "sb3/model.zip", "sb3/training.json", "sb3/numbers.npz", "sb3/environment"
 _AVERAGES = ("obs_rms", "ret_rms")
@@ -55,8 +55,11 @@ class CheckpointCallback(BaseCallback):
         save_freq: Calls of `env.step()` between two checkpoints, as in Stable-Baselines3's own callback.
         path: Where they go: anything that `ReplayMemory.save` takes.
         keep: How many of them stay.
-        env_state: `(get, set)` for environments that can say where they are, so that a resumed training goes on in the
-            middle of its episodes: `get(env)` returns bytes, `set(env, bytes)` takes them back.
+        env_state: `(get, put)` for environments that can save their state, so that a resumed training continues in the
+            middle of its episodes. `get(env)` returns the state as bytes, `put(env, state)` sets it again. `env` is the
+            model's VecEnv with all of its wrappers. `env.unwrapped.envs` are the environments of a DummyVecEnv, also
+            where Stable-Baselines3 has wrapped it in VecTransposeImage. The guide to checkpoints has both functions for
+            environments that can be pickled.
     """
 
     def __init__(
@@ -147,7 +150,13 @@ def resume(
     """
     asked = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
     asked = {name: value for name, value in asked.items() if value is not ...}
-    training = _parse_training(attached_files(path)[_TRAINING], str(path))
+    files = attached_files(path)
+    if _TRAINING not in files:
+        raise CheckpointError(
+            f"{path} is the checkpoint of a memory alone, without a model. Load it with holdall.ReplayMemory.load. To "
+            "save a whole training, use holdall.sb3.CheckpointCallback."
+        )
+    training = _parse_training(files[_TRAINING], str(path))
     sampler = Prioritized(*training["priorities"]) if training["priorities"] is not None else None
     tiers: dict[str, Any] = training.get("tiers", {}) | asked
     memory = ReplayMemory.load(path, sampler=sampler, **tiers)
@@ -282,13 +291,16 @@ def _vecnormalize_state(env: VecNormalize | None) -> dict[str, Any]:
 
 def _restore_vecnormalize(env: VecNormalize | None, numbers: Any, *, is_mid_episode: bool) -> None:
     saved = [name for name in numbers if name.startswith("vecnormalize/")]
-    if (env is None) != (not saved):
-        raise ArgumentError(
-            f"env is {'not ' if env is None else ''}wrapped in VecNormalize, and when it was saved it was "
-            f"{'' if env is None else 'not'}; wrap it as it was".replace("  ", " ")
-        )
     if env is None:
+        if saved:
+            raise ArgumentError(
+                "The checkpoint was saved with VecNormalize, but env is not wrapped in it. Wrap env in VecNormalize."
+            )
         return
+    if not saved:
+        raise ArgumentError(
+            "The checkpoint was saved without VecNormalize, but env is wrapped in it. Pass env without VecNormalize."
+        )
     for name in saved:
         _, kind, *rest = name.split("/")
         if kind == "returns":

@@ -112,16 +112,14 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         ReplayBuffer.add(self, obs, next_obs, action, reward, done, infos)
         if self.copy_info_dict:
             self.infos.write(slot, kept)
-        first_tick = self.memory.first_id // self.n_envs
-        for tick in range(self._held_from, first_tick):
-            self._forget_rest_of_episodes(tick % self.buffer_size)
-        self._held_from = first_tick
+        self._forget_evicted_episodes()
         self.ep_start[slot] = self._current_ep_start
         for lane in np.flatnonzero(done).tolist():
             self._compute_episode_length(lane)
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions of finished episodes, most of them with another goal, in Stable-Baselines3's order."""
+        self._forget_evicted_episodes()
         if self._replaced() or _overridden_goals(type(self)) or not self.__dict__.keys().isdisjoint(_GOAL_HOOKS):
             return her_replay_buffer.HerReplayBuffer.sample(self, batch_size, env)
         if self._is_delivered(env):
@@ -135,7 +133,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         if self._drawable.size == 0:
             raise RuntimeError(
                 "Unable to sample before the end of the first episode: learning_starts must be greater than the "
-                "longest episode of the environment."
+                "longest episode of the environment." + self._budget_remark()
             )
         positions = np.random.choice(self._drawable, size=batch_size, replace=True)  # noqa: NPY002  its generator
         slots, lanes = np.unravel_index(positions, self.ep_length.shape)
@@ -152,6 +150,16 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         ids = self._ids(slots[order], lanes[order])
         return Draw(ids, np.ones(batch_size, np.float32), goals=goals)
 
+    def _budget_remark(self) -> str:
+        """Return what to do about episodes that the budget evicts before they end, if it evicts any step early."""
+        held = self.memory.next_id - self.memory.first_id
+        if held >= self._filled * self.n_envs:
+            return ""
+        return (
+            f" The budget holds {held} transitions, and an episode that lost its first step cannot be drawn: raise "
+            "budget, or name a spill_dir."
+        )
+
     def reset(self) -> None:
         """Forget every transition and episode."""
         ReplayBuffer.reset(self)
@@ -167,7 +175,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         ReplayBuffer._copy_slots(self, buffer)
         self.ep_start[:], self.ep_length[:] = buffer.ep_start, buffer.ep_length
         self._current_ep_start[:] = buffer._current_ep_start
-        self._held_from = self.memory.first_id // self.n_envs
+        self._forget_incomplete_episodes()
         if self.copy_info_dict:
             for slot in range(self.buffer_size if buffer.full else buffer.pos):
                 self.infos.write(slot, [pack_info(info) for info in buffer.infos[slot]])
@@ -183,8 +191,25 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         self.ep_start[:], self.ep_length[:] = state["her/start"], state["her/length"]
         self._current_ep_start[:] = state["her/current"]
         self.infos.restore(state["her/infos"], state["her/info_lengths"])
-        # Episodes that lost steps were forgotten before the checkpoint; their slots hold others by now.
-        self._held_from = self.memory.first_id // self.n_envs
+        self._forget_incomplete_episodes()
+
+    def _forget_evicted_episodes(self) -> None:
+        """Forget the finished episodes that lost their first step since the last call."""
+        first_tick = self.memory.first_id // self.n_envs
+        for tick in range(self._held_from, first_tick):
+            self._forget_rest_of_episodes(tick % self.buffer_size)
+        self._held_from = first_tick
+
+    def _forget_incomplete_episodes(self) -> None:
+        """Forget the finished episodes whose first step the memory does not hold, whenever it was evicted."""
+        first_tick = self.memory.first_id // self.n_envs
+        newest_tick = self.memory.next_id // self.n_envs - 1
+        slots, lanes = np.nonzero(self.ep_length)
+        ticks = newest_tick - (newest_tick - slots) % self.buffer_size
+        start_ticks = ticks - (slots - self.ep_start[slots, lanes]) % self.buffer_size
+        is_incomplete = start_ticks < first_tick
+        self.ep_length[slots[is_incomplete], lanes[is_incomplete]] = 0
+        self._held_from = first_tick
         self._drawable = None
 
     def _forget_rest_of_episodes(self, slot: int) -> None:
@@ -201,8 +226,14 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         self._drawable = None
 
     def _compute_episode_length(self, env_idx: int) -> None:
+        """Record the length of an episode that just ended, unless a budget has evicted its first step already."""
         self._drawable = None
+        start = self._current_ep_start[env_idx]
         super()._compute_episode_length(env_idx)
+        length = (self.pos - start) % self.buffer_size
+        start_id = self.memory.next_id - length * self.n_envs
+        if start_id < self.memory.first_id:
+            self.ep_length[np.arange(start, start + length) % self.buffer_size, env_idx] = 0
 
     def _outcome_slots(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Choose a step of the same episode for every transition."""

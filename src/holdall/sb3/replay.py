@@ -216,6 +216,13 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
             return self._delivered(batch_size)
         return self._samples(self._drawn(batch_size), env)
 
+    def size(self) -> int:
+        """Count the steps held, each of all environments; a budget without a disk tier may hold less than all slots."""
+        first_tick = self.memory.first_id // self.n_envs
+        next_tick = self.memory.next_id // self.n_envs
+        dropped_early = first_tick - max(0, next_tick - self.buffer_size)
+        return max(0, self._filled - dropped_early)
+
     @property
     def _filled(self) -> int:
         """Slots that draws are made from; `size` may be a subclass's own."""
@@ -305,6 +312,8 @@ class ReplayBuffer(BufferArrays, buffers.ReplayBuffer):
     def _held(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Draw again for ids that are gone: a budget without a disk tier may hold less than all slots."""
         first_id, next_id = self.memory.first_id, self.memory.next_id
+        if next_id == first_id and ids.size:
+            raise ArgumentError(f"{ids.size} transitions were asked for, and the buffer holds none; call add before")
         if next_id - first_id < self._filled * self.n_envs and (left_early := ids < first_id).any():
             held = np.random.randint(first_id, next_id, size=len(ids))  # noqa: NPY002  its generator
             return np.where(left_early, held, ids)

@@ -23,7 +23,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError
-from holdall.native import chosen_kernels, estimate_advantages, fallback
+from holdall.native import chosen_kernels, estimate_advantages
 from holdall.report import MemoryReport
 from holdall.sb3.buffer_parts import SlotArray, cast
 from holdall.schema import Leaf, require_count
@@ -192,7 +192,6 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         sums: dict[str, Any] = {
             "transitions": self.pos * self.n_envs,
             "staging_bytes": self._delivery.nbytes,
-            "fallback": fallback(),
         }
         flat = [(name, rows[: self.pos].nbytes) for name, rows in self._plain()]
         return self._frames.report(self.pos if self._is_written else 0, flat, **sums)

@@ -1,6 +1,6 @@
 """Storage: one transition's way into memory and out again.
 
-    ticks -> blocks -> slices, records -> snapshot, rings -> segment -> tiers, sealer -> tick_store -> store
+    ticks -> blocks -> slices, records -> snapshot, rings -> segment -> tiers, sealer -> store
 
 Other packages import the names below, and kernels (`Kernels`, `Coder`) are handed in: storage knows no loop of its own.
 """
@@ -45,9 +45,8 @@ from holdall.storage.blocks import (
 )
 from holdall.storage.codec import candidates
 from holdall.storage.codec_choice import COST_CAPS, choose
-from holdall.storage.coded_units import Order, SlicePlaces, in_memory, places_of, unit_of
+from holdall.storage.coded_units import Order, in_memory, places_in, places_of, unit_of
 from holdall.storage.columns import COLUMN_TABLES, NEVER
-from holdall.storage.pairs import PairTables, decode_pairs, encode_pairs, train_pairs
 from holdall.storage.records import (
     SLICES,
     Buffer,
@@ -68,6 +67,7 @@ from holdall.storage.records import (
     unparsed,
 )
 from holdall.storage.remote_file import AwaitedFile, Demand, bring, bring_places, bring_slices
+from holdall.storage.repair import Repair
 from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
 from holdall.storage.sealed_segment import (
     Encoder,
@@ -78,7 +78,7 @@ from holdall.storage.sealed_segment import (
     sliced_leaves,
     unpack_segment,
 )
-from holdall.storage.segment import SEGMENT_BYTES, SegmentIndex
+from holdall.storage.segment import SEGMENT_BYTES, FullBlock, SegmentIndex
 from holdall.storage.slices import (
     NEXT_IS_WHOLE,
     ClosedPart,
@@ -100,6 +100,7 @@ from holdall.storage.snapshot import (
     LiveRows,
     RowChunk,
     StoreContent,
+    chunk_numbers,
     copy_held,
     is_settled,
     new_ring,
@@ -112,8 +113,7 @@ from holdall.storage.snapshot import (
     unpack_piece,
     unpack_rows,
 )
-from holdall.storage.store import FullBlock, Store, UnchangedStore, last_rows
-from holdall.storage.tick_store import Repair
+from holdall.storage.store import Store, UnchangedStore, last_rows
 from holdall.storage.ticks import (
     NO_ROOM,
     NOT_CONTINUED,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _KNOWN_SLICES, KNOWN_BYTES = 512, 4 * 2**20
 """Slices that dictionaries are trained on, and those that are measured among them."""
 _NEAR_SLICES, _NEAR_SAMPLE_BYTES, _STRETCH = 256, 3 * 2**20, 32
-"""Neighbours that candidates compress together, in stretches; and half as many behind keys of each kind."""
+"""Neighbours that candidates compress together, in stretches."""
 CHANGED, _CHANGED_SLICES, _CHANGED_SAMPLE_BYTES = (32, 64), 512, 8 * 2**20
 """How many neighbours are tried as changes of each other, and of how many in all: in stretches of the most."""
 LEARNT_TOGETHER = 8
@@ -32,8 +32,6 @@ FEWEST_SAMPLES = 8
 _GROUPS = (4, 8, 16)
 """How many neighbours are tried together: a transition of a stack of 4 needs 5 of them. They must keep the cap on one
 core: right after a trainer's own step its idle threads still spin on the others."""
-KEY_SLICES, RAW_KEY_SLICES = 64, 256
-"""Slices that share a key; more if it stays raw, since it costs a whole slice then."""
 _MOST_UNIT_BYTES = 4 * 2**20
 
 
@@ -46,9 +44,6 @@ class BlockSample:
     changing: Bytes  # the same, in longer stretches
     learnt: Bytes  # the same, in short ones from more places ...
     apart: int  # ... of which so many, the first ones, have no slice of the longer ones
-    keyed: dict[
-        int, Bytes
-    ]  # the same by how many share a key: each so far from the next that they are its first to last
     stride: int  # from a slice of a transition to its next one, in a stretch
 
     @classmethod
@@ -63,28 +58,18 @@ class BlockSample:
         reach = (window.count + window.shift - 1) * stride + 1  # of a transition, in the block
         most = min(_NEAR_SLICES, _NEAR_SAMPLE_BYTES // window.slice_bytes)
         length = max(min(_STRETCH, most), reach, *groups_of(window))
-        length += -length % _GROUPS[0]  # behind keys, so many are sealed together
-        near = _stretches(slices, order, length, 1, most)
+        length += -length % _GROUPS[0]  # a whole number of the smallest groups
+        near = _stretches(slices, order, length, most)
         # Half of the block at most, so that there is something to learn from beside it.
         long = min(len(slices) // 2, _CHANGED_SAMPLE_BYTES // window.slice_bytes, _CHANGED_SLICES)
         is_long = long >= CHANGED[-1] >= reach
-        measured = _firsts(len(slices), CHANGED[-1], 1, long) if is_long else np.zeros(0, np.int64)
+        measured = _firsts(len(slices), CHANGED[-1], long) if is_long else np.zeros(0, np.int64)
         changing = _runs(slices, order, measured, CHANGED[-1])
-        learnt = _firsts(len(slices), LEARNT_TOGETHER, 1, min(_KNOWN_SLICES, KNOWN_BYTES // window.slice_bytes))
+        learnt = _firsts(len(slices), LEARNT_TOGETHER, min(_KNOWN_SLICES, KNOWN_BYTES // window.slice_bytes))
         behind, before = measured + CHANGED[-1], measured - LEARNT_TOGETHER
         is_apart = ((learnt[:, None] >= behind) | (learnt[:, None] <= before)).all(axis=1)
         runs = _runs(slices, order, learnt[np.argsort(~is_apart, kind="stable")], LEARNT_TOGETHER)
-        kinds = KEY_SLICES, RAW_KEY_SLICES
-        keyed = {kind: _stretches(slices, order, length, max(1, kind // length), most // 2) for kind in kinds}
-        return cls(
-            spread,
-            near,
-            changing,
-            runs,
-            int(is_apart.sum()),
-            {kind: found for kind, found in keyed.items() if len(slices) >= kind},
-            stride,
-        )
+        return cls(spread, near, changing, runs, int(is_apart.sum()), stride)
 
 
 def groups_of(window: Window) -> list[int]:
@@ -98,22 +83,20 @@ def spread_over(slices: Bytes, most: int, most_bytes: int) -> Bytes:
     return _copied(slices, np.linspace(0, len(slices) - 1, count).astype(np.int64))
 
 
-def _stretches(slices: Bytes, order: NDArray[np.uint32] | None, length: int, step: int, most: int) -> Bytes:
-    """Copy stretches of `length` slices, each `step` from the next; none if the block is too short."""
-    first = _firsts(len(slices), length, step, most)
-    return _runs(slices, order, first, length if len(first) else 1, step)
+def _stretches(slices: Bytes, order: NDArray[np.uint32] | None, length: int, most: int) -> Bytes:
+    """Copy stretches of `length` neighbours; none if the block is too short."""
+    first = _firsts(len(slices), length, most)
+    return _runs(slices, order, first, length if len(first) else 1)
 
 
-def _firsts(slices: int, length: int, step: int, most: int) -> NDArray[np.int64]:
+def _firsts(slices: int, length: int, most: int) -> NDArray[np.int64]:
     """Return where stretches begin."""
-    count = max(1, min(most // length, slices // (length * step))) if slices >= length * step else 0
-    return np.linspace(0, slices - length * step, count).astype(np.int64)
+    count = max(1, min(most // length, slices // length)) if slices >= length else 0
+    return np.linspace(0, slices - length, count).astype(np.int64)
 
 
-def _runs(
-    slices: Bytes, order: NDArray[np.uint32] | None, first: NDArray[np.int64], length: int, step: int = 1
-) -> Bytes:
-    picked = first[:, None] + step * np.arange(length)
+def _runs(slices: Bytes, order: NDArray[np.uint32] | None, first: NDArray[np.int64], length: int) -> Bytes:
+    picked = first[:, None] + np.arange(length)
     return _copied(slices, picked if order is None else order[picked].astype(np.int64))
 
 

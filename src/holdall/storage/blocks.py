@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Bytes
-from holdall.storage.coded_units import SlicePlaces, in_memory
+from holdall.storage.coded_units import SlicePlaces, in_memory, place_dtype
 
 _MAP_NORESERVE = 0x4000  # Linux's flag; the mmap module names it from Python 3.13 on
 
@@ -179,9 +179,7 @@ MOST_UNIT_COLOURS = 255
 """Colours that a unit may have besides those of its block's palette; the numbers are those of codec.h."""
 _REPEATED_DIFFERENCES = 6
 """Shorter runs of differences repeat by chance: referring to them takes longer to decode and no less room."""
-_PIXELS_OF_PAIRS = 64, 2**16
-"""The fewest and the most of a plane whose differences are coded as pairs."""
-_MOST_IN_A_UNIT, _MOST_OF_A_KEY = 64, 2**32 - 1
+_MOST_IN_A_UNIT = 64
 
 
 class Method(IntEnum):
@@ -190,7 +188,6 @@ class Method(IntEnum):
     STORED = 0
     LZ4 = 1
     ZSTD = 2
-    PAIRS = 3  # of differences, by tables that were trained: see pairs.py
 
 
 class Predictor(IntEnum):
@@ -259,7 +256,7 @@ TRANSFORM_FIELDS = tuple(each.name for each in fields(Transform) if each.init)
 class Dictionary:
     """Bytes that slices of one field have in common; compared by identity.
 
-    Where slices are numbers of colours, it begins with the palette that these are of. For pairs it is their tables.
+    Where slices are numbers of colours, it begins with the palette that these are of.
     """
 
     content: bytes
@@ -284,8 +281,6 @@ class Codec:
     transform: Transform
     dictionary: Dictionary | None = None
     group: int = 1  # neighbours that are compressed together: a unit
-    key: int = 0  # units of which the first is the key that the others are compressed against; 0: there are none
-    raw_keys: bool = False  # whether keys stay as they are, so that they need no decoding
     reason: str = field(default="", repr=False, compare=False)  # why it was chosen, for people
     is_sound: bool = field(init=False, repr=False, compare=False)  # it may come from a file
     # How many bytes must repeat for Zstandard to refer to them; 0: as many as it says itself.
@@ -306,19 +301,12 @@ class Codec:
         object.__setattr__(self, "common", common)
         # Units are of a size that readers make room for, see codec.h.
         fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
-        fits = fits and 0 <= self.key <= _MOST_OF_A_KEY and not (self.key and self.dictionary)
-        fits = fits and not (self.key and self.is_of_changes)
         if self.is_of_colours:
-            fits = fits and not self.key and (self.dictionary is None or len(palette) == COLOUR_PALETTE_BYTES)
-        form, unit_bytes = self.transform, self.group * self.transform.coded_bytes + self.transform.head_bytes
-        if self.method is Method.PAIRS:
-            fewest, most = _PIXELS_OF_PAIRS
-            fits = fits and form.is_of_differences and fewest <= form.rows * form.columns <= most
-            fits = fits and self.group == 1 and not self.key and self.dictionary is not None
-            unit_bytes = 6 * form.coded_bytes + 1024  # see pairs.c
+            fits = fits and (self.dictionary is None or len(palette) == COLOUR_PALETTE_BYTES)
+        form = self.transform
         object.__setattr__(self, "is_sound", fits and form.is_sound())
         object.__setattr__(self, "shortest_match", _REPEATED_DIFFERENCES if form.is_of_differences else 0)
-        object.__setattr__(self, "unit_bytes", unit_bytes)
+        object.__setattr__(self, "unit_bytes", self.group * form.coded_bytes + form.head_bytes)
 
     @property
     def is_of_changes(self) -> bool:
@@ -341,7 +329,7 @@ class Coded:
     offsets: NDArray[np.uint32]  # (units + 1,)
     palette: Bytes  # 256 words or colours, or nothing
     data: Bytes | Extent
-    places: SlicePlaces | None = None  # of slices in the units; None: in the order of their numbers
+    places: SlicePlaces | None = None  # all different; None: slices are in the order of their numbers
 
     def __post_init__(self) -> None:
         form, group = self.codec.transform, self.codec.group
@@ -356,7 +344,10 @@ class Coded:
         """Whether offsets, sums and palette are those of so many units."""
         checked = not isinstance(self.data, Extent) or len(self.data.checks) == units
         whole = len(self.offsets) == units + 1 and self.palette.size == self.codec.transform.palette_bytes
-        return checked and whole and (self.places is None or self.places.are_of(self.count))
+        placed = self.places is None or (
+            len(self.places) == self.count and self.places.dtype == place_dtype(self.count)
+        )
+        return checked and whole and placed
 
 
 class SealedSlices(ABC):
@@ -367,8 +358,7 @@ class SealedSlices(ABC):
 
     def __reduce__(self) -> tuple[Any, ...]:
         coded = in_memory(self.coded)
-        lanes = None if coded.places is None else coded.places.lanes
-        return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, coded.data, lanes)
+        return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, coded.data, coded.places)
 
     @property
     @abstractmethod
@@ -399,7 +389,7 @@ class SealedSlices(ABC):
         """Return the arrays in memory."""
         coded = self.coded
         data = coded.data.checks if isinstance(coded.data, Extent) else coded.data
-        placed = [] if coded.places is None else [coded.places.lanes, coded.places.firsts]
+        placed = [] if coded.places is None else [coded.places]
         return [data, coded.offsets, coded.palette, *placed]
 
     @property
@@ -417,11 +407,8 @@ class CarriedSlices(SealedSlices):
         raise DamageError("sealed slices were read before a coder adopted them; report this")
 
 
-def _carry(
-    codec: Codec, count: int, offsets: NDArray[np.uint32], palette: Bytes, data: Bytes, lanes: Bytes | None = None
-) -> CarriedSlices:
-    places = None if lanes is None else SlicePlaces.stored(lanes, count)
-    return CarriedSlices(Coded(codec, count, offsets, palette, data, places))
+def _carry(*coded: Any) -> CarriedSlices:
+    return CarriedSlices(Coded(*coded))
 
 
 class SliceBlock(ABC):

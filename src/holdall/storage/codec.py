@@ -85,7 +85,7 @@ def wants_dictionary(codec: Codec) -> bool:
     in_pixels = transform.predictor in {Predictor.PIXELS, Predictor.CHANGES} or transform.is_of_colours
     plain = transform == Transform(transform.slice_bytes) or in_pixels
     plain = plain and not transform.word_bytes
-    alone = codec.method is not Method.STORED and codec.level > 0 and codec.group == 1 and not codec.key
+    alone = codec.method is not Method.STORED and codec.level > 0 and codec.group == 1
     return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
 
 
@@ -94,13 +94,6 @@ def wants_differences(codec: Codec) -> bool:
     form = codec.transform
     is_image = form.is_of_differences and not form.word_bytes and not codec.dictionary
     return is_image and codec.method is Method.LZ4 and codec.level > 0 and form.slice_bytes <= _DICTIONARY_UP_TO
-
-
-def hurried(codec: Codec) -> Codec:
-    """Return the same code at the compressor's fastest useful level, for when time is short."""
-    if codec.method is Method.PAIRS:
-        return replace(codec, method=Method.ZSTD, level=1, dictionary=None)
-    return replace(codec, level=min(codec.level, 0 if codec.method is Method.LZ4 else 1))
 
 
 def without_palette(codec: Codec) -> Codec:
@@ -124,12 +117,10 @@ def describe(codec: Codec) -> str:
         steps.append(codec.transform.predictor.name.lower())
     if codec.transform.shuffle:
         steps.append("shuffle")
-    names = {Method.LZ4: "lz4" if codec.level == 0 else "lz4hc", Method.ZSTD: "zstd", Method.PAIRS: "pairs"}
+    names = {Method.LZ4: "lz4" if codec.level == 0 else "lz4hc", Method.ZSTD: "zstd"}
     steps.append(f"{names[codec.method]}{codec.level or ''}")
-    beside = " with dictionary" if codec.dictionary and codec.method is not Method.PAIRS else ""
-    if codec.key:
-        beside = f" behind a {'raw ' if codec.raw_keys else ''}key of {codec.key * codec.group}"
-    return "+".join(steps) + beside + (f", {codec.group} together" if codec.group > 1 else "")
+    dictionary = " with dictionary" if codec.dictionary else ""
+    return "+".join(steps) + dictionary + (f", {codec.group} together" if codec.group > 1 else "")
 
 
 # ---------------------------------------------------------------- how long decoding takes
@@ -142,16 +133,11 @@ _UNIT_US = {
     Method.STORED: (0.0, 0.02, 0.0, 0.0, 0.0),
     Method.LZ4: (0.05, 0.030, 0.0038, 0.0, 0.0),
     Method.ZSTD: (0.17, 0.023, 0.0121, 0.0007, 1.13),
-    Method.PAIRS: (0.6, 0.3, 0.0044, 0.0, 0.0),
 }
 """Microseconds on two busy cores of an AMD EPYC, fitted to 652 codecs of 18 recorded fields: 8 in 10 of them took from
 0.9 to 1.4 times as long as this says, and the worst 2.9 times."""
-_BEHIND_KEY_US = {Method.STORED: 0.0, Method.LZ4: 0.05, Method.ZSTD: 0.3}
-"""The same for a unit that is decompressed against a key."""
-_FAR_SEQUENCE_US = 0.0048
-"""The same for a sequence of LZ4's, on top, where it may point into a key; dictionaries stand in front of slices."""
 _NEAR_BYTES, _FAR_US = 2**17, 0.03
-"""The same for a kilobyte, on top, of units that fill the caches with their keys."""
+"""Additional microseconds per kilobyte of units that are larger than `_NEAR_BYTES`, which do not fit the caches."""
 _TRANSFORM_US = {"copy": 0.02, "left": 0.07, "up": 0.05, "green": 0.03, "pixels": 0.035,
                  "shuffle": 0.26, "words": 0.21, "colours": 0.12, "columns": 0.06}  # fmt: skip
 """The same for a kilobyte of a slice: to copy it from where its unit is decompressed, and to undo each transform."""
@@ -183,12 +169,6 @@ def decode_us(
     # Those of one transition in one unit are decoded once; the next transition lies elsewhere in a memory.
     decoded = len(units) + np.count_nonzero(np.diff(units, axis=1))
     total_us = decoded * _mean_unit_us(coder, sealed, units, unpacked)
-    if codec.key:
-        total_us += decoded * _BEHIND_KEY_US[codec.method]
-        keys = units - units % codec.key
-        changes = len(keys) + np.count_nonzero(np.diff(keys, axis=1))
-        cold_us = _COPY_US[1] * codec.group * form.coded_bytes / 1000  # it is not in a cache
-        total_us += changes * (cold_us if codec.raw_keys else _mean_unit_us(coder, sealed, keys, unpacked))
     if codec.is_of_changes:
         # Up to the last slice of a transition in its unit; from there on the next unit begins, or the transition ends.
         share = float(np.mean(within[np.diff(units, axis=1, append=-1) != 0])) / codec.group
@@ -215,8 +195,6 @@ def _mean_unit_us(coder: Coder, sealed: SealedSlices, units: NDArray[np.int64], 
     work = np.column_stack([np.ones(len(units)), unpacked / 1000, coder.count_work(sealed, units)])
     rates = np.array([_UNIT_US[codec.method], _UNIT_US[Method.STORED]])[is_stored.astype(np.int64)]
     total_us = float((rates * work).sum())
-    if codec.method is Method.LZ4 and codec.key:
-        total_us += _FAR_SEQUENCE_US * float(work[:, 2].sum())
-    is_far = unpacked * (2 if codec.key else 1) > _NEAR_BYTES
+    is_far = unpacked > _NEAR_BYTES
     total_us += _FAR_US * float(unpacked[is_far].sum()) / 1000
     return total_us / max(len(units), 1)

@@ -18,10 +18,8 @@ from holdall.schema import Bytes, Leaf
 from holdall.storage.block_sample import (
     CHANGED,
     FEWEST_SAMPLES,
-    KEY_SLICES,
     KNOWN_BYTES,
     LEARNT_TOGETHER,
-    RAW_KEY_SLICES,
     BlockSample,
     flat,
     groups_of,
@@ -38,7 +36,6 @@ from holdall.storage.codec import (
     wants_differences,
 )
 from holdall.storage.coded_units import unit_of
-from holdall.storage.pairs import train_pairs
 
 if TYPE_CHECKING:
     from holdall.storage.slices import Window
@@ -56,7 +53,7 @@ _CHANGED_TRAINING, _CHANGED_SUFFICE = (32 * 1024, {"k": 1024, "d": 8}), 2
 _SUFFICE = 4
 """Bytes that a dictionary is trained on, over its own."""
 _FEWEST_TRAINED = 32
-"""Slices without which dictionaries and tables are not trained."""
+"""Fewest slices that a dictionary is trained on."""
 _TRAININGS: tuple[Training, ...] = (
     (4 * 1024, {}),
     (32 * 1024, {}),
@@ -70,8 +67,6 @@ of colours, whose groups are quicker to decode."""
 _TOGETHER = 1.2
 """How much smaller neighbours must be together than alone, unless memory is preferred: the slices of a transition need
 not be neighbours, where a scene comes back."""
-_GAIN = 1.03
-"""How much smaller slices must be behind a key, for a raw one to be tried, too."""
 _BESIDE_DECODING = 0.4
 """Raw copies that a batch takes besides: they count little where decoding takes long."""
 _TIME_MATTERS = 2.8
@@ -124,10 +119,7 @@ def choose(
     found = affordable + together
     if together:
         found += measure_changes(coder, leaf, window, sample, leading[0], has_dictionary=has_dictionary)
-    found += measure_behind_keys(coder, _without_dictionary(measured), window, sample)
     best = max(filter(worth.allows, found), key=worth.of, default=None)
-    if best is not None and has_dictionary and worth.prefers_memory:
-        best = _measure_pairs(coder, best, sample, worth) or best
     worthwhile = _WORTHWHILE_FOR_MEMORY if cap >= COST_CAPS["memory"] else _WORTHWHILE
     if best is None or best.ratio < worthwhile:
         allowed = worth.allowed_us / copy_us
@@ -138,17 +130,17 @@ def choose(
     known = best.codec.dictionary
     if best.codec.is_of_changes and has_dictionary:
         known = _trained_on_changes(coder, best.codec, sample.learnt) or known
-    elif known is not None and best.codec.method is not Method.PAIRS:
+    elif known is not None:
         size = min(size for size, _ in _TRAININGS if size >= len(best.codec.common))
         likewise = [training for training in _TRAININGS if training[0] == size]
         known = train(coder, replace(best.codec, group=1), sample.spread, likewise) or known
     return replace(best.codec, dictionary=known, reason=why)
 
 
-def choose_quickly(coder: Coder, leaf: Leaf, window: Window, slices: Bytes) -> Codec:
-    """Return what shrinks some slices most of all that is compressed as fast as frames may come."""
+def choose_fast_preset(coder: Coder, leaf: Leaf, window: Window, slices: Bytes) -> Codec:
+    """Return LZ4's fastest level with the transform that suits some of the slices best."""
     few = spread_over(slices, FEWEST_SAMPLES, KNOWN_BYTES)
-    named = [codec for codec in candidates(leaf, window) if not codec.is_of_colours]  # which take longer to tell apart
+    named = [codec for codec in candidates(leaf, window) if not codec.is_of_colours]  # counting colours takes longer
     fast = [codec for codec in named if codec.method is Method.LZ4 and codec.level == 0]
     sealed = [(codec, coder.seal(few, codec)) for codec in fast]
     return min(sealed, key=lambda pair: few.nbytes if pair[1] is None else pair[1].nbytes)[0]
@@ -165,7 +157,7 @@ class _Worth:
     def allows(self, found: MeasuredCodec) -> bool:
         # With a dictionary LZ4 makes numbers of colours so small that Zstandard is not worth twice its time.
         codec = found.codec
-        alone = replace(codec, group=1, key=0, raw_keys=False)
+        alone = replace(codec, group=1)
         is_slow = codec.is_of_colours and codec.method is Method.ZSTD and wants_dictionary(alone)
         return found.decode_us <= self._most_us(found) and (self.prefers_memory or not is_slow)
 
@@ -194,13 +186,6 @@ def _leading(measured: list[MeasuredCodec]) -> list[MeasuredCodec]:
     return [*leading, *sorted(quick, key=lambda m: m.ratio)[-1:], *sorted(coloured, key=lambda m: m.ratio)[-1:]]
 
 
-def _without_dictionary(measured: list[MeasuredCodec]) -> list[MeasuredCodec]:
-    """Return the best codec of each method that is worth trying behind a key."""
-    plain = [m for m in measured if m.codec.dictionary is None and m.codec.level > 0 and not m.codec.is_of_colours]
-    best = {m.codec.method: m for m in sorted(plain, key=lambda m: m.ratio)}
-    return list(best.values())
-
-
 def measure_together(
     coder: Coder, leading: list[MeasuredCodec], window: Window, sample: BlockSample, worth: _Worth = ANY_WORTH
 ) -> list[MeasuredCodec]:
@@ -209,7 +194,7 @@ def measure_together(
     for before in leading:
         alone, scale = before.ratio, _scale(coder, before, window, sample.near)
         for group in groups_of(window)[1:]:
-            codec = replace(before.codec, group=group, key=0, raw_keys=False)
+            codec = replace(before.codec, group=group)
             found = _measure_neighbours(coder, codec, window, sample.near, sample.stride, scale)
             if found is None or (found.ratio < _TOGETHER * alone and not worth.prefers_memory):
                 break
@@ -239,7 +224,7 @@ def _trained_on_changes(coder: Coder, codec: Codec, stretches: Bytes) -> Diction
     by_zstd = replace(codec, method=Method.ZSTD, level=3, dictionary=None, group=1)
     if not (wants_dictionary(by_zstd) and len(stretches)):
         return None
-    learnt = _learnt(coder, replace(by_zstd, group=LEARNT_TOGETHER, key=0, raw_keys=False), flat(stretches))
+    learnt = _learnt(coder, replace(by_zstd, group=LEARNT_TOGETHER), flat(stretches))
     return _trained(*learnt, by_zstd.level, _CHANGED_TRAINING, _CHANGED_SUFFICE)
 
 
@@ -247,44 +232,6 @@ def _scale(coder: Coder, alone: MeasuredCodec, window: Window, stretches: Bytes)
     """Say how much smaller slices of the whole block become alone than these, so that few of them stand for all."""
     found = _measure_neighbours(coder, alone.codec, window, stretches, 1)
     return 1.0 if found is None else alone.ratio / found.ratio
-
-
-def measure_behind_keys(
-    coder: Coder, bases: list[MeasuredCodec], window: Window, sample: BlockSample
-) -> list[MeasuredCodec]:
-    """Seal slices against keys, and decode them as a batch does: raw keys and neighbours together where keys pay."""
-    results = []
-    for base in bases:
-        coded = _measure_key(coder, base, window, sample, KEY_SLICES)
-        if coded is None:
-            continue
-        results.append(coded)
-        if coded.ratio > _GAIN * base.ratio:
-            raw = _measure_key(coder, base, window, sample, RAW_KEY_SLICES)
-            more = _measure_key(coder, base, window, sample, KEY_SLICES, groups_of(window)[:2][-1])
-            results += [found for found in (raw, more) if found is not None]
-    return results
-
-
-def _measure_key(
-    coder: Coder, alone: MeasuredCodec, window: Window, sample: BlockSample, share: int, group: int = 1
-) -> MeasuredCodec | None:
-    """Measure keys that so many slices share, on fewer slices: alone, they are as far from it as all of them are."""
-    stretches = sample.keyed.get(share) if group == 1 else sample.near
-    if stretches is None or stretches.shape[1] < 2 * group or share not in sample.keyed:
-        return None
-    stretches = stretches[:, : stretches.shape[1] // group * group]
-    count, length, nbytes = stretches.shape
-    keyed = replace(alone.codec, group=group, key=length // group, raw_keys=share == RAW_KEY_SLICES)
-    sealed = coder.seal(stretches.reshape(-1, nbytes), keyed)
-    if sealed is None or not count:
-        return None
-    sizes = np.diff(sealed.coded.offsets).reshape(count, length // group)
-    units = share // group
-    mean = (float(sizes[:, 0].mean()) + (units - 1) * float(sizes[:, 1:].mean())) / units
-    ratio = _scale(coder, alone, window, stretches) * group * nbytes / (mean + sealed.coded.offsets.itemsize)
-    wanted = transitions_in(window, count, length, sample.stride)
-    return MeasuredCodec(replace(keyed, key=units), ratio, decode_us(coder, sealed, wanted))
 
 
 def _measure_neighbours(
@@ -346,26 +293,6 @@ def _measure_predicted(
     largest = [training for training in _TRAININGS if 8 * training[0] <= known.nbytes][-1:]  # half of them are learnt
     dictionary = train(coder, replace(codec, method=Method.ZSTD, level=3), known, largest)
     return None if dictionary is None else _measure_one(coder, replace(codec, dictionary=dictionary), unseen)
-
-
-def _measure_pairs(coder: Coder, best: MeasuredCodec, sample: BlockSample, worth: _Worth) -> MeasuredCodec | None:
-    """Measure pairs of differences, if differences are what Zstandard makes smallest; None if they are worth less."""
-    known, codec = sample.spread[::2], best.codec
-    codec = replace(codec, method=Method.PAIRS, level=0, dictionary=Dictionary(b""), group=1, key=0, raw_keys=False)
-    if best.codec.method is not Method.ZSTD or not codec.is_sound or len(sample.spread) < _FEWEST_TRAINED:
-        return None
-    plain = coder.seal(np.ascontiguousarray(known), replace(codec, method=Method.STORED, dictionary=None))
-    if plain is None:
-        return None
-    rows = np.asarray(plain.coded.data).reshape(plain.count, -1)
-    codec = replace(codec, dictionary=Dictionary(train_pairs(rows, codec.transform)))
-    # Slices differ more from each other than codecs do: compared on those that the best one so far was measured on.
-    unseen = spread_over(sample.spread[1::2], _MEASURED_SLICES, _MEASURED_BYTES)
-    share = RAW_KEY_SLICES if best.codec.raw_keys else KEY_SLICES
-    alike = sample.near if best.codec.group > 1 else sample.keyed[share] if best.codec.key else unseen
-    found = _measure_one(coder, codec, alike.reshape(-1, alike.shape[-1]))
-    is_worth_more = found is not None and worth.allows(found) and worth.of(found) > worth.of(best)
-    return _measure_one(coder, codec, unseen) if is_worth_more else None
 
 
 def train(coder: Coder, codec: Codec, slices: Bytes, trainings: Sequence[Training] = _TRAININGS) -> Dictionary | None:

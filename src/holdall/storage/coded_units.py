@@ -1,12 +1,12 @@
-"""What lies where in a coded block: places of slices, units, and the bytes of one unit. C does the same for batches.
+"""Layout of a compressed block: places of slices, units, and the bytes of one unit. C does the same for batches.
 
-In:  a coded block; the lane that brought each slice.  Out: places, lane after lane; units, checked if they were read.
-Invariant: whatever the lanes are, every slice has a place of its own.
+A block is cut into units of neighbouring slices. With several lanes, neighbours are slices of one lane: the slices are
+sorted by lane before they are cut, and a table has the place of every slice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,112 +14,70 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.schema import Bytes
 
 if TYPE_CHECKING:
     from holdall.storage.blocks import Coded
 
 Order = NDArray[np.uint32]
+"""The number of the slice in every place."""
+SlicePlaces = NDArray[np.uint16] | NDArray[np.uint32]
+"""The place of every slice among those of the units: the inverse of an order."""
 
 
-MOST_LANES = 256
+def places_in(order: Order) -> SlicePlaces | None:
+    """Invert an order; None if slices keep the order of their numbers."""
+    count = len(order)
+    numbers = np.arange(count)
+    if np.array_equal(order, numbers):
+        return None
+    places: SlicePlaces = np.empty(count, place_dtype(count))
+    require_permutation(order)
+    places[order] = numbers
+    return places
 
 
-_IN_HALF_BYTES = 16
+def place_dtype(count: int) -> np.dtype[Any]:
+    """Return the dtype of the places of `count` slices."""
+    return np.dtype(np.uint16 if count <= 1 << 16 else np.uint32)
 
 
-_RUNS = 256, 512
-"""Slices from one count to the next, of up to 16 lanes and of more; as in decode.c."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SlicePlaces:
-    """Where the slices of a block stand in its units: lane after lane, those of a lane in the order of their numbers.
-
-    Whatever the lanes are, every slice has a place of its own. To find it, C counts the slices of its lane in a run.
-    """
-
-    lanes: Bytes  # that brought each slice; two in a byte where there are no more than 16
-    firsts: NDArray[np.uint16] | NDArray[np.uint32]  # (runs, lanes): where the first slice of a lane in a run stands
-
-    @classmethod
-    def of(cls, order: Order) -> SlicePlaces | None:
-        """Find lanes in an order, which says what slice stands in every place; None: they stand by their numbers."""
-        if np.array_equal(order, np.arange(len(order))):
-            return None
-        if not np.array_equal(np.sort(order), np.arange(len(order))):
-            raise DamageError("two slices stand in one place, or one in none; nothing of their block is used")
-        passed = np.cumsum(order[1:] < order[:-1])
-        if passed[-1] >= MOST_LANES:
-            raise DamageError(f"slices stand in {passed[-1] + 1} lanes, and {MOST_LANES} are the most; report this")
-        lanes = np.zeros(len(order), np.uint8)
-        lanes[order[1:]] = passed
-        return cls.counted(lanes)
-
-    @classmethod
-    def counted(cls, lanes: Bytes) -> SlicePlaces:
-        """Count the slices of each lane."""
-        count, most = len(lanes), int(lanes.max(initial=0)) + 1
-        in_halves, dtype = most <= _IN_HALF_BYTES, "u2" if count <= 1 << 16 else "u4"
-        run = _RUNS[not in_halves]
-        runs = -(-count // run)
-        within = np.bincount(np.arange(count) // run * most + lanes, minlength=runs * most).reshape(runs, most)
-        total = within.sum(axis=0)
-        firsts = (total.cumsum() - total + within.cumsum(axis=0) - within).astype(dtype)
-        even = np.append(lanes, np.zeros(count % 2, np.uint8))
-        halves: Bytes = even[::2] | even[1::2] << np.uint8(4)
-        return cls(halves if in_halves else lanes, firsts)
-
-    @classmethod
-    def stored(cls, lanes: Bytes, count: int) -> SlicePlaces:
-        """Count lanes as they were stored; a DamageError if they are those of another number of slices."""
-        if len(lanes) == -(-count // 2):
-            lanes = _apart(lanes)[:count]
-        if len(lanes) != count:
-            raise DamageError(f"{len(lanes)} lanes are said to have brought {count} slices; nothing of them is used")
-        return cls.counted(lanes)
-
-    def are_of(self, count: int) -> bool:
-        """Whether they can be the places of so many slices."""
-        in_halves = self.firsts.shape[1] <= _IN_HALF_BYTES
-        runs = -(-count // _RUNS[not in_halves])
-        return len(self.lanes) == (-(-count // 2) if in_halves else count) and len(self.firsts) == runs
-
-    def find(self, numbers: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-        """Return the places of some of `count` slices."""
-        lanes = _apart(self.lanes)[:count] if self.firsts.shape[1] <= _IN_HALF_BYTES else self.lanes
-        places = np.empty(count, np.int64)
-        places[lanes.argsort(kind="stable")] = np.arange(count)
-        return places[numbers]
+def require_permutation(places: NDArray[Any]) -> None:
+    """Raise a DamageError if two slices share a place, or a place is empty."""
+    if not np.array_equal(np.sort(places), np.arange(len(places))):
+        raise DamageError("two slices of a block share a place; nothing of the block is used")
 
 
 def order_by_lanes(log: NDArray[Any], count: int) -> Order | None:
-    """Order slices as lane after lane brought them, by the rows of their numbers; None if these name others."""
+    """Sort `count` slices by the lane that showed them first; None if `log` names a slice that does not exist.
+
+    Args:
+        log: The numbers of slices, (rows, lanes). Slices that are not in it come last.
+    """
     lanes = log.shape[1]
     seen, first = np.unique(log, return_index=True)
     if seen.size and seen[-1] >= count:
         return None
-    brought = np.full(count, MOST_LANES)  # what nothing names comes last
-    brought[seen] = first % lanes * (MOST_LANES - 1) // max(lanes, MOST_LANES - 1)
-    return brought.argsort(kind="stable").astype(np.uint32)
-
-
-def _apart(halves: Bytes) -> Bytes:
-    return np.column_stack([halves & 15, halves >> 4]).reshape(-1)
+    lane_of = np.full(count, lanes)
+    lane_of[seen] = first % lanes
+    return lane_of.argsort(kind="stable").astype(np.uint32)
 
 
 def places_of(coded: Coded, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where slices stand among those of the units; a DamageError names one that is not there."""
+    """Return the places of slices among those of the units; a DamageError names one that does not exist."""
     outside = numbers[(numbers < 0) | (numbers >= coded.count)]
     if outside.size:
         raise DamageError(f"slice {int(outside[0])} is not in its block; nothing of it is returned")
-    return numbers if coded.places is None else coded.places.find(numbers, coded.count)
+    if coded.places is None:
+        return numbers
+    places: NDArray[np.int64] = coded.places[numbers].astype(np.int64)
+    if (places >= coded.count).any():
+        raise DamageError("a slice has a place outside of its block; nothing of it is returned")
+    return places
 
 
 def units_for(coded: Coded, places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the units that are read for slices in some places: theirs, and the keys of those."""
-    units = np.unique(places // coded.codec.group)
-    return np.union1d(units, units - units % coded.codec.key) if coded.codec.key else units
+    """Return the units that hold the slices in `places`, in ascending order."""
+    return np.unique(places // coded.codec.group)
 
 
 def unpacked_bytes(coded: Coded, units: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -84,7 +84,7 @@ def _take_lock(folder: Path, *, is_patient: bool) -> int:
         if sys.platform != "win32":
             fcntl.flock(descriptor, fcntl.LOCK_EX if is_patient else fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(descriptor), (folder / _LOCK).lstat()):
-                raise FileNotFoundError(f"{folder}: who swept it had the lock before, and there is another one now")
+                raise FileNotFoundError(f"{folder}: the lock file was replaced during cleanup.")
     except OSError:
         os.close(descriptor)
         raise

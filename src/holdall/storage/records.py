@@ -11,9 +11,11 @@ disk only when all of it was written.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +42,7 @@ from holdall.storage.blocks import (
     SegmentFile,
     Transform,
 )
-from holdall.storage.coded_units import SlicePlaces
+from holdall.storage.coded_units import SlicePlaces, place_dtype, require_permutation
 from holdall.storage.own_folder import OwnFolder
 from holdall.storage.ticks import Coder
 
@@ -265,8 +267,6 @@ def require_kind(record: Record, kind: str, read: Read) -> None:
 SLICES, DICTIONARY = "slices", "dictionary"
 _MOST_DICTIONARY_BYTES = 16 * 2**20
 _MOST_SETTING = 2**32 - 1
-_LATER_METHODS = 16
-"""Added to the method of a block with keys, places, or a dictionary for LZ4."""
 
 
 def pack_dictionary(dictionary: Dictionary) -> list[Buffer]:
@@ -288,14 +288,14 @@ def pack_slices(coded: Coded, checks: NDArray[np.uint32]) -> list[Buffer]:
     """Return a block as a record, its units last."""
     if isinstance(coded.data, Extent):
         raise TypeError("the block lies in a file already")
-    head = {"count": coded.count} | codec_words(coded.codec, is_placed=coded.places is not None)
+    head = {"count": coded.count} | codec_words(coded.codec)
     parts: dict[str, Buffer] = {
         "palette": coded.palette.data,
         "offsets": coded.offsets.astype("<u4").data,
         "checks": checks.astype("<u4").data,
     }
     if coded.places is not None:
-        parts["lanes"] = coded.places.lanes.data
+        parts["places"] = coded.places.astype(coded.places.dtype.newbyteorder("<")).data
     parts["units"] = coded.data.data
     return pack(SLICES, head, parts, frozenset({"units"}))
 
@@ -338,27 +338,17 @@ def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary]
 
 
 def _places_of(record: Record, read: Read, count: int) -> SlicePlaces | None:
-    if "lanes" in record.parts:
-        return SlicePlaces.stored(np.frombuffer(record.part("lanes", read), np.uint8), count)
     if "places" not in record.parts:
         return None
-    places = numbers(record.part("places", read), "u2" if count <= 1 << 16 else "u4")  # as they were written at first
-    if not np.array_equal(places[order := places.argsort().astype(np.uint32)], np.arange(count)):
-        raise ValueError("two slices stand in one place, or one in none")
-    return SlicePlaces.of(order)
+    places: SlicePlaces = numbers(record.part("places", read), place_dtype(count).str[1:])
+    require_permutation(places)
+    return places
 
 
-def codec_words(codec: Codec, *, is_placed: bool = False) -> dict[str, Any]:
-    """Describe a codec; its dictionary by name.
-
-    Args:
-        is_placed: Whether the slices are in another order than their numbers. Readers that do not know of that, of keys
-            or of dictionaries for LZ4 must refuse the record: they know no such method.
-    """
-    is_later = codec.key > 0 or is_placed or (codec.method is Method.LZ4 and codec.dictionary is not None)
-    keys = {"key": codec.key, "raw_keys": int(codec.raw_keys)} if is_later else {}
-    return keys | {
-        "method": int(codec.method) + (_LATER_METHODS if is_later else 0),
+def codec_words(codec: Codec) -> dict[str, Any]:
+    """Describe a codec; its dictionary by name."""
+    return {
+        "method": int(codec.method),
         "level": codec.level,
         "group": codec.group,
         "transform": {name: int(getattr(codec.transform, name)) for name in TRANSFORM_FIELDS},
@@ -371,10 +361,7 @@ def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) ->
     transform, name = _transform_of(*(head["transform"][name] for name in TRANSFORM_FIELDS)), head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
     method, level, group = (count_of(head[key], _MOST_SETTING) for key in ("method", "level", "group"))
-    if method < _LATER_METHODS:
-        return Codec(Method(method), level, transform, dictionary, group)
-    key, raw_keys = (count_of(head[name], _MOST_SETTING) for name in ("key", "raw_keys"))
-    return Codec(Method(method - _LATER_METHODS), level, transform, dictionary, group, key, bool(raw_keys))
+    return Codec(Method(method), level, transform, dictionary, group)
 
 
 @functools.lru_cache(maxsize=64, typed=True)
@@ -390,7 +377,8 @@ def _transform_of(*settings: Any) -> Transform:
 _FILE_BYTES = 64 * 2**20
 _FILES = 64
 """A file takes at least _FILE_BYTES, and this share of all that was written if that is more: so the number of open
-files grows with the logarithm of what is spilled."""
+files grows with the logarithm of what is spilled. It never takes more than this share of the room that the disk has
+for the folder, because a full disk gets room only when a whole file is deleted."""
 _WRITE_BYTES = 4 * 2**20
 
 
@@ -407,6 +395,7 @@ class SpillFolder:
         self._place = Path(require_path("spill_dir", spill_dir))
         self._open: _OpenFile | None = None
         self._files = self._written = 0
+        self._room_bytes = 0  # of the folder on its disk when the open file was made
         try:
             self._folder = OwnFolder(self._place)
         except OSError as error:
@@ -424,11 +413,8 @@ class SpillFolder:
             self._folder.leave_to_parent()
         checks = self._coder.checksums(data, sealed.coded.offsets)
         try:
-            file, dictionary = self._file(), sealed.codec.dictionary
-            if dictionary is not None and file.lacks(dictionary):
-                file.append(pack_dictionary(dictionary))
-            start, end = file.end, file.append(pack_slices(sealed.coded, checks))
-            file.settle()
+            file = self._file()
+            start, end = file.write_block(sealed, checks)
         except OSError as error:
             self._finish_file()  # what it holds already stays readable
             raise SpillError(
@@ -451,11 +437,23 @@ class SpillFolder:
 
     def _file(self) -> _OpenFile:
         """Return the file that blocks are written to, a new one if the last is full."""
-        if self._open is None or self._open.end >= max(_FILE_BYTES, self._written // _FILES):
+        max_bytes = min(max(_FILE_BYTES, self._written // _FILES), self._room_bytes // _FILES)
+        if self._open is None or self._open.end >= max_bytes:
             self._finish_file()
-            self._open = _OpenFile(self._folder.path_in_use() / f"{self._files:08d}.seg")
+            folder = self._folder.path_in_use()
+            self._open = _OpenFile(folder / f"{self._files:08d}.seg")
             self._files += 1
+            self._room_bytes = _room_bytes(folder)
         return self._open
+
+
+def _room_bytes(folder: Path) -> int:
+    """Return the bytes that a folder could take on its disk: those of its files, and those that are free."""
+    nbytes = shutil.disk_usage(folder).free
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # its last block was evicted meanwhile
+            nbytes += path.stat().st_size
+    return nbytes
 
 
 class _OpenFile:
@@ -477,6 +475,25 @@ class _OpenFile:
         is_new = dictionary.name not in self._dictionaries
         self._dictionaries.add(dictionary.name)
         return is_new
+
+    def write_block(self, sealed: SealedSlices, checks: NDArray[np.uint32]) -> tuple[int, int]:
+        """Write a block and the dictionary that it needs; return where its record begins and ends.
+
+        If that fails, the file is cut to what it held before: a disk that is full needs the room.
+        """
+        complete = self.end
+        dictionary = sealed.codec.dictionary
+        try:
+            if dictionary is not None and self.lacks(dictionary):
+                self.append(pack_dictionary(dictionary))
+            start = self.end
+            end = self.append(pack_slices(sealed.coded, checks))
+            self.settle()
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.file.descriptor, complete)
+            raise
+        return start, end
 
     def append(self, record: list[Buffer]) -> int:
         """Write a record behind the others and return where it ends."""

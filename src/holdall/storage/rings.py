@@ -24,7 +24,7 @@ from holdall.storage.snapshot import Apart, KeptApart, LiveRows, Ring, new_ring,
 from holdall.storage.ticks import Arguments, FlatField, Kernels, Tick, TickWriter
 
 if TYPE_CHECKING:
-    from holdall.storage.tick_store import Repair
+    from holdall.storage.repair import Repair
 
 
 TINY_BYTES = 256

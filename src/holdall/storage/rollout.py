@@ -45,6 +45,8 @@ _SMALL_BYTES = 4096
 """Fields up to this size lie in flat rows unless a window is found; larger ones are always cut into slices."""
 _SPARE_ROOM = 0.25
 """Room for slices beyond one new one per step: for episodes that begin and steps that skip."""
+_MIN_WAITING_BYTES = 8 * 2**20
+"""Bytes of full segments that may wait for compression, if the rollout is compressed."""
 _COMPRESSED_SEGMENT_BYTES = 16 * 2**20
 """Slices after which a segment is compressed, if the rollout is."""
 
@@ -203,7 +205,7 @@ class SlicedRows:
             if block is not None:
                 sealer.submit(FrozenBlock(id(self), self._leaf, self._window, block, self._lanes))
         if full:
-            sealer.grew(sum(block.used_bytes for block in full if block is not None))
+            sealer.record_filled(sum(block.used_bytes for block in full if block is not None))
         self._handed_out = end
         return bool(full)
 
@@ -323,7 +325,7 @@ class RolloutFields:
         self._pool = kernels.new_pool(threads)
         self.sealer = None
         if compress is not None:
-            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], threads)
+            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], threads, min_waiting_bytes=_MIN_WAITING_BYTES)
         self._fields = [RolloutField(leaf, ticks, lanes, kernels, compress is not None) for leaf in leaves]
 
     def write(self, tick: int, obs: Sequence[Array]) -> None:
@@ -358,7 +360,7 @@ class RolloutFields:
 
         Args:
             flat: Names and bytes of plain arrays.
-            sums: What else a report has: transitions, staging_bytes, fallback.
+            sums: What else a report has: transitions, staging_bytes.
         """
         fields = [field.report(ticks) for field in self._fields]
         fields += [FieldReport(name, 0, 0, nbytes, nbytes, "flat rows") for name, nbytes in flat]

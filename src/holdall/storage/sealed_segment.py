@@ -22,14 +22,13 @@ from holdall.background import end_before_python
 from holdall.errors import ArgumentError, DamageError
 from holdall.schema import Array, Bytes, Leaf, Schema, count_of, dtype_of, malformed_refused
 from holdall.storage.blocks import CarriedSlices, Codec, Dictionary, KeptBlock, Method, Transform, reserve, stored
-from holdall.storage.codec import hurried
 from holdall.storage.codec_choice import COST_CAPS, choose
 from holdall.storage.coded_units import in_memory
 from holdall.storage.records import Record, codec_of, codec_words, pack_slices, require_kind, unpack, unpack_coded
+from holdall.storage.repair import Repair
 from holdall.storage.rings import FLAG, TINY_BYTES
 from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart, Window, WindowSearches
 from holdall.storage.snapshot import ROWS, Like, RowChunk, pack_logs, pack_rows, unpack_logs, unpack_rows
-from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import Arguments, FastTick, FlatField, Kernels, SlicedTick, Tick, TickWriter, packed_rows
 
 if TYPE_CHECKING:
@@ -70,8 +69,8 @@ class SealedSegment:
         dtype = self.rows.columns["reward.0"].dtype
         if reward_dtype is not None and reward_dtype != dtype:
             raise ArgumentError(
-                f"reward has dtype {dtype}, the first add had {reward_dtype}; holdall never casts, so have every "
-                f"writer pass np.asarray(reward, dtype=np.{reward_dtype.name})"
+                f"reward has dtype {dtype}, but the first add had dtype {reward_dtype}. holdall never casts. Pass "
+                "rewards of one dtype in every writer."
             )
         if self.large != tuple(large) or lanes not in (1, self.lanes):
             raise ArgumentError(
@@ -327,8 +326,6 @@ class Encoder:
             self._repair.run()
         writer = self._made_writer(steps)
         writer.pause_tick = self._ticks
-        if not writer.has_runs:
-            return 0
         for part in self._parts:
             part.lengthen_log(len(steps.reward))
         sliced = self._in_slices(steps)
@@ -424,7 +421,7 @@ class Encoder:
 _ENOUGH = 512
 """Slices that a choice is made on."""
 _HARDLY_MORE = 1.06
-_QUICK_LEVELS = (3, 7)
+_QUICK_LEVELS = {Method.STORED: (), Method.LZ4: (0, 3, 7), Method.ZSTD: (1, 3, 7)}
 """Levels at which compressors are quick: those above take far longer for frames of a game, and hardly less room."""
 _Key = tuple[int, Window]
 """A field, and how it is cut."""
@@ -493,7 +490,8 @@ def quicker(coder: Coder, codec: Codec, slices: Bytes) -> Codec:
     sealed = coder.seal(slices, codec)
     if sealed is None:
         return codec
-    for quick in (hurried(codec), *(replace(codec, level=min(codec.level, level)) for level in _QUICK_LEVELS)):
+    for level in _QUICK_LEVELS[codec.method]:
+        quick = replace(codec, level=min(codec.level, level))
         found = coder.seal(slices, quick)
         if found is not None and found.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes:
             return quick

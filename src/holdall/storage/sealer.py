@@ -1,9 +1,10 @@
-"""Sealing: full blocks are compressed, and moved to files, by one worker outside the training thread.
+"""Background compression of full blocks. One worker thread compresses blocks and writes them to files.
 
-In:  blocks that take no more slices.  Out: the same slices, sealed or on disk; readers change over when they next look
-a place up.
-Invariant: a block stays as it is until its next form is complete; whatever goes wrong, it stays as it is. The worker
-changes no block: it lists what became of each, and who owns the sealer collects that under a lock of its own.
+A block stays readable in its old form until the new one is complete, so a failure never loses data. The worker changes
+no block: it lists the results, and the owner of the sealer collects them under its own lock.
+
+Every block is compressed once. The codec of a field is chosen on its first block. While the worker is behind, it uses a
+fast preset instead, so that `add` rarely waits.
 """
 
 from __future__ import annotations
@@ -11,44 +12,40 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from holdall.background import end_before_python
 from holdall.report import GROWTH_CHECKS
-from holdall.storage.blocks import Codec, KeptBlock, Method, SealedSlices, reserve, stored
-from holdall.storage.choosing import ChoosingWorker, FieldKind, WorkerStoppedError
+from holdall.schema import Bytes
+from holdall.storage.block_sample import BlockSample
+from holdall.storage.blocks import Codec, Method, SealedSlices, stored
 from holdall.storage.codec import without_palette
-from holdall.storage.codec_choice import choose_quickly
-from holdall.storage.slices import FrozenBlock
+from holdall.storage.codec_choice import choose, choose_fast_preset
+from holdall.storage.slices import FrozenBlock, Window
 from holdall.storage.ticks import Coder
 from holdall.storage.tiers import NO_LIMIT, SealJob, SealProgress, SealQueue, SealResult, new_bell, ring
 
-_RAW_SEGMENTS = 2
-"""While blocks wait, the open ones, those that wait and what is left of the one being sealed take at most so many
-segments, so that memory stays bounded, and what a limit leaves. Beyond that, `add` waits for pieces of blocks."""
-_LEAST_RAW_BYTES = 8 * 2**20
-"""Without a limit it never waits for less: small blocks are many."""
-_FAST_BYTES_PER_SECOND, _BUSY_SHARE = 32 * 2**20, 0.7
-"""Blocks that come faster than this are sealed in a hurry if sealing them well would take more than this share of the
-worker's time: once they queue up, it is late."""
-_MOST_HELPERS = 4
-"""Threads that share a block in a hurry, if there are so many cores beside the one that training takes."""
+_FAST_BYTES_PER_SECOND = 32 * 2**20
+"""From this rate on, a good part of the time goes to making room for the next block."""
+_MAX_HELPERS = 4
+"""Threads that share a block when the fast preset is used, if that many cores are left beside the training thread."""
 _DRIFT = 0.85
-"""A block that shrinks this much worse than the one the codec was chosen on asks for a new choice."""
+"""If a block's compression ratio is below this share of the first block's, the codec is chosen again."""
 _REST = 8
-"""Blocks of a field between two choices, so that data that defies compression costs little."""
+"""Blocks of a field between two choices, so that data that cannot be compressed costs little."""
 _SAY_AFTER_S = 10.0
 """Who waits longer says so in the log."""
 _STOP_S = 30.0
 """How long the end of a memory waits for the block that is being worked at: a disk may hang."""
+_WARN_AGAIN_S = 600.0
+"""Seconds until a failure of the same kind is logged again."""
 _LOOK_AGAIN_S = 1.0
 """How often who waits for the worker looks whether there is one."""
 
@@ -66,47 +63,42 @@ class Sealer:
         cap: How much longer sampling may take, over a raw gather.
         threads: Threads that share the decoding of a batch.
         wake: Called by the worker after every block, for its owner to collect the result at once; a bound method, held
-            weakly, so that a memory which is simply dropped ends its worker too. None: the owner looks by itself, and
-            no block is sealed again, since the owner may write over it.
+            weakly, so that a memory which is simply dropped ends its worker too. None: the owner looks by itself.
         write: Writes sealed slices to a file and returns them as they are read from there; None without a disk tier.
+        min_waiting_bytes: See `SealQueue`.
 
     Attributes:
         queue: What it shares with its worker.
-        spare_bytes: Bytes of blocks that may wait, beside those that always may: what a limit leaves; None without one.
     """
 
     def __init__(
-        self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None
-    ) -> None:
-        self._queue = self.queue = SealQueue(seals_again=wake is not None)
+        self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None,
+        min_waiting_bytes: int = 0,
+    ) -> None:  # fmt: skip
+        self._queue = self.queue = SealQueue(min_waiting_bytes)
         self._work = _Work(self._queue, coder, cap, threads, write, None if wake is None else weakref.WeakMethod(wake))
-        self._is_sealed_again = write is None and wake is not None
-        self.may_seal_quickly(is_harmless=True)
         self._thread: threading.Thread | None = None
         self._busy = threading.Lock()  # held by the worker: there is never more than one
         self._process = os.getpid()
-        self.spare_bytes: int | None = None
-        self._segment_bytes = 0  # of the blocks that were filled last
         self._grown_bytes = 0  # of those that were filled since a guard was asked
         weakref.finalize(self, self._queue.stop)
 
-    def may_seal_quickly(self, *, is_harmless: bool) -> None:
-        """Say whether blocks may be sealed worse than a chosen codec does, while none is chosen or `add` would wait.
+    def allow_fast_preset(self, *, is_allowed: bool) -> None:
+        """Set whether the fast preset may be used: not if its larger blocks would evict others early.
 
-        Not if what they take more makes others leave early; nor where they go to disk: there they are not sealed again.
+        With a disk tier it is never used. There the disk may be the reason why the worker is behind.
         """
-        self._work.seals_quickly = is_harmless and self._is_sealed_again
+        self._work.may_use_fast_preset = is_allowed and self._work.write is None
 
-    def grew(self, nbytes: int) -> None:
-        """Know that so much was filled: blocks that are sealed now, or stay raw for a while."""
-        self._segment_bytes = nbytes
+    def record_filled(self, nbytes: int) -> None:
+        """Record `nbytes` of newly filled blocks. They are compressed now, or stay raw for a while."""
         self._grown_bytes += nbytes
         self._queue.came(nbytes)
 
     @property
     def bytes_per_second(self) -> float:
         """How fast blocks are filled, or would be if `add` never waited; 0 if it is not known, or all is waited for."""
-        return 0.0 if self._queue.has_leisure else self._queue.bytes_per_second
+        return 0.0 if self._queue.is_drained else self._queue.bytes_per_second
 
     @property
     def is_fed_fast(self) -> bool:
@@ -152,9 +144,9 @@ class Sealer:
         return self._queue.failure
 
     @property
-    def is_behind(self) -> bool:
-        """Whether a codec is being chosen, or blocks that were sealed in a hurry will be sealed again."""
-        return self._work.is_choosing or bool(self._queue.hurried)
+    def is_choosing(self) -> bool:
+        """Whether the worker is choosing a codec."""
+        return self._work.is_choosing
 
     def reason(self, field: int) -> str:
         """Say why the slices of a field are coded as they are; nothing if that was not chosen yet."""
@@ -167,10 +159,8 @@ class Sealer:
         """
         if not self._queue.jobs:
             return NO_LIMIT, 0
-        allowed, spare = _RAW_SEGMENTS * self._segment_bytes, self.spare_bytes
-        allowed = max(allowed, _LEAST_RAW_BYTES) if spare is None else allowed + spare
         outstanding, sealed = self._queue.outstanding()
-        return allowed - outstanding, sealed
+        return self._queue.max_waiting_bytes - outstanding, sealed
 
     @property
     def sealed_bytes(self) -> ctypes.c_int64:
@@ -195,14 +185,12 @@ class Sealer:
                 self._wait_until(lambda: not self.is_crowded(taken))
 
     def drain(self) -> None:
-        """Wait until everything submitted is sealed or spilled, what was sealed in a hurry sealed again."""
-        queue = self._queue
-        queue.has_leisure = True
-        ring(queue.wakes_worker)
+        """Wait until every submitted block is compressed or spilled; meanwhile the fast preset is not used."""
+        self._queue.is_drained = True
         try:
-            self._wait_until(lambda: self.backlog == 0 and not queue.hurried)
+            self._wait_until(lambda: self.backlog == 0)
         finally:
-            queue.has_leisure = False
+            self._queue.is_drained = False
 
     def stop(self) -> None:
         """End the worker after the block that it is at."""
@@ -240,48 +228,61 @@ class Sealer:
             return
         if self._process != os.getpid():  # the parent's worker is not here, and holds its locks for ever
             self._busy, self._queue.progress = threading.Lock(), SealProgress(ended=self._queue.sealed_bytes.value)
-            self._work.choosing, self._process = None, os.getpid()
+            self._work.is_choosing, self._process = False, os.getpid()
         self._thread = threading.Thread(target=self._work.run, args=(self._busy,), name="holdall-sealer", daemon=True)
         end_before_python(self._thread, self._queue.stop)
         self._thread.start()
 
 
-class HurriedBlock:
-    """A block that was sealed in a hurry; it goes with its last segment all the same.
+FieldKind = tuple[int, Window]
+"""Slices that get a codec of their own: those of a field, cut in one way."""
 
-    Args:
-        is_raw: Whether it did not shrink then.
+
+@dataclass(slots=True)
+class _ChosenCodec:
+    """The codec of a field, and how well it did on the first block."""
+
+    codec: Codec
+    ratio: float = 0.0  # of the first block that was compressed with it
+    age: int = 0  # blocks of the field since it was chosen
+
+
+class _WorkerStoppedError(Exception):
+    """The worker ends, so the result of its present step is not needed."""
+
+
+class _AddWaitsError(Exception):
+    """`add` waits for room, so the present block has to be compressed with the fast preset."""
+
+
+class _Work:
+    """Chooses codecs, compresses and spills; used by the worker alone.
+
+    Attributes:
+        may_use_fast_preset: Whether the worker may use the fast preset while it is behind.
+        is_choosing: Whether a codec is being chosen.
     """
-
-    def __init__(self, frozen: FrozenBlock, *, is_raw: bool) -> None:
-        self._block = weakref.ref(frozen.block)
-        self._before, self._behind = (frozen.field, frozen.leaf, frozen.window), (frozen.lanes, frozen.logs)
-        self._is_raw = is_raw
-        self.whole_bytes = frozen.block.used * frozen.block.slice_bytes
-
-    def frozen(self) -> FrozenBlock | None:
-        """Return it; None if it is gone, or no longer in memory."""
-        block = self._block()
-        if block is None or block.is_on_disk or (block.sealed is None and not self._is_raw):
-            return None
-        return FrozenBlock(*self._before, block, *self._behind)
-
-
-class _PressedError(Exception):
-    """`add` waits: what is being sealed well has to be sealed quickly."""
-
-
-class _Work(ChoosingWorker):
-    """Chooses codecs, seals and spills; used by the worker alone."""
 
     def __init__(
         self, queue: SealQueue, coder: Coder, cap: float, threads: int, write: Write | None,
         wake: weakref.WeakMethod[Wake] | None,
     ) -> None:  # fmt: skip
-        super().__init__(queue, coder, cap, threads)
-        self._write = write
+        self._queue = queue
+        self._coder = coder
+        self._cap = cap
+        self._threads = threads
         self._wake = wake
-        self._quick: dict[FieldKind, Codec] = {}
+        self._warned_at: dict[str, float] = {}  # when a failure was last logged, by its kind
+        self._chosen: dict[FieldKind, _ChosenCodec] = {}
+        self._fast_presets: dict[FieldKind, Codec] = {}
+        self.write = write
+        self.may_use_fast_preset = write is None
+        self.is_choosing = False
+
+    def reason(self, field: int) -> str:
+        """Return why the newest codec of a field was chosen."""
+        reasons = [chosen.codec.reason for (of, _), chosen in tuple(self._chosen.items()) if of == field]
+        return reasons[-1] if reasons else ""
 
     # ---------------------------------------------------------------- one job after another
 
@@ -289,35 +290,26 @@ class _Work(ChoosingWorker):
         """Work until the queue is stopped; a thread that was started beside another waits for it to end."""
         queue = self._queue
         with busy:
-            is_idle = False  # nothing came for a while
             while not queue.stopped:
-                job = queue.begin_next() or (queue.begin_again() if self._has_leisure(is_idle=is_idle) else None)
+                job = queue.begin_next()
                 queue.tell()
                 if job is None:
-                    is_idle = not queue.wakes_worker.acquire(timeout=_LOOK_AGAIN_S)
+                    queue.wakes_worker.acquire(timeout=_LOOK_AGAIN_S)
                     continue
                 self._try(job)
                 del job
 
-    def _has_leisure(self, *, is_idle: bool) -> bool:
-        """Whether there is time to seal a block again: nothing comes, or nothing should before it is done."""
-        queue = self._queue
-        if is_idle or queue.has_leisure or not queue.hurried:
-            return True
-        slowest = max((chosen.seconds_per_byte for chosen in self._chosen.values()), default=0.0)
-        return 0 < 2 * slowest * queue.hurried[0].whole_bytes < queue.quiet_s
-
     def _try(self, job: SealJob) -> None:
-        """Do a job; if that fails, the block stays as it is, and training goes on."""
+        """Do a job; if it fails, the block stays as it is, and training continues."""
         queue = self._queue
         try:
             self._do(job)
             queue.failure = "" if job.spill else queue.failure
-        except WorkerStoppedError:
+        except _WorkerStoppedError:
             pass
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-            if failure != queue.failure:
+            if self._is_worth_a_warning(error):
                 _LOG.warning("a block could not be %s (%s)", "spilled" if job.spill else "compressed", failure)
                 _LOG.debug("the reason", exc_info=error)
             queue.failure = failure
@@ -325,25 +317,31 @@ class _Work(ChoosingWorker):
             queue.end(job)
             queue.tell()
 
+    def _is_worth_a_warning(self, error: Exception) -> bool:
+        """Whether no failure of this kind was logged lately: a full disk may refuse every other block for hours."""
+        cause = error.__cause__
+        kind = f"{type(error).__name__} {cause.errno}" if isinstance(cause, OSError) else str(error)
+        now = time.monotonic()
+        is_new = now - self._warned_at.get(kind, -math.inf) >= _WARN_AGAIN_S
+        if is_new:
+            self._warned_at[kind] = now
+        return is_new
+
     def _do(self, job: SealJob) -> None:
         sealed: SealedSlices | None = None
         try:
             sealed = self.do(job)
         finally:
-            # Nobody takes the lock for a block that stays as it was before; only to hear that none is left.
-            stays = job.again and sealed is None and self._queue.hurried
-            if job in self._queue.progress.begun and not stays:  # else it was handed in while its codec was chosen
-                self._hand_in(job, sealed)
+            self._hand_in(job, sealed)
 
     def do(self, job: SealJob) -> SealedSlices | None:
-        """Give a block its next form; None if it stays as it is."""
-        act = self._seal_again if job.again else self._spill if job.spill else self._seal
-        return act(job)
+        """Compress or spill a block; None if it stays as it is."""
+        return self._spill(job) if job.spill else self._seal(job)
 
     def _hand_in(self, job: SealJob, sealed: SealedSlices | None) -> None:
-        """List what became of a block, and have it collected if anybody is there: also if it failed."""
+        """List the result of a job, also if it failed, and let the owner collect it."""
         queue = self._queue
-        queue.results.append(SealResult(job.frozen.block, sealed, job.spill, job.again))
+        queue.results.append(SealResult(job.frozen.block, sealed, job.spill))
         collect = None if self._wake is None else self._wake()
         if collect is not None:
             try:
@@ -351,125 +349,123 @@ class _Work(ChoosingWorker):
             finally:
                 queue.results.clear()  # one that could not be taken is not offered again
 
-    def _do_quickly(self, job: SealJob) -> None:
-        """See `ChoosingWorker`."""
-        self._hand_in(job, self._seal_quickly(job))
-        self._queue.end(job)
-
     # ---------------------------------------------------------------- one block
 
     def _spill(self, job: SealJob) -> SealedSlices | None:
-        """Move one block to a file, as it is: what did not shrink is written raw."""
+        """Write one block to a file in its present form; a block that did not shrink is written raw."""
         block = job.frozen.block
-        if self._write is None:
+        if self.write is None:
             return None
         sealed = block.sealed
         if sealed is None:
             sealed = self._coder.seal(block.raw, stored(block.slice_bytes))
-        return None if sealed is None else self._write(sealed)
+        return None if sealed is None else self.write(sealed)
 
     def _seal(self, job: SealJob) -> SealedSlices | None:
-        """Seal one block, worse and faster if blocks come faster than they are sealed; None if nothing pays."""
-        try:
-            return self._seal_well(job)
-        except _PressedError:
-            return self._seal_quickly(job)
-
-    def _seal_well(self, job: SealJob) -> SealedSlices | None:
-        """Seal one block as well as there is time for."""
-        frozen, queue = job.frozen, self._queue
-        kind = (frozen.field, frozen.window)
+        """Compress one block with the codec of its field, or with the fast preset; None if it stays raw."""
+        kind = (job.frozen.field, job.frozen.window)
         chosen = self._chosen.get(kind)
-        if chosen is None and (self.is_choosing or not self._may_choose(kind)):
-            return self._seal_quickly(job)
+        if chosen is None and self.is_choosing:  # a block that came during the choice
+            return self._seal_fast(job)
         if chosen is None:
-            chosen = self._choose(job)
-            if job not in queue.progress.begun:
-                return None
+            chosen = self._chosen[kind] = _ChosenCodec(self._choose(job.frozen))
         chosen.age += 1
         if chosen.codec.method is Method.STORED:
             if chosen.age > _REST:
                 del self._chosen[kind]
             return None
-        rate = queue.bytes_per_second
-        is_fast = rate > _FAST_BYTES_PER_SECOND
-        if is_fast and rate * chosen.hurried_seconds > 1 and self.seals_quickly:
-            return self._seal_quickly(job)
-        is_late = bool(queue.jobs) or (is_fast and rate * chosen.seconds_per_byte > _BUSY_SHARE)
-        if is_late and chosen.hurried != chosen.codec:
-            sealed, chosen.hurried_seconds = self._sealed(job, chosen.hurried, in_a_hurry=True)
-            return sealed
-        sealed, chosen.seconds_per_byte = self._sealed(job, chosen.codec)
-        ratio = _ratio(frozen, sealed)
+        if self._needs_fast_preset:
+            return self._seal_fast(job)
+        try:
+            sealed = self._compress(job, chosen.codec, yields=self.may_use_fast_preset)
+        except _AddWaitsError:
+            return self._seal_fast(job)
+        ratio = 0.0 if sealed is None else sealed.count * job.frozen.block.slice_bytes / max(sealed.nbytes, 1)
         chosen.ratio = chosen.ratio or ratio
-        if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not queue.jobs and not self.is_choosing:
-            chosen = self._choose(job)
-            if job in queue.progress.begun:
-                stays = chosen.codec.method is Method.STORED
-                sealed = None if stays else self._sealed(job, chosen.codec)[0]
-                chosen.ratio = _ratio(frozen, sealed)
+        if ratio < _DRIFT * chosen.ratio and chosen.age > _REST:
+            del self._chosen[kind]  # the next block of the field gets a new one
         return sealed
 
-    def _sealed(self, job: SealJob, codec: Codec, *, in_a_hurry: bool = False) -> tuple[SealedSlices | None, float]:
-        """Seal a block piece by piece, if that makes it smaller; say how many seconds a byte took."""
-        frozen, helpers = job.frozen, min(self._threads - 1, _MOST_HELPERS) if in_a_hurry else 1
-        slices, order, queue = frozen.block.raw, frozen.lane_order(), self._queue
-        is_quick = codec == self._quick.get((frozen.field, frozen.window)) or not self.seals_quickly
+    @property
+    def _needs_fast_preset(self) -> bool:
+        return self.may_use_fast_preset and self._queue.is_behind
+
+    def _seal_fast(self, job: SealJob) -> SealedSlices | None:
+        """Compress one block with the fast preset; threads share the block."""
+        kind = (job.frozen.field, job.frozen.window)
+        if kind not in self._fast_presets:
+            leaf, window = job.frozen.leaf, job.frozen.window
+            self._fast_presets[kind] = choose_fast_preset(self._coder, leaf, window, job.frozen.block.raw)
+        helpers = min(self._threads - 1, _MAX_HELPERS)
+        return self._compress(job, self._fast_presets[kind], threads=max(helpers, 1))
+
+    def _compress(self, job: SealJob, codec: Codec, *, threads: int = 1, yields: bool = False) -> SealedSlices | None:
+        """Compress a block piece by piece, and report every piece; None if the block would not get smaller.
+
+        Args:
+            yields: Whether to raise `_AddWaitsError` if `add` waits for room.
+        """
+        frozen = job.frozen
+        queue = self._queue
+        slices = frozen.block.raw
 
         def watch(done: int = 0) -> None:
             queue.got_on(job, done * frozen.block.slice_bytes)
             queue.tell()
-            if queue.is_pressed and not is_quick:
-                raise _PressedError
+            if yields and queue.is_pressed:
+                raise _AddWaitsError
 
         watch()
-        given: dict[str, Any] = {} if order is None else {"order": order}  # a coder need not know of what is not asked
-        given |= {"threads": helpers} if helpers > 1 else {}
-        clock = time.monotonic if helpers > 1 else time.thread_time
-        began = clock()
-        sealed = self._coder.seal(slices, codec, watch=watch, **given)
+        # A coder need not know arguments that are not used.
+        options: dict[str, Any] = {"threads": threads} if threads > 1 else {}
+        order = frozen.lane_order()
+        if order is not None:
+            options["order"] = order
+        sealed = self._coder.seal(slices, codec, watch=watch, **options)
         if sealed is None:
-            sealed = self._coder.seal(slices, without_palette(codec), watch=watch, **given)
-        sealed = _smaller(sealed, slices.nbytes)
-        seconds = (clock() - began) / max(slices.nbytes, 1)
-        if in_a_hurry:
-            queue.hurried.append(HurriedBlock(frozen, is_raw=sealed is None))
-        return sealed, seconds
+            sealed = self._coder.seal(slices, without_palette(codec), watch=watch, **options)
+        return sealed if sealed is not None and sealed.nbytes < slices.nbytes else None
 
-    def _seal_quickly(self, job: SealJob) -> SealedSlices | None:
-        """Seal a block as fast as can be, to be sealed again later."""
-        frozen, kind = job.frozen, (job.frozen.field, job.frozen.window)
-        if kind not in self._quick:
-            self._quick[kind] = choose_quickly(self._coder, frozen.leaf, frozen.window, frozen.block.raw)
-        self._leave_for_later(frozen)
-        return self._sealed(job, self._quick[kind], in_a_hurry=True)[0]
+    # ---------------------------------------------------------------- the choice of a codec
 
-    def _seal_again(self, job: SealJob) -> SealedSlices | None:
-        """Seal a block better that was sealed in a hurry; None if that does not pay, or somebody waits."""
-        before = job.frozen.block.sealed
-        chosen = self._chosen.get((job.frozen.field, job.frozen.window)) or self._choose(job)
-        if chosen.codec.method is Method.STORED:
-            return None
+    def _choose(self, frozen: FrozenBlock) -> Codec:
+        """Choose the codec of a field on one of its blocks. Blocks that come meanwhile do not wait for the choice."""
+        # Not in a thread of its own: the memory that its allocator keeps would be 20 MiB more.
+        coder: Any = _PausingCoder(self._coder, self._pause_choice)
+        self.is_choosing = True
         try:
-            sealed, _ = self._sealed(replace(job, frozen=self._as_raw(job.frozen)), chosen.codec)
-        except _PressedError:
-            self._queue.hurried.appendleft(HurriedBlock(job.frozen, is_raw=before is None))
-            return None
-        return sealed if before is None or sealed is None else _smaller(sealed, before.nbytes)
+            sample = BlockSample.of(frozen.block.raw, frozen.window, frozen.lanes, frozen.lane_order())
+            return choose(coder, frozen.leaf, frozen.window, sample, self._cap, self._threads)
+        finally:
+            self.is_choosing = False
 
-    def _as_raw(self, frozen: FrozenBlock) -> FrozenBlock:
-        """Return a block with its slices as they were."""
-        block, sealed = frozen.block, frozen.block.sealed
-        if sealed is None:
-            return frozen
-        raw = KeptBlock(block.slice_bytes, block.used, reserve(block.used * block.slice_bytes))
-        self._coder.decode(sealed, np.arange(block.used), raw.raw)
-        return replace(frozen, block=raw)
+    def _pause_choice(self) -> None:
+        """Leave Python's lock to a snapshot, and compress waiting blocks while the worker is behind."""
+        queue = self._queue
+        if queue.stopped:
+            raise _WorkerStoppedError
+        left = queue.away_until - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        while self._needs_fast_preset:
+            job = queue.begin_next()
+            if job is None:
+                return
+            queue.tell()
+            self._try(job)
 
 
-def _smaller(sealed: SealedSlices | None, nbytes: int) -> SealedSlices | None:
-    return sealed if sealed is not None and sealed.nbytes < nbytes else None
+class _PausingCoder:
+    """A coder that calls `pause` between pieces of the samples that it compresses."""
 
+    def __init__(self, coder: Coder, pause: Callable[[], None]) -> None:
+        self._coder = coder
+        self._pause = pause
 
-def _ratio(frozen: FrozenBlock, sealed: SealedSlices | None) -> float:
-    return 0.0 if sealed is None else sealed.count * frozen.block.slice_bytes / max(sealed.nbytes, 1)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._coder, name)
+
+    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+        """Compress samples."""
+        self._pause()
+        return self._coder.seal(slices, codec, watch=lambda _done: self._pause())

@@ -38,6 +38,13 @@ def chunk_ticks_of(tick_bytes: int) -> int:
     return int(min(1 << (fitting.bit_length() - 1), _MOST_CHUNK_TICKS))
 
 
+def chunk_numbers(first_tick: int, next_tick: int, chunk_ticks: int) -> range:
+    """Return the numbers of the chunks that hold ticks [first_tick, next_tick); none if there is no tick."""
+    if first_tick == next_tick:
+        return range(0)
+    return range(first_tick // chunk_ticks, -(-next_tick // chunk_ticks))
+
+
 @dataclass(frozen=True, slots=True)
 class RowChunk:
     """The rows of a run of ticks, by column."""
@@ -194,7 +201,7 @@ class FrozenRows:
         self._apart = dict(apart)
         self._lanes = lanes
         known = set(saved)
-        numbers = range(first_tick // chunk_ticks, -(-next_tick // chunk_ticks))
+        numbers = chunk_numbers(first_tick, next_tick, chunk_ticks)
         self.wanted = [number for number in numbers if number not in known]
         self._pending = set(self.wanted)
         self._copies: dict[int, RowChunk] = {}
@@ -488,3 +495,25 @@ def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most:
         raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
     found: NDArray[np.uint8] = array_of(record, "slices", read, np.dtype(np.uint8), (count * slice_bytes,))
     return found
+
+
+def chunks_of(
+    columns: Mapping[str, Ring], apart: Mapping[str, Apart], first_tick: int, next_tick: int, lanes: int
+) -> list[RowChunk]:
+    """Return the rows of ticks [first_tick, next_tick) as views of rings: two chunks if they wrap around, else one."""
+    ring_ticks = len(next(iter(columns.values())))
+    wrap = min(next_tick, first_tick - first_tick % ring_ticks + ring_ticks)
+    return [
+        RowChunk(
+            first,
+            end - first,
+            {name: _view(ring, first, end) for name, ring in columns.items()},
+            {name: rows.between(first * lanes, end * lanes) for name, rows in apart.items()},
+        )
+        for first, end in ((first_tick, wrap), (wrap, next_tick))
+        if end > first
+    ]
+
+
+def _view(ring: Ring, first: int, end: int) -> Array:
+    return ring.view(first, end) if isinstance(ring, LiveRows) else ring[first % len(ring) :][: end - first]

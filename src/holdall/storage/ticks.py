@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from holdall.storage.batch_source import BatchReader, Places
     from holdall.storage.blocks import Codec, Coded, SealedSlices, SliceBlock
     from holdall.storage.coded_units import Order
+    from holdall.storage.repair import Repair
     from holdall.storage.rings import Rings
     from holdall.storage.segment import SegmentIndex, Segments
     from holdall.storage.slices import Cursors, OpenPart, Window
     from holdall.storage.snapshot import KeptApart
     from holdall.storage.store import Store
-    from holdall.storage.tick_store import Repair
 
 
 class Tick(NamedTuple):
@@ -145,9 +145,9 @@ class StepsLeft:
         if not large:
             return writer.write_run(packed, None), None
         now = writer.next_tick
-        some = slice(first, first + min(len(packed), segments.sure_ticks(now), most))
+        some = slice(first, first + min(len(packed), segments.reserve_ticks(now), most))
         obs, next_obs = ([arrays[i][some] for i in large] for arrays in (self.steps.obs, self.steps.next_obs))
-        sliced = segments.sliced(now, obs, next_obs)
+        sliced = segments.prepare_tick(now, obs, next_obs)
         return writer.write_run(packed[: some.stop - first], sliced), sliced
 
     def _packed_from(self, first: int, writer: TickWriter, rings: Rings) -> Bytes:
@@ -222,9 +222,6 @@ class TickWriter(ABC):
     def write_packed(self, packed: bytes, sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """Write a tick whose fields in rings lie one after another, see `write`; where a `FastTick` packs them."""
         raise NotImplementedError
-
-    has_runs = False
-    """Whether it writes several ticks in one call."""
 
     def write_run(self, packed: Bytes, sliced: SlicedTick | None) -> int:
         """Write ticks in one call, up to the first that `write` has more to do for; return how many.
@@ -345,7 +342,6 @@ class Coder(Protocol):
 class Kernels(Protocol):
     """Batches in, batches out; the caller never handles a row alone."""
 
-    name: str
     coder: Coder
     packs_columns: bool  # whether short observations can be packed, and pages of their rings given back
 
@@ -432,5 +428,5 @@ class Kernels(Protocol):
     def new_pool(self, threads: int | None = None) -> Any:
         """Make threads that help with `gather`, the caller's among them; None where it uses none; see `ThreadPool`."""
 
-    def namer(self) -> SliceNamer | None:
-        """Return what names the slices of a batch, each once; None where that is not compiled."""
+    def namer(self) -> SliceNamer:
+        """Return what names the slices of a batch, each once."""

@@ -13,10 +13,10 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from holdall.errors import ArgumentError
 from holdall.machine import available_bytes, pool_threads
@@ -25,9 +25,6 @@ from holdall.storage.codec_choice import COST_CAPS
 from holdall.storage.rings import FieldLayout
 from holdall.storage.slices import FrozenBlock
 from holdall.units import format_bytes
-
-if TYPE_CHECKING:
-    from holdall.storage.sealer import HurriedBlock
 
 _SHARE_OF_AVAILABLE = 4
 _SHARE_BEFORE_DISK = 2
@@ -41,6 +38,10 @@ _RINGS_OF_A_BUDGET = 8
 _STAGING_SHARE, _MOST_STAGING = 8, 256 * 2**20
 _AHEAD_S = 0.5
 """Raw blocks are sealed before they reach what is allowed, if they would do so within this time."""
+_WAITING_SHARE, _MAX_WAITING_BYTES = 32, 2**30
+"""Without a limit, blocks that wait to be compressed may take this share of the available memory, up to a maximum.
+Bursts of that size are compressed well. With two segments, recorded frames that are added at full speed take up to
+five times as many bytes, because most of them are compressed with the fast preset."""
 _SPARED_WHILE_STUCK = 2
 """Segments that a budget sets aside for writing to disk, and that may be used while the disk takes nothing."""
 NO_LIMIT = 1 << 62
@@ -69,6 +70,11 @@ class Budget:
     def raw_bytes(self) -> int:
         """What closed blocks may take that stay raw."""
         return self._available // _SHARE_OF_AVAILABLE if self.is_auto else self.limit or 0
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of raw blocks that may wait to be compressed, if there is no limit."""
+        return 0 if self.limit is not None else min(self._available // _WAITING_SHARE, _MAX_WAITING_BYTES)
 
     @property
     def staging_bytes(self) -> int:
@@ -114,8 +120,15 @@ def _least_limit(fixed: int, segment: int) -> int:
     return max(_SEGMENTS_OF_A_BUDGET * segment, 2 * fixed)
 
 
-_WORTH_TRYING_BYTES = 128 * 2**20
-"""Bytes on disk that are given up before a full disk is tried again: a file goes with the last block in it."""
+class EarlyDrops(NamedTuple):
+    """Transitions that left before the capacity was reached, and why."""
+
+    transitions: int = 0
+    reason: str = ""  # of the newest drop, with the remedy
+
+    def plus(self, transitions: int, reason: str) -> EarlyDrops:
+        """Return the drops with some more."""
+        return EarlyDrops(self.transitions + transitions, reason)
 
 
 class Allowance(NamedTuple):
@@ -146,7 +159,11 @@ class Tiers:
         self._sealing: dict[int, FrozenBlock] = {}  # by identity of the block
         self._spilling: dict[int, FrozenBlock] = {}
         self._is_stuck = False  # the disk did not take the last block
-        self._tries_again = False  # the disk, with one block for every one that comes
+        self._has_made_room = False  # disk space was freed, and no block was written since
+        self._is_refusing = False  # the disk did not take a block although disk space was freed for it
+        self._tries_again = False  # whether a block came since the disk was tried last
+        # Blocks and their bytes in every spill file, by the file's identity. A file is deleted with its last block.
+        self._files: dict[int, tuple[int, int]] = {}
         self._fields: set[int] = set()
 
     def allowance(self, fixed: int, overhead: int, segment: int) -> Allowance:
@@ -177,21 +194,45 @@ class Tiers:
             while self._sealed.blocks and self._held > allowance.closed:
                 self._sealed.move_oldest(self._spilling)
 
-    def is_over(self, allowance: Allowance, freed: int) -> bool:
-        """Whether the oldest segment has to leave early, after segments with `freed` bytes on disk did.
+    def is_over(self, allowance: Allowance, freed_bytes: int) -> bool:
+        """Whether the oldest segment has to leave early.
 
-        All that is too much leaves, or with a disk that takes nothing, enough that it may take the rest.
+        Without a disk tier, segments leave until the rest fits. If the disk did not take a block, segments leave until
+        the disk has room for what is too much in memory, see `try_again`. If the disk takes nothing even then, they
+        also leave until memory holds no more than `allowance.at_most`.
+
+        Args:
+            freed_bytes: Disk space that segments which left just now have freed.
         """
-        if self._budget.spills and not self._is_stuck:
+        excess_bytes = self._held - allowance.closed
+        if excess_bytes <= 0:
             return False
-        ceiling = allowance.at_most if self._budget.spills else allowance.closed
-        return self._held > ceiling or (self._held > allowance.closed and freed < _WORTH_TRYING_BYTES)
+        if not self._budget.spills:
+            return True
+        if not self._is_stuck:
+            return False
+        is_room_needed = freed_bytes < max(excess_bytes, self._next_spill_bytes)
+        return is_room_needed or (self._is_refusing and self._held > allowance.at_most)
 
-    def try_again(self) -> None:
-        """Have a block spilled if the disk took nothing and something new came since."""
-        if self._is_stuck and self._tries_again and self._sealed.blocks:
-            self._tries_again = False
+    @property
+    def _next_spill_bytes(self) -> int:
+        """Bytes of the block that is spilled next."""
+        return next((frozen.block.used_bytes for frozen in self._sealed.blocks.values()), 0)
+
+    def try_again(self, allowance: Allowance, freed_bytes: int) -> None:
+        """Have blocks spilled again after the disk did not take one.
+
+        If disk space was freed, go on as if the disk worked. If not, try one block for every block that comes.
+        """
+        if not self._is_stuck:
+            return
+        if freed_bytes:
+            self._is_stuck = False
+            self._has_made_room = not self._spilling  # a block that is being written had none
+            self.settle(allowance)
+        elif self._tries_again and self._sealed.blocks:
             self._sealed.move_oldest(self._spilling)
+        self._tries_again = False
 
     def take_back(self, block: SliceBlock) -> None:
         """Go on with a block that was sealed or spilled, or could not be: then no other one is spilled."""
@@ -199,32 +240,49 @@ class Tiers:
             self._sealed.put(frozen)
         if (frozen := self._spilling.pop(id(block), None)) is None:
             return
-        self._is_stuck = not block.is_on_disk
+        extent = block.extent
+        if extent is not None:
+            blocks, nbytes = self._files.get(id(extent.file), (0, 0))
+            self._files[id(extent.file)] = blocks + 1, nbytes + extent.nbytes
+        self._is_stuck = extent is None
+        self._is_refusing = self._is_stuck and (self._is_refusing or self._has_made_room)
+        self._has_made_room = False
         if self._is_stuck:
+            self._tries_again = False
             waiting, self._spilling = list(self._spilling.values()), {}
             for back in reversed([frozen, *waiting]):
                 self._sealed.put_back(back)
 
-    def exchange_again(self, block: SliceBlock, exchange: Callable[[], None]) -> None:
-        """Give a block that was sealed before its next form, if it is still in memory and about to stay."""
-        self._sealed.exchange(block, exchange)
-
     def forget(self, evicted: Sequence[SliceBlock]) -> int:
-        """Let go of blocks that were evicted, which need no sealing or spilling; return the bytes they had on disk."""
+        """Let go of blocks that were evicted, which need no sealing or spilling; return the disk space that is freed.
+
+        Disk space is freed with the last block of a spill file.
+        """
         gone = {id(block) for block in evicted}
         self._raw.drop(gone)
         self._sealed.drop(gone)
         for key in gone:
             self._sealing.pop(key, None)
             self._spilling.pop(key, None)
-        return sum(block.sealed.disk_bytes for block in evicted if block.sealed is not None)
+        freed_bytes = 0
+        for block in evicted:
+            file = None if block.extent is None else id(block.extent.file)
+            if file is None or file not in self._files:  # in memory, or in a file of a checkpoint
+                continue
+            blocks, nbytes = self._files[file]
+            if blocks > 1:
+                self._files[file] = blocks - 1, nbytes
+            else:
+                del self._files[file]
+                freed_bytes += nbytes
+        return freed_bytes
 
     def under_way(self) -> tuple[list[FrozenBlock], list[FrozenBlock]]:
         """Return the blocks that are to be sealed, and those that are to be spilled."""
         return list(self._sealing.values()), list(self._spilling.values())
 
-    def changing(self) -> tuple[object, ...]:
-        """Return the objects whose attributes change with every decision."""
+    def rollback_targets(self) -> tuple[object, ...]:
+        """Return the objects whose attributes a decision changes, for `Repair.restoring`."""
         return self, self._raw, self._sealed
 
     def is_changing(self, block: SliceBlock) -> bool:
@@ -258,7 +316,7 @@ class Tiers:
         return None if self._budget.limit is None else max(allowance.closed - self._held, 0)
 
     def has_room(self, allowance: Allowance, nbytes: int) -> bool:
-        """Whether so much is raw or free that nothing leaves early if blocks are sealed quickly."""
+        """Whether at least `nbytes` of the limit are free or taken by raw blocks, which compression makes smaller."""
         return self._budget.limit is None or self._raw.nbytes + allowance.closed - self._held >= nbytes
 
     @property
@@ -294,18 +352,15 @@ class _BlockQueue:
         for frozen in [self.blocks.pop(key) for key in gone if key in self.blocks]:
             self._count(frozen, -1)
 
-    def exchange(self, block: SliceBlock, exchange: Callable[[], None]) -> None:
-        if (frozen := self.blocks.get(id(block))) is not None:
-            self._count(frozen, -1)
-            exchange()
-            self._count(frozen, 1)
-
     def _count(self, frozen: FrozenBlock, sign: int) -> None:
         self.nbytes += sign * frozen.block.used_bytes
         self.whole_bytes += sign * frozen.block.used * frozen.block.slice_bytes
 
 
 # ---------------------------------------------------------------- the queue
+
+_WAITING_SEGMENTS = 2
+"""Segments that may wait for the worker, whatever their size: one is filled while another one is compressed."""
 
 
 class SealResult(NamedTuple):
@@ -314,7 +369,6 @@ class SealResult(NamedTuple):
     block: SliceBlock
     sealed: SealedSlices | None  # None: it stays as it is
     is_spilled: bool  # whether it was to go to a file
-    is_again: bool = False  # whether it was sealed before, in a hurry
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -324,7 +378,6 @@ class SealJob:
     frozen: FrozenBlock
     spill: bool  # move it to a file, instead of sealing it
     nbytes: int  # that somebody may wait for
-    again: bool = False  # seal better what was sealed in a hurry
 
 
 class SealProgress(NamedTuple):
@@ -341,20 +394,24 @@ class SealQueue:
     An interrupt may hit the memory's thread anywhere, so there is no lock that it could leave behind: queues change in
     one step, and bells are locks that one waits for and others release. A thread that waits looks again after a while,
     so that a bell which was not rung costs time only.
+
+    Args:
+        min_waiting_bytes: Bytes that may wait for the worker if there is no limit; at least two segments may.
     """
 
-    def __init__(self, *, seals_again: bool) -> None:
+    def __init__(self, min_waiting_bytes: int = 0) -> None:
         self.jobs: deque[SealJob] = deque()
         self.progress = SealProgress()  # changed in one step, by the worker
         self.sealed_bytes = ctypes.c_int64()  # the same, for C, which reads it at any time; never ahead of it
         self.results: deque[SealResult] = deque()
-        # Blocks that are to be sealed again when there is time.
-        self.hurried: deque[HurriedBlock] = deque(maxlen=None if seals_again else 0)
         self.arrivals: deque[tuple[float, int]] = deque(maxlen=4)  # when blocks came, and the bytes of all so far
-        self.last_came, self.away_until = -1e9, -1e9  # when, and until when no codec is chosen, by the clock
+        self._min_waiting_bytes = min_waiting_bytes
+        self.segment_bytes = 0  # of the blocks that were filled last
+        self.spare_bytes: int | None = None  # of a limit that blocks may take while they wait; None without a limit
+        self.away_until = -1e9  # by the clock: no codec is chosen before
         self._waited_s = 0.0  # that `add` waited for room, in all
         self._waits_since: float | None = None
-        self.has_leisure = False  # somebody waits for all of it, so there is nothing to wait for
+        self.is_drained = False  # whether a caller waits until nothing waits; then no more blocks come
         self.wakes_worker = new_bell()
         self.waiting: deque[threading.Lock] = deque()  # a bell for everybody who waits for the worker
         self.stopped = False
@@ -375,18 +432,6 @@ class SealQueue:
                 self.jobs.remove(job)
                 return job
         self.progress = before
-        return None
-
-    def begin_again(self) -> SealJob | None:
-        """Take a block that was sealed in a hurry and is still in memory, to be sealed better."""
-        while self.hurried:
-            with contextlib.suppress(IndexError):
-                frozen = self.hurried[0].frozen()
-                job = None if frozen is None else SealJob(frozen, spill=False, nbytes=0, again=True)
-                self.progress = self.progress._replace(begun=() if job is None else (job,))
-                self.hurried.popleft()
-                if job is not None:
-                    return job
         return None
 
     def got_on(self, job: SealJob, nbytes: int) -> None:
@@ -410,19 +455,32 @@ class SealQueue:
         jobs, (begun, nbytes, ended) = list(self.jobs), self.progress
         return sum(job.nbytes for job in {*jobs, *begun}) - nbytes, ended + nbytes
 
+    @property
+    def max_waiting_bytes(self) -> int:
+        """Raw bytes that waiting blocks, the rest of the current block and the open segment may take together."""
+        bytes_of_segments = _WAITING_SEGMENTS * self.segment_bytes
+        if self.spare_bytes is None:
+            return max(bytes_of_segments, self._min_waiting_bytes)
+        return bytes_of_segments + self.spare_bytes
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the worker should use the fast preset: `add` waits, or will soon, and more blocks are to come."""
+        if self.is_drained:
+            return False
+        return self.is_pressed or 2 * self.outstanding()[0] > self.max_waiting_bytes
+
     def came(self, nbytes: int) -> None:
         """Remember that blocks were filled, whether they are sealed now or stay raw for a while."""
         self._waits_since = None  # an interrupt may have left it
         before = self.arrivals[-1][1] if self.arrivals else 0
         self.arrivals.append((self._now(), before + nbytes))
-        self.last_came = time.monotonic()
-        ring(self.wakes_worker)
+        self.segment_bytes = nbytes
 
     @contextlib.contextmanager
     def waiting_for_room(self) -> Iterator[None]:
         """`add` waits meanwhile: blocks would come faster than they do."""
         self._waits_since = began = time.monotonic()
-        ring(self.wakes_worker)
         try:
             yield
         finally:
@@ -447,15 +505,6 @@ class SealQueue:
             return 0.0
         (first, before), (_, total) = arrivals[0], arrivals[-1]
         return (total - before) / max(self._now() - first, 1e-6)
-
-    @property
-    def quiet_s(self) -> float:
-        """For how long no block should come, by the last ones; 0 if few came so far, or one is late."""
-        arrivals = tuple(self.arrivals)
-        if len(arrivals) < 3:
-            return 0.0
-        (first, _), (last, _) = arrivals[0], arrivals[-1]
-        return max(0.0, last + (last - first) / (len(arrivals) - 1) - self._now())
 
     def tell(self) -> None:
         """Wake everybody who waits for the worker."""

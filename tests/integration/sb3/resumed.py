@@ -49,6 +49,28 @@ class DriftEnv(gym.Env[Any, Any]):
         return self.place.copy(), reward, bool(self.np_random.random() < 0.05), self.steps >= 17, {}
 
 
+class CameraEnv(DriftEnv):
+    """The walk as an image: a bright square whose position is that of the walk."""
+
+    def __init__(self) -> None:
+        super().__init__(spaces.Discrete(3))
+        self.observation_space = spaces.Box(0, 255, (36, 36, 1), np.uint8)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        _, info = super().reset(seed=seed, options=options)
+        return self._draw(), info
+
+    def step(self, action: Any) -> Any:
+        _, *rest = super().step(action)
+        return self._draw(), *rest
+
+    def _draw(self) -> Any:
+        image = np.zeros((36, 36, 1), np.uint8)
+        row, column = (int(18 + 5 * place) % 32 for place in self.place[:2])
+        image[row : row + 4, column : column + 4] = 255
+        return image
+
+
 def environments(kind: str, lanes: int = 2) -> VecEnv:
     """Return the environments of a training, the same for every process."""
     space: spaces.Space[Any] = spaces.Discrete(3) if kind.endswith("DQN") else ARM

@@ -13,6 +13,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common import buffers
 from stable_baselines3.common.buffers import DictReplayBuffer
+from stable_baselines3.her import her_replay_buffer
 
 from holdall.sb3 import HerReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
 from holdall.storage import segment
@@ -80,35 +81,84 @@ def test_without_one_the_newest_that_fit_are_drawn(kind: type[ReplayBuffer], n_s
             ours.sample(16)
     first, end = ours.memory.first_id // ENVS, ours.memory.next_id // ENVS
     assert 50 < first < end, "some of it has to leave early"
+    assert ours.full
+    assert ours.size() == end - first
     drawn = np.concatenate([ours.sample(256).observations["vector"][:, 0].numpy() for _ in range(20)])
     assert set(drawn.astype(int)) == set(range(first, end))
     ours.memory.close()
 
 
+class GoalEnv:
+    """The part of a vectorised environment that hindsight asks for rewards."""
+
+    def env_method(self, _name: str, achieved: NDArray[Any], *_: Any, **__: Any) -> list[NDArray[Any]]:
+        return [np.zeros(len(achieved), np.float32)]
+
+
+def goal_space() -> spaces.Dict:
+    goal = spaces.Box(-9, 9, (3,), np.float32)
+    return spaces.Dict(observation=SPACE["image"], achieved_goal=goal, desired_goal=goal)
+
+
+def goal_buffer() -> HerReplayBuffer:
+    env: Any = GoalEnv()
+    return HerReplayBuffer(SLOTS * ENVS, goal_space(), ACTIONS, env, "cpu", ENVS, budget=BUDGET)
+
+
+def add_goal_step(buffer: her_replay_buffer.HerReplayBuffer, tick: int, *, is_last: bool) -> None:
+    def as_goals(obs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        goals = obs["vector"][:, :3]
+        return {"observation": obs["image"], "achieved_goal": goals, "desired_goal": goals}
+
+    action, reward = np.zeros((ENVS, 2), np.float32), np.zeros(ENVS, np.float32)
+    obs, next_obs = as_goals(observed(tick)), as_goals(observed(tick + 1))
+    buffer.add(obs, next_obs, action, reward, np.full(ENVS, is_last), [{}] * ENVS)
+
+
+def drawn_ticks(buffer: HerReplayBuffer) -> set[int]:
+    drawn = [buffer.sample(256).observations["achieved_goal"][:, 0].numpy() for _ in range(20)]
+    return set(np.concatenate(drawn).astype(int).tolist())
+
+
 def test_hindsight_draws_no_episode_that_lost_a_step_early() -> None:
     """An episode whose first steps left before their time has no goal to be told anew by."""
-    goal = spaces.Box(-9, 9, (3,), np.float32)
-    space = spaces.Dict(observation=SPACE["image"], achieved_goal=goal, desired_goal=goal)
-
-    class Env:
-        def env_method(self, _name: str, achieved: NDArray[Any], *_: Any, **__: Any) -> list[NDArray[Any]]:
-            return [np.zeros(len(achieved), np.float32)]
-
-    env: Any = Env()
-    ours = HerReplayBuffer(SLOTS * ENVS, space, ACTIONS, env, "cpu", ENVS, budget=BUDGET)
-
-    def as_goals(obs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        return {
-            "observation": obs["image"],
-            "achieved_goal": obs["vector"][:, :3],
-            "desired_goal": obs["vector"][:, :3],
-        }
-
-    for obs, next_obs, *rest in ticks(SLOTS + 50):
-        ours.add(as_goals(obs), as_goals(next_obs), *rest)
+    ours = goal_buffer()
+    for tick in range(SLOTS + 50):
+        add_goal_step(ours, tick, is_last=tick % 9 == 8)
     first = ours.memory.first_id // ENVS
     assert first > 50
-    drawn = np.concatenate([ours.sample(256).observations["achieved_goal"][:, 0].numpy() for _ in range(20)])
     whole = -(-first // 9) * 9  # the first episode that begins after what left
-    assert set(drawn.astype(int)) == set(range(whole, (SLOTS + 50) // 9 * 9))
+    assert drawn_ticks(ours) == set(range(whole, (SLOTS + 50) // 9 * 9))
+    ours.memory.close()
+
+
+@pytest.mark.parametrize("is_truncated_by_loading", [False, True])
+def test_hindsight_draws_no_episode_that_lost_a_step_before_it_ended(is_truncated_by_loading: bool) -> None:
+    """An episode that is longer than the budget holds is never drawn, and those after it are."""
+    ours = goal_buffer()
+    end_of_long = SLOTS - 10
+    for tick in range(end_of_long):
+        add_goal_step(ours, tick, is_last=tick == end_of_long - 1 and not is_truncated_by_loading)
+    assert ours.memory.first_id > 0, "the long episode has to lose its first steps"
+    if is_truncated_by_loading:
+        with pytest.warns(UserWarning, match="last trajectory"):
+            ours.truncate_last_trajectory()
+    with pytest.raises(RuntimeError, match=r"The budget holds .* raise budget"):
+        ours.sample(16)
+    for tick in range(end_of_long, end_of_long + 18):
+        add_goal_step(ours, tick, is_last=(tick - end_of_long) % 9 == 8)
+    assert drawn_ticks(ours) == set(range(end_of_long, end_of_long + 18))
+    ours.memory.close()
+
+
+def test_hindsight_draws_no_episode_that_lost_a_step_when_it_was_copied() -> None:
+    """Stable-Baselines3's buffer holds whole episodes; a copy with a budget drops steps of them while it is made."""
+    env: Any = GoalEnv()
+    theirs = her_replay_buffer.HerReplayBuffer(SLOTS * ENVS, goal_space(), ACTIONS, env, "cpu", ENVS)
+    for tick in range(SLOTS):
+        add_goal_step(theirs, tick, is_last=tick % 9 == 8)
+    ours = HerReplayBuffer.copy_of(theirs, budget=BUDGET)
+    first = ours.memory.first_id // ENVS
+    assert first > 9, "the copy has to drop some"
+    assert drawn_ticks(ours) == set(range(-(-first // 9) * 9, SLOTS // 9 * 9))
     ours.memory.close()

@@ -16,14 +16,11 @@ from holdall import ArgumentError
 from holdall.delivery import device
 from holdall.delivery.batches import Delivery
 from holdall.delivery.device import DeviceStream
-from holdall.native import native_kernels
 
 OBSERVATIONS = spaces.Dict(
     {"camera": spaces.Box(0, 255, (3, 40, 40), np.uint8), "state": spaces.Box(-9, 9, (7,), np.float32)}
 )
 ACTION = spaces.Box(-1, 1, (2,), np.float32)
-
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the compiled loops put batches together")
 
 
 class Launching(DeviceStream):

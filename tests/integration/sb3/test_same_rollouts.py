@@ -17,13 +17,11 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecNormalize
 
 from holdall.errors import ArgumentError
-from holdall.native import native_kernels
 from holdall.sb3 import RolloutBuffer
 
 from .comparison import Glance, learned
 from .environments import ARM, BUTTONS, VECTOR, Stacked, Stretched, Wander, dict_space, each
 
-KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
 STEPS = 24
 
 pytestmark = [
@@ -89,12 +87,8 @@ def test_vectors_give_the_same_weights_and_curve(algorithm: type[OnPolicyAlgorit
 
 
 @pytest.mark.parametrize("algorithm", [PPO, A2C])
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_dicts_give_the_same_weights_and_curve(
-    monkeypatch: pytest.MonkeyPatch, algorithm: type[OnPolicyAlgorithm], kernels: str
-) -> None:
+def test_dicts_give_the_same_weights_and_curve(algorithm: type[OnPolicyAlgorithm]) -> None:
     """An image that Stable-Baselines3 transposes, a vector and a discrete key; truncated and terminated."""
-    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     assert_same_training(Task(partial(Wander, dict_space(), BUTTONS), algorithm, "MultiInputPolicy"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -30,7 +31,8 @@ from holdall import (
 from holdall.checkpoint import files, write
 from holdall.checkpoint.load import is_remote, normalized_url
 from holdall.checkpoint.manifest import signed
-from holdall.storage import snapshot, tick_store, tiers
+from holdall.storage import snapshot, tiers
+from holdall.storage import store as store_module
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 
 FRAMES = spaces.Dict(
@@ -95,21 +97,21 @@ def test_what_a_load_leaves_raw_is_sealed_as_the_budget_says(
 ) -> None:
     """Without a limit, little of it waits for the first tick: a memory that is only read need not ask what is free."""
     monkeypatch.setattr(tiers, "available_bytes", lambda: 0)
-    monkeypatch.setattr(tick_store, "SEGMENT_BYTES", 16 << 20 if little else 1000)
+    monkeypatch.setattr(store_module, "SEGMENT_BYTES", 16 << 20 if little else 1000)
     trainer = Trainer()
     with trainer.memory as memory:
         trainer.add(100)
         memory.save(tmp_path).result()
     with ReplayMemory.load(tmp_path) as loaded:
-        assert (loaded._whole().sealer is None) == little
+        assert (loaded._open_repaired().sealer is None) == little
         trainer.require_same(loaded)
         loaded.add(**trainer.stream.tick().arguments())
         loaded.drain()
-        store = loaded._whole()
+        store = loaded._open_repaired()
         assert (store.large_segments.frozen, store._tiers._raw.nbytes) == ([], 0)
         assert store._tiers._sealed.nbytes > 0  # or tried, in vain
     with ReplayMemory.load(tmp_path, budget=None) as at_once:
-        assert at_once._whole().sealer is not None
+        assert at_once._open_repaired().sealer is not None
 
 
 def test_priorities_go_on_where_they_were_saved(tmp_path: Path) -> None:
@@ -315,6 +317,12 @@ def test_an_attachment_that_cannot_be_saved_is_refused_at_once(tmp_path: Path, t
     with pytest.raises(ArgumentError, match="attach"):
         trainer.memory.save(tmp_path / "run", attach=attach)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["-x", ".x", "a/.x", "a/-x", "a/../b"])
+def test_the_refusal_of_an_attachment_says_how_a_name_may_begin(tmp_path: Path, trainer: Trainer, name: str) -> None:
+    with pytest.raises(ArgumentError, match=r"Components may not start with '-' or '\.'"):
+        trainer.memory.save(tmp_path / "run", attach={name: b""})
 
 
 def test_a_second_writer_is_kept_out(tmp_path: Path, trainer: Trainer) -> None:
@@ -619,12 +627,10 @@ def test_a_save_that_fails_says_so_and_the_next_one_may_succeed(tmp_path: Path, 
         trainer.require_same(loaded)
 
 
-@pytest.mark.parametrize("kernels", ["native", "portable"])
 def test_lanes_that_are_behind_in_a_window_of_short_rows_are_saved_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such rows lie lane beside lane; an episode's end takes a lane further than the others, which catch up later."""
-    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     space = spaces.Box(-np.inf, np.inf, (64, 4), np.float32)
 
     def seen(numbers: Any) -> Any:
@@ -644,17 +650,57 @@ def test_lanes_that_are_behind_in_a_window_of_short_rows_are_saved_again(
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://", "S3:///", "gcs://bucket/run", "file:///tmp/run", "az://", Path("s3://bucket/run")]
+    ("url", "said"),
+    [
+        ("s3://", "names no bucket. Pass a URL like s3://bucket/run."),
+        ("S3:///", "names no bucket. Pass a URL like s3://bucket/run."),
+        ("az://", "names no container. Pass a URL like az://container/run."),
+        ("s4://bucket/run", "has the unsupported scheme 's4'. Pass a directory, or a URL that starts with s3://"),
+        ("gcs://bucket/run", "has the unsupported scheme 'gcs'"),
+        ("file:///tmp/run", "has the unsupported scheme 'file'"),
+        (Path("s3://bucket/run"), "has one slash after 's3', as pathlib.Path writes it. Pass a str with two slashes: "),
+    ],
 )
-def test_what_looks_like_a_url_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any) -> None:
+def test_what_looks_like_a_url_is_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any, said: str
+) -> None:
     """It is refused, and nothing is made."""
     monkeypatch.chdir(tmp_path)
     with ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), 10) as memory:
-        with pytest.raises(ArgumentError, match="names no bucket"):
+        with pytest.raises(ArgumentError, match=re.escape(said)):
             memory.save(url)
-        with pytest.raises(ArgumentError, match="names no bucket"):
+        with pytest.raises(ArgumentError, match=re.escape(said)):
             ReplayMemory.load(url)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["train.py", "train.py/run"])
+def test_a_file_is_refused_as_the_place_of_checkpoints_and_stays(tmp_path: Path, name: str) -> None:
+    """The error gives no advice that would cost a user's file."""
+    (tmp_path / "train.py").write_text("print()\n", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="is not a directory, so it contains no checkpoints") as refusal:
+        ReplayMemory.load(tmp_path / name)
+    assert "remove" not in str(refusal.value)
+    with (
+        ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), 10) as memory,
+        pytest.raises(CheckpointError, match="a part of this path is a file: choose another directory"),
+    ):
+        memory.save(tmp_path / name).result()
+    assert (tmp_path / "train.py").read_text(encoding="utf-8") == "print()\n"
+
+
+def test_an_incomplete_checkpoint_names_the_missing_file_and_recover(tmp_path: Path, trainer: Trainer) -> None:
+    trainer.add(20)
+    trainer.memory.save(tmp_path).result()
+    trainer.memory.close()
+    for file in (tmp_path / "segments").iterdir():
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"^No complete checkpoint found in .* Damaged checkpoint 1: ") as refusal:
+        ReplayMemory.load(tmp_path)
+    assert "recover=True" in str(refusal.value)
+    with pytest.raises(CheckpointError, match=r"^No complete checkpoint found in .* Damaged checkpoint 1: ") as refusal:
+        ReplayMemory.load(tmp_path, recover=True)
+    assert "recover=True" not in str(refusal.value)
 
 
 def test_a_scheme_is_known_in_any_case() -> None:

@@ -251,6 +251,14 @@ def test_a_missing_torch_is_named_with_how_to_install_it(monkeypatch: pytest.Mon
         filled_memory(device="cpu")
 
 
+def test_a_missing_jax_is_named_with_the_extra_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(MissingPackageError, match=r"^device='jax' needs jax, .*holdall\[jax\].*or use device=None"):
+        filled_memory(device="jax")
+    with filled_memory() as memory, pytest.raises(MissingPackageError, match=r"needs jax, .*holdall\[jax\]"):
+        memory.sample(1).jax()
+
+
 def test_numpy_batches_need_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a device, torch is never imported."""
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -22,7 +22,7 @@ from holdall.delivery.device import DeviceStream
 from holdall.delivery.device_assembly import DeviceAssembler
 from holdall.delivery.device_batch import DeviceBatches
 from holdall.errors import DamageError
-from holdall.native import Refusal, SliceNamer, draw_slots, native_kernels
+from holdall.native import Refusal, SliceNamer, draw_slots
 from holdall.storage import segment
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 from holdall.testing.strategies import box
@@ -38,8 +38,6 @@ SPACES: dict[str, tuple[spaces.Space[Any], list[LeafPlan]]] = {
     ),
     "vector": (box((5,), "f8"), []),
 }
-
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the compiled loops put batches together")
 
 
 class Launching(DeviceStream):

@@ -27,7 +27,7 @@ from holdall.delivery import device
 from holdall.delivery.batches import Delivery
 from holdall.delivery.device import DeviceStream
 from holdall.delivery.device_batch import DeviceBatches
-from holdall.native import CopyPlan, SliceNamer, native_kernels, sending
+from holdall.native import CopyPlan, SliceNamer, sending
 from holdall.schema import Bytes
 from holdall.storage import segment
 from holdall.storage.batch_source import Places
@@ -48,8 +48,6 @@ SPACES: dict[str, tuple[spaces.Space[Any], list[LeafPlan]]] = {
     "vector": (box((5,), "f8"), []),
     "changing its mind": (box((4, 36, 36), "u1"), [LeafPlan(axis=None, later=LeafPlan(axis=0), later_from=90)]),
 }
-
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="slices are named by the compiled loops")
 
 
 @pytest.fixture(autouse=True)

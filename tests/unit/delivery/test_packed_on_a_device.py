@@ -1,4 +1,4 @@
-"""Batches on a device while the memory packs columns, and seals slices behind keys: the bits of those in arrays.
+"""Batches on a device while the memory packs columns, and seals slices in groups: the bits of those in arrays.
 
 On the CPU the host does what kernels do; on a CUDA device they do it.
 """
@@ -18,8 +18,7 @@ from holdall import NStep, ReplayMemory, Uniform
 from holdall.delivery import device
 from holdall.delivery.batches import Delivery
 from holdall.delivery.device import DeviceStream
-from holdall.native import native_kernels
-from holdall.storage import choosing, codec_choice, rings, segment
+from holdall.storage import codec_choice, rings, sealer, segment
 from holdall.testing import assert_same_bits
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -27,8 +26,6 @@ SPACE = spaces.Dict(
     image=spaces.Box(0, 255, (4, 40, 40), np.uint8), state=spaces.Box(-np.inf, np.inf, (20,), np.float32)
 )
 LANES = 2
-
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="columns are packed by the compiled loops")
 
 
 class Launching(DeviceStream):
@@ -39,7 +36,7 @@ class Launching(DeviceStream):
 
 @pytest.fixture(params=DEVICES)
 def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Name a device; pack short runs, and seal short segments behind keys."""
+    """Name a device; pack short runs, and seal short segments two slices together."""
     if request.param == "cpu":
         monkeypatch.setattr(Delivery, "is_remote", property(lambda self: self.torch_device is not None))
         monkeypatch.setattr(device, "DeviceStream", Launching)
@@ -48,10 +45,10 @@ def there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 60_000)
     chosen = codec_choice.choose
 
-    def behind_keys(*arguments: Any, **options: Any) -> Any:
-        return replace(chosen(*arguments, **options), dictionary=None, group=2, key=3)
+    def in_groups(*arguments: Any, **options: Any) -> Any:
+        return replace(chosen(*arguments, **options), dictionary=None, group=2)
 
-    monkeypatch.setattr(choosing, "choose", behind_keys)
+    monkeypatch.setattr(sealer, "choose", in_groups)
     return str(request.param)
 
 
@@ -94,8 +91,10 @@ def compare(where: dict[str, Any], budget: str | None, sampler: Any) -> list[Rep
     [("device", "auto", Uniform), ("device", None, lambda: NStep(3, 0.9)), ("store_device", None, Uniform)],
     ids=["raw", "sealed", "kept on the device"],
 )
-def test_packed_columns_and_key_frames_reach_a_device(there: str, where: str, budget: str | None, sampler: Any) -> None:
+def test_packed_columns_and_groups_of_slices_reach_a_device(
+    there: str, where: str, budget: str | None, sampler: Any
+) -> None:
     found = compare({where: there}, budget, sampler)[0].report().fields
     by_name = {field.name: field.finding for field in found}
     assert "15 never change" in by_name["obs.state"]
-    assert budget == "auto" or "behind a key" in by_name["obs.image"]
+    assert budget == "auto" or "2 together" in by_name["obs.image"]

@@ -401,7 +401,7 @@ def test_a_lane_that_made_no_transition_gets_no_priority(device: str, tmp_path: 
     memory.sample(1)
     memory.update_priorities(np.arange(40), np.where(np.arange(40) == 17, 5.0, 1.0))
     assert all(world.is_valid(i) for i in here(memory.sample(40).ids).tolist())
-    with pytest.raises(holdall.ArgumentError, match="a lane that made no transition"):
+    with pytest.raises(holdall.ArgumentError, match=r"update_priorities ignored invalid entries.*valid=False"):
         memory.save(tmp_path).result()
 
 
@@ -495,6 +495,19 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(device: str, argument:
         memory.add(**row | {argument: change(row[argument])})
     memory.add(**row)
     world.check_all(memory)
+
+
+def test_the_refusal_of_an_image_says_how_to_pass_it(device: str) -> None:
+    space = spaces.Box(0, 255, (3, 8, 9), np.uint8)
+    memory = holdall.ReplayMemory(space, spaces.Discrete(2), 10, num_envs=2, store_device=device)
+    flags = torch.zeros(2, dtype=torch.bool, device=device)
+    image = torch.zeros((2, 3, 8, 9), dtype=torch.uint8, device=device)
+    for wrong, advice in (
+        (image.half(), r"declare the space with dtype float16, or .* multiply by 255"),
+        (image.moveaxis(-3, -1), r"pass torch\.moveaxis\(value, -1, -3\)"),
+    ):
+        with pytest.raises(holdall.ArgumentError, match=advice):
+            memory.add(wrong, flags.long(), flags.float(), image, flags, flags)
 
 
 def test_ids_that_are_not_held_are_refused(device: str) -> None:

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.native import NativeCoder, PortableCoder, native_kernels
+from holdall.native import chosen_kernels
 from holdall.storage.ticks import Coder
 
 
-def native_coder() -> NativeCoder | None:
-    kernels = native_kernels()
-    coder = None if kernels is None else kernels.coder
-    return coder if isinstance(coder, NativeCoder) else None
-
-
-NATIVE = native_coder()
-BOTH: list[Any] = [
-    pytest.param(NATIVE, id="native", marks=pytest.mark.skipif(NATIVE is None, reason="no compiled coder here")),
-    pytest.param(PortableCoder(), id="portable"),
-]
+@pytest.fixture(scope="module")
+def coder() -> Coder:
+    return chosen_kernels().coder
 
 
 def sums_of(coder: Coder, pieces: list[bytes]) -> list[int]:
@@ -38,7 +28,6 @@ def expected(piece: bytes) -> int:
     return xxhash.xxh64_intdigest(piece, seed=0) & 0xFFFFFFFF
 
 
-@pytest.mark.parametrize("coder", BOTH)
 def test_every_length_up_to_200(coder: Coder) -> None:
     """Stripes of 32 bytes, words of 8 and 4, and single bytes: every way in which a piece may end, at any address."""
     generator = np.random.default_rng(0)
@@ -46,14 +35,12 @@ def test_every_length_up_to_200(coder: Coder) -> None:
     assert sums_of(coder, pieces) == [expected(piece) for piece in pieces]
 
 
-@pytest.mark.parametrize("coder", BOTH)
 @given(pieces=st.lists(st.binary(max_size=300), max_size=6))
 def test_any_pieces(coder: Coder, pieces: list[bytes]) -> None:
     """Each unit on its own, empty ones included."""
     assert sums_of(coder, pieces) == [expected(piece) for piece in pieces]
 
 
-@pytest.mark.parametrize("coder", BOTH)
 def test_large_pieces_and_every_flipped_bit(coder: Coder) -> None:
     """A frame's worth of bytes; one bit more or less is another sum."""
     frame = np.random.default_rng(1).integers(0, 256, 7056, np.uint8)

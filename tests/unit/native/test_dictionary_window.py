@@ -7,17 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from holdall.native import NativeCoder, PortableCoder, native_kernels
+from holdall.native import chosen_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage.batch_source import Places
 from holdall.storage.blocks import Codec, Coded, Dictionary, Method, Predictor, Transform, reserve
 from holdall.storage.slices import ClosedPart, Window
 
-KERNELS = native_kernels()
-pytestmark = pytest.mark.skipif(
-    KERNELS is None or not isinstance(KERNELS.coder, NativeCoder),
-    reason="dictionaries are placed in the compiled loops",
-)
+KERNELS = chosen_kernels()
 WIDTH, COUNT = 2400, 24
 PLAIN = Codec(Method.LZ4, 7, Transform(WIDTH))
 WAYS = {
@@ -33,14 +29,13 @@ def pieced_together(content: bytes, form: Transform, generator: np.random.Genera
     at = generator.integers(0, len(content) - 20, (COUNT + 1, WIDTH // 20))
     pieces = np.ascontiguousarray(np.frombuffer(content, np.uint8)[at[..., None] + np.arange(20)]).reshape(-1)
     offsets = np.arange(0, pieces.size + 1, WIDTH, dtype=np.uint32)
-    coder, slices = PortableCoder(), np.zeros((COUNT + 1, WIDTH), np.uint8)
+    coder, slices = KERNELS.coder, np.zeros((COUNT + 1, WIDTH), np.uint8)
     stored = Coded(Codec(Method.STORED, 0, form), COUNT + 1, offsets, np.zeros(0, np.uint8), pieces)
     coder.decode(coder.adopt(stored), np.arange(COUNT + 1), slices)
     return slices
 
 
 def sealed_part(codec: Codec, slices: Bytes) -> tuple[ClosedPart, np.ndarray]:
-    assert KERNELS is not None
     window = Window.whole(Leaf("", (WIDTH,), np.dtype("u1")))
     block = KERNELS.new_block(WIDTH, reserve((COUNT + 2) * 2 * WIDTH))
     part, cursors = KERNELS.new_part(window, 1, block, 0), np.zeros((COUNT, 1), np.uint32)
@@ -57,7 +52,6 @@ def sealed_part(codec: Codec, slices: Bytes) -> tuple[ClosedPart, np.ndarray]:
 @pytest.mark.parametrize("sizes", [(4_000, 4_000), (65_536, 9_000), (90_000, 65_537)])
 def test_blocks_with_different_dictionaries_are_read_in_one_batch(way: str, sizes: tuple[int, int]) -> None:
     """Row by row in turns, also where a dictionary is longer than LZ4 looks back."""
-    assert KERNELS is not None
     generator = np.random.default_rng(sizes[0])
     common = [generator.bytes(size) for size in sizes]
     slices = [pieced_together(content[-40_000:], WAYS[way].transform, generator) for content in common]

@@ -20,14 +20,14 @@ import pytest
 
 from holdall import machine, threads
 from holdall.errors import DamageError
-from holdall.native import NativeKernels, ThreadPool, compiled_library, native_kernels, reading
+from holdall.native import ThreadPool, chosen_kernels, native_library, reading
 from holdall.schema import Bytes, Leaf
 from holdall.storage.batch_source import Places
 from holdall.storage.blocks import Codec, Method, Transform, reserve
 from holdall.storage.slices import ClosedPart, Window
+from holdall.storage.ticks import Kernels
 
-LIBRARY = compiled_library()
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="threads wait in the compiled loops")
+LIBRARY = native_library()
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 WIDTH = 1000
 
@@ -36,7 +36,7 @@ WIDTH = 1000
 class Rows:
     """Transitions of one lane in a closed part, raw or sealed, and how to read them."""
 
-    kernels: NativeKernels
+    kernels: Kernels
     places: Places
     expected: tuple[bytes, bytes]
     rows: Bytes
@@ -44,8 +44,7 @@ class Rows:
     @classmethod
     def written(cls, count: int, *, sealed: bool = False) -> Rows:
         """Write `count` transitions of which no two are alike."""
-        kernels = native_kernels()
-        assert kernels is not None
+        kernels = chosen_kernels()
         rows = np.zeros((count + 1, 1, WIDTH), np.uint8)
         rows.reshape(-1, WIDTH)[:, :8] = np.arange(count + 1).reshape(-1, 1).view(np.uint8)
         window = Window.whole(Leaf("", (WIDTH,), np.dtype("u1")))
@@ -255,9 +254,9 @@ def test_a_child_that_was_forked_during_a_call_does_not_wait_for_it(pool: Thread
 def test_a_process_ends_while_threads_wait() -> None:
     """Nobody has to dismiss them."""
     code = (
-        "from holdall.native import ThreadPool, compiled_library\n"
+        "from holdall.native import ThreadPool, native_library\n"
         "pool = ThreadPool(threads=3)\n"
-        "with pool.helping(compiled_library(), 2) as (address, helpers): print(helpers)\n"
+        "with pool.helping(native_library(), 2) as (address, helpers): print(helpers)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "2\n"
@@ -278,10 +277,8 @@ def test_a_containers_quota_counts_for_the_pools(
     monkeypatch.delenv("HOLDALL_THREADS", raising=False)
     monkeypatch.setattr(machine, "_QUOTA", quota)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)), raising=False)
-    kernels = native_kernels()
-    assert kernels is not None
+    kernels = chosen_kernels()
     namer = kernels.namer()
-    assert namer is not None
     assert ThreadPool().threads == number
     assert namer.pool.threads == (16 if number == 8 else number)
 
@@ -314,7 +311,7 @@ def test_what_a_daemon_uses_outlives_the_end_of_python(threads: int, monkeypatch
     """Python takes away what is a thread's own, and runs finalizers, while a daemon is in a call without the GIL."""
     data, pool, seen = Rows.written(6000, sealed=True), ThreadPool(threads), list[int]()
     coder: Any = data.kernels.coder
-    library: Any = data.kernels._library
+    library: Any = LIBRARY
     read = library.holdall_gather
 
     def take_away(*arguments: Any) -> Any:
@@ -341,7 +338,7 @@ def test_what_a_daemon_uses_outlives_the_end_of_python(threads: int, monkeypatch
 
 def test_blocks_that_come_at_the_same_time_can_all_be_read() -> None:
     """Memories share a coder, and their workers bring it blocks at once; it knows the longest unit of all of them."""
-    kernels, slices = native_kernels(), np.arange(64 * 900, dtype=np.uint8).reshape(64, 900)
+    kernels, slices = chosen_kernels(), np.arange(64 * 900, dtype=np.uint8).reshape(64, 900)
     assert kernels is not None
     coder: Any = kernels.coder.keeping()
     short, long = (Codec(Method.ZSTD, 3, Transform(width), group=group) for width, group in ((90, 2), (900, 16)))

@@ -16,11 +16,9 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall.native import compiled_library, one_call
+from holdall.native import one_call
 from holdall.storage import rings
 from holdall.testing import OracleMemory, assert_same_bits
-
-pytestmark = pytest.mark.skipif(compiled_library() is None, reason="the compiled loops were not built here")
 
 LANES = 2
 PLAIN = spaces.Box(-9, 9, (3,), np.float32)

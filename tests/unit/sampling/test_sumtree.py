@@ -5,17 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdall.native import compiled_library
 from holdall.sampling.prioritized import SumTree
-
-
-@pytest.fixture(params=["compiled", "portable"], autouse=True)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Either of the two ways, where both are there."""
-    if request.param == "compiled" and compiled_library() is None:
-        pytest.skip("the compiled loops were not built")
-    monkeypatch.setenv("HOLDALL_KERNELS", "" if request.param == "compiled" else "portable")
-    return str(request.param)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8, 9, 64, 65, 1000])
@@ -63,33 +53,6 @@ def test_of_equal_slots_the_last_number_counts() -> None:
     tree = SumTree(8)
     tree.put(np.array([3, 3]), np.array([5.0, 2.0]))
     assert tree.total == 2.0
-
-
-def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums, slots and numbers, after changes of every size."""
-    if compiled_library() is None:
-        pytest.skip("the compiled loops were not built")
-    monkeypatch.setenv("HOLDALL_KERNELS", "")
-    compiled = SumTree(3000)
-    monkeypatch.setenv("HOLDALL_KERNELS", "portable")
-    portable = SumTree(3000)
-    assert compiled._library is not None
-    assert portable._library is None
-    generator = np.random.default_rng(0)
-    for count in [1, 2, 17, 100, 256, 1000] * 3:
-        slots = generator.integers(0, 3000, count)
-        values = generator.random(count) if count % 2 else float(generator.random())
-        points = generator.random(500)
-        for tree in (compiled, portable):
-            tree.put(slots, values)
-        assert compiled._nodes.tobytes() == portable._nodes.tobytes()
-        slots_found, shares = compiled.find(points)
-        expected_slots, expected_shares = portable.find(points)
-        assert slots_found.tolist() == expected_slots.tolist()
-        assert shares.tobytes() == expected_shares.tobytes()
-        given = (slots, np.atleast_1d(values).repeat(1 if count % 2 else count), (0, 3000, 3000), 10.0)
-        assert compiled.update(*given) == portable.update(*given)
-        assert compiled._nodes.tobytes() == portable._nodes.tobytes()
 
 
 def test_numbers_are_set_by_id_and_evicted_ids_are_skipped() -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdall.native import PortableCoder, chosen_kernels, native_kernels
+from holdall.native import NativeCoder, chosen_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage import codec_choice as choice
 from holdall.storage.block_sample import BlockSample
@@ -26,9 +26,8 @@ from holdall.storage.codec_choice import (
     COST_CAPS,
     MeasuredCodec,
     choose,
-    choose_quickly,
+    choose_fast_preset,
     measure,
-    measure_behind_keys,
     measure_together,
     train,
 )
@@ -36,10 +35,6 @@ from holdall.storage.coded_units import unit_of
 from holdall.storage.slices import Window
 from holdall.storage.ticks import Coder
 
-CODERS: list[Any] = [
-    pytest.param(chosen_kernels().coder, id="chosen"),
-    pytest.param(PortableCoder(), id="portable"),
-]
 FRAME = Leaf("", (36, 36), np.dtype("u1"))
 WHOLE = Window.whole(FRAME)
 ANY_COST = 1e9
@@ -55,6 +50,11 @@ def games(count: int) -> Bytes:
     for number, place in enumerate(np.random.default_rng(1).permutation(FRAME.nbytes)[:count]):
         frames[number, place : place + 4] = 255
     return frames
+
+
+@pytest.fixture(scope="module")
+def coder() -> Coder:
+    return chosen_kernels().coder
 
 
 def ratio_of(coder: Coder, slices: Bytes, codec: Codec) -> float:
@@ -76,7 +76,7 @@ def chosen_at(patch: pytest.MonkeyPatch, cap: float, raw_us: float, threads: int
     known = [MeasuredCodec(codec, ratio, us) for codec, (_, us, ratio) in ratio_by_codec.items()]
     patch.setattr(choice, "measure", lambda *_, **__: known)
     patch.setattr(choice, "raw_us", lambda *_: raw_us)
-    codec = choose(PortableCoder(), FRAME, WHOLE, noise(3), cap, threads)
+    codec = choose(NativeCoder(), FRAME, WHOLE, noise(3), cap, threads)
     return 0.0 if codec.method is Method.STORED else ratio_by_codec[codec][2]
 
 
@@ -113,10 +113,10 @@ def test_a_codec_that_hardly_shrinks_is_not_worth_decoding(monkeypatch: pytest.M
     """Then slices stay raw, and as fast as memory."""
     poor = MeasuredCodec(Codec(Method.LZ4, 0, Transform(1296)), 1.05, 0.1)
     monkeypatch.setattr(choice, "measure", lambda *_, **__: [poor])
-    assert choose(PortableCoder(), FRAME, WHOLE, noise(3), ANY_COST, 1).method is Method.STORED
+    assert choose(NativeCoder(), FRAME, WHOLE, noise(3), ANY_COST, 1).method is Method.STORED
 
 
-class SlowZstd(PortableCoder):
+class SlowZstd(NativeCoder):
     """Has much to do for each unit of Zstandard's."""
 
     def count_work(self, sealed: SealedSlices, units: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -137,14 +137,12 @@ def test_the_time_to_decode_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------- the slices
 
 
-@pytest.mark.parametrize("coder", CODERS)
 @pytest.mark.parametrize("count", [1, 2, 31, 300])
 def test_noise_stays_raw(coder: Coder, count: int) -> None:
     """Nothing pays, at any price."""
     assert choose(coder, FRAME, WHOLE, noise(count), ANY_COST, 1) == Codec(Method.STORED, 0, Transform(FRAME.nbytes))
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_frames_that_have_much_in_common_get_a_dictionary(coder: Coder) -> None:
     """Each alone is noise; told what they share, next to nothing is left of them."""
     frames = games(300)
@@ -155,7 +153,6 @@ def test_frames_that_have_much_in_common_get_a_dictionary(coder: Coder) -> None:
     assert choose(coder, FRAME, WHOLE, frames, ANY_COST, 1, has_dictionary=False).dictionary is None
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_neighbours_that_resemble_each_other_are_compressed_together(coder: Coder) -> None:
     """Each is noise, with nothing in common with the rest of the block, and nearly the same as the one before."""
     generator = np.random.default_rng(0)
@@ -179,7 +176,6 @@ def slow_scenes(count: int, changed: int) -> Bytes:
     return frames
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_neighbours_that_change_little_are_coded_as_changes(coder: Coder) -> None:
     """As many together as are tried: what a slice takes to decode does not grow with the bytes of all of them."""
     frames = slow_scenes(640, 4)
@@ -195,7 +191,6 @@ def test_neighbours_that_change_little_are_coded_as_changes(coder: Coder) -> Non
     assert choice.measure_changes(coder, FRAME, WHOLE, sample, alone)[0].decode_us < groups[16].decode_us
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_neighbours_that_change_altogether_are_not(coder: Coder) -> None:
     """There is nothing to spare then; nor where too few of them lie side by side."""
     frames = games(300)
@@ -210,7 +205,7 @@ def test_changes_are_tried_only_where_a_transition_reaches_no_further(lanes: int
     """Where lanes are sealed in turn, its slices are apart by those of all other lanes."""
     frames = slow_scenes(640, 4)
     assert len(BlockSample.of(frames, WHOLE, lanes).changing) == (5 if lanes < 64 else 0)
-    assert choose(PortableCoder(), FRAME, WHOLE, frames, COST_CAPS["balanced"], 1, lanes, has_dictionary=False).is_sound
+    assert choose(NativeCoder(), FRAME, WHOLE, frames, COST_CAPS["balanced"], 1, lanes, has_dictionary=False).is_sound
 
 
 def test_few_slices_stand_for_all_of_a_block() -> None:
@@ -229,59 +224,18 @@ def test_few_slices_stand_for_all_of_a_block() -> None:
         assert group.ratio < 1.2 * alone.ratio
 
 
-LARGE = Leaf("", (33_000,), np.dtype("u1"))
-
-
-def long_scenes(count: int) -> Bytes:
-    """Draw frames of noise that stay the same for long but for a few bytes, too large for a dictionary."""
-    generator = np.random.default_rng(0)
-    frames = generator.integers(0, 256, (-(-count // 64), 1, LARGE.nbytes), np.uint8).repeat(64, axis=1)
-    frames[:, :, :50] = generator.integers(0, 256, (len(frames), 64, 50))
-    return frames.reshape(-1, LARGE.nbytes)[:count]
-
-
-@pytest.mark.parametrize("coder", CODERS)
-def test_frames_that_resemble_an_older_one_are_coded_behind_it(coder: Coder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The key is paid for once in 64 slices. These would do as well as changes of each other."""
-    monkeypatch.setattr(choice, "measure_changes", lambda *_, **__: [])
-    frames, window = long_scenes(128), Window.whole(LARGE)
-    codec = choose(coder, LARGE, window, frames, ANY_COST, 1)
-    assert codec.key * codec.group == 64
-    assert ratio_of(coder, frames, codec) > 25
-    assert "behind a" in describe(codec)
-    assert re.fullmatch(r"\d+\.\d times smaller, decoded in [\d.]+ of [\d.]+ raw copies", codec.reason)
-
-
-@pytest.mark.parametrize("coder", CODERS)
 def test_slices_are_measured_in_the_order_in_which_they_are_sealed(coder: Coder) -> None:
-    """Four lanes in turn: none has its key beside it, unless they are put in order."""
-    frames = long_scenes(256)
+    """The frames of four lanes that take turns have nothing in common, unless they are sorted by lane."""
+    frames = noise(4).repeat(64, axis=0)
     order = np.arange(256).reshape(64, 4).T.reshape(-1).astype(np.uint32)
     in_turn = np.empty_like(frames)
     in_turn[order] = frames
-    base = MeasuredCodec(Codec(Method.ZSTD, 1, Transform(LARGE.nbytes)), 1.0, 1.0)
-    window = Window.whole(LARGE)
-    samples = [BlockSample.of(in_turn, window, 4, each) for each in (order, None)]
-    sorted_, mixed = (measure_behind_keys(coder, [base], window, sample)[0] for sample in samples)
-    assert sorted_.ratio > 10 * mixed.ratio
+    alone = MeasuredCodec(Codec(Method.ZSTD, 1, Transform(FRAME.nbytes)), 1.0, 1.0)
+    samples = [BlockSample.of(in_turn, WHOLE, 4, each) for each in (order, None)]
+    by_lane, mixed = (measure_together(coder, [alone], WHOLE, sample)[0] for sample in samples)
+    assert by_lane.ratio > 3 * mixed.ratio
 
 
-@pytest.mark.parametrize("lasts", [64, 256])
-def test_a_raw_key_is_counted_over_all_slices_that_share_it(lasts: int) -> None:
-    """Samples are fewer than that, and as far from the key: a scene of 64 slices has nothing of it later."""
-    base = MeasuredCodec(Codec(Method.ZSTD, 1, Transform(LARGE.nbytes)), 1.0, 1.0)
-    frames = long_scenes(64 * 256 // lasts).repeat(lasts // 64, axis=0)
-    window = Window.whole(LARGE)
-    found = measure_behind_keys(chosen_kernels().coder, [base], window, BlockSample.of(frames, window))
-    coded, raw = (
-        next(m for m in found if m.codec.group == 1 and m.codec.raw_keys == is_raw) for is_raw in (False, True)
-    )
-    assert (coded.codec.key, raw.codec.key) == (64, 256)
-    assert 40 < coded.ratio < 64
-    assert 64 < raw.ratio < 256 if lasts == 256 else raw.ratio < 2
-
-
-@pytest.mark.parametrize("coder", CODERS)
 def test_lanes_in_turn_are_not_neighbours(coder: Coder) -> None:
     """What a batch reads of one lane lies in many groups then, and that is what is counted."""
     alone = MeasuredCodec(Codec(Method.ZSTD, 3, Transform(FRAME.nbytes)), 2.0, 1.0)
@@ -294,7 +248,6 @@ def test_lanes_in_turn_are_not_neighbours(coder: Coder) -> None:
     assert costs[7] / costs[1] == pytest.approx(2 / 1.25, rel=0.1)
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_a_dictionary_is_measured_on_frames_that_it_does_not_know(coder: Coder) -> None:
     """Otherwise noise would seem to shrink: a dictionary can hold the very frames it was trained on."""
     assert train(coder, Codec(Method.ZSTD, 3, Transform(FRAME.nbytes)), noise(300)) is None
@@ -302,7 +255,6 @@ def test_a_dictionary_is_measured_on_frames_that_it_does_not_know(coder: Coder) 
     assert all(m.ratio < 1.1 for m in known)
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_the_best_prediction_is_measured_with_a_dictionary_of_differences(coder: Coder) -> None:
     """Slopes that come back in other places and heights are alike as differences only."""
     generator = np.random.default_rng(3)
@@ -317,42 +269,6 @@ def test_the_best_prediction_is_measured_with_a_dictionary_of_differences(coder:
     assert not [m for m in measure(coder, FRAME, WHOLE, slices, has_dictionary=False) if m.codec.dictionary]
 
 
-def rooms(count: int, leaf: Leaf, seed: int = 0) -> Bytes:
-    """Paint walls whose light changes slowly, with dither, and a box each: matches are few, and differences small."""
-    generator = np.random.default_rng(seed)
-    planes, rows, columns = leaf.shape
-    y, x = np.mgrid[0:rows, 0:columns] / rows
-    painted = np.empty((count, planes, rows, columns), np.uint8)
-    for room in painted:
-        across, down = 60 + 60 * generator.random(2)
-        light = 40 + across * x + down * y + generator.random((rows, columns)) / 4
-        top, left = generator.integers(0, rows, 2)
-        light[top : top + 20, left : left + 20] += 50
-        room[:] = light * np.linspace(0.8, 1.2, planes)[:, None, None]
-    return painted.reshape(count, -1)
-
-
-@pytest.mark.parametrize("coder", CODERS)
-def test_images_of_a_camera_become_pairs_where_memory_is_preferred(coder: Coder) -> None:
-    """Not else: they take longer. Without bytes outside of a block, or with few slices, there are no tables."""
-    leaf = Leaf("", (3, 84, 84), np.dtype("u1"))
-    window, slices = Window.whole(leaf), rooms(48, leaf)
-    codec = choose(coder, leaf, window, slices, COST_CAPS["memory"], 2)
-    assert codec.method is Method.PAIRS
-    assert codec.is_sound
-    for others in (slices, rooms(20, leaf, seed=1)):
-        assert ratio_of(coder, others, codec) > ratio_of(coder, others, Codec(Method.ZSTD, 9, codec.transform))
-    for fewer in (
-        choose(coder, leaf, window, slices, COST_CAPS["balanced"], 2),
-        choose(coder, leaf, window, slices, COST_CAPS["memory"], 2, has_dictionary=False),
-        choose(coder, leaf, window, slices[:31], COST_CAPS["memory"], 2),
-    ):
-        assert fewer.method is not Method.PAIRS
-    again = choose(coder, leaf, window, slices, COST_CAPS["memory"], 2)
-    assert (describe(again), again.common) == (describe(codec), codec.common)
-
-
-@pytest.mark.parametrize("coder", CODERS)
 def test_floats_that_take_few_values_are_numbered(coder: Coder) -> None:
     """An image scaled to floats shrinks to its bytes, and from there on as an image does."""
     leaf = Leaf("", (36, 36), np.dtype("f4"))
@@ -364,7 +280,6 @@ def test_floats_that_take_few_values_are_numbered(coder: Coder) -> None:
     assert ratio_of(coder, slices, codec) > 7
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_a_field_of_too_many_words_does_without_a_palette(coder: Coder) -> None:
     """What a coder refuses is no candidate."""
     leaf = Leaf("", (400,), np.dtype("f4"))
@@ -385,7 +300,6 @@ def tiles(count: int, colours: int) -> Bytes:
     return np.ascontiguousarray(palette[frames].transpose(0, 3, 1, 2)).reshape(count, -1)
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_images_of_few_colours_are_numbered_by_columns_if_these_repeat(coder: Coder) -> None:
     """And a dictionary of numbers begins with the palette that they are of."""
     slices = tiles(300, 40)
@@ -395,7 +309,6 @@ def test_images_of_few_colours_are_numbered_by_columns_if_these_repeat(coder: Co
     assert ratio_of(coder, slices[1::2].copy(), codec) > 5
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_images_of_too_many_colours_are_not_numbered(coder: Coder) -> None:
     """One slice of them is enough."""
     slices = tiles(300, 40)
@@ -404,7 +317,6 @@ def test_images_of_too_many_colours_are_not_numbered(coder: Coder) -> None:
     assert not any(m.codec.is_of_colours for m in measure(coder, TILED, Window.whole(TILED), slices))
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_what_was_measured_is_what_sealing_gives(coder: Coder) -> None:
     """Ratios are those of the samples themselves, with offsets and palette."""
     slices = games(40)
@@ -427,10 +339,6 @@ def scenes(count: int) -> Bytes:
     return frames
 
 
-needs_compiled_loops = pytest.mark.skipif(native_kernels() is None, reason="counts what compiled loops do")
-
-
-@pytest.mark.parametrize("coder", CODERS)
 @pytest.mark.parametrize("prefer", COST_CAPS)
 @pytest.mark.parametrize("frames", [scenes, games], ids=["scenes", "games"])
 def test_the_choice_asks_no_clock(coder: Coder, frames: Any, prefer: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,21 +354,6 @@ def test_the_choice_asks_no_clock(coder: Coder, frames: Any, prefer: str, monkey
     assert describe(first) == describe(again)
 
 
-@needs_compiled_loops
-@pytest.mark.parametrize("prefer", COST_CAPS)
-@pytest.mark.parametrize("frames", [scenes, games], ids=["scenes", "games"])
-def test_frames_are_about_as_small_without_compiled_loops(frames: Any, prefer: str) -> None:
-    """What is to be done is estimated there, so near the cap another number of neighbours may be chosen."""
-    slices, window = frames(300), replace(WHOLE, count=4)
-    sizes = []
-    for coder in (PortableCoder(), chosen_kernels().coder):
-        sealed = coder.seal(slices, choose(coder, FRAME, window, slices, COST_CAPS[prefer], 2))
-        assert sealed is not None
-        sizes.append(sealed.nbytes)
-    assert sizes[0] <= 1.2 * sizes[1]
-
-
-@needs_compiled_loops
 def test_one_codec_is_chosen_beside_busy_processes() -> None:
     """Quiet or loaded, again and again."""
     slices, coder, window = scenes(300), chosen_kernels().coder, replace(WHOLE, count=4)
@@ -481,7 +374,6 @@ def test_one_codec_is_chosen_beside_busy_processes() -> None:
     assert len(quiet) == len(COST_CAPS)
 
 
-@needs_compiled_loops
 @given(st.binary(min_size=1, max_size=3000), st.integers(1, 300), st.booleans())
 def test_what_decoding_has_to_do_is_counted(text: bytes, repeats: int, by_zstd: bool) -> None:
     """As many sequences as the formats' own definitions give, for any content: long matches, long literals, none."""
@@ -502,7 +394,6 @@ def test_what_decoding_has_to_do_is_counted(text: bytes, repeats: int, by_zstd: 
         assert (literals, tables) == (0, 0)
 
 
-@needs_compiled_loops
 @given(st.integers(0, 255), st.integers(0, 400), st.booleans())
 def test_damaged_units_are_counted_without_reading_beyond_them(value: int, place: int, by_zstd: bool) -> None:
     """Whatever stands there, and for units that are not there."""
@@ -534,19 +425,17 @@ def sequences_by_definition(packed: bytes) -> int:
     return found
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_a_quick_codec_is_the_best_of_the_fast_ones(coder: Coder) -> None:
     """For slices that must not wait for a choice: LZ4 behind the transform that suits them, whatever they hold."""
     ramp = (np.arange(36)[:, None] * 5 + np.arange(36) * 3).astype(np.uint8)
     smooth = np.stack([(ramp + i).reshape(-1) for i in range(20)])
-    quick = choose_quickly(coder, FRAME, WHOLE, smooth)
+    quick = choose_fast_preset(coder, FRAME, WHOLE, smooth)
     assert (quick.method, quick.level) == (Method.LZ4, 0)
     assert quick.transform.predictor
     assert ratio_of(coder, smooth, quick) > ratio_of(coder, smooth, Codec(Method.LZ4, 0, Transform(FRAME.nbytes)))
-    assert choose_quickly(coder, FRAME, WHOLE, noise(1)).method is Method.LZ4
+    assert choose_fast_preset(coder, FRAME, WHOLE, noise(1)).method is Method.LZ4
 
 
-@pytest.mark.parametrize("coder", CODERS)
 def test_a_block_may_be_given_up_while_a_codec_is_chosen(coder: Coder) -> None:
     """What is chosen by is copied; the same codec comes of it, whatever happens to the block."""
     frames = scenes(300)

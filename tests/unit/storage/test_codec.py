@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdall.schema import Leaf
 from holdall.storage.blocks import Codec, Dictionary, Method, Predictor, Transform
-from holdall.storage.codec import candidates, describe, hurried, wants_dictionary
+from holdall.storage.codec import candidates, describe, wants_dictionary
 from holdall.storage.slices import Window
 from holdall.testing.strategies import dtypes
 
@@ -116,27 +115,6 @@ def test_what_is_predicted_is_all_of_a_slice(
                 assert not form.shuffle, "predictor and shuffle are undone in one order only"
 
 
-@pytest.mark.parametrize(
-    ("codec", "level"),
-    [
-        (Codec(Method.LZ4, 0, Transform(9)), 0),
-        (Codec(Method.LZ4, 9, Transform(9)), 0),
-        (Codec(Method.ZSTD, 3, Transform(9), Dictionary(b"x")), 1),
-        (Codec(Method.STORED, 0, Transform(9)), 0),
-    ],
-    ids=str,
-)
-def test_a_hurried_codec_differs_in_its_level_alone(codec: Codec, level: int) -> None:
-    """So whoever reads the slices need not know."""
-    assert hurried(codec) == replace(codec, level=level)
-
-
-def test_in_a_hurry_pairs_are_left_to_zstandard() -> None:
-    """Nothing else is faster to write; the transform stays, and no tables are needed."""
-    form = Transform(7056, 0, Predictor.LEFT, 1, 84, 84)
-    assert hurried(Codec(Method.PAIRS, 0, form, Dictionary(b"x"))) == Codec(Method.ZSTD, 1, form)
-
-
 def test_a_dictionary_is_wanted_for_small_slices_that_are_not_predicted() -> None:
     """Large slices fill a compressor's window by themselves, and differences have nothing in common."""
     small, large = Transform(7056), Transform(100_000)
@@ -154,7 +132,6 @@ def test_a_dictionary_is_wanted_for_small_slices_that_are_not_predicted() -> Non
         (Codec(Method.LZ4, 0, Transform(9)), "lz4"),
         (Codec(Method.LZ4, 5, Transform(12, shuffle=4)), "shuffle+lz4hc5"),
         (Codec(Method.ZSTD, 3, Transform(9), Dictionary(b"x")), "zstd3 with dictionary"),
-        (Codec(Method.PAIRS, 0, Transform(64, 0, Predictor.LEFT, 1, 8, 8), Dictionary(b"x")), "left+pairs"),
         (Codec(Method.ZSTD, 3, Transform(48, 4, Predictor.UP, 3, 2, 2, green=True)), "palette+green+up+zstd3"),
     ],
     ids=str,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from holdall import ReplayMemory
 from holdall.machine import held_bytes
-from holdall.native import chosen_kernels, native_kernels
+from holdall.native import chosen_kernels
 from holdall.schema import Leaf, Schema
 from holdall.storage import rings
 from holdall.storage.codec_choice import COST_CAPS
@@ -20,8 +20,6 @@ from holdall.storage.column_plan import ColumnPlan, find_plan
 from holdall.storage.store import Store
 from holdall.storage.ticks import Tick
 from holdall.storage.tiers import Budget
-
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="columns are packed by the compiled loops")
 
 RUN_TICKS = 8
 

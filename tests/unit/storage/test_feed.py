@@ -14,17 +14,16 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.native import PortableCoder, PortableKernels, chosen_kernels, native_kernels, numpy_codec, writing
-from holdall.native.writing import NativeCoder
+from holdall.native import NativeCoder, NativeKernels, chosen_kernels, writing
 from holdall.schema import Bytes, Leaf
-from holdall.storage import choosing, sealer, segment
+from holdall.storage import sealer, segment
 from holdall.storage.block_sample import BlockSample
 from holdall.storage.blocks import Codec, KeptBlock, Method, SealedSlices, SliceBlock, Transform, address
 from holdall.storage.coded_units import Order
-from holdall.storage.sealer import HurriedBlock, Sealer
+from holdall.storage.repair import Repair
+from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Window
-from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import Watch
 from holdall.storage.tiers import Allowance, Budget, SealJob, SealQueue, Tiers
 from holdall.testing import OracleMemory, assert_same_bits
@@ -35,7 +34,6 @@ FRAME = 72 * 72
 LEAF = Leaf("", (500,), np.dtype("u1"))
 CAREFUL = Codec(Method.ZSTD, 9, Transform(500))
 ARGUMENTS = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
-needs_loops = pytest.mark.skipif(native_kernels() is None, reason="the compiled loops are needed")
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -45,13 +43,16 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-class PiecewiseCoder(PortableCoder):
+class PiecewiseCoder(NativeCoder):
     """Seals blocks piece by piece, each when it is let to, and remembers the codecs."""
 
-    def __init__(self, pieces: int = 0, seal: Callable[..., SealedSlices | None] | None = None) -> None:
+    def __init__(self, pieces: int = 0) -> None:
+        super().__init__()
         self.gate = threading.Semaphore(pieces)
         self.codecs: list[Codec] = []
-        self._seal = seal or super().seal
+
+    def keeping(self) -> PiecewiseCoder:
+        return self
 
     def seal(
         self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1, watch: Watch | None = None
@@ -62,33 +63,19 @@ class PiecewiseCoder(PortableCoder):
             watch(done)
 
         self.codecs.append(codec)
-        return self._seal(slices, codec, order, threads=threads, watch=None if watch is None else gated)
+        return super().seal(slices, codec, order, threads=threads, watch=None if watch is None else gated)
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have segments of some frames, in pieces of three, and count every byte that waits."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 36 * FRAME)
-    monkeypatch.setattr(sealer, "_LEAST_RAW_BYTES", 0)
-    monkeypatch.setattr(numpy_codec, "WATCHED_BYTES", 3 * FRAME)
+    monkeypatch.setattr(Budget, "waiting_bytes", 0)
     monkeypatch.setattr(writing, "WATCHED_BYTES", 3 * FRAME)
 
 
-def memory_in_pieces(kernels: str, patch: pytest.MonkeyPatch) -> tuple[ReplayMemory, PiecewiseCoder]:
-    """Return a memory whose blocks are sealed piece by piece."""
-    native = native_kernels() if kernels == "native" else None
-    if native is None or not isinstance(native.coder, NativeCoder):
-        coder = PiecewiseCoder()
-        return memory_with(coder, patch), coder
-    coder = PiecewiseCoder(seal=native.coder.seal)
-    patch.setattr(native.coder, "seal", coder.seal)
-    return ReplayMemory(box((72, 72), "u1"), spaces.Discrete(2), 5_000, budget=None), coder
-
-
-def memory_with(coder: PortableCoder, patch: pytest.MonkeyPatch, capacity: int = 5_000) -> ReplayMemory:
-    patch.setenv("HOLDALL_KERNELS", "portable")
-    patch.setattr("holdall.native.numpy_kernels.PortableCoder", lambda: coder)
-    patch.setattr("holdall.base_memory.kernels_for", lambda _wish: PortableKernels())
+def memory_with(coder: NativeCoder, patch: pytest.MonkeyPatch, capacity: int = 5_000) -> ReplayMemory:
+    patch.setattr("holdall.replay.chosen_kernels", lambda: NativeKernels(coder))
     return ReplayMemory(box((72, 72), "u1"), spaces.Discrete(2), capacity, budget=None)
 
 
@@ -112,21 +99,18 @@ def somebody_waits(memory: ReplayMemory) -> bool:
 # ---------------------------------------------------------------- waiting
 
 
-@pytest.mark.parametrize(("way", "kernels"), [("add", "portable"), ("extend", "portable"), ("add", "native")])
-def test_every_piece_lets_a_tick_through(monkeypatch: pytest.MonkeyPatch, way: str, kernels: str) -> None:
+def test_every_piece_lets_a_tick_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """None waits for a whole block; what is raw takes two segments at most; every bit is right."""
-    monkeypatch.setattr(choosing, "_QUIET_S", 60.0)
+    monkeypatch.setattr(sealer, "choose", lambda *_: Codec(Method.ZSTD, 3, Transform(FRAME)))
+    monkeypatch.setattr(SealQueue, "is_behind", True)
     oracle, ticks = OracleMemory(5_000), 400
-    memory, coder = memory_in_pieces(kernels, monkeypatch)
+    coder = PiecewiseCoder()
+    memory = memory_with(coder, monkeypatch)
     store = memory._open()
-    steps: dict[str, Any] = {key: np.stack([tick_of(i)[key] for i in range(ticks)]) for key in tick_of(0)}
 
     def feed() -> None:
-        if way == "extend":
-            memory.extend(**steps)
-        else:
-            for number in range(ticks):
-                memory.add(**tick_of(number))
+        for number in range(ticks):
+            memory.add(**tick_of(number))
 
     for number in range(ticks):
         oracle.add(**tick_of(number))
@@ -138,7 +122,7 @@ def test_every_piece_lets_a_tick_through(monkeypatch: pytest.MonkeyPatch, way: s
         before = store.next_tick
         raw = store.sealer._queue.outstanding()[0] if store.sealer is not None else 0
         raw += store.large_segments.open_bytes()
-        assert raw <= 2 * 36 * FRAME + 4 * FRAME  # a run of an extend may be a little longer
+        assert raw <= 2 * 36 * FRAME + 4 * FRAME
         waits += adding.is_alive()
         coder.gate.release()
         wait_until(lambda since=before: store.next_tick > since or not adding.is_alive())  # type: ignore[misc]
@@ -149,7 +133,6 @@ def test_every_piece_lets_a_tick_through(monkeypatch: pytest.MonkeyPatch, way: s
     memory.close()
 
 
-@needs_loops
 def test_the_short_way_goes_as_far_as_the_worker_has_got() -> None:
     """It looks at what is sealed before every tick: it goes on as soon as there is more, and stops if there is less."""
     memory = ReplayMemory(box((72, 72), "u1"), spaces.Discrete(2), 5_000, budget=None)
@@ -181,7 +164,6 @@ def test_the_short_way_goes_as_far_as_the_worker_has_got() -> None:
     memory.close()
 
 
-@needs_loops
 def test_a_block_that_goes_on_counts_what_is_new_in_it() -> None:
     """Slices of the segments before are not the open segment's; and a limit is of the parts that it was set for."""
     memory = ReplayMemory(box((72, 72), "u1"), spaces.Discrete(2), 5_000, budget=None)
@@ -213,8 +195,8 @@ def store_tick(memory: ReplayMemory, number: int) -> Any:
 
 
 def test_what_came_is_sealed_or_outstanding() -> None:
-    """However jobs are begun, begun again, withdrawn, ended twice or sealed once more; C reads the same number."""
-    queue = SealQueue(seals_again=True)
+    """However jobs are begun, begun again, withdrawn or ended twice; C reads the same number."""
+    queue = SealQueue()
     jobs = [SealJob(frozen_block(), spill=False, nbytes=nbytes) for nbytes in (100, 20, 3)]
     queue.jobs.extend(jobs)
 
@@ -242,12 +224,30 @@ def test_what_came_is_sealed_or_outstanding() -> None:
         has(3, 120)
     queue.jobs.remove(jobs[2])  # withdrawn
     has(0, 120)
-    queue.hurried.append(HurriedBlock(jobs[0].frozen, is_raw=True))
-    again = queue.begin_again()
-    assert again is not None
-    queue.got_on(again, 100)
-    queue.end(again)
-    has(0, 120)
+
+
+def test_the_worker_is_behind_once_half_of_what_may_wait_is_waiting() -> None:
+    """Or if `add` waits; not if somebody waits until nothing is left, because then no more blocks come."""
+    queue = SealQueue(min_waiting_bytes=1000)
+
+    def is_behind_with(*waiting: int) -> bool:
+        queue.jobs.clear()
+        queue.jobs.extend(SealJob(frozen_block(), spill=False, nbytes=nbytes) for nbytes in waiting)
+        return queue.is_behind
+
+    assert not is_behind_with()
+    assert not is_behind_with(500)
+    assert is_behind_with(500, 1)
+    queue.is_drained = True
+    assert not is_behind_with(500, 1)
+    queue.is_drained = False
+    queue.came(300)  # two segments of it are less than what may wait anyway
+    assert queue.max_waiting_bytes == 1000
+    queue.spare_bytes = 900  # of a limit
+    assert queue.max_waiting_bytes == 1500
+    assert not is_behind_with(500, 1)
+    with queue.waiting_for_room():
+        assert is_behind_with()
 
 
 def frozen_block() -> FrozenBlock:
@@ -265,50 +265,52 @@ class Keeper:
 
     def collect(self) -> None:
         assert self.sealer is not None
-        for block, sealed, _, _ in self.sealer.collect():
+        for block, sealed, _ in self.sealer.collect():
             if sealed is not None:
                 self.kept.append((block, sealed.codec))
                 block.replace_by(sealed)
 
 
-def test_what_is_sealed_well_is_sealed_quickly_as_soon_as_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not finished first; and it is sealed well in the end."""
-    monkeypatch.setattr(choosing, "choose", lambda *_: CAREFUL)
-    monkeypatch.setattr(numpy_codec, "WATCHED_BYTES", 1000)
+def test_a_block_begins_again_with_the_fast_preset_if_add_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block is not finished with the slower codec first, and it is handed in once."""
+    monkeypatch.setattr(sealer, "choose", lambda *_: CAREFUL)
+    monkeypatch.setattr(writing, "WATCHED_BYTES", 1000)
     coder, keeper = PiecewiseCoder(), Keeper()
-    worker = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
-    worker.submit(frozen_block())
+    worker = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect, min_waiting_bytes=3 * 8 * 500)
+    blocks = [frozen_block(), frozen_block()]
+    worker.submit(blocks[0])
     wait_until(lambda: coder.codecs == [CAREFUL])
-    worker.submit(frozen_block())
-    waiting = threading.Thread(target=worker.wait_for_room)
+    worker.submit(blocks[1])
+    waiting = threading.Thread(target=worker.wait_for_room, args=(lambda: 2 * 8 * 500,))
     waiting.start()
     wait_until(lambda: worker._queue.is_pressed)
     coder.gate.release()
     wait_until(lambda: len(coder.codecs) > 1)
     coder.gate.release(100)
     waiting.join(PATIENCE_S)
-    wait_until(lambda: len(keeper.kept) >= 2)
-    assert (keeper.kept[0][1].method, keeper.kept[0][1].level) == (Method.LZ4, 0)
     worker.drain()
-    assert [codec for _, codec in keeper.kept[2:]] == [CAREFUL] * 2
+    assert [block for block, _ in keeper.kept] == [each.block for each in blocks]
+    fast = keeper.kept[0][1]
+    assert (fast.method, fast.level) == (Method.LZ4, 0)
+    assert keeper.kept[1][1] in (CAREFUL, fast)  # the thread that waited may not have noticed yet that there is room
     worker.stop()
 
 
 def test_small_blocks_may_wait_together_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they take is little, whatever their number; under a limit, what it leaves counts."""
-    monkeypatch.setattr(sealer, "_LEAST_RAW_BYTES", 3 * 8 * 500)
-    monkeypatch.setattr(choosing, "choose", lambda *_: CAREFUL)
-    monkeypatch.setattr(numpy_codec, "WATCHED_BYTES", 500)
+    monkeypatch.setattr(sealer, "choose", lambda *_: CAREFUL)
+    monkeypatch.setattr(writing, "WATCHED_BYTES", 500)
     coder, keeper = PiecewiseCoder(), Keeper()
-    worker = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
-    for _ in range(3):
+    worker = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect, min_waiting_bytes=3 * 8 * 500)
+    worker.submit(frozen_block())
+    wait_until(lambda: len(coder.codecs) == 1)  # it stands at the gate
+    for _ in range(2):
         worker.submit(frozen_block())
-    wait_until(lambda: len(coder.codecs) == 1)  # the first one stands at the gate
     assert not worker.is_crowded()
     assert worker.is_crowded(open_bytes=1)
-    worker.spare_bytes = 3 * 8 * 500 - 1
+    worker.queue.spare_bytes = 3 * 8 * 500 - 1
     assert worker.is_crowded()
-    worker.spare_bytes = 3 * 8 * 500
+    worker.queue.spare_bytes = 3 * 8 * 500
     assert not worker.is_crowded()
     coder.gate.release(1000)
     worker.drain()
@@ -323,24 +325,22 @@ class Choice:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.samples: list[BlockSample] = []
-        patch.setattr(choosing, "choose", self._choose)
+        patch.setattr(sealer, "choose", self._choose)
 
     def _choose(self, _coder: Any, _leaf: Any, window: Window, sample: BlockSample, *_: Any) -> Codec:
         self.samples.append(sample)
         return Codec(Method.ZSTD, 3, Transform(window.slice_bytes), group=4)
 
 
-def test_a_codec_is_chosen_by_the_first_block_however_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if it left the memory meanwhile: the same data gives the same codec, whatever the speed of the feed."""
+def test_a_codec_is_chosen_by_the_first_block_however_fast_blocks_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same data gives the same codec, whatever the speed of the feed; blocks that wait do not take part in it."""
     choice, first = Choice(monkeypatch), []
-    for quiet_s, feeds in ((60.0, 1_000), (0.0, 60)):
-        monkeypatch.setattr(choosing, "_QUIET_S", quiet_s)
+    for waits in (False, True):
         memory = memory_with(PiecewiseCoder(10_000), monkeypatch, capacity=200)
-        for number in range(feeds):
+        for number in range(400):
             memory.add(**tick_of(number))
-        if quiet_s:
-            assert not choice.samples  # blocks went on coming
-            assert memory.first_id > 36
+            if waits and number % 10 == 0:
+                memory.drain()
         memory.drain()
         first.append(choice.samples[0].spread)
         assert len(choice.samples) == 1
@@ -348,17 +348,6 @@ def test_a_codec_is_chosen_by_the_first_block_however_late(monkeypatch: pytest.M
         choice.samples.clear()
         memory.close()
     assert np.array_equal(first[0], first[1])
-
-
-def test_a_feed_that_never_ends_gets_a_codec_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some blocks that were sealed quickly; nobody has to ask for it."""
-    monkeypatch.setattr(choosing, "_QUIET_S", 60.0)
-    monkeypatch.setattr(choosing, "_MOST_UNCHOSEN", 3)
-    choice, coder = Choice(monkeypatch), PiecewiseCoder(10_000)
-    with memory_with(coder, monkeypatch) as memory:
-        for number in range(36 * 6):
-            memory.add(**tick_of(number))
-        wait_until(lambda: len(choice.samples) == 1)
 
 
 # ---------------------------------------------------------------- tiers and arenas
@@ -375,8 +364,8 @@ def test_sealing_begins_before_raw_blocks_reach_what_is_allowed() -> None:
         assert len(tiers.under_way()[0]) == sealed
 
 
-def test_blocks_are_sealed_quickly_under_a_limit_while_something_is_raw_or_free() -> None:
-    """What they take more makes nothing leave early then."""
+def test_a_limit_has_room_for_the_fast_preset_while_something_is_raw_or_free() -> None:
+    """Without a limit there is always room."""
     tiers, little = Tiers(Budget(1 << 30)), Allowance(0, 4 * 4000, 4 * 4000)
     for _ in range(2):
         tiers.keep(frozen_block())
@@ -384,7 +373,7 @@ def test_blocks_are_sealed_quickly_under_a_limit_while_something_is_raw_or_free(
     assert not tiers.has_room(little, 4 * 4000 + 1)
     sealed = [frozen_block() for _ in range(4)]
     for frozen in sealed:
-        kept = PortableCoder().seal(frozen.block.raw, Codec(Method.STORED, 0, Transform(500)))
+        kept = NativeCoder().seal(frozen.block.raw, Codec(Method.STORED, 0, Transform(500)))
         assert kept is not None
         frozen.block.replace_by(kept)
         tiers.keep(frozen)
@@ -400,7 +389,7 @@ def test_arenas_are_filled_again_if_blocks_come_fast() -> None:
     def fill(first: int) -> SliceBlock:
         for tick in range(first, first + 40):
             frames = [np.full((1, 72, 72), (tick + i) % 251, np.uint8) for i in range(2)]
-            sliced = segments.sliced(tick, frames[:1], frames[1:])
+            sliced = segments.prepare_tick(tick, frames[:1], frames[1:])
             segments.lengthen_logs()
             sliced.parts[0].append(frames[0], frames[1], sliced.cursors[0][tick % len(sliced.cursors[0])])
         return segments.take_frozen()[-1].block
@@ -434,7 +423,7 @@ def test_arenas_are_filled_again_if_blocks_come_fast() -> None:
 def test_what_a_codec_is_chosen_by_goes_back_to_the_system() -> None:
     """It takes megabytes, which the heap of the worker's thread would keep: it is mapped on its own."""
     sample = BlockSample.of(np.zeros((300, 500), np.uint8), Window.whole(LEAF))
-    for array in (sample.spread, sample.near, *sample.keyed.values()):
+    for array in (sample.spread, sample.near, sample.changing, sample.learnt):
         owner: Any = array
         while isinstance(owner, np.ndarray):
             owner = owner.base

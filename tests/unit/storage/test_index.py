@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdall.native import PortableKernels
+from holdall.native import chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage.blocks import Codec, Method, Transform, reserve
 from holdall.storage.segment import SegmentIndex
 from holdall.storage.slices import AnyPart, ClosedPart, OpenPart, Window
 
 FIELDS = [Leaf("a", (40,), np.dtype("u1")), Leaf("b", (50,), np.dtype("u1"))]
-KERNELS = PortableKernels()
+KERNELS = chosen_kernels()
 
 
 def opened(ticks: int = 5) -> list[OpenPart]:
@@ -62,7 +62,7 @@ def test_what_is_changed_step_by_step_is_what_is_built_anew() -> None:
     for _ in range(6):
         followed.roll()
         followed.check()
-    followed.index.dropping(2)()
+    followed.index.prepare_drop(2)()
     del followed.first_ticks[:2], followed.segments[:2]
     followed.check()
     part = followed.segments[1][1]
@@ -72,7 +72,7 @@ def test_what_is_changed_step_by_step_is_what_is_built_anew() -> None:
     part.block.replace_by(sealed)
     followed.index.update(1, 1, part)
     followed.check()
-    followed.index.dropping(len(followed.segments) - 1)()
+    followed.index.prepare_drop(len(followed.segments) - 1)()
     del followed.first_ticks[:-1], followed.segments[:-1]
     followed.check()
 
@@ -91,7 +91,7 @@ def test_tables_that_were_handed_out_never_change(act: str) -> None:
     if act == "roll":
         followed.roll()
     elif act == "drop":
-        index.dropping(2)()
+        index.prepare_drop(2)()
     else:
         part = followed.segments[0][0]
         part.block.replace_by(KERNELS.coder.seal(part.block.raw, Codec(Method.LZ4, 0, Transform(40))))  # type: ignore[union-attr,arg-type]
@@ -108,14 +108,14 @@ def test_a_segment_that_is_put_behind_others_is_what_is_built_anew() -> None:
         if number == 25:
             followed.roll()
         if number in (7, 20, 33):
-            followed.index.dropping(3)()
+            followed.index.prepare_drop(3)()
             del followed.first_ticks[:3], followed.segments[:3]
         put, last = closed(opened()), followed.segments[-1]
         followed.first_ticks.append(followed.first_ticks[-1] + 5)
         followed.segments[-1:] = [list(put), last]
         before = [(table, table[:-1].tobytes()) for table in (followed.index.first_ticks, *followed.index.records)]
         for _ in range(2):  # as after an interrupt
-            followed.index.put_behind(len(followed.segments) - 2, followed.first_ticks[-1], put, last)  # type: ignore[arg-type]
+            followed.index.append_segment(len(followed.segments) - 2, followed.first_ticks[-1], put, last)  # type: ignore[arg-type]
             followed.check()
         assert all(table[:-1].tobytes() == content for table, content in before)
         shared += all(map(np.shares_memory, followed.index.records, [table for table, _ in before[1:]]))

@@ -13,9 +13,9 @@ from holdall import ReplayMemory
 from holdall.native import chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage import rings as ring
+from holdall.storage.repair import Repair
 from holdall.storage.rings import ObservationRing
 from holdall.storage.snapshot import Apart, KeptApart
-from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import NOT_CONTINUED
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import box

@@ -21,20 +21,20 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory
-from holdall.native import NativeCoder, PortableCoder, PortableKernels, ThreadPool, chosen_kernels, native_kernels
+from holdall.native import NativeCoder, NativeKernels, ThreadPool, chosen_kernels
 from holdall.schema import Bytes, Leaf
-from holdall.storage import choosing, segment
 from holdall.storage import sealer as seal
+from holdall.storage import segment
 from holdall.storage.batch_source import Places
 from holdall.storage.blocks import Codec, KeptBlock, Method, Predictor, SealedSlices, SliceBlock, Transform, address
 from holdall.storage.codec import without_palette
 from holdall.storage.coded_units import Order
+from holdall.storage.repair import Repair
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Segment, Window
-from holdall.storage.tick_store import Repair
 from holdall.storage.ticks import Watch
-from holdall.storage.tiers import SealQueue
+from holdall.storage.tiers import Budget, SealQueue
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -50,10 +50,11 @@ def frozen_block(content: str = "equal", seed: int = 0) -> FrozenBlock:
     return FrozenBlock(0, LEAF, Window.whole(LEAF), KeptBlock(500, 8, slices.reshape(-1)))
 
 
-class GatedCoder(PortableCoder):
+class GatedCoder(NativeCoder):
     """Seals when it is let to, remembers the levels, and fails where it is told to."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gate = threading.Semaphore(0)
         self.begun = threading.Semaphore(0)
         self.levels: list[int] = []
@@ -68,6 +69,9 @@ class GatedCoder(PortableCoder):
         if self.failing:
             raise OSError("out of order")
         return super().seal(slices, codec, order, threads=threads, watch=watch)
+
+    def keeping(self) -> GatedCoder:
+        return self
 
     def open(self, times: int = 1000) -> None:
         self.gate.release(times)
@@ -84,7 +88,7 @@ class Keeper:
 
     def collect(self) -> None:
         assert self.sealer is not None
-        for block, sealed, _, _ in self.sealer.collect():
+        for block, sealed, _ in self.sealer.collect():
             if self.failing:
                 raise OSError("no place")
             if sealed is None:
@@ -103,17 +107,18 @@ class Bench:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.codec = CODEC
         self.choices = 0
-        patch.setattr(choosing, "choose", self._choose)
-        patch.setattr(seal, "_LEAST_RAW_BYTES", 4 * 8 * 500)
+        patch.setattr(seal, "choose", self._choose)
         self.coder, self.keeper = GatedCoder(), Keeper()
-        self.sealer = self.keeper.sealer = Sealer(self.coder, 2.0, 1, self.keeper.collect)
+        self.sealer = self.keeper.sealer = Sealer(
+            self.coder, 2.0, 1, self.keeper.collect, min_waiting_bytes=4 * 8 * 500
+        )
 
     def submit(self, *blocks: FrozenBlock) -> None:
         for block in blocks:
             self.sealer.submit(block)
 
     def rest(self) -> None:
-        """Wait until the worker waits for blocks: one that comes then is not late."""
+        """Wait until the worker waits for blocks."""
         self.sealer.drain()
         wait_until(lambda: not self.sealer._queue.progress.begun)
 
@@ -132,7 +137,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 def append(segments: Segments, tick: int, obs: list[Any], next_obs: list[Any]) -> None:
     """Write a tick as a store does, part by part."""
-    sliced = segments.sliced(tick, obs, next_obs)
+    sliced = segments.prepare_tick(tick, obs, next_obs)
     segments.lengthen_logs()
     for part, cursors, now, after in zip(*sliced, strict=True):
         part.append(now, after, cursors[tick % len(cursors)])
@@ -179,9 +184,9 @@ def test_blocks_are_sealed_in_the_order_they_came(bench: Bench) -> None:
 
 def test_the_backlog_counts_what_waits_and_what_is_being_sealed(bench: Bench) -> None:
     """From the moment a block is handed over until it is sealed."""
-    bench.submit(frozen_block(), frozen_block(), frozen_block())
-    assert bench.sealer.backlog == 3
+    bench.submit(frozen_block())
     assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    bench.submit(frozen_block(), frozen_block())
     assert bench.sealer.backlog == 3
     bench.coder.open(1)
     wait_until(lambda: bench.sealer.backlog == 2)
@@ -197,23 +202,48 @@ def test_there_is_no_worker_before_the_first_block(bench: Bench) -> None:
     assert len(workers()) == 1
 
 
-def test_a_backlog_is_sealed_in_a_hurry(bench: Bench) -> None:
-    """While blocks queue up, they are sealed at a faster level; once the worker caught up, carefully again."""
-    bench.coder.open(1)
-    bench.submit(frozen_block())
-    bench.rest()
-    bench.submit(*[frozen_block() for _ in range(5)])
+def test_the_fast_preset_is_used_while_many_blocks_wait(bench: Bench) -> None:
+    """Until no more than half of what may wait is left. Every block is compressed once, in the order of arrival."""
+    blocks = [frozen_block() for _ in range(6)]
+    bench.submit(blocks[0])
+    assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    bench.submit(*blocks[1:])
     bench.coder.open()
-    bench.rest()
-    assert bench.coder.levels[2:4] == [1, 1]
+    wait_until(lambda: bench.sealer.backlog == 0)
+    assert bench.keeper.blocks == [each.block for each in blocks]
+    fast = Codec(Method.LZ4, 0, Transform(500))
+    assert [sealed.codec for _, sealed in bench.keeper.kept] == [CODEC, fast, fast, fast, CODEC, CODEC]
+
+
+def test_blocks_are_compressed_well_for_a_caller_who_waits_for_all_of_them(bench: Bench) -> None:
+    """However many they are: no more blocks come, so there is time."""
     bench.submit(frozen_block())
-    bench.rest()
-    assert bench.coder.levels[-1] == 9
-    assert len(bench.keeper.kept) == 7
+    assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    bench.submit(*[frozen_block() for _ in range(5)])
+    waiting = threading.Thread(target=bench.sealer.drain)
+    waiting.start()
+    wait_until(lambda: bench.sealer.queue.is_drained)
+    bench.coder.open()
+    waiting.join(PATIENCE_S)
+    assert bench.coder.levels == [9] * 6
 
 
-def test_blocks_that_come_one_by_one_are_sealed_carefully(bench: Bench) -> None:
-    """The first one too: nobody waited for it."""
+def test_the_fast_preset_is_not_used_where_it_is_not_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a limit without room for larger blocks, and with a disk tier."""
+    monkeypatch.setattr(seal, "choose", lambda *_: CODEC)
+    monkeypatch.setattr(SealQueue, "is_behind", True)
+    for is_allowed, write in ((False, None), (True, lambda sealed: sealed)):
+        keeper = Keeper()
+        sealer = keeper.sealer = Sealer(chosen_kernels().coder, 2.0, 1, keeper.collect, write)
+        sealer.allow_fast_preset(is_allowed=is_allowed)
+        sealer.submit(frozen_block())
+        sealer.drain()
+        assert [sealed.codec for _, sealed in keeper.kept] == [CODEC]
+        sealer.stop()
+
+
+def test_blocks_that_come_one_by_one_are_compressed_well(bench: Bench) -> None:
+    """The first one too."""
     bench.coder.open()
     seal_one_by_one(bench, ["equal"] * 4)
     assert bench.coder.levels == [9, 9, 9, 9]
@@ -253,8 +283,9 @@ def test_stopping_lets_go_of_whoever_waits(bench: Bench) -> None:
 
 def test_stopping_ends_the_worker_after_the_block_it_is_at(bench: Bench) -> None:
     """What was not begun stays raw; stopping twice does no harm."""
-    bench.submit(*[frozen_block() for _ in range(3)])
+    bench.submit(frozen_block())
     assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    bench.submit(frozen_block(), frozen_block())
     stopping = threading.Thread(target=bench.sealer.stop)
     stopping.start()
     wait_until(lambda: bench.sealer._queue.stopped)
@@ -306,7 +337,7 @@ def test_a_codec_is_chosen_for_each_field_and_window(bench: Bench) -> None:
 
 
 def seal_one_by_one(bench: Bench, contents: list[str]) -> None:
-    """Without a backlog: in a hurry nothing is chosen anew."""
+    """Seal blocks, each after the one before."""
     for seed, content in enumerate(contents):
         bench.submit(frozen_block(content, seed))
         bench.rest()
@@ -321,8 +352,9 @@ def test_a_ratio_that_drifts_asks_for_a_new_choice(bench: Bench) -> None:
     assert bench.choices == 1
     bench.codec = Codec(Method.LZ4, 0, Transform(500))
     seal_one_by_one(bench, ["noise"])
-    assert bench.choices == 2
+    assert bench.choices == 1
     seal_one_by_one(bench, ["equal"])
+    assert bench.choices == 2
     assert bench.keeper.kept[-1][1].codec.method is Method.LZ4
 
 
@@ -452,14 +484,12 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 20_000)
 
 
-def memory_with(coder: PortableCoder | None, patch: pytest.MonkeyPatch, capacity: int = 5_000) -> ReplayMemory:
-    """Make a memory that compresses all, however small; with a coder of ours, by the portable loops."""
-    patch.setattr(seal, "_LEAST_RAW_BYTES", 0)
+def memory_with(coder: NativeCoder | None, patch: pytest.MonkeyPatch, capacity: int = 5_000) -> ReplayMemory:
+    """Make a memory that compresses everything, however small it is; with `coder`, if that is not None."""
+    patch.setattr(Budget, "waiting_bytes", 0)
     if coder is not None:
-        patch.setenv("HOLDALL_KERNELS", "portable")
-        patch.setattr("holdall.native.numpy_kernels.PortableCoder", lambda: coder)
-        patch.setattr("holdall.base_memory.kernels_for", lambda _wish: PortableKernels())
-        patch.setattr(choosing, "choose", lambda *_: Codec(Method.LZ4, 0, Transform(576)))
+        patch.setattr("holdall.replay.chosen_kernels", lambda: NativeKernels(coder))
+        patch.setattr(seal, "choose", lambda *_: Codec(Method.LZ4, 0, Transform(576)))
     return ReplayMemory(SPACE, spaces.Discrete(2), capacity, budget=None)
 
 
@@ -643,7 +673,7 @@ class SealedWhenLookedAt(KeptBlock):
         if seen is None and self.__dict__.get("armed"):
             self.__dict__["armed"] = False
             slices = self.arena.reshape(self.used, -1)
-            sealed = PortableCoder().seal(slices, CODEC)
+            sealed = NativeCoder().seal(slices, CODEC)
             assert sealed is not None
             self.replace_by(sealed)
         return seen
@@ -662,7 +692,7 @@ def test_a_block_that_is_sealed_while_it_is_pickled_is_pickled_whole() -> None:
     assert used == 8
     raw = np.empty((8, 500), np.uint8)
     if isinstance(kept, SealedSlices):
-        PortableCoder().decode(kept, np.arange(8), raw)
+        NativeCoder().decode(kept, np.arange(8), raw)
     else:
         raw = kept
     assert raw.tobytes() == content.tobytes()
@@ -673,9 +703,9 @@ import threading, time
 import numpy as np
 from holdall.storage.codec_choice import choose
 from holdall.storage.blocks import Codec, Method, Predictor, Transform
-from holdall.native import native_kernels
+from holdall.native import chosen_kernels
 
-coder = native_kernels().coder
+coder = chosen_kernels().coder
 slices = np.random.default_rng(0).integers(0, 40, (4, 1 << 21), np.uint8)
 codec = Codec(Method.ZSTD, 19, Transform(1 << 21))
 threading.Thread(target=coder.seal, args=(slices, codec), daemon=True).start()
@@ -683,22 +713,15 @@ time.sleep(0.3)
 """
 
 
-def has_native_coder() -> bool:
-    kernels = native_kernels()
-    return kernels is not None and isinstance(kernels.coder, NativeCoder)
-
-
-@pytest.mark.skipif(not has_native_coder(), reason="the compiled loops, libzstd or liblz4 are missing here")
 def test_a_process_may_end_while_a_block_is_being_sealed() -> None:
     """Nothing is freed under the worker, which would end a finished training with a crash."""
     done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr
 
 
-# ---------------------------------------------------------------- in a hurry, and again
+# ---------------------------------------------------------------- cameras
 
 
-# Smaller on these images than what is used in a hurry, also before a codec is chosen.
 SLOW_CODEC = Codec(Method.LZ4, 9, Transform(96 * 96, 0, Predictor.LEFT, planes=1, rows=96, columns=96))
 
 
@@ -729,61 +752,17 @@ def add_camera(memory: ReplayMemory, first: int, steps: int) -> None:
         memory.add(seen[i][None], np.zeros(1, np.int64), np.ones(1), seen[i + 1][None], [False], [False])
 
 
-def without_leisure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every block after the first few sealed in a hurry, and none again before it is asked for."""
-    monkeypatch.setattr(seal, "_FAST_BYTES_PER_SECOND", 0)
-    monkeypatch.setattr(seal, "_BUSY_SHARE", 0.0)
-    monkeypatch.setattr(seal, "_LOOK_AGAIN_S", 60.0)
-    monkeypatch.setattr(SealQueue, "quiet_s", 0.0)
-
-
-@pytest.mark.usefixtures("_small_segments")
-def test_what_was_sealed_in_a_hurry_is_sealed_again_at_leisure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The better codec in the end, every bit as it was, and the count of bytes right all the while."""
-    without_leisure(monkeypatch)
-    monkeypatch.setattr(choosing, "choose", lambda *_: SLOW_CODEC)
-    memory = camera_memory(None)
-    add_camera(memory, 0, 700)
-    wait_until(lambda: memory.report().backlog == 0)
-    sealer, tiers = sealer_of(memory), memory._open()._tiers
-    before, hurried = memory.gather(np.arange(memory.first_id, memory.next_id)), len(sealer._queue.hurried)
-    bytes_before = memory.report().fields[0].sealed_bytes
-    assert hurried
-    memory.drain()
-    assert not sealer._queue.hurried
-    assert_same_bits(memory.gather(np.arange(memory.first_id, memory.next_id)).obs, before.obs)
-    assert memory.report().fields[0].sealed_bytes < bytes_before
-    assert tiers._sealed.nbytes == sum(frozen.block.used_bytes for frozen in tiers._sealed.blocks.values())
-    memory.close()
-
-
-@pytest.mark.usefixtures("_small_segments")
-def test_a_block_that_left_is_not_sealed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor kept: what waits for leisure is referred to weakly."""
-    without_leisure(monkeypatch)
-    monkeypatch.setattr(choosing, "choose", lambda *_: SLOW_CODEC)
-    memory = camera_memory(None, capacity=320)
-    add_camera(memory, 0, 800)
-    wait_until(lambda: memory.report().backlog == 0)
-    queue = sealer_of(memory)._queue
-    gone = [each for each in tuple(queue.hurried) if each.frozen() is None]
-    assert gone
-    memory.drain()
-    assert not queue.hurried
-    memory.close()
-
-
 def test_an_error_in_a_choice_leaves_the_block_as_it_is(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Codec:
         raise OSError("no codec")
 
-    monkeypatch.setattr(choosing, "choose", fail)
+    monkeypatch.setattr(seal, "choose", fail)
     bench.coder.open()
     bench.submit(frozen_block())
     bench.sealer.drain()
     assert "no codec" in bench.sealer.failure
     assert len(bench.keeper.left) == 1
-    monkeypatch.setattr(choosing, "choose", lambda *_: CODEC)
+    monkeypatch.setattr(seal, "choose", lambda *_: CODEC)
     bench.submit(frozen_block())
     bench.sealer.drain()
     assert len(bench.keeper.kept) == 1
@@ -829,12 +808,11 @@ class SteppedChoice:
     """A choice that measures until it is let go, and then takes a codec; whoever adds waits for any block meanwhile."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(seal, "_LEAST_RAW_BYTES", 0)
-        patch.setattr(choosing, "_QUIET_S", 0.0)
+        patch.setattr(Budget, "waiting_bytes", 0)
         self.codec = SLOW_CODEC
         self.begun, self.done = threading.Event(), threading.Event()
         self.choices = 0
-        patch.setattr(choosing, "choose", self._choose)
+        patch.setattr(seal, "choose", self._choose)
 
     def _choose(self, coder: Any, _leaf: Any, window: Window, *_: Any) -> Codec:
         self.choices += 1
@@ -849,25 +827,23 @@ class SteppedChoice:
 
 @pytest.mark.usefixtures("_small_segments")
 def test_adding_goes_on_while_a_codec_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long that takes: blocks are sealed quickly meanwhile, the first one too, and better in the end."""
+    """However long that takes: blocks are compressed with the fast preset meanwhile, and stay so."""
     choice = SteppedChoice(monkeypatch)
     choice.codec = Codec(Method.ZSTD, 3, Transform(96 * 96, predictor=Predictor.LEFT, planes=1, rows=96, columns=96))
     memory = camera_memory(None)
     add_camera(memory, 0, 700)
     assert choice.begun.is_set()
-    assert sealer_of(memory)._work.is_choosing  # nothing waited for it
+    sealer = sealer_of(memory)
+    was_choosing = sealer.is_choosing
+    assert was_choosing  # nothing waited for it
     wait_until(lambda: memory.report().backlog <= 1)
     held = memory.gather(np.arange(memory.first_id, memory.next_id))
-    sealer = sealer_of(memory)
-    was_behind = sealer.is_behind
-    assert was_behind
     assert "segments sealed by left+lz4" in str(memory.report())
-    before = memory.report().fields[0].sealed_bytes
     choice.done.set()
     memory.drain()
-    assert not sealer.is_behind
+    assert not sealer.is_choosing
     assert_same_bits(memory.gather(np.arange(memory.first_id, memory.next_id)).obs, held.obs)
-    assert 0 < memory.report().fields[0].sealed_bytes < before
+    assert "left+zstd3" in str(memory.report())
     assert choice.choices == 1
     tiers = memory._open()._tiers
     assert tiers._sealed.nbytes == sum(frozen.block.used_bytes for frozen in tiers._sealed.blocks.values())
@@ -890,92 +866,58 @@ def test_a_choice_that_nobody_presses_is_what_its_block_is_sealed_by(monkeypatch
 
 
 def test_a_field_whose_first_block_comes_during_a_choice_gets_one_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Choices follow each other; until then its blocks are sealed quickly."""
-    choice, coder = SteppedChoice(monkeypatch), GatedCoder()
+    """Choices follow each other; until then its blocks are compressed with the fast preset."""
+    choice, coder, keeper = SteppedChoice(monkeypatch), GatedCoder(), Keeper()
     choice.codec = TOGETHER
     coder.open()
-    keeper = ExchangingKeeper()
-    sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
-    first, second = frozen_block(), frozen_block()
+    sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect, min_waiting_bytes=3 * 8 * 500)
+    first, second, third = (frozen_block() for _ in range(3))
     sealer.submit(first)
     assert choice.begun.wait(PATIENCE_S)
     sealer.submit(FrozenBlock(1, LEAF, second.window, second.block))
-    sealer.wait_for_room()
-    wait_until(lambda: len(keeper.kept) == 2)
-    assert [sealed.codec.method for _, sealed in keeper.kept] == [Method.LZ4] * 2
-    assert keeper.blocks == [first.block, second.block]
-    assert sealer.backlog == 0
+    wait_until(lambda: len(keeper.kept) == 1)
+    assert sealer.backlog == 1
     choice.done.set()
     sealer.drain()
+    sealer.submit(FrozenBlock(1, LEAF, third.window, third.block))
+    sealer.drain()
+    assert keeper.blocks == [second.block, first.block, third.block]
+    assert [sealed.codec.method for _, sealed in keeper.kept] == [Method.LZ4, Method.ZSTD, Method.ZSTD]
     assert choice.choices == 2
-    assert [sealed.codec for _, sealed in keeper.kept[2:]] == [TOGETHER] * 2
-    sealer.stop()
-
-
-class ExchangingKeeper(Keeper):
-    """Takes what was sealed in place of what was raw, as a memory does."""
-
-    def collect(self) -> None:
-        super().collect()
-        for block, sealed in self.kept:
-            block.replace_by(sealed)
-
-
-def test_what_did_not_shrink_in_a_hurry_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The quick codec finds nothing in noise that repeats from slice to slice; a better one does."""
-    choice, coder, keeper = SteppedChoice(monkeypatch), GatedCoder(), ExchangingKeeper()
-    choice.codec = TOGETHER
-    coder.open()
-    sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
-    noise = np.random.default_rng(0).integers(0, 256, 500, np.uint8)
-    blocks = [FrozenBlock(0, LEAF, Window.whole(LEAF), KeptBlock(500, 8, np.tile(noise + i, 8))) for i in range(3)]
-    for block in blocks:
-        sealer.submit(block)
-        sealer.wait_for_room()
-    wait_until(lambda: len(keeper.left) == 3)
-    choice.done.set()
-    sealer.drain()
-    assert keeper.blocks == [each.block for each in blocks]
-    for i, each in enumerate(blocks):
-        out = np.empty((8, 500), np.uint8)
-        assert each.block.sealed is not None
-        coder.decode(each.block.sealed, np.arange(8), out)
-        assert out.tobytes() == np.tile(noise + i, 8).tobytes()
     sealer.stop()
 
 
 def test_an_error_in_a_choice_leaves_no_block_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if its block was handed in before: the next one asks for a choice again."""
-    coder, keeper, pressed = GatedCoder(), ExchangingKeeper(), threading.Event()
+    """Its block stays raw, blocks that came meanwhile are compressed, and the next one asks for a choice again."""
+    coder, keeper, fails = GatedCoder(), Keeper(), threading.Event()
 
     def fail(coder: Any, *_: Any) -> Codec:
         end = time.monotonic() + PATIENCE_S
-        while not pressed.is_set() and time.monotonic() < end:
+        while not fails.is_set() and time.monotonic() < end:
             coder.seal(np.zeros((2, 500), np.uint8), CODEC)
         raise OSError("no codec")
 
-    monkeypatch.setattr(choosing, "choose", fail)
-    monkeypatch.setattr(seal, "_LEAST_RAW_BYTES", 0)
-    coder.open()
+    monkeypatch.setattr(seal, "choose", fail)
+    coder.open(10**6)
     sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
-    blocks = [frozen_block() for _ in range(2)]
-    for block in blocks:
+    blocks = [frozen_block() for _ in range(3)]
+    for block in blocks[:2]:
         sealer.submit(block)
-    wait_until(lambda: sealer._work.is_choosing)
-    sealer.wait_for_room()
-    pressed.set()
+    wait_until(lambda: keeper.blocks == [blocks[1].block])
+    fails.set()
     wait_until(lambda: "no codec" in sealer.failure)
-    assert keeper.blocks == [each.block for each in blocks]
-    assert sealer.backlog == 0
-    monkeypatch.setattr(choosing, "choose", lambda *_: TOGETHER)
+    assert keeper.left == [blocks[0].block]
+    monkeypatch.setattr(seal, "choose", lambda *_: TOGETHER)
+    sealer.submit(blocks[2])
     sealer.drain()
-    assert [sealed.codec for _, sealed in keeper.kept[2:]] == [TOGETHER] * 2
+    assert keeper.blocks == [blocks[1].block, blocks[2].block]
+    assert sealer.backlog == 0
     sealer.stop()
 
 
 def test_blocks_are_late_by_how_fast_they_would_come() -> None:
     """The time that whoever adds waits for room says nothing of how fast it adds."""
-    queue = SealQueue(seals_again=True)
+    queue = SealQueue()
     for _ in range(4):
         queue.came(10**6)
         with queue.waiting_for_room():
@@ -986,49 +928,26 @@ def test_blocks_are_late_by_how_fast_they_would_come() -> None:
 
 
 def test_threads_share_a_block_where_cores_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a hurry only, and fewer than there are: training needs one."""
-    asked: list[int] = []
+    """With the fast preset only, and fewer than there are: training needs one."""
+    asked: list[tuple[int, Codec]] = []
 
-    class Counting(PortableCoder):
+    class Counting(NativeCoder):
         def seal(
             self, slices: Bytes, codec: Codec, order: Order | None = None, *, threads: int = 1,
             watch: Watch | None = None,
         ) -> SealedSlices | None:  # fmt: skip
-            asked.append(threads)
+            asked.append((threads, codec))
             return super().seal(slices, codec, order, threads=threads, watch=watch)
 
-    choice, keeper = SteppedChoice(monkeypatch), ExchangingKeeper()
-    choice.codec = TOGETHER
+    monkeypatch.setattr(seal, "choose", lambda *_: TOGETHER)
+    keeper = Keeper()
     sealer = keeper.sealer = Sealer(Counting(), 2.0, 4, keeper.collect)
-    sealer.submit(frozen_block())
-    assert choice.begun.wait(PATIENCE_S)
-    sealer.submit(frozen_block())
-    sealer.wait_for_room()
-    wait_until(lambda: len(keeper.kept) == 2)
-    assert 3 in asked
-    choice.done.set()
-    wait_until(lambda: not sealer._work.is_choosing)
-    asked.clear()
-    sealer.drain()
-    assert asked == [1, 1]
-    sealer.stop()
-
-
-def test_what_stays_as_it_is_takes_the_lock_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that were sealed in a hurry and would not get smaller are not handed in, but for the last of them."""
-    choice, coder, keeper = SteppedChoice(monkeypatch), GatedCoder(), ExchangingKeeper()
-    choice.codec = Codec(Method.STORED, 0, Transform(500))
-    coder.open()
-    sealer = keeper.sealer = Sealer(coder, 2.0, 1, keeper.collect)
-    blocks = [frozen_block("noise", seed) for seed in range(4)]
-    for block in blocks:
-        sealer.submit(block)
-        sealer.wait_for_room()
-    wait_until(lambda: len(keeper.left) == 4)
-    choice.done.set()
-    sealer.drain()
-    assert keeper.left == [each.block for each in (*blocks, blocks[-1])]
-    assert not sealer.is_behind
+    for is_behind, threads in ((False, 1), (True, 3)):
+        monkeypatch.setattr(SealQueue, "is_behind", is_behind)
+        sealer.submit(frozen_block())
+        sealer.drain()
+        assert asked[-1] == (threads, keeper.kept[-1][1].codec)
+    assert [sealed.codec.method for _, sealed in keeper.kept] == [Method.ZSTD, Method.LZ4]
     sealer.stop()
 
 
@@ -1036,14 +955,14 @@ def test_a_choice_leaves_pythons_lock_to_a_save(monkeypatch: pytest.MonkeyPatch,
     """It waits between two of its steps for as long as a snapshot takes at most, and goes on by itself."""
     memory, slept = camera_memory(None), list[float]()
     add_camera(memory, 0, 1)
-    sealer = memory._open()._made_sealer()
-    monkeypatch.setattr(choosing, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))
-    sealer._work._see_to_others()
+    sealer = memory._open()._ensure_sealer()
+    monkeypatch.setattr(seal, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))
+    sealer._work._pause_choice()
     assert not slept
     before = time.monotonic()
     memory.save(tmp_path).result()
     assert before < sealer.queue.away_until < time.monotonic() + 0.1
     sealer.queue.away_until = time.monotonic() + 60
-    sealer._work._see_to_others()
+    sealer._work._pause_choice()
     assert 59 < slept[-1] < 61
     memory.close()

@@ -9,18 +9,9 @@ import pytest
 from gymnasium import spaces
 
 from holdall import FieldReport, ReplayMemory
-from holdall.native import native_kernels
 from holdall.storage import segment
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import box
-
-KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
-
-
-@pytest.fixture(params=KERNELS, autouse=True)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run every test with both kinds of loops."""
-    monkeypatch.setenv("HOLDALL_KERNELS", request.param)
 
 
 class Pair:

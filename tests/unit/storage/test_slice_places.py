@@ -1,4 +1,4 @@
-"""Where the slices of a block stand: lane after lane, in half a byte or one for each, and never in another's place."""
+"""Places of the slices of a block: sorted by lane, and no two slices in one place."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from reference_coder import ReferenceCoder
 
 from holdall.errors import DamageError
-from holdall.native import PortableCoder, chosen_kernels
-from holdall.storage import Codec, Method, SlicePlaces, Transform
-from holdall.storage.coded_units import Order, order_by_lanes
+from holdall.native import chosen_kernels
+from holdall.storage import Codec, Method, Transform
+from holdall.storage.coded_units import Order, order_by_lanes, places_in
 
 SLICE = Transform(8)
 
@@ -27,11 +28,6 @@ def brought_by(lanes: NDArray[np.int64]) -> Order:
 def numbered(count: int) -> NDArray[np.uint8]:
     """Make slices that are their numbers."""
     return np.arange(count, dtype=np.uint64).view(np.uint8).reshape(count, 8)
-
-
-def every_place(order: Order) -> list[int]:
-    """Return the place of every slice, one by one."""
-    return [int(place) for place in np.argsort(order)]
 
 
 @st.composite
@@ -48,64 +44,47 @@ def orders(draw: st.DrawFn) -> Order:
 
 
 @given(orders())
-def test_every_slice_stands_where_the_order_says(order: Order) -> None:
-    """For NumPy and for C, before and after they were stored, whatever the order is."""
+def test_every_slice_is_where_the_order_says(order: Order) -> None:
+    """For NumPy and for C, whatever the order is."""
     count, slices = len(order), numbered(len(order))
-    places = SlicePlaces.of(order)
+    places = places_in(order)
     if places is None:
         assert order.tolist() == list(range(count))
         return
-    again = SlicePlaces.stored(places.lanes, count)
-    for one in (places, again):
-        assert one.find(np.arange(count), count).tolist() == every_place(order)
-        assert one.are_of(count)
-    for coder in (chosen_kernels().coder, PortableCoder()):
+    assert places.tolist() == np.argsort(order).tolist()
+    for coder in (chosen_kernels().coder, ReferenceCoder()):
         sealed = coder.seal(slices, Codec(Method.STORED, 0, SLICE, group=3), order)
         assert sealed is not None
         stored: Any = sealed.coded.data
         assert stored.reshape(count, 8).tobytes() == slices[order].tobytes()
-        for reader in (chosen_kernels().coder, PortableCoder()):
+        for reader in (chosen_kernels().coder, ReferenceCoder()):
             out = np.empty_like(slices)
             reader.decode(reader.adopt(sealed.coded), np.arange(count), out)
             assert out.tobytes() == slices.tobytes()
 
 
-def test_lanes_take_little_room() -> None:
-    """Half a byte a slice up to 16 of them, and a byte up to 256."""
-    for lanes, most in ((16, 0.64), (17, 1.08), (64, 1.26)):
-        places = SlicePlaces.of(brought_by(np.tile(np.arange(lanes), 4096 // lanes)))
-        assert places is not None
-        assert places.lanes.nbytes + places.firsts.nbytes < most * (4096 // lanes * lanes)
-
-
-def test_more_slices_than_two_bytes_can_number() -> None:
-    """They are counted in four."""
-    order = brought_by(np.tile(np.arange(3), 30_000))
-    places = SlicePlaces.of(order)
-    assert places is not None
-    assert places.firsts.dtype == np.uint32
-    assert places.find(np.arange(90_000), 90_000).tolist() == every_place(order)
-    coder, slices = chosen_kernels().coder, numbered(90_000)
+@pytest.mark.parametrize(("count", "place_bytes"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
+def test_places_take_two_bytes_as_long_as_these_can_number_them(count: int, place_bytes: int) -> None:
+    order = brought_by(np.arange(count) % 3)
+    coder, slices = chosen_kernels().coder, numbered(count)
     sealed = coder.seal(slices, Codec(Method.STORED, 0, SLICE), order)
     assert sealed is not None
+    assert sealed.coded.places is not None
+    assert sealed.coded.places.nbytes == place_bytes * count
     out = np.empty_like(slices)
-    coder.decode(sealed, np.arange(90_000), out)
+    coder.decode(sealed, np.arange(count), out)
     assert out.tobytes() == slices.tobytes()
 
 
-def test_orders_that_cannot_be_told_are_refused() -> None:
-    """Two slices in one place, one in none, or more lanes than a byte can number."""
-    for wrong in ([0, 2, 2], [1, 0, 3], np.arange(600)[::-1]):
-        with pytest.raises(DamageError, match="slices stand"):
-            SlicePlaces.of(np.array(wrong, np.uint32))
-    for count in (0, 3, 9, 10, 13, 40):
-        with pytest.raises(DamageError, match="lanes are said"):
-            SlicePlaces.stored(np.zeros(6, np.uint8), count)
+@pytest.mark.parametrize("wrong", [[0, 2, 2], [1, 0, 3]])
+def test_an_order_with_two_slices_in_one_place_is_refused(wrong: list[int]) -> None:
+    with pytest.raises(DamageError, match="share a place"):
+        places_in(np.array(wrong, np.uint32))
 
 
 @pytest.mark.parametrize("lanes", [2, 16, 300, 1000])
 def test_slices_are_ordered_by_the_lane_that_brought_them(lanes: int) -> None:
-    """What several lanes show stands with the first; of very many lanes, neighbours share one."""
+    """A slice that several lanes show belongs to the first of them."""
     ticks = 4
     log = np.arange(ticks * lanes).reshape(ticks, lanes)
     log[2] = log[1, 0]  # every lane shows what lane 0 brought before
@@ -115,29 +94,20 @@ def test_slices_are_ordered_by_the_lane_that_brought_them(lanes: int) -> None:
     assert order[-1] == ticks * lanes  # nothing names it
     brought = order[: ticks * lanes] % lanes
     named = order < 2 * lanes
-    assert (np.diff(brought[named[: ticks * lanes]].astype(np.int64)) >= (0 if lanes <= 255 else -4)).all()
-    assert SlicePlaces.of(order) is not None
+    assert (np.diff(brought[named[: ticks * lanes]].astype(np.int64)) >= 0).all()
     assert order_by_lanes(log, ticks * lanes - 1) is None
 
 
 @given(st.data())
 def test_c_reads_nothing_that_is_not_there(data: st.DataObject) -> None:
-    """Were damaged lanes to come as far as C, it would return a slice of the block, or say that there is none."""
+    """Were damaged places to come as far as C, it would return a slice of the block, or say that there is none."""
     coder, slices = chosen_kernels().coder, numbered(300)
-    order = brought_by(np.tile(np.arange(data.draw(st.sampled_from([5, 20]))), 60)[:300])
-    sealed = coder.seal(slices, Codec(Method.STORED, 0, SLICE, group=4), order)
+    sealed = coder.seal(slices, Codec(Method.STORED, 0, SLICE, group=4), brought_by(np.arange(300) % 5))
     assert sealed is not None
     assert sealed.coded.places is not None
-    lanes, firsts = sealed.coded.places.lanes.copy(), sealed.coded.places.firsts.copy()
-    lanes[data.draw(st.integers(0, len(lanes) - 1))] = data.draw(st.integers(0, 255))
-    firsts[0, data.draw(st.integers(0, firsts.shape[1] - 1))] = data.draw(st.integers(0, 2**16 - 1))
-    spoilt = replace(sealed.coded)
-    object.__setattr__(
-        spoilt,
-        "places",
-        SlicePlaces(lanes[: data.draw(st.integers(1, len(lanes)))], firsts[: data.draw(st.integers(0, 2))]),
-    )
-    adopted, out = coder.adopt(spoilt), np.empty((1, 8), np.uint8)
+    places = sealed.coded.places.copy()
+    places[data.draw(st.integers(0, 299))] = data.draw(st.integers(0, 2**16 - 1))
+    adopted, out = coder.adopt(replace(sealed.coded, places=places)), np.empty((1, 8), np.uint8)
     for number in data.draw(st.lists(st.integers(-2, 301), min_size=1, max_size=20)):
         try:
             coder.decode(adopted, np.array([number]), out)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdall.errors import DamageError
-from holdall.native import PortableCoder, native_kernels
+from holdall.native import chosen_kernels
 from holdall.schema import Bytes
 from holdall.storage.blocks import (
     Codec,
@@ -48,9 +48,7 @@ from holdall.storage.records import (
 from holdall.storage.ticks import Coder
 
 COUNT = 11
-CODERS: list[Coder] = [PortableCoder()]
-if (compiled := native_kernels()) is not None:
-    CODERS.append(compiled.coder)
+CODERS: list[Coder] = [chosen_kernels().coder]
 COMMON = Dictionary(bytes(range(256)) * 3)
 RGB = Transform(900, 0, Predictor.LEFT, 3, 15, 20, interleaved=True, green=True)
 CODECS = [
@@ -62,15 +60,12 @@ CODECS = [
     Codec(Method.ZSTD, 3, Transform(900, 4), COMMON, group=3),
     Codec(Method.ZSTD, 3, Transform(900, shuffle=4), group=16),
     Codec(Method.LZ4, 7, Transform(900), COMMON),
-    Codec(Method.LZ4, 7, Transform(900), key=4),
-    Codec(
-        Method.ZSTD, 9, replace(RGB, predictor=Predictor.PIXELS, interleaved=False, green=False), key=5, raw_keys=True
-    ),
-    Codec(Method.ZSTD, 9, Transform(900, 4), group=2, key=3),
+    Codec(Method.ZSTD, 9, replace(RGB, predictor=Predictor.PIXELS, interleaved=False, green=False)),
+    Codec(Method.ZSTD, 9, Transform(900, 4), group=2),
     Codec(Method.ZSTD, 9, Transform(900, predictor=Predictor.CHANGES), COMMON, group=8),
     Codec(Method.LZ4, 5, Transform(900, 4, Predictor.CHANGES), group=5),
 ]
-"""Those with keys are sealed in another order than their numbers'."""
+"""Codecs of level 9 are sealed in another order than their numbers'."""
 
 
 def sealed_by(coder: Coder, codec: Codec) -> tuple[SealedSlices, Bytes]:
@@ -78,7 +73,7 @@ def sealed_by(coder: Coder, codec: Codec) -> tuple[SealedSlices, Bytes]:
     slices: Bytes = (generator.integers(0, 3, (COUNT, 900)).cumsum(axis=1) & 31).astype(np.uint8)
     if codec.transform.word_bytes:
         slices = np.arange(9, dtype="u4")[generator.integers(0, 9, (COUNT, 225))].view(np.uint8)
-    sealed = coder.seal(slices, codec, generator.permutation(COUNT).astype(np.uint32) if codec.key else None)
+    sealed = coder.seal(slices, codec, generator.permutation(COUNT).astype(np.uint32) if codec.level == 9 else None)
     assert sealed is not None
     return sealed, slices
 
@@ -135,18 +130,15 @@ def test_a_block_is_read_back_as_it_was(codec: Codec, reader: Coder, writer: Cod
     assert decoded(reader, coded) == slices.tobytes()
 
 
-@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.key or codec.level == 7], ids=describe)
-def test_a_reader_that_knows_no_keys_knows_no_such_method(codec: Codec) -> None:
-    """So it refuses the record, as it refuses whatever it does not understand."""
-    words = codec_words(codec)
-    assert words["method"] not in set(Method)
-    assert codec_of(words, {COMMON.name: COMMON}) == codec
-    for name, wrong in (("key", -1), ("key", 2**32), ("key", "1"), ("raw_keys", None), ("method", 20)):
+def test_a_codec_that_is_not_known_is_refused() -> None:
+    """A record of a later version, or a damaged one."""
+    words = codec_words(CODECS[0])
+    for name, wrong in (("method", 3), ("method", -1), ("level", "1"), ("group", None)):
         with pytest.raises((ValueError, TypeError, DamageError)):
-            codec_of(words | {name: wrong}, {COMMON.name: COMMON})
-    del words["key"]
+            codec_of(words | {name: wrong}, {})
+    del words["group"]
     with pytest.raises(KeyError):
-        codec_of(words, {COMMON.name: COMMON})
+        codec_of(words, {})
 
 
 def test_a_transform_that_was_read_before_is_checked_again() -> None:
@@ -156,35 +148,6 @@ def test_a_transform_that_was_read_before_is_checked_again() -> None:
     for wrong in (True, 1.0, -1, "1", [1], None):
         with pytest.raises((DamageError, TypeError)):
             codec_of(words | {"transform": words["transform"] | {"shuffle": wrong}}, {})
-
-
-@pytest.mark.parametrize("codec", CODECS[:7], ids=describe)
-def test_other_blocks_are_written_as_they_always_were(codec: Codec) -> None:
-    """Older readers read them, unless the slices are in another order."""
-    assert set(codec_words(codec)) == {"method", "level", "group", "transform", "dictionary"}
-    assert codec_words(codec)["method"] == codec.method
-    assert codec_words(codec, is_placed=True)["method"] not in set(Method)
-
-
-@pytest.mark.parametrize("coder", CODERS, ids=lambda coder: type(coder).__name__)
-def test_a_damaged_key_is_noticed_by_every_slice_behind_it(coder: Coder, tmp_path: Path) -> None:
-    """And by no other."""
-    sealed, slices = sealed_by(coder, Codec(Method.ZSTD, 9, Transform(900), key=4, raw_keys=True))
-    file = written(tmp_path / "a.seg", pack(coder, sealed))
-    coded = unpack_slices(records_of(file)[0], file, {})
-    assert isinstance(coded.data, Extent)
-    content = bytearray(file.path.read_bytes())
-    content[coded.data.start + int(coded.offsets[4]) + 7] ^= 1
-    file.path.write_bytes(content)
-    for number in range(COUNT):
-        out = np.empty((1, 900), np.uint8)
-        needs_it = places_of(coded, np.array([number]))[0] // 4 == 1
-        try:
-            coder.decode(coder.adopt(coded), np.array([number]), out)
-            assert not needs_it
-            assert out.tobytes() == slices[number].tobytes()
-        except DamageError:
-            assert needs_it
 
 
 def test_a_block_that_lies_in_a_file_is_not_packed_again(tmp_path: Path) -> None:

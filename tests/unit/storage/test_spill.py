@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import re
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from holdall.errors import ArgumentError, SpillError
-from holdall.native import PortableCoder, native_kernels
+from holdall.native import chosen_kernels
 from holdall.schema import Bytes
 from holdall.storage import records
 from holdall.storage.blocks import Codec, Dictionary, Extent, Method, SealedSlices, Transform
@@ -36,9 +37,7 @@ from holdall.storage.ticks import Coder
 LOCKS = Path("/proc/locks")
 
 COUNT, SIZE = 12, 700
-CODERS: list[Coder] = [PortableCoder()]
-if (compiled := native_kernels()) is not None:
-    CODERS.append(compiled.coder)
+CODERS: list[Coder] = [chosen_kernels().coder]
 COMMON = [Dictionary(bytes(range(256)) * 2), Dictionary(b"frames of a film " * 30)]
 
 
@@ -105,6 +104,35 @@ def test_a_block_that_lies_in_a_file_is_not_written_again(coder: Coder, tmp_path
     before = files_in(tmp_path)[0].stat().st_size
     assert folder.write(block) is block
     assert files_in(tmp_path)[0].stat().st_size == before
+    folder.close()
+
+
+def test_a_block_that_could_not_be_written_takes_no_disk_space(
+    coder: Coder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full has room for the part that was written before the disk was full; it is given back."""
+    folder = SpillFolder(tmp_path, coder)
+    block = folder.write(sealed_by(coder, 0))
+    path = files_in(tmp_path)[0]
+    complete_bytes = path.stat().st_size
+    write, left = os.write, [700]
+
+    def write_until_full(descriptor: int, data: Any) -> int:
+        if left[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = write(descriptor, data[: left[0]])
+        left[0] -= written
+        return written
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", write_until_full)
+        with pytest.raises(SpillError, match="No space left on device"):
+            folder.write(sealed_by(coder, 1, COMMON[0]))
+    assert left == [0], "a part was written"
+    assert path.stat().st_size == complete_bytes
+    later = folder.write(sealed_by(coder, 1, COMMON[0]))
+    assert rows_of(coder, block) == slices_of(0).tobytes()
+    assert rows_of(coder, later) == slices_of(1).tobytes()
     folder.close()
 
 
@@ -249,10 +277,10 @@ HOLD = """
 import sys, time
 import numpy as np
 from holdall.storage.blocks import Codec, Method, Transform
-from holdall.native import PortableCoder
+from holdall.native import chosen_kernels
 from holdall.storage.records import SpillFolder
 
-coder = PortableCoder()
+coder = chosen_kernels().coder
 folder = SpillFolder(sys.argv[1], coder)
 block = folder.write(coder.seal(np.zeros((12, 700), np.uint8), Codec(Method.ZSTD, 3, Transform(700))))
 print("ready", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdall.native import PortableCoder, chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage import segment
-from holdall.storage import tiers as tier
 from holdall.storage.batch_source import Places
 from holdall.storage.blocks import Codec, Coded, Extent, KeptBlock, Method, SliceBlock, Transform
+from holdall.storage.repair import Repair
 from holdall.storage.segment import Segments
 from holdall.storage.slices import FrozenBlock, Window
-from holdall.storage.tick_store import Repair
 from holdall.storage.tiers import Allowance, Budget, Tiers
 
 LEAF = Leaf("", (10,), np.dtype("u1"))
@@ -51,7 +51,7 @@ class Waiting:
 
 def append(segments: Segments, tick: int, obs: list[Any], next_obs: list[Any]) -> None:
     """Write a tick as a store does, part by part."""
-    sliced = segments.sliced(tick, obs, next_obs)
+    sliced = segments.prepare_tick(tick, obs, next_obs)
     segments.lengthen_logs()
     for part, cursors, now, after in zip(*sliced, strict=True):
         part.append(now, after, cursors[tick % len(cursors)])
@@ -67,20 +67,25 @@ def seal(block: SliceBlock, to_bytes: int) -> None:
     """Let a block be sealed to so many bytes, offsets and all."""
     codec, offsets = Codec(Method.LZ4, 0, Transform(LEAF.nbytes)), np.zeros(block.used + 1, np.uint32)
     data = np.zeros(to_bytes - offsets.nbytes, np.uint8)
-    block.replace_by(PortableCoder().adopt(Coded(codec, block.used, offsets, np.zeros(0, np.uint8), data)))
+    block.replace_by(chosen_kernels().coder.adopt(Coded(codec, block.used, offsets, np.zeros(0, np.uint8), data)))
 
 
-def on_disk(block: SliceBlock) -> Coded:
-    """Say that a block lies in a file, of which nothing is read here."""
+def spill_file() -> Any:
+    """Return a file that blocks can be in, and of which nothing is read."""
+    return SimpleNamespace(descriptor=-1)
+
+
+def on_disk(block: SliceBlock, file: Any = None) -> Coded:
+    """Describe a block in `file`."""
+    file = spill_file() if file is None else file
     codec, offsets = Codec(Method.LZ4, 0, Transform(block.slice_bytes)), np.zeros(block.used + 1, np.uint32)
-    nowhere: Any = None
-    extent = Extent(nowhere, 0, 100, np.zeros(block.used, np.uint32))
+    extent = Extent(file, 0, 100, np.zeros(block.used, np.uint32))
     return Coded(codec, block.used, offsets, np.zeros(0, np.uint8), extent)
 
 
-def move_to_disk(block: SliceBlock) -> None:
+def move_to_disk(block: SliceBlock, file: Any = None) -> None:
     """Let a block have been written to a file."""
-    block.replace_by(PortableCoder().adopt(on_disk(block)))
+    block.replace_by(chosen_kernels().coder.adopt(on_disk(block, file)))
 
 
 class Memory:
@@ -91,9 +96,10 @@ class Memory:
         self.tiers = Tiers(Budget(spills=spills), measures_early=measures_early)
         self.blocks: deque[SliceBlock] = deque()
 
-    def forget(self, *blocks: SliceBlock) -> None:
-        self.tiers.forget(blocks)
+    def forget(self, *blocks: SliceBlock) -> int:
+        freed_bytes = self.tiers.forget(blocks)
         self.sealer.send(*self.tiers.under_way())
+        return freed_bytes
 
     def take_back(self, block: SliceBlock) -> None:
         self.sealer.done(block)
@@ -110,12 +116,10 @@ class Memory:
         allowance = Allowance(raw, closed, closed if at_most is None else at_most)
         self.tiers.settle(allowance)
         self.sealer.send(*self.tiers.under_way())
-        freed = 0
-        while may_evict and self.blocks and self.tiers.is_over(allowance, freed):
-            oldest = self.blocks.popleft()
-            self.forget(oldest)
-            freed += 0 if oldest.sealed is None else oldest.sealed.disk_bytes
-        self.tiers.try_again()
+        freed_bytes = 0
+        while may_evict and self.blocks and self.tiers.is_over(allowance, freed_bytes):
+            freed_bytes += self.forget(self.blocks.popleft())
+        self.tiers.try_again(allowance, freed_bytes)
         self.sealer.send(*self.tiers.under_way())
 
 
@@ -254,11 +258,11 @@ def test_blocks_leave_early_while_the_disk_takes_none() -> None:
         seal(sealer.submitted[-1].block, 150)
         memory.take_back(sealer.submitted[-1].block)
     memory.settle(0, 450)
-    for _ in range(3):  # the disk is tried once more, and then no more until something new comes
-        memory.take_back(sealer.spilled[-1].block)  # still in memory: it could not be written
+    memory.take_back(sealer.spilled[-1].block)  # still in memory: it could not be written
+    for _ in range(3):
         memory.settle(0, 450)
     assert list(memory.blocks) == [frozen.block for frozen in sealer.submitted[1:]]
-    assert [frozen.block for frozen in sealer.spilled] == [sealer.submitted[0].block, sealer.submitted[1].block]
+    assert len(sealer.spilled) == 1, "the disk is not tried until something new comes"
     for _ in range(3):
         memory.keep(frozen_block(20), 0, 450)
         seal(sealer.submitted[-1].block, 150)
@@ -266,7 +270,7 @@ def test_blocks_leave_early_while_the_disk_takes_none() -> None:
         memory.take_back(sealer.spilled[-1].block)
         memory.settle(0, 450)
         assert len(memory.blocks) == 3, "what is held is bounded while the disk takes nothing"
-    assert len(sealer.spilled) == 5
+    assert len(sealer.spilled) == 4
     memory.keep(frozen_block(20), 0, 450)
     move_to_disk(sealer.spilled[-1].block)
     memory.take_back(sealer.spilled[-1].block)
@@ -275,27 +279,73 @@ def test_blocks_leave_early_while_the_disk_takes_none() -> None:
     assert list(memory.blocks) == held, "from then on they are spilled again, and none leaves early"
 
 
-def test_a_full_disk_costs_a_file_of_what_lies_on_it_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_the_files_that_make_room_and_no_more() -> None:
     """What lies on disk takes no memory: giving it up makes room there, for what is to be spilled."""
-    monkeypatch.setattr(tier, "_WORTH_TRYING_BYTES", 250)  # a block has 100 bytes on disk
     sealer = Waiting()
     memory = Memory(sealer, spills=True)
-    blocks = [frozen_block(10) for _ in range(12)]
-    for block in blocks[:10]:
-        memory.blocks.append(block.block)
-        move_to_disk(block.block)
-    for block in blocks[10:]:
-        memory.keep(block, 0, 0)
+    files = [spill_file() for _ in range(5)]
+    blocks = [frozen_block(10) for _ in range(13)]
+    for number, block in enumerate(blocks[:10]):  # two in a file, 100 bytes each on disk
+        memory.keep(block, 0, MUCH)
         seal(block.block, 60)
         memory.take_back(block.block)
-    memory.settle(0, 100)
-    assert [spilled.block for spilled in sealer.spilled] == [blocks[10].block]
+        memory.settle(0, 0)
+        move_to_disk(block.block, files[number // 2])
+        memory.take_back(block.block)
+    for block in blocks[10:]:
+        memory.keep(block, 0, MUCH)
+        seal(block.block, 120)
+        memory.take_back(block.block)
+    del sealer.spilled[:]
+
+    memory.settle(0, 120)
+    assert [spilled.block for spilled in sealer.spilled] == [blocks[10].block, blocks[11].block]
     memory.take_back(blocks[10].block)  # the disk is full
-    memory.settle(0, 100, at_most=150)
-    assert len(memory.blocks) == 9, "as many as make room on disk"
-    memory.take_back(blocks[10].block)  # and still is
-    memory.settle(0, 100, at_most=80)
-    assert len(memory.blocks) == 1, "memory counts for more than the disk"
+    memory.settle(0, 120, at_most=130)
+    assert list(memory.blocks) == [block.block for block in blocks[4:]], "240 bytes need two files"
+    assert [spilled.block for spilled in sealer.spilled[2:]] == [blocks[10].block, blocks[11].block]
+    memory.settle(0, 120, at_most=130)
+    assert len(memory.blocks) == 9, "nothing more leaves while these are written"
+
+    memory.take_back(blocks[10].block)  # somebody else took the room
+    memory.settle(0, 120, at_most=400)
+    assert list(memory.blocks) == [block.block for block in blocks[8:]], "two more files"
+    memory.take_back(blocks[10].block)  # and again
+    memory.settle(0, 120, at_most=130)
+    assert list(memory.blocks) == [blocks[12].block], "memory counts for more than the disk"
+
+
+def test_a_disk_that_takes_blocks_again_is_not_given_up() -> None:
+    """One success is enough: the next failure makes room on disk first, however much waits in memory."""
+    sealer = Waiting()
+    memory = Memory(sealer, spills=True)
+    blocks = [frozen_block(10) for _ in range(8)]
+    for block in blocks[:4]:
+        memory.keep(block, 0, MUCH)
+        seal(block.block, 60)
+        memory.take_back(block.block)
+        memory.settle(0, 0)
+        move_to_disk(block.block, spill_file())
+        memory.take_back(block.block)
+    for block in blocks[4:6]:
+        memory.keep(block, 0, MUCH)
+        seal(block.block, 90)
+        memory.take_back(block.block)
+    memory.settle(0, 90)
+    for _ in range(2):
+        memory.take_back(blocks[4].block)  # room is made after the first time, and it fails again
+        memory.settle(0, 90, at_most=180)
+    move_to_disk(blocks[4].block, spill_file())
+    memory.take_back(blocks[4].block)
+    assert list(memory.blocks) == [block.block for block in blocks[2:6]]
+    for block in blocks[6:]:
+        memory.keep(block, 0, MUCH)
+        seal(block.block, 90)
+        memory.take_back(block.block)
+    memory.settle(0, 90)
+    memory.take_back(blocks[5].block)
+    memory.settle(0, 90, at_most=100)
+    assert list(memory.blocks) == [block.block for block in blocks[4:]], "two of 100 bytes for 180"
 
 
 def test_blocks_that_a_disk_did_not_take_are_tried_again_in_their_order() -> None:
@@ -313,6 +363,9 @@ def test_blocks_that_a_disk_did_not_take_are_tried_again_in_their_order() -> Non
     assert sealer.withdrawn == {id(block.block) for block in blocks[1:]}
     sealer.spilled.clear()
     memory.settle(0, 0, MUCH, may_evict=False)
+    assert not sealer.spilled, "not before something new comes"
+    memory.tiers.keep(frozen_block(1))
+    memory.settle(MUCH, 0, MUCH, may_evict=False)
     assert [spilled.block for spilled in sealer.spilled] == [blocks[0].block], "one is enough to try"
     move_to_disk(blocks[0].block)
     memory.take_back(blocks[0].block)
@@ -354,13 +407,13 @@ def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypa
         append(segments, tick, [rows[tick]], [rows[tick + 1]])
     full = segments.take_frozen()
     assert len(full) > 5
-    written = [PortableCoder().adopt(on_disk(frozen.block)) for frozen in full[:2]]
+    written = [chosen_kernels().coder.adopt(on_disk(frozen.block)) for frozen in full[:2]]
     before = segments.overhead_bytes
     segments.seal(full[1].block, written[1])
     held = places_of(segments, np.array([0]))
     assert held.reads_files
     assert segments.overhead_bytes == before + written[1].nbytes
-    segments.evicting(segments.closed[2].first_tick)[1]()
+    segments.prepare_eviction(segments.closed[2].first_tick)[1]()
     after = segments.overhead_bytes
     segments.seal(full[0].block, written[0])
     assert segments.overhead_bytes == after < before
@@ -381,7 +434,7 @@ class Known:
         append(self._segments, tick, [obs], [next_obs])
         self.blocks |= {id(frozen.block) for frozen in self._segments.take_frozen()}
         if self._segments.has_before(oldest):
-            gone, evict = self._segments.evicting(oldest)
+            gone, evict = self._segments.prepare_eviction(oldest)
             evict()
             self.blocks -= {id(block) for block in gone}
 

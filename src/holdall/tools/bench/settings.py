@@ -22,7 +22,7 @@ from holdall.tools.bench import ChildError, OnProgress, Task, result_of, run_tas
 from holdall.tools.plan.config import spec_from_settings
 from holdall.tools.plan.environments import space_from_dict
 from holdall.tools.plan.measure_memory import need_from_spaces
-from holdall.tools.plan.phases import FitVerdict, MachineLimits, MeasuredCosts, PlanInputs
+from holdall.tools.plan.phases import FitVerdict, MachineLimits, MeasuredCosts, PlanInputs, TrainingProbe
 from holdall.tools.plan.planner import PROFILES, code_to_paste, largest_size, make_plan, share_profiles
 from holdall.tools.plan.spec import ALGORITHMS, Spec
 from holdall.units import format_bytes, parse_bytes
@@ -189,12 +189,14 @@ def _size(settings: BenchSettings, name: str, batch: int, trials: dict[str, dict
     n_steps = settings.batch_size if settings.on_policy else 0
     spec = Spec(settings.algo, seen, taken, batch_size=batch, n_steps=n_steps)
     tried = spec.but(n_steps=trial["size"]) if settings.on_policy else spec.but(capacity=trial["size"])
-    probe = {
-        "constructed": trial["peaks"]["construct"],
-        "trained": trial["peaks"]["train"],
-        "buffer_bytes": tried.layout().resident_bytes(trial["size"]) if "sb3" in trials else 0,
-        "processes": [],
-    }
+    has_sb3_buffer = "sb3" in trials
+    probe = TrainingProbe(
+        constructed_bytes=trial["peaks"]["construct"],
+        trained_bytes=trial["peaks"]["train"],
+        kept_bytes=trial["kept_bytes"],
+        buffer_bytes=tried.layout().resident_bytes(trial["size"]) if has_sb3_buffer else 0,
+        copied_bytes=tried.layout().flatten_bytes if has_sb3_buffer else 0,
+    )
     room = MachineLimits((Limit("--limit", settings.limit_bytes, settings.limit_bytes),))
     known = PlanInputs(MeasuredCosts(probe=probe), room, need_from_spaces(spec))
     found = next(profile for profile in share_profiles(spec, known) if profile.name == name)

@@ -60,20 +60,26 @@ class MeasureCallback(BaseCallback):
 
     Args:
         steps: Of the total, those that were done before.
+        reads_kept_bytes: Read resident memory whenever a rollout begins. For on-policy algorithms: they update between
+            rollouts.
     """
 
-    def __init__(self, phase: str, total: int, steps: int = 0) -> None:
+    def __init__(self, phase: str, total: int, steps: int = 0, *, reads_kept_bytes: bool = False) -> None:
         super().__init__()
         self.phase, self.total = phase, total
         self.moments: list[float] = []  # when each step, or each rollout, began
         self.readings: list[tuple[int, int]] = []  # steps done, unique bytes
         self.returns: list[float] = []
+        self.kept_bytes = 0  # most resident bytes between two updates
         self._every = max(total // _READINGS, 1)
         self._emitted = 0.0
         self._steps = steps
+        self._reads_kept_bytes = reads_kept_bytes
 
     def _on_rollout_start(self) -> None:
         self.moments.append(time.perf_counter())
+        if self._reads_kept_bytes:
+            self._read_kept_bytes()
 
     def _on_step(self) -> bool:
         self._steps += self.training_env.num_envs
@@ -89,6 +95,10 @@ class MeasureCallback(BaseCallback):
 
     def _on_training_end(self) -> None:
         self.moments.append(time.perf_counter())
+        self._read_kept_bytes()
+
+    def _read_kept_bytes(self) -> None:
+        self.kept_bytes = max(self.kept_bytes, held_bytes().resident)
 
 
 def measure_training(task: Task) -> dict[str, Any]:
@@ -102,7 +112,6 @@ def measure_training(task: Task) -> dict[str, Any]:
     found: dict[str, Any] = {
         "observation": space_to_dict(model.observation_space),
         "action": space_to_dict(model.action_space),
-        "processes": [],
     }
     peaks["construct"] = peak_bytes()
     on_policy = ALGORITHMS[task.algo].on_policy
@@ -130,6 +139,7 @@ def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[s
     settled = seconds[int(_WARM_UP * len(seconds)) :]
     return {
         "steps": len(seconds) * task.num_envs,
+        "kept_bytes": training.kept_bytes,
         "filled": held / model.replay_buffer.buffer_size,
         # The median: on a shared machine the mean shows the neighbours more than the run.
         "steps_per_second": task.num_envs / float(np.median(settled)),
@@ -142,13 +152,14 @@ def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[s
 def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
     rollout = task.size * task.num_envs
     total = max(task.timesteps, rollout) if task.fills else task.timesteps
-    training = MeasureCallback("train", -(-total // rollout) * rollout)
+    training = MeasureCallback("train", -(-total // rollout) * rollout, reads_kept_bytes=True)
     begin_peak()
     model.learn(total, callback=training)
     peaks["train"] = peaks["collect"] = peak_bytes()
     seconds = np.diff(training.moments)
     return {
         "steps": training.num_timesteps,
+        "kept_bytes": training.kept_bytes,
         "filled": min(training.num_timesteps / rollout, 1.0),
         "steps_per_second": rollout / float(np.median(seconds)),
         "fill_per_second": None,

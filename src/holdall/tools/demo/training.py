@@ -137,9 +137,7 @@ def set_env_state(env: VecEnv, state: bytes) -> None:
 
 
 def _rover(env: Any) -> Any:
-    while not isinstance(env, DummyVecEnv):
-        env = env.venv
-    return env.envs[0].unwrapped
+    return env.unwrapped.envs[0].unwrapped
 
 
 def weights_digest(policy: torch.nn.Module) -> str:

@@ -21,6 +21,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -297,7 +298,7 @@ def run_task(question: dict[str, Any]) -> dict[str, Any]:
 
     if task == "baseline":
         return sb3_model.measure_baseline(spec, question["networks"], question.get("traces", True))
-    return sb3_model.measure_updates(spec, question["steps"])
+    return asdict(sb3_model.measure_updates(spec, question["steps"]))
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ not exact. "Fits" is said only if the upper bound of the largest phase is below 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -152,6 +152,18 @@ class HeapGrowth(NamedTuple):
     fixed: int = 0  # of both: what does not grow with the batch, beside what a trace sees
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingProbe:
+    """Host memory of a short real training with Stable-Baselines3, measured in its own process."""
+
+    constructed_bytes: int  # peak resident bytes until the model was constructed
+    trained_bytes: int  # peak resident bytes of the updates
+    kept_bytes: int  # resident bytes between updates; the maximum, where several were read
+    buffer_bytes: int  # resident bytes of Stable-Baselines3's buffer, as far as the training filled it
+    copied_bytes: int  # bytes of the flattened copy that a rollout buffer of Stable-Baselines3 made
+    env_process_bytes: Sequence[int] = ()  # unique bytes of each process of the vector environment
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
     """What was found out about this machine, this environment and these networks."""
@@ -165,7 +177,7 @@ class MeasuredCosts:
     env_first: int | None = None  # None: no environment was made
     env_first_anonymous: int = 0
     env_each: int = 0
-    probe: Mapping[str, Any] | None = None  # the answer of `sb3_model.measure_updates`
+    probe: TrainingProbe | None = None
     vram_context: int | None = None
 
     def networks(self, batch: int) -> UpdateBytes | None:
@@ -268,15 +280,13 @@ def _libraries_and_environments(spec: Spec, measured: MeasuredCosts) -> list[Pha
     return parts
 
 
-def _probed_libraries(probe: Mapping[str, Any], measured: MeasuredCosts) -> list[PhasePart]:
+def _probed_libraries(probe: TrainingProbe, measured: MeasuredCosts) -> list[PhasePart]:
     weights = 0 if measured.traced is None else measured.traced.weights
-    held = max(int(probe["constructed"]) - weights, 0)
+    held = max(probe.constructed_bytes - weights, 0)
     parts = [PhasePart.measured("interpreter, libraries, environments", held, _PROBED_SPREAD)]
-    if probe["processes"]:
-        unique = sum(int(child["unique"]) for child in probe["processes"])
-        parts.append(
-            PhasePart.measured(counted(len(probe["processes"]), "process", "processes"), unique, _PROBED_SPREAD)
-        )
+    if probe.env_process_bytes:
+        name = counted(len(probe.env_process_bytes), "process", "processes")
+        parts.append(PhasePart.measured(name, sum(probe.env_process_bytes), _PROBED_SPREAD))
     return parts
 
 
@@ -308,9 +318,9 @@ def _update(
     gathered = spec.batch * spec.observation_bytes * (1 if spec.on_policy else 2)
     if (probe := measured.probe) is not None:
         settled = 0 if networks is None else networks.settled - networks.weights
-        known = int(probe["constructed"]) + int(probe["buffer_bytes"]) + settled
-        size, kept = (max(int(probe[name]) - known, 0) for name in ("trained", "kept"))
-        size += max(flat - int(probe["copied_bytes"]), 0)
+        known = probe.constructed_bytes + probe.buffer_bytes + settled
+        kept = max(probe.kept_bytes - known, 0)
+        size = max(probe.trained_bytes - known, 0) + max(flat - probe.copied_bytes, 0)
         return PhasePart.measured(_UPDATE, size, _UPDATE_SPREAD), PhasePart.measured(_KEPT, kept, _UPDATE_SPREAD)
     if networks is None:
         return PhasePart("batch", 2 * gathered, "estimate", 4 * gathered), PhasePart.exact(_KEPT, 0)

@@ -410,7 +410,9 @@ def plan_from_inputs(spec: Spec, known: PlanInputs, notes: list[str]) -> Plan:
 def _measure(
     spec: Spec, base: Answer, networks: bool, probe_steps: int, environment: Answer | None, notes: list[str]
 ) -> tuple[phases.MeasuredCosts, Limit | None]:
-    probe = run_probe("update", spec=spec, steps=probe_steps) if probe_steps and networks else None
+    probe = None
+    if probe_steps and networks:
+        probe = phases.TrainingProbe(**run_probe("update", spec=spec, steps=probe_steps))
     vram = base.get("vram")
     if environment is None and not probe:
         notes.append("the environment itself is not counted: name it with --env")

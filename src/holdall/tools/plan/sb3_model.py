@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import available_bytes, begin_peak, held_bytes, peak_bytes
 from holdall.tools.plan.environments import make_single_env
-from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
+from holdall.tools.plan.phases import MAPPED_FROM, TrainingProbe, UpdateBytes
 from holdall.tools.plan.spec import Spec
 from holdall.tools.watch.reading import map_blocks_from, return_free_heap
 
@@ -222,18 +222,24 @@ def _context_bytes(free_before: int) -> dict[str, int]:
     return {"free": free_before, "total": total, "context": max(context, 0)}
 
 
-def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
+def measure_updates(spec: Spec, steps: int) -> TrainingProbe:
     """Collect, train, and read the peaks."""
     short = with_short_rollouts(spec)
     env = make_env(short, real=True)
     begin_peak()
     model = build_model(short, env=env)
-    found: dict[str, Any] = {"constructed": peak_bytes()}
-    rows, found["kept"] = (_on_policy if spec.on_policy else _off_policy)(model, short, steps)
-    found |= {"trained": peak_bytes(), "processes": _child_processes()}
-    found |= {"buffer_bytes": short.layout().resident_bytes(rows), "copied_bytes": short.layout().flatten_bytes}
+    constructed_bytes = peak_bytes()
+    rows, kept_bytes = (_on_policy if spec.on_policy else _off_policy)(model, short, steps)
+    probe = TrainingProbe(
+        constructed_bytes=constructed_bytes,
+        trained_bytes=peak_bytes(),
+        kept_bytes=kept_bytes,
+        buffer_bytes=short.layout().resident_bytes(rows),
+        copied_bytes=short.layout().flatten_bytes,
+        env_process_bytes=_env_process_bytes(),
+    )
     env.close()
-    return found
+    return probe
 
 
 def with_short_rollouts(spec: Spec) -> Spec:
@@ -299,10 +305,9 @@ def give_back_free_memory() -> None:
     return_free_heap()
 
 
-def _child_processes() -> list[dict[str, int]]:
-    """Read what the processes of the vector environment hold, the fork server among them."""
-    all_held = [held_bytes(child.pid) for child in psutil.Process().children(recursive=True)]
-    return [{"unique": one.unique, "proportional": one.proportional, "resident": one.resident} for one in all_held]
+def _env_process_bytes() -> list[int]:
+    """Return the unique bytes of each process of the vector environment, the fork server among them."""
+    return [held_bytes(child.pid).unique for child in psutil.Process().children(recursive=True)]
 
 
 def trace_update(spec: Spec, mapped_from: int = MAPPED_FROM) -> UpdateBytes:

@@ -200,7 +200,7 @@ def fixed_shape(given: list[Any]) -> tuple[Any, ...] | None:
     return None if axes is None or UNKNOWN in axes else axes
 
 
-def _function(  # noqa: C901, PLR0911, PLR0912  one case for each function
+def _function(
     interpreter: Any, dotted: str, package: str, last: str, first: Any, arguments: CallArguments, node: ast.AST
 ) -> Any:
     if shapes.knows(last, package == "torch") and ".nn." not in dotted:
@@ -267,7 +267,7 @@ def array_member(array: ArrayValue, name: str) -> Any:
     return BoundMethod(array, name)
 
 
-def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each method
+def call_method(interpreter: Any, array: ArrayValue, name: str, arguments: Any, node: ast.AST) -> Any:
     """Return what a method of an array returns."""
     match name:
         case "astype" | "type":

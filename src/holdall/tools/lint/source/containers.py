@@ -37,7 +37,7 @@ _MOST_WRITTEN_OUT = 16  # items that a loop appends
 MOST_SAMPLES = 8  # of what is added to a container
 
 
-def table_method(interpreter: Any, table: TableValue, name: str, arguments: Any) -> Any:  # noqa: C901  one case each
+def table_method(interpreter: Any, table: TableValue, name: str, arguments: Any) -> Any:
     """Return what a method of a dict returns."""
     key, other = arguments.get(0, "", UNKNOWN), arguments.get(1, "default", None)
     match name:
@@ -160,7 +160,7 @@ def text_method(text: str, name: str, arguments: Any) -> Any:
     return ListValue(made, len(made)) if name == "split" else made
 
 
-def item(interpreter: Any, base: Any, index: Any) -> Any:  # noqa: C901, PLR0911  one line for each kind of value
+def item(interpreter: Any, base: Any, index: Any) -> Any:
     """Return `base[index]`."""
     if isinstance(base, ReturnedValues) and whole(index) is None:
         base = base.observation  # older environments return nothing else

@@ -52,7 +52,7 @@ _INHERITED = {
 # ------------------------------------------------------------ calls
 
 
-def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a kind
+def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Return a space or environments; NotImplemented for any other function."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     is_gym = package in _GYMS

@@ -119,7 +119,7 @@ class Expressions(Names):
         left, right = self.value(node.left), self.value(node.right)
         return spread(lambda a, b: self.binary(node.op, a, b, node), left, right)
 
-    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one case a kind
+    def binary(self, op: ast.operator, left: Any, right: Any, node: ast.AST) -> Any:
         """Return the result of an operator."""
         if isinstance(left, ArrayValue) or isinstance(right, ArrayValue):
             return shapes.calculated(op, left, right, node)

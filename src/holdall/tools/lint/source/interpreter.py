@@ -222,7 +222,7 @@ class Interpreter(Functions):
                 return True
         return False
 
-    def statement(self, node: ast.stmt) -> bool:  # noqa: C901, PLR0912  one case for each kind of statement
+    def statement(self, node: ast.stmt) -> bool:
         """Follow one statement; True if it leaves the block."""
         match node:  # the most frequent ones first
             case ast.Assign(targets=targets, value=value):

@@ -231,7 +231,7 @@ _FOLLOWS = (
 # ------------------------------------------------------------ Python's own functions
 
 
-def _builtin(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case for each function
+def _builtin(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
     name, values = dotted.removeprefix("builtins."), arguments.values
     first = values[0] if values else UNKNOWN
     match name:
@@ -347,7 +347,7 @@ def _sequence(interpreter: Any, name: str, first: Any) -> Any:
 # ------------------------------------------------------------ methods
 
 
-def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: ast.AST) -> Any:  # noqa: PLR0911  one line for each kind of value
+def call_method(interpreter: Any, owner: Any, name: str, arguments: Any, node: ast.AST) -> Any:
     """Return what a method of a library's object, or of a container, returns."""
     match owner:
         case TableValue():

@@ -26,7 +26,7 @@ _SAME_SHAPE = {
 _NOTHING = ArrayValue()  # a picture of which nothing is known
 
 
-def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:  # noqa: C901, PLR0911, PLR0912  one case a function
+def call(interpreter: Any, dotted: str, arguments: CallArguments, node: ast.AST) -> Any:
     """Return what a function of a library of pictures makes; NotImplemented if it is none of these."""
     package, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
     if package not in _PACKAGES or (last[:1].isupper() and package != "cv2"):
@@ -172,7 +172,7 @@ def picture_method(owner: InstanceValue, name: str, arguments: CallArguments, no
 # ------------------------------------------------------------ torchvision
 
 
-def transformed(interpreter: Any, transform: InstanceValue, value: Any, node: ast.AST) -> Any:  # noqa: C901, PLR0911  one case a transform
+def transformed(interpreter: Any, transform: InstanceValue, value: Any, node: ast.AST) -> Any:
     """Return what one of torchvision's transforms makes of a picture."""
     kind, given = transform.kind.rpartition(".")[2], transform.arguments
     first = given.get("0", UNKNOWN)

@@ -303,7 +303,7 @@ class Names:
             return spread(lambda one: self.member(one, node.attr, node), base)
         return self.member(base, node.attr, node)
 
-    def member(self, base: Any, name: str, node: ast.AST | None = None) -> Any:  # noqa: C901, PLR0911, PLR0912
+    def member(self, base: Any, name: str, node: ast.AST | None = None) -> Any:
         """Return an attribute of a value: one case for each kind of value."""
         match base:
             case InstanceValue():

@@ -337,7 +337,7 @@ def _targets(node: ast.AST, name: str) -> bool:
     )
 
 
-def _bound(node: ast.AST) -> Iterator[tuple[str, Binding]]:  # noqa: C901, PLR0912  one case for each kind of statement
+def _bound(node: ast.AST) -> Iterator[tuple[str, Binding]]:
     """Yield the names that a statement, or a part of one, gives a value."""
     match node:
         case ast.Assign(targets=targets, value=value):

@@ -328,7 +328,7 @@ def best_array(value: Any) -> Any:
     return max(arrays, key=lambda one: one.nbytes or 0) if arrays else unwrapped(likely(value))
 
 
-def one_of(pairs: Iterable[tuple[Any, str]], most: int = MOST_CANDIDATES) -> Any:  # noqa: C901  called most of all
+def one_of(pairs: Iterable[tuple[Any, str]], most: int = MOST_CANDIDATES) -> Any:
     """Join candidates: one value if they are all the same."""
     if type(pairs) is list and len(pairs) == 1 and type(pairs[0][0]) is not OneOf:
         return pairs[0][0]

@@ -1,0 +1,22 @@
+/* The extension module holdall._native: its initialisation. */
+#define HOLDALL_IMPORTS_NUMPY
+#include "module.h"
+
+static int module_exec(PyObject *module) {
+    if (PyArray_ImportNumPyAPI() < 0) return -1;
+    return add_contexts(module);
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, (void *)module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef module_definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "holdall._native",
+    .m_doc = "The parts of holdall that are written in C.",
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&module_definition); }
