@@ -1,5 +1,11 @@
 """The parts of holdall that are written in C."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 class Handle:
     """A context or a dictionary of Zstandard or LZ4, which is freed with this object."""
 
@@ -24,3 +30,160 @@ def new_compressor(level: int, shortest_match: int, table_log: int, dictionary: 
 
 def new_lz4_stream() -> Handle:
     """Return a state of LZ4 that compresses against other bytes. Only one thread at a time may use it."""
+
+# ---------------------------------------------------------------- the engine
+#
+# Every method that changes something is atomic: it checks all arguments first, then runs to its end without releasing
+# the GIL and without running Python code. A signal handler or another thread sees the change completely or not at all.
+# What is held is described by an immutable `Catalog`; a change publishes a new one. Errors are raised here, with the
+# argument's name and value. Lengths that come from files or the network are checked here, before use.
+
+ROLE_OBSERVATION: int  # An observation and the next one.
+ROLE_ROW: int  # An action, the reward or an extra.
+ROLE_FLAGS: int  # terminated, truncated and valid, one byte per transition.
+
+WRITTEN: int  # `Writer.append`: the tick was written.
+FULL: int  # The open segment has no room for this tick: call `Writer.roll`, then try again.
+UNCHECKED: int  # An argument is not an array of the expected dtype and shape: let `Schema.check` convert or refuse it.
+
+Layout = tuple[str] | tuple[str, int, int, int, int]
+"""How an observation column is stored: ("shared",), ("paired",), or ("sliced", count, outer, run_bytes, shift)."""
+
+class Raw:
+    """Uncompressed slices, one after another."""
+
+    nbytes: int
+
+class Coded:
+    """Compressed slices, in memory or in a file. Immutable."""
+
+class Block:
+    """The unique slices of one field.
+
+    `form` is the only thing about a closed block that changes. Assigning it is atomic: readers that started with the
+    old form keep it alive until they finish.
+    """
+
+    slice_bytes: int
+    slice_count: int
+    is_open: bool  # Whether slices may still be added.
+    form: Raw | Coded
+
+    def __init__(self, slice_bytes: int, slice_count: int, form: Any) -> None:
+        """Make a closed block. A buffer becomes a Raw form that is copied from it."""
+    def read(self, first: int, count: int) -> NDArray[np.uint8]:
+        """Return a copy of raw slices, (count, slice_bytes). Raise ValueError if the form is not Raw."""
+
+class Part:
+    """What one segment stores of one column. Immutable, except in the open segment and for `Writer.rewrite`."""
+
+    kind: str  # "rows", "shared", "paired", "sliced" or "packed"
+    nbytes: int  # Bytes in memory, without the block.
+    block: Block | None
+    slice_count: int  # Slices of the block that this part may name.
+    layout: Layout | None  # Of an observation column that is not packed.
+    exceptions: int  # Next observations of a shared part that are stored apart.
+    broken: int  # Transitions of a sliced part whose next observation did not overlap as the window says.
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return copies of the arrays: rows, exception_rows and exceptions, or cursors and log."""
+    @staticmethod
+    def restore(
+        kind: str, ticks: int, lanes: int, row_bytes: int, arrays: dict[str, Any], layout: Layout | None, block: Block | None
+    ) -> Part:
+        """Make a part of arrays that `arrays` returned. Raise ValueError unless every length and number fits."""
+
+class Segment:
+    """A run of consecutive ticks, with one part per column. Immutable once closed."""
+
+    first_tick: int
+    ticks: int
+    lanes: int
+    invalid_count: int  # Entries that were added with valid=False.
+    parts: tuple[Part, ...]
+
+    def __init__(self, first_tick: int, ticks: int, lanes: int, parts: Sequence[Part]) -> None: ...
+
+class Catalog:
+    """The ticks `first_tick` to `next_tick` - 1, in segments without gaps between them."""
+
+    first_tick: int
+    next_tick: int
+    lanes: int
+    segments: tuple[Segment, ...]
+    invalid_count: int  # Held entries that are not transitions.
+
+class Writer:
+    """Owner of everything that `add` changes: the open segment and the catalog."""
+
+    catalog: Catalog  # What is held right now. Its last segment is open and grows with every tick.
+    next_tick: int
+    first_tick: int
+
+    def __init__(
+        self,
+        columns: Sequence[tuple[int, int, tuple[int, ...]]],
+        keys: tuple[tuple[str, ...] | None, tuple[str, ...] | None, tuple[str, ...] | None],
+        lanes: int,
+        capacity_ticks: int,
+        segment_ticks: int,
+        block_bytes: int,
+        layouts: Sequence[Layout | None],
+        first_tick: int = 0,
+    ) -> None:
+        """Make an empty writer.
+
+        Args:
+            columns: Role, type number (-1: not known yet) and shape of every column, in the order observation leaves,
+                action leaves, reward, extras, flags.
+            keys: For observations, actions and extras: the keys of a Dict whose values are the leaves, in leaf order.
+                None: one leaf that is passed as an array.
+            segment_ticks: Ticks of a segment at most.
+            block_bytes: Bytes of a block at most, unless one tick needs more.
+            layouts: How each column is stored in the first segment; None for columns that are not observations.
+        """
+    def append(
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Any = None, valid: Any = None, /,
+    ) -> int:
+        """Write one tick, or nothing. Return WRITTEN, FULL or UNCHECKED.
+
+        obs, action, next_obs and extras are an array, a dict of arrays, or a tuple of arrays in leaf order.
+        """
+    def extend(self, steps: Sequence[Any], first: int, /) -> int:
+        """Write steps from number `first` on until the open segment is full; return how many were written.
+
+        `steps` are the arguments of `append`, checked, with a leading time axis.
+        """
+    def roll(self, layouts: Sequence[Layout | None] | None = None) -> Segment | None:
+        """Close the open segment and start the next one, with other layouts if given. Return the closed segment, or
+        None if it had no ticks. Segments that hold no tick within the capacity are dropped."""
+    def evict(self, before_tick: int) -> None:
+        """Publish a catalog without older ticks."""
+    def replace(self, segment: Segment, parts: dict[int, Part]) -> bool:
+        """Publish a catalog in which `segment` has other parts. Return False if it is no longer held."""
+    def adopt(self, segment: Segment) -> int:
+        """Append a closed segment that was built elsewhere. Return its first tick."""
+    def rewrite(self, ids: NDArray[np.int64], column: int, rows: NDArray[Any]) -> None:
+        """Overwrite rows of a column that is not an observation. Raise if an id is not held."""
+    def snapshot(self) -> Catalog:
+        """Return a catalog that never changes."""
+    def set_type(self, column: int, type_number: int) -> None:
+        """Set the dtype of a column whose type was not known. Raise if ticks were written already."""
+
+class Reader:
+    """Copies rows out of a catalog. Threads that call `help` share the work."""
+
+    def __init__(self) -> None: ...
+    def gather(self, catalog: Catalog, ids: NDArray[np.int64], outputs: Sequence[int]) -> tuple[NDArray[Any], ...]:
+        """Return one array per output, whose rows are in the order of `ids`.
+
+        Output 2 * column is the row, the observation, or terminated; 2 * column + 1 is the next observation, or
+        truncated. Raise IndexError before anything is returned if an id is not held.
+
+        Rows are copied and slices are located with the GIL held. Slices are then copied and decoded without the GIL.
+        """
+    def help(self) -> None:
+        """Work on the gathers of other threads until `dismiss` is called. Releases the GIL."""
+    def dismiss(self) -> None:
+        """Make all calls of `help` return."""

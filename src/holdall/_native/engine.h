@@ -1,0 +1,234 @@
+/* The objects that hold transitions. writer.c changes them, reader.c reads them.
+ *
+ *   Catalog ── Segment ── Part ── Block ── Raw | Coded
+ *
+ * A catalog lists the segments that are held. A segment is a run of consecutive ticks with one part per column. Most
+ * parts store rows. The part of a large observation stores slice numbers, and its block stores the slices.
+ *
+ * All of these are ordinary Python objects without Py_TPFLAGS_HAVE_GC. They are only changed while the GIL is held, and
+ * every change is made inside one native call that runs no Python code. A thread that reads slices without the GIL owns
+ * a reference to the Raw or Coded object that it reads; the bytes there never move, and a slice never changes once it
+ * was stored. Everything else is read with the GIL.
+ */
+#ifndef HOLDALL_ENGINE_H
+#define HOLDALL_ENGINE_H
+
+#include "codec.h"
+#include "python_api.h"
+
+enum { MAX_COLUMNS = 256, MAX_NDIM = 16 };
+
+/* ---- columns ------------------------------------------------------------------------ */
+
+/* What a column is. Rows of an observation column come in pairs: an observation and the next one. */
+enum { ROLE_OBSERVATION = 0, ROLE_ROW = 1, ROLE_FLAGS = 2 };
+
+/* The bits of a row of the flags column. */
+enum { FLAG_TERMINATED = 1, FLAG_TRUNCATED = 2, FLAG_INVALID = 4 };
+
+/* One array of a transition: an observation leaf, an action leaf, the reward, an extra, or the flags. */
+typedef struct {
+    int role;
+    int type_number;      /* NumPy's number of the dtype; -1: not known yet (rewards before the first one) */
+    int ndim;             /* of one lane's row */
+    Py_ssize_t shape[MAX_NDIM];
+    Py_ssize_t row_bytes; /* of one lane's row */
+} column;
+
+/* ---- slices ------------------------------------------------------------------------- */
+
+/* Uncompressed slices, one after another. */
+typedef struct {
+    PyObject_HEAD
+    uint8_t *data;
+    Py_ssize_t capacity_bytes;
+} Raw;
+
+/* Compressed slices. codec.h describes the struct; the object owns everything that it points to. */
+typedef struct {
+    PyObject_HEAD
+    sealed_block block;
+    PyObject *codec; /* the codec that wrote it, for people and files */
+    PyObject *owner; /* keeps the arrays, the dictionary and the file alive */
+    Py_ssize_t memory_bytes;
+} Coded;
+
+/* The unique slices of one field. `form` is the only thing about a closed block that changes. */
+typedef struct {
+    PyObject_HEAD
+    Py_ssize_t slice_bytes;
+    Py_ssize_t used;     /* slices stored */
+    Py_ssize_t capacity; /* slices that fit */
+    PyObject *form;      /* Raw or Coded */
+    uint64_t *hashes;    /* of each slice; NULL once the block is closed */
+    uint32_t *slots;     /* open addressing: slice number + 1, or 0 for an empty slot */
+    uint64_t mask;       /* number of slots - 1 */
+} Block;
+
+/* How an observation is cut into slices. In memory an observation is `outer` stretches; each stretch has one run of
+ * `run_bytes` bytes of every slice, in order. */
+typedef struct {
+    Py_ssize_t count; /* slices of an observation */
+    Py_ssize_t outer;
+    Py_ssize_t run_bytes;
+    Py_ssize_t shift; /* slices that are new in the next observation */
+} window;
+
+/* Set in a cursor whose next observation does not overlap the observation, but follows it in the log. */
+#define NEXT_FOLLOWS UINT32_C(0x80000000)
+
+/* ---- parts -------------------------------------------------------------------------- */
+
+enum {
+    PART_ROWS = 0,   /* one row per transition */
+    PART_SHARED = 1, /* one row per observation: the next observation is the row of the following tick */
+    PART_PAIRED = 2, /* the observation and the next observation, both in full */
+    PART_SLICED = 3, /* log and block */
+    PART_PACKED = 4, /* a packed run, see packed.h */
+};
+
+/* What one segment stores of one column. */
+typedef struct {
+    PyObject_HEAD
+    int kind;
+    int is_frozen;            /* a snapshot refers to this part, so a rewrite must copy it first */
+    Py_ssize_t lanes;
+    Py_ssize_t row_bytes;     /* one lane's row, or observation */
+    Py_ssize_t capacity;      /* ticks that fit */
+
+    /* Rows. Transition (tick, lane) has row tick * lanes + lane; ticks count from the segment's first. Shared parts
+     * have one tick more than the segment, and paired ones store the next observation after each observation. */
+    uint8_t *rows;
+
+    /* Exceptions of a shared part: next observations that are not the following tick's observation. */
+    uint32_t *exception_rows; /* transition numbers in the segment, ascending */
+    uint8_t *exceptions;
+    Py_ssize_t exception_count;
+    Py_ssize_t exception_capacity;
+
+    /* Sliced parts. A lane's log is a list of slice numbers. Entry e of lane l is log[e * lanes + l]. */
+    window cut;
+    Block *block;
+    Py_ssize_t slice_count; /* slices of the block that the log may name; while open: use block->used */
+    uint32_t *cursors;      /* by transition: the first log entry of its observation, and NEXT_FOLLOWS */
+    void *log;
+    int log_width;          /* bytes of an entry: 2 or 4; 4 while open */
+    Py_ssize_t log_rows;    /* entries per lane that are allocated; once closed: the longest lane's */
+
+    /* Packed parts. */
+    PyObject *packed;       /* PackedRun */
+    int packed_leaf;
+} Part;
+
+/* ---- segments and catalogs ---------------------------------------------------------- */
+
+/* A run of consecutive ticks. The last segment of a writer's catalog is open: `ticks` grows with every append. */
+typedef struct {
+    PyObject_HEAD
+    int64_t first_tick;
+    Py_ssize_t ticks;
+    Py_ssize_t lanes;
+    Py_ssize_t invalid_count; /* entries that are not transitions */
+    int part_count;
+    Part **parts; /* owned */
+} Segment;
+
+/* The segments that are held, oldest first, without gaps. Immutable, except that the last segment may be open. */
+typedef struct {
+    PyObject_HEAD
+    int column_count;
+    const column *columns; /* owned */
+    Py_ssize_t lanes;
+    int64_t floor_tick;       /* older ticks are not held, even if their segment is */
+    int64_t capacity_ticks;   /* the newest ticks that are held at most */
+    Py_ssize_t segment_count;
+    Segment **segments;       /* owned */
+    int64_t *first_ticks;     /* of each segment, for binary search */
+} Catalog;
+
+extern PyTypeObject *raw_type, *coded_type, *block_type, *part_type, *segment_type, *catalog_type;
+
+/* The tick after the newest one. */
+static inline int64_t catalog_next_tick(const Catalog *c) {
+    if (c->segment_count == 0) return c->floor_tick;
+    const Segment *const last = c->segments[c->segment_count - 1];
+    return last->first_tick + last->ticks;
+}
+
+/* The oldest tick that is held. */
+static inline int64_t catalog_first_tick(const Catalog *c) {
+    int64_t first = c->floor_tick;
+    const int64_t next = catalog_next_tick(c);
+    if (c->segment_count > 0 && c->first_ticks[0] > first) first = c->first_ticks[0];
+    if (next - c->capacity_ticks > first) first = next - c->capacity_ticks;
+    return first < next ? first : next;
+}
+
+/* The number of the segment that holds `tick`, which must be held. */
+static inline Py_ssize_t catalog_find(const Catalog *c, int64_t tick) {
+    Py_ssize_t low = 0, high = c->segment_count;
+    while (high - low > 1) {
+        const Py_ssize_t middle = low + (high - low) / 2;
+        if (c->first_ticks[middle] <= tick) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+/* Entry `e` of the log of `lane`. */
+static inline uint32_t log_entry(const Part *p, Py_ssize_t e, Py_ssize_t lane) {
+    const Py_ssize_t at = e * p->lanes + lane;
+    return p->log_width == 2 ? ((const uint16_t *)p->log)[at] : ((const uint32_t *)p->log)[at];
+}
+
+/* The exception of transition `row` of a shared part, or NULL if its next observation is the following row. */
+static inline const uint8_t *find_exception(const Part *p, Py_ssize_t row) {
+    Py_ssize_t low = 0, high = p->exception_count;
+    while (low < high) {
+        const Py_ssize_t middle = low + (high - low) / 2;
+        if (p->exception_rows[middle] < (uint32_t)row) low = middle + 1;
+        else high = middle;
+    }
+    if (low == p->exception_count || p->exception_rows[low] != (uint32_t)row) return NULL;
+    return p->exceptions + low * p->row_bytes;
+}
+
+/* ---- memory ------------------------------------------------------------------------- */
+
+/* Zeroed memory of `bytes` bytes. Large areas take RAM only as they are written to. NULL without an exception if there
+ * is none. Thread-safe. */
+void *area_new(size_t bytes);
+void area_free(void *area, size_t bytes);
+/* Give the whole pages after the first `used` bytes back to the system. */
+void area_release_tail(void *area, size_t used, size_t bytes);
+
+/* ---- objects, see objects.c --------------------------------------------------------- */
+
+/* Allocate an object of a type of this module, zeroed. */
+void *object_new(PyTypeObject *type);
+/* Free the memory of an object whose contents were freed. */
+void object_free(void *object);
+
+Raw *raw_new(Py_ssize_t bytes);
+Block *block_new(Py_ssize_t slice_bytes, Py_ssize_t capacity);
+/* Free the index of a block: no slice will be added. */
+void block_close(Block *block);
+/* Return the number of a slice, and store it if it is new. The caller made sure that one more slice fits. */
+uint32_t block_intern(Block *block, const uint8_t *slice);
+
+Part *part_new(int kind, Py_ssize_t lanes, Py_ssize_t row_bytes, Py_ssize_t capacity, const window *cut, Block *block);
+/* Return a copy of the first `ticks` ticks of a part, with exactly the memory that it needs. The block is shared. */
+Part *part_trim(const Part *part, Py_ssize_t ticks);
+/* Bytes in memory, without the block. */
+Py_ssize_t part_bytes(const Part *part);
+
+Segment *segment_new(int64_t first_tick, Py_ssize_t lanes, int part_count);
+Catalog *catalog_new(const Catalog *like, Py_ssize_t segment_count);
+
+int add_objects(PyObject *module);
+int add_writer(PyObject *module);
+int add_reader(PyObject *module);
+int add_coded(PyObject *module);
+int add_packed(PyObject *module);
+
+#endif
