@@ -49,6 +49,9 @@ UNCHECKED: int  # An argument is not an array of the expected dtype and shape: l
 Layout = tuple[str] | tuple[str, int, int, int, int]
 """How an observation column is stored: ("shared",), ("paired",), or ("sliced", count, outer, run_bytes, shift)."""
 
+Group = tuple[int, tuple[str, ...] | None]
+"""Leaves that are passed together as one argument."""
+
 class Raw:
     """Uncompressed slices, one after another."""
 
@@ -190,13 +193,13 @@ class Writer:
 
     def __init__(
         self,
-        columns: Sequence[tuple[int, int, tuple[int, ...]]],
-        keys: tuple[tuple[str, ...] | None, tuple[str, ...] | None, tuple[str, ...] | None],
+        columns: tuple[tuple[int, int, tuple[int, ...]], ...],
+        groups: tuple[Group, Group, Group],
         lanes: int,
         capacity_ticks: int,
         segment_ticks: int,
         block_bytes: int,
-        layouts: Sequence[Layout | None],
+        layouts: tuple[Layout | None, ...],
         first_tick: int = 0,
     ) -> None:
         """Make an empty writer.
@@ -204,8 +207,8 @@ class Writer:
         Args:
             columns: Role, type number (-1: not known yet) and shape of every column, in the order observation leaves,
                 action leaves, reward, extras, flags.
-            keys: For observations, actions and extras: the keys of a Dict whose values are the leaves, in leaf order.
-                None: one leaf that is passed as an array.
+            groups: The leaves of observations, actions and extras: their number, and their keys in leaf order if the
+                argument may be a dict of the leaves.
             segment_ticks: Ticks of a segment at most.
             block_bytes: Bytes of a block at most, unless one tick needs more.
             layouts: How each column is stored in the first segment; None for columns that are not observations.
@@ -218,7 +221,7 @@ class Writer:
 
         obs, action, next_obs and extras are an array, a dict of arrays, or a tuple of arrays in leaf order.
         """
-    def extend(self, steps: Sequence[Any], first: int, /) -> int:
+    def extend(self, steps: tuple[Any, ...], first: int, /) -> int:
         """Write steps from number `first` on until the open segment is full; return how many were written.
 
         `steps` are the arguments of `append`, checked, with a leading time axis.
@@ -243,7 +246,7 @@ class Reader:
     """Copies rows out of a catalog. Threads that call `help` share the work."""
 
     def __init__(self) -> None: ...
-    def gather(self, catalog: Catalog, ids: NDArray[np.int64], outputs: Sequence[int]) -> tuple[NDArray[Any], ...]:
+    def gather(self, catalog: Catalog, ids: NDArray[np.int64], outputs: tuple[int, ...]) -> tuple[NDArray[Any], ...]:
         """Return one array per output, whose rows are in the order of `ids`.
 
         Output 2 * column is the row, the observation, or terminated; 2 * column + 1 is the next observation, or

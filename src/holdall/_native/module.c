@@ -7,7 +7,10 @@ static int module_exec(PyObject *module) {
     if (PyArray_ImportNumPyAPI() < 0) return -1;
     if (add_contexts(module) < 0) return -1;
     if (add_objects(module) < 0) return -1;
-    return add_coded(module);
+    if (add_coded(module) < 0) return -1;
+    if (add_packed(module) < 0) return -1;
+    if (add_writer(module) < 0) return -1;
+    return add_reader(module);
 }
 
 static PyModuleDef_Slot module_slots[] = {

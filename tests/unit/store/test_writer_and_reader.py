@@ -1,0 +1,279 @@
+"""Writer and Reader against a plain list of what was written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from holdall._native import (
+    FULL,
+    ROLE_FLAGS,
+    ROLE_OBSERVATION,
+    ROLE_ROW,
+    UNCHECKED,
+    WRITTEN,
+    Block,
+    Part,
+    Reader,
+    Segment,
+    Writer,
+)
+
+Array = NDArray[Any]
+SHARED = ("shared",)
+PAIRED = ("paired",)
+STACK = ("sliced", 4, 1, 6, 1)  # Four frames of six bytes on the first axis.
+LAST_AXIS = ("sliced", 3, 4, 2, 1)  # Three slices of uint16 on the last axis.
+OBS, FRAMES, TABLE, ACTION, REWARD, EXTRA, FLAGS = range(7)
+OUTPUTS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 13)
+
+
+def columns() -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    def number(dtype: str) -> int:
+        return int(np.dtype(dtype).num)
+
+    return (
+        (ROLE_OBSERVATION, number("f4"), (3,)),
+        (ROLE_OBSERVATION, number("u1"), (4, 2, 3)),
+        (ROLE_OBSERVATION, number("u2"), (4, 3)),
+        (ROLE_ROW, number("i8"), ()),
+        (ROLE_ROW, number("f8"), ()),
+        (ROLE_ROW, number("f4"), (2,)),
+        (ROLE_FLAGS, number("u1"), ()),
+    )
+
+
+GROUPS = ((3, ("obs", "frames", "table")), (1, None), (1, ("extra",)))
+
+
+def layouts(*, paired: bool = False, sliced: bool = True) -> tuple[Any, ...]:
+    whole = (("sliced", 1, 1, 24, 1), ("sliced", 1, 1, 24, 1))
+    return (PAIRED if paired else SHARED, *((STACK, LAST_AXIS) if sliced else whole), None, None, None, None)
+
+
+def new_writer(lanes: int, capacity: int, *, segment_ticks: int = 5, block_bytes: int = 200, **kind: bool) -> Writer:
+    return Writer(columns(), GROUPS, lanes, capacity, segment_ticks, block_bytes, layouts(**kind))
+
+
+class World:
+    """Steps whose observations overlap as those of real environments do, and sometimes do not."""
+
+    def __init__(self, lanes: int, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.lanes = lanes
+        self.now = self.fresh()
+        self.steps: list[dict[str, Any]] = []  # What was written, tick by tick.
+
+    def fresh(self) -> dict[str, Array]:
+        draw = self.rng.integers
+        return {
+            "obs": self.rng.standard_normal((self.lanes, 3)).astype("f4"),
+            "frames": draw(0, 3, (self.lanes, 4, 2, 3)).astype("u1"),
+            "table": draw(0, 3, (self.lanes, 4, 3)).astype("u2"),
+        }
+
+    def advance(self, now: dict[str, Array]) -> dict[str, Array]:
+        new = self.fresh()
+        frames = np.concatenate([now["frames"][:, 1:], new["frames"][:, :1]], axis=1)
+        table = np.concatenate([now["table"][:, :, 1:], new["table"][:, :, :1]], axis=2)
+        return {"obs": new["obs"], "frames": frames, "table": table}
+
+    def step(self) -> tuple[Any, ...]:
+        now = self.now
+        after = self.fresh() if self.rng.random() < 0.1 else self.advance(now)
+        ends = self.rng.random((2, self.lanes)) < 0.2
+        extras = {"extra": self.rng.standard_normal((self.lanes, 2)).astype("f4")}
+        valid = None if self.rng.random() < 0.7 else self.rng.random(self.lanes) < 0.8
+        action = self.rng.integers(0, 9, self.lanes)
+        reward = self.rng.standard_normal(self.lanes)
+        self.now = self.fresh() if self.rng.random() < 0.1 else after
+        return now, action, reward, after, ends[0], ends[1], extras, valid
+
+    def record(self, step: tuple[Any, ...]) -> None:
+        obs, action, reward, next_obs, terminated, truncated, extras, valid = step
+        rows = [obs["obs"], next_obs["obs"], obs["frames"], next_obs["frames"], obs["table"], next_obs["table"]]
+        rows += [action, reward, extras["extra"], terminated, truncated]
+        self.steps.append({"rows": [np.array(row) for row in rows], "valid": valid})
+
+
+def check(world: World, writer: Writer, reader: Reader, catalog: Any = None) -> None:
+    """Compare every held transition, in random order, with what was recorded."""
+    catalog = catalog or writer.catalog
+    ids = np.arange(catalog.first_tick * world.lanes, catalog.next_tick * world.lanes)
+    world.rng.shuffle(ids)
+    got = reader.gather(catalog, ids, OUTPUTS)
+    for position, output in enumerate(got):
+        expected = [world.steps[i // world.lanes]["rows"][position][i % world.lanes] for i in ids.tolist()]
+        if ids.size:
+            assert output.tobytes() == np.stack(expected).tobytes(), position
+    missing = sum(
+        0 if step["valid"] is None else int((~step["valid"]).sum())
+        for step in world.steps[catalog.first_tick : catalog.next_tick]
+    )
+    assert catalog.invalid_count == missing
+
+
+def write(world: World, writer: Writer) -> None:
+    step = world.step()
+    outcome = writer.append(*step)
+    if outcome == FULL:
+        writer.roll()
+        outcome = writer.append(*step)
+    assert outcome == WRITTEN
+    world.record(step)
+
+
+def rebuilt(segment: Segment) -> Segment:
+    """Return a copy of a segment that went through the arrays of its parts."""
+    sizes = [12, 24, 24, 8, 8, 8, 1]
+    parts = [
+        Part.restore(part.kind, segment.ticks, segment.lanes, row_bytes, part.arrays(), part.layout, closed_block(part))
+        for part, row_bytes in zip(segment.parts, sizes, strict=True)
+    ]
+    return Segment(segment.first_tick, segment.ticks, segment.lanes, parts)
+
+
+def closed_block(part: Part) -> Block | None:
+    """Return a copy of the slices that a part may name."""
+    if part.block is None:
+        return None
+    return Block(part.block.slice_bytes, part.slice_count, part.block.read(0, part.slice_count))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lanes=st.sampled_from([1, 2, 5]),
+    capacity=st.integers(1, 40),
+    seed=st.integers(0, 2**31),
+    moves=st.lists(st.sampled_from(["write", "write", "write", "roll", "cut", "evict", "rewrite", "adopt"]), max_size=60),
+    is_paired=st.booleans(),
+)
+def test_what_is_read_is_what_was_written(
+    lanes: int, capacity: int, seed: int, moves: list[str], *, is_paired: bool
+) -> None:
+    world = World(lanes, seed)
+    writer = new_writer(lanes, capacity, paired=is_paired, sliced=False)
+    reader = Reader()
+    snapshots: list[tuple[Any, list[dict[str, Any]]]] = []
+    for move in moves:
+        if move == "write":
+            write(world, writer)
+        elif move == "roll":
+            writer.roll()
+        elif move == "cut":
+            snapshots.append((writer.snapshot(), [dict(step, rows=list(step["rows"])) for step in world.steps]))
+            writer.roll(layouts(paired=bool(world.rng.integers(2))))
+        elif move == "evict":
+            writer.evict(int(world.rng.integers(writer.first_tick, writer.next_tick + 2)))
+        elif move == "rewrite" and writer.next_tick > writer.first_tick:
+            ids = world.rng.integers(writer.first_tick * lanes, writer.next_tick * lanes, 4)
+            rows = world.rng.standard_normal((4, 2)).astype("f4")
+            writer.rewrite(ids, EXTRA, rows)
+            for i, row in zip(ids.tolist(), rows, strict=True):
+                changed = world.steps[i // lanes]["rows"]
+                changed[8] = changed[8].copy()
+                changed[8][i % lanes] = row
+        elif move == "adopt" and len(writer.catalog.segments) > 1:
+            writer.roll()
+            taken = writer.catalog.segments[0]
+            first = writer.adopt(rebuilt(taken))
+            assert first == len(world.steps)
+            copies = world.steps[taken.first_tick : taken.first_tick + taken.ticks]
+            world.steps += [dict(step, rows=list(step["rows"])) for step in copies]
+        assert writer.next_tick - writer.first_tick <= capacity
+        check(world, writer, reader)
+    for catalog, steps in snapshots:
+        past = World(lanes, seed)
+        past.steps = steps
+        check(past, writer, reader, catalog)
+
+
+def test_arguments_that_do_not_fit_write_nothing() -> None:
+    world = World(2, 0)
+    writer = new_writer(2, 10)
+    step = list(world.step())
+    for position, wrong in [
+        (0, {"obs": step[0]["obs"]}),
+        (0, dict(step[0], obs=step[0]["obs"].astype("f8"))),
+        (1, step[1].tolist()),
+        (2, step[2][:1]),
+        (3, dict(step[3], frames=step[3]["frames"][:, :3])),
+        (4, step[4].astype("u1")),
+        (6, None),
+        (7, [True, False]),
+    ]:
+        arguments = [*step[:position], wrong, *step[position + 1 :]]
+        assert writer.append(*arguments) == UNCHECKED
+    assert writer.next_tick == 0
+    with pytest.raises(TypeError, match="6 to 8 arguments"):
+        writer.append(*step[:5])
+
+
+def test_arrays_in_another_memory_order_are_stored_in_c_order() -> None:
+    world = World(2, 1)
+    writer = new_writer(2, 10)
+    step = list(world.step())
+    for position in (0, 3):
+        step[position] = {key: np.asfortranarray(value) for key, value in step[position].items()}
+    assert writer.append(*step) == WRITTEN
+    world.record(tuple(step))
+    check(world, writer, Reader())
+
+
+def test_steps_that_are_written_together_are_those_written_one_by_one() -> None:
+    world = World(3, 2)
+    steps = [world.step() for _ in range(17)]
+    for step in steps:
+        world.record(step)
+    obs, next_obs = (tuple(np.stack([step[at][key] for step in steps]) for key in GROUPS[0][1]) for at in (0, 3))
+    rest = {at: np.stack([step[at] for step in steps]) for at in (1, 2, 4, 5)}
+    extras = (np.stack([step[6]["extra"] for step in steps]),)
+    valid = np.stack([np.ones(3, bool) if step[7] is None else step[7] for step in steps])
+    arguments = (obs, (rest[1],), rest[2], next_obs, rest[4], rest[5], extras, valid)
+    writer = new_writer(3, 100)
+    written = 0
+    while written < len(steps):
+        written += writer.extend(arguments, written)
+        writer.roll()
+    check(world, writer, Reader())
+
+
+def test_an_id_that_is_not_held_is_an_index_error() -> None:
+    world = World(2, 3)
+    writer = new_writer(2, 4)
+    for _ in range(9):
+        write(world, writer)
+    for wrong in (-1, writer.first_tick * 2 - 1, writer.next_tick * 2):
+        with pytest.raises(IndexError, match="is not held"):
+            Reader().gather(writer.catalog, np.array([wrong]), OUTPUTS)
+        with pytest.raises(IndexError, match="is not held"):
+            writer.rewrite(np.array([wrong]), EXTRA, np.zeros((1, 2), "f4"))
+
+
+@pytest.mark.parametrize(
+    ("column", "change"),
+    [
+        (FRAMES, {"cursors": np.full(4, 90, "u4")}),
+        (FRAMES, {"log": np.full(40, 60_000, "u2")}),
+        (FRAMES, {"log": np.zeros(41, "u2")}),
+        (OBS, {"rows": np.zeros(5, "u1")}),
+        (OBS, {"exception_rows": np.array([4], "u4"), "exceptions": np.zeros(12, "u1")}),
+        (OBS, {"exception_rows": np.array([1, 1], "u4"), "exceptions": np.zeros(24, "u1")}),
+    ],
+)
+def test_damaged_arrays_are_refused(column: int, change: dict[str, Array]) -> None:
+    world = World(2, 4)
+    writer = new_writer(2, 10)
+    for _ in range(2):
+        write(world, writer)
+    segment = writer.roll()
+    assert segment is not None
+    part = segment.parts[column]
+    row_bytes = 12 if column == OBS else 24
+    with pytest.raises(ValueError, match="."):
+        Part.restore(part.kind, 2, 2, row_bytes, {**part.arrays(), **change}, part.layout, closed_block(part))
