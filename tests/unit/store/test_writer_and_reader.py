@@ -162,7 +162,8 @@ def test_what_is_read_is_what_was_written(
     snapshots: list[tuple[Any, list[dict[str, Any]]]] = []
     for move in moves:
         if move == "write":
-            write(world, writer)
+            for _ in range(int(world.rng.integers(1, 8))):
+                write(world, writer)
         elif move == "roll":
             writer.roll()
         elif move == "cut":
