@@ -245,7 +245,8 @@ class Writer:
 class Reader:
     """Copies rows out of a catalog. Threads that call `help` share the work."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, max_kept_bytes: int = 0) -> None:
+        """Make a reader that keeps up to `max_kept_bytes` of freed arrays, to use their memory again."""
     def gather(self, catalog: Catalog, ids: NDArray[np.int64], outputs: tuple[int, ...]) -> tuple[NDArray[Any], ...]:
         """Return one array per output, whose rows are in the order of `ids`.
 

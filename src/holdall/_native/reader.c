@@ -23,6 +23,8 @@ enum {
     PIECE_BYTES = 1 << 16,        /* what a thread takes at once, about */
     BYTES_PER_THREAD = 1 << 19,   /* a thread is woken for at least this much work */
     ROWS_AHEAD = 8,
+    MAX_KEPT = 16,                /* arrays whose memory is kept for the next ones */
+    MIN_RECYCLED_BYTES = 1 << 17, /* smaller arrays are left to NumPy */
 };
 
 /* A slice that was decoded for the batch with number `batch`. */
@@ -40,8 +42,32 @@ typedef struct {
     known_slice known[KNOWN_SLOTS];
 } workspace;
 
+/* Memory of large arrays whose last reference was dropped, for the next ones. Fresh memory would cost a page fault for
+ * every 4 KiB, which takes longer than copying the rows. Owned by the reader and by all arrays in such memory. */
+typedef struct {
+    Py_ssize_t references;
+    Py_ssize_t max_kept_bytes;
+    Py_ssize_t kept_bytes;
+    int kept_count;
+    struct {
+        void *data;
+        Py_ssize_t bytes;
+    } kept[MAX_KEPT];
+} recycler;
+
+/* The memory of one large array. */
 typedef struct {
     PyObject_HEAD
+    recycler *recycler;
+    void *data;
+    Py_ssize_t bytes;
+} Recycled;
+
+static PyTypeObject *recycled_type;
+
+typedef struct {
+    PyObject_HEAD
+    recycler *recycler;
     thread_pool *pool;
     int helpers; /* calls of `help` that are waiting for work */
     int is_busy; /* a gather uses the pool and the workspaces */
@@ -350,17 +376,88 @@ static Py_ssize_t list_slices(int column, const location *locations, Py_ssize_t 
     return used;
 }
 
+/* ---- recycled memory --------------------------------------------------------------------- */
+
+static void recycler_release(recycler *r) {
+    if (!r || --r->references > 0) return;
+    for (int i = 0; i < r->kept_count; i++) area_free(r->kept[i].data, (size_t)r->kept[i].bytes);
+    free(r);
+}
+
+/* Take out kept memory of at least `bytes` bytes, but not far more; NULL if there is none. */
+static void *recycler_take(recycler *r, Py_ssize_t *bytes) {
+    for (int i = 0; i < r->kept_count; i++) {
+        if (r->kept[i].bytes < *bytes || r->kept[i].bytes / 2 > *bytes) continue;
+        void *const data = r->kept[i].data;
+        *bytes = r->kept[i].bytes;
+        r->kept_bytes -= r->kept[i].bytes;
+        r->kept[i] = r->kept[--r->kept_count];
+        return data;
+    }
+    return NULL;
+}
+
+static void recycled_dealloc(PyObject *self) {
+    Recycled *const memory = (Recycled *)self;
+    recycler *const r = memory->recycler;
+    if (memory->data && r->kept_count < MAX_KEPT && r->kept_bytes + memory->bytes <= r->max_kept_bytes) {
+        r->kept[r->kept_count].data = memory->data;
+        r->kept[r->kept_count++].bytes = memory->bytes;
+        r->kept_bytes += memory->bytes;
+    } else {
+        area_free(memory->data, (size_t)memory->bytes);
+    }
+    recycler_release(r);
+    object_free(self);
+}
+
+static PyType_Slot recycled_slots[] = {
+    {Py_tp_doc, "The memory of a large array, which is used again when the array is freed."},
+    {Py_tp_dealloc, (void *)recycled_dealloc},
+    {0, NULL},
+};
+static PyType_Spec recycled_spec = {
+    "holdall._native.Recycled", sizeof(Recycled), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, recycled_slots,
+};
+
+/* Return memory for an array, kept or new. NULL with an exception set. */
+static Recycled *recycled_new(recycler *r, Py_ssize_t bytes) {
+    Recycled *const memory = object_new(recycled_type);
+    if (!memory) return NULL;
+    memory->recycler = r;
+    r->references++;
+    memory->bytes = bytes;
+    memory->data = recycler_take(r, &memory->bytes);
+    if (!memory->data) memory->data = area_new((size_t)bytes);
+    if (!memory->data) {
+        Py_DECREF((PyObject *)memory);
+        PyErr_NoMemory();
+        return NULL;
+    }
+    return memory;
+}
+
 /* ---- gather ------------------------------------------------------------------------------ */
 
 /* Return a new array for an output: (count, *shape) of the column's dtype, or bool for flags. */
-static PyObject *output_array(const column *c, Py_ssize_t count) {
+static PyObject *output_array(recycler *r, const column *c, Py_ssize_t count) {
     npy_intp shape[MAX_NDIM + 1] = {count};
+    const int type_number = c->role == ROLE_FLAGS ? NPY_BOOL : c->type_number;
     for (int i = 0; i < c->ndim; i++) shape[i + 1] = c->shape[i];
-    return PyArray_SimpleNew(c->ndim + 1, shape, c->role == ROLE_FLAGS ? NPY_BOOL : c->type_number);
+    if (count * c->row_bytes < MIN_RECYCLED_BYTES) return PyArray_SimpleNew(c->ndim + 1, shape, type_number);
+    Recycled *const memory = recycled_new(r, count * c->row_bytes);
+    if (!memory) return NULL;
+    PyObject *const array = PyArray_SimpleNewFromData(c->ndim + 1, shape, type_number, memory->data);
+    if (!array) {
+        Py_DECREF((PyObject *)memory);
+        return NULL;
+    }
+    PyArray_SetBaseObject((PyArrayObject *)array, (PyObject *)memory); /* takes the reference over */
+    return array;
 }
 
 /* Make the arrays of all outputs. `wanted` gets the place of each output in the tuple, plus 1. NULL with an exception. */
-static PyObject *make_outputs(const Catalog *catalog, PyObject *outputs, Py_ssize_t count, Py_ssize_t *wanted) {
+static PyObject *make_outputs(recycler *r, const Catalog *catalog, PyObject *outputs, Py_ssize_t count, Py_ssize_t *wanted) {
     const Py_ssize_t output_count = PyTuple_Size(outputs);
     PyObject *const arrays = PyTuple_New(output_count);
     if (!arrays) return NULL;
@@ -372,7 +469,7 @@ static PyObject *make_outputs(const Catalog *catalog, PyObject *outputs, Py_ssiz
             Py_DECREF(arrays);
             return NULL;
         }
-        PyObject *const array = output_array(c, count);
+        PyObject *const array = output_array(r, c, count);
         if (!array) {
             Py_DECREF(arrays);
             return NULL;
@@ -440,7 +537,7 @@ static PyObject *reader_gather(PyObject *self, PyObject *const *arguments, Py_ss
     Py_ssize_t wanted[2 * MAX_COLUMNS] = {0};
     gather_job job = {0};
     Py_INCREF((PyObject *)catalog); /* keeps segments and parts alive without the GIL */
-    PyObject *arrays = make_outputs(catalog, arguments[2], count, wanted);
+    PyObject *arrays = make_outputs(((Reader *)self)->recycler, catalog, arguments[2], count, wanted);
     location *const locations = malloc(((size_t)count + 1) * sizeof *locations);
     int failed = !arrays;
     if (!failed && !locations) {
@@ -481,18 +578,32 @@ static PyObject *reader_dismiss(PyObject *object, PyObject *Py_UNUSED(none)) {
     Py_RETURN_NONE;
 }
 
-static int reader_init(PyObject *object, PyObject *Py_UNUSED(arguments), PyObject *Py_UNUSED(keywords)) {
+/* Reader(max_kept_bytes=0) */
+static int reader_init(PyObject *object, PyObject *arguments, PyObject *keywords) {
+    static char *names[] = {"max_kept_bytes", NULL};
     Reader *const self = (Reader *)object;
-    if (!self->pool) self->pool = holdall_threads_new();
-    if (self->pool) return 0;
-    PyErr_NoMemory();
-    return -1;
+    Py_ssize_t max_kept_bytes = 0;
+    if (self->pool) {
+        PyErr_SetString(PyExc_TypeError, "a reader is initialised once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "|n", names, &max_kept_bytes)) return -1;
+    self->recycler = calloc(1, sizeof *self->recycler);
+    self->pool = holdall_threads_new();
+    if (!self->pool || !self->recycler) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->recycler->references = 1;
+    self->recycler->max_kept_bytes = max_kept_bytes;
+    return 0;
 }
 
 static void reader_dealloc(PyObject *object) {
     Reader *const self = (Reader *)object;
     for (int i = 0; i < MAX_THREADS; i++) workspace_free(self->workspaces[i]);
     if (self->pool) holdall_threads_free(self->pool);
+    recycler_release(self->recycler);
     object_free(object);
 }
 
@@ -512,6 +623,7 @@ static PyType_Slot reader_slots[] = {
 static PyType_Spec reader_spec = {"holdall._native.Reader", sizeof(Reader), 0, Py_TPFLAGS_DEFAULT, reader_slots};
 
 int add_reader(PyObject *module) {
+    if (!(recycled_type = (PyTypeObject *)PyType_FromSpec(&recycled_spec))) return -1;
     PyTypeObject *const type = type_add(module, &reader_spec, "Reader");
     Py_XDECREF((PyObject *)type);
     return type ? 0 : -1;
