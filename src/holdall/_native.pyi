@@ -54,8 +54,76 @@ class Raw:
 
     nbytes: int
 
+class Dictionary:
+    """Bytes that the slices of a field have in common. Immutable, compared by content."""
+
+    content: bytes  # What the compressor knows before it reads a slice.
+    palette: bytes  # 256 colours of four bytes that `content` numbers, or no bytes.
+
+    def __init__(self, content: bytes, palette: bytes = b"") -> None:
+        """Raise ValueError if `content` looks like a dictionary of Zstandard and is damaged."""
+
 class Coded:
-    """Compressed slices, in memory or in a file. Immutable."""
+    """Compressed slices, in memory or in a file. Immutable. Can be pickled, with its data.
+
+    The slices are compressed in units of `codec.group` neighbours. A codec is any object with the attributes
+    `parameters` and `dictionary`, see `holdall.codec.Codec`.
+    """
+
+    codec: Any
+    slice_bytes: int
+    slice_count: int
+    nbytes: int  # Bytes in memory, without the dictionary.
+    disk_bytes: int  # Bytes in a file, or 0.
+    location: tuple[int, int, int] | None  # Descriptor, start and length of data in a file.
+    file: object  # Owner of the descriptor, or None.
+    data: NDArray[np.uint8] | None  # Units, one after another; None if they are in a file.
+    offsets: NDArray[np.uint32]  # Start of every unit, and the end of the last one.
+    checks: NDArray[np.uint32] | None  # Checksum of every unit; None if the data is in memory.
+    palette: NDArray[np.uint8]  # 256 words or colours, or no bytes.
+    places: NDArray[np.uint16] | NDArray[np.uint32] | None  # Place of every slice; None: in order.
+
+    def __new__(
+        cls,
+        codec: Any,
+        slice_count: int,
+        offsets: Any,
+        palette: Any,
+        data: Any,
+        places: Any = None,
+        checks: Any = None,
+        file: object = None,
+    ) -> Coded:
+        """Make compressed slices of the attributes of another object.
+
+        Args:
+            data: A buffer, which is copied, or (descriptor, start, nbytes) of a file. `checks` are then required.
+            places: uint16 for up to 65536 slices, uint32 for more.
+            file: Object that is kept alive, so that the descriptor stays open.
+
+        Raises:
+            ValueError: A length, an offset, a place or the codec does not fit. The message names it.
+        """
+    def in_file(self, descriptor: int, start: int, owner: object, /) -> Coded:
+        """Return a copy whose data is read from byte `start` of a file, and which keeps `owner` alive."""
+    def in_memory(self) -> Coded:
+        """Return the same slices with their data in memory. Raise ValueError if the bytes in the file are damaged."""
+
+def encode(source: Any, codec: Any, order: NDArray[np.uint32] | None = None) -> Coded | None:
+    """Compress all slices of a Block, or of a contiguous buffer. Releases the GIL.
+
+    Args:
+        order: Slice number by place. Slices in neighbouring places are compressed together.
+
+    Returns:
+        None if the codec cannot represent the slices: they have more than 256 words, or too many colours.
+    """
+
+def decode(coded: Coded, first: int, count: int, /) -> NDArray[np.uint8]:
+    """Return slices as (count, slice_bytes). Releases the GIL. Raise ValueError if one of them is damaged."""
+
+def checksums(coded: Coded, /) -> NDArray[np.uint32]:
+    """Return the checksum of every unit, which files store: the low half of XXH64."""
 
 class Block:
     """The unique slices of one field.

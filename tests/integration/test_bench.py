@@ -19,6 +19,10 @@ from holdall.tools.bench.run import header, read_results, runs_of, write_line
 from holdall.tools.bench.settings import Calibration, ProfileSize, calibrate, settings_of
 
 BENCH = [sys.executable, "-m", "holdall", "bench"]
+# Calibration counts the resident pages of shared libraries, and the page cache decides how many of them are resident.
+# A process that had only built a PPO model took 325 to 429 MiB in the same environment. The profile "fast" gets 40 % of
+# this limit. With the pinned CPU build of torch, that is enough even if all 560 MiB of mapped libraries are resident.
+ROOMY_LIMIT = "3GiB"
 
 
 def begun(path: Path, size: int, *, env: str = "demo", algo: str = "sac", fills: bool = True, **changes: Any) -> None:
@@ -45,7 +49,7 @@ BOTH_BUFFERS = pytest.param(["sb3", "holdall"], marks=pytest.mark.nightly)
 def test_profiles_are_calibrated_trained_and_ranked(buffers: list[str], tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     asked = ["--env", "CartPole-v1", "--algo", "dqn", "--profiles", "fast", "--seeds", "1", "--timesteps", "60"]
-    quick = ["--buffers", *buffers, "--limit", "1GiB", "--threads", "1", "--no-fill"]
+    quick = ["--buffers", *buffers, "--limit", ROOMY_LIMIT, "--threads", "1", "--no-fill"]
     command = [*BENCH, *asked, *quick, "--out", str(path), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -62,7 +66,7 @@ def test_profiles_are_calibrated_trained_and_ranked(buffers: list[str], tmp_path
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("buffer", ["sb3", pytest.param("holdall", marks=pytest.mark.nightly)])
 def test_profiles_of_rollouts_get_a_size_that_fits_their_share(buffer: str) -> None:
-    settings = settings_of("CartPole-v1", "ppo", ["fast"], 60, 1, [buffer], "1GiB", threads=1)
+    settings = settings_of("CartPole-v1", "ppo", ["fast"], 60, 1, [buffer], ROOMY_LIMIT, threads=1)
     calibration = calibrate(settings, lambda what, share: None)
     size = calibration.sizes["fast"]
     assert size.fits == (buffer,)

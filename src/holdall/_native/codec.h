@@ -6,6 +6,10 @@
 #include "structs.h"
 
 enum { MOST_IN_A_UNIT = 64 };
+/* Room before the buffer for a unit, where LZ4 finds the end of a dictionary. As in reading.py. */
+enum { LOOK_BACK_BYTES = 1 << 16 };
+/* Bytes of the tables that find words and colours while a block is encoded, see encode.c and colours.c. */
+enum { WORD_TABLE_BYTES = 2 * 1024, COLOUR_TABLE_BYTES = 16 << 16 };
 enum { METHOD_STORED = 0, METHOD_LZ4 = 1, METHOD_ZSTD = 2 };
 /* By PIXELS nothing is predicted: planes are coded pixel by pixel. By COLOURS a pixel becomes a number, row by
  * row, and by COLUMNS column by column, see colours.c. By CHANGES a unit is its first slice, and how each of the others
@@ -76,11 +80,27 @@ int64_t read_unit_colours(decoder *d, const sealed_block *b, const uint8_t *from
 /* Turn numbers into pixels again; `scratch` is room for as many numbers. */
 void look_up_colours(const transform *form, const uint8_t *palette, const uint8_t *in, uint8_t *scratch, uint8_t *out);
 
+/* See encode.c. */
+EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uint8_t *slices, const uint32_t *order,
+                              int64_t count, int64_t first, int64_t end, uint8_t *data, int64_t room,
+                              uint32_t *offsets, uint8_t *palette, uint16_t *slots);
+
 /* The low half of XXH64 with seed 0. */
 uint32_t checksum(const uint8_t *p, int64_t bytes);
 
+/* Whether the fields of a transform agree with each other. They may come from a file. */
+int is_sound(const transform *form);
+
+/* Whether the numbers of a block agree with each other, so that no sum or product of them overflows. They may come from a
+ * file. The transform was checked before. */
+int is_cut_soundly(const sealed_block *b);
+
 /* Decode a slice to `out`; 0 if the block does not hold it or its bytes are damaged. */
 int decode_slice(decoder *d, const sealed_block *b, int64_t number, uint8_t *out);
+
+/* Read `bytes` bytes of the units of a block in a file, from byte `start` of them on. Return 0 if the file does not have
+ * them; `*error` is then errno, or 0 at the end of the file. */
+int read_file(const sealed_block *b, int64_t start, int64_t bytes, uint8_t *to, int64_t *error);
 
 /* Read the units of slices [first, end) of a block in a file at once, as many as there is room for. */
 void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end);

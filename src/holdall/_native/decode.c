@@ -18,13 +18,9 @@
 #include <unistd.h>
 #endif
 
-enum { LOOK_BACK_BYTES = 1 << 16 }; /* room in front of the memory for units; as in reading.py */
-
 /* ---- one unit ---------------------------------------------------------------------- */
 
-/* Whether a block's numbers agree with each other, so that no sum or product of them overflows: they may come from a
- * file. */
-static int is_cut_soundly(const sealed_block *b) {
+int is_cut_soundly(const sealed_block *b) {
     if (b->form.slice_bytes < 1 || b->form.slice_bytes > INT32_MAX) return 0;
     if (b->group < 1 || b->group > MOST_IN_A_UNIT || b->slice_count < 0 || b->slice_count > UINT32_MAX) return 0;
     if (b->common_bytes < 0 || b->common_bytes > INT32_MAX) return 0;
@@ -42,22 +38,21 @@ static inline int64_t place_of_slice(const sealed_block *b, int64_t number) {
 }
 
 #ifdef _WIN32
-static int read_file(decoder *d, const sealed_block *b, int64_t start, int64_t bytes, uint8_t *to) {
+int read_file(const sealed_block *b, int64_t start, int64_t bytes, uint8_t *to, int64_t *error) {
     (void)b, (void)start, (void)bytes, (void)to;
-    d->error = ENOSYS;
+    *error = ENOSYS;
     return 0;
 }
 void expect_slices(const sealed_block *b, int64_t first, int64_t end) { (void)b, (void)first, (void)end; }
 #else
-/* Read `bytes` bytes from `start` of a block's units on; 0 if the file does not have them. */
-static int read_file(decoder *d, const sealed_block *b, int64_t start, int64_t bytes, uint8_t *to) {
-    d->error = 0;
+int read_file(const sealed_block *b, int64_t start, int64_t bytes, uint8_t *to, int64_t *error) {
+    *error = 0;
     for (int64_t done = 0; done < bytes;) {
         const ssize_t got =
             pread((int)b->file, to + done, (size_t)(bytes - done), (off_t)(b->file_start + start + done));
         if (got <= 0) {
             if (got < 0 && errno == EINTR) continue;
-            d->error = got < 0 ? errno : 0;
+            *error = got < 0 ? errno : 0;
             return 0;
         }
         done += got;
@@ -104,7 +99,7 @@ static void read_units(decoder *d, const sealed_block *b, int64_t unit, int64_t 
     /* A unit that did not shrink is read straight to where it belongs. */
     if (stop <= unit) return;
     if (is_stored(b, (int64_t)b->offsets[unit + 1] - b->offsets[unit], bytes_of_unit(b, unit))) return;
-    if (!read_file(d, b, b->offsets[unit], (int64_t)b->offsets[stop] - b->offsets[unit], d->read)) return;
+    if (!read_file(b, b->offsets[unit], (int64_t)b->offsets[stop] - b->offsets[unit], d->read, &d->error)) return;
     for (int64_t u = unit; u < stop; u++) {
         const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
         if (checksum(d->read + (b->offsets[u] - b->offsets[unit]), length) != b->checks[u]) stop = u;
@@ -154,7 +149,7 @@ static int64_t decompress_unit(decoder *d, const sealed_block *b, int64_t u, uin
     const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
     if (b->data) return decompress(d, b, b->data + b->offsets[u], length, to, most);
     if (is_stored(b, length, most))
-        return read_file(d, b, b->offsets[u], length, to) && checksum(to, length) == b->checks[u] ? length : -1;
+        return read_file(b, b->offsets[u], length, to, &d->error) && checksum(to, length) == b->checks[u] ? length : -1;
     if (d->read_of != b || u < d->read_first || u >= d->read_end) {
         read_units(d, b, u, u + 1);
         if (d->read_of != b || u < d->read_first || u >= d->read_end) return -1;
@@ -226,8 +221,7 @@ static const uint8_t *fetch_coded(decoder *d, const sealed_block *b, int64_t pla
 
 /* ---- one slice --------------------------------------------------------------------- */
 
-/* Whether the numbers of a transform agree with each other; they, too, may come from a file. */
-static int is_sound(const transform *form) {
+int is_sound(const transform *form) {
     const int64_t word = form->word_bytes;
     if (form->slice_bytes <= 0 || form->slice_bytes > INT32_MAX || form->shuffle < 0) return 0;
     if (word != 0 && word != 2 && word != 4 && word != 8) return 0;

@@ -13,8 +13,9 @@
 #ifndef HOLDALL_ENGINE_H
 #define HOLDALL_ENGINE_H
 
-#include "codec.h"
 #include "python_api.h"
+
+#include "codec.h"
 
 enum { MAX_COLUMNS = 256, MAX_NDIM = 16 };
 
@@ -114,6 +115,7 @@ typedef struct {
     void *log;
     int log_width;          /* bytes of an entry: 2 or 4; 4 while open */
     Py_ssize_t log_rows;    /* entries per lane that are allocated; once closed: the longest lane's */
+    Py_ssize_t broken;      /* transitions whose next observation does not overlap as the window says */
 
     /* Packed parts. */
     PyObject *packed;       /* PackedRun */
@@ -209,6 +211,9 @@ void *object_new(PyTypeObject *type);
 /* Free the memory of an object whose contents were freed. */
 void object_free(void *object);
 
+/* A type of this module from its description, added to the module. NULL with an exception set. */
+PyTypeObject *type_add(PyObject *module, PyType_Spec *spec, const char *name);
+
 Raw *raw_new(Py_ssize_t bytes);
 Block *block_new(Py_ssize_t slice_bytes, Py_ssize_t capacity);
 /* Free the index of a block: no slice will be added. */
@@ -216,14 +221,26 @@ void block_close(Block *block);
 /* Return the number of a slice, and store it if it is new. The caller made sure that one more slice fits. */
 uint32_t block_intern(Block *block, const uint8_t *slice);
 
+/* A part with room for `capacity` ticks. `cut` and `block` are those of a sliced part; a reference to `block` is taken.
+ * NULL with an exception set. */
 Part *part_new(int kind, Py_ssize_t lanes, Py_ssize_t row_bytes, Py_ssize_t capacity, const window *cut, Block *block);
-/* Return a copy of the first `ticks` ticks of a part, with exactly the memory that it needs. The block is shared. */
-Part *part_trim(const Part *part, Py_ssize_t ticks);
+/* Return a copy of the first `ticks` ticks of a part, with exactly the memory that it needs. The block is shared. A
+ * sliced part is cut after `log_rows` entries. NULL with an exception set. */
+Part *part_trim(const Part *part, Py_ssize_t ticks, Py_ssize_t log_rows);
+/* Rows that a part of this kind stores for so many ticks. */
+Py_ssize_t part_row_count(const Part *part, Py_ssize_t ticks);
 /* Bytes in memory, without the block. */
 Py_ssize_t part_bytes(const Part *part);
 
+/* A segment without ticks, whose parts are still NULL. */
 Segment *segment_new(int64_t first_tick, Py_ssize_t lanes, int part_count);
+/* Count the invalid entries among the first `ticks` ticks of a segment. */
+Py_ssize_t segment_count_invalid(const Segment *segment, Py_ssize_t from_tick, Py_ssize_t end_tick);
+
+/* A catalog of the same columns, with room for `segment_count` segments, all NULL. */
 Catalog *catalog_new(const Catalog *like, Py_ssize_t segment_count);
+/* Parse a layout: ("shared",), ("paired",) or ("sliced", count, outer, run_bytes, shift). -1 with an exception set. */
+int layout_parse(PyObject *layout, Py_ssize_t row_bytes, int *kind, window *cut);
 
 int add_objects(PyObject *module);
 int add_writer(PyObject *module);

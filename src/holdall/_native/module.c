@@ -1,10 +1,13 @@
 /* The extension module holdall._native: its initialisation. */
 #define HOLDALL_IMPORTS_NUMPY
+#include "engine.h"
 #include "module.h"
 
 static int module_exec(PyObject *module) {
     if (PyArray_ImportNumPyAPI() < 0) return -1;
-    return add_contexts(module);
+    if (add_contexts(module) < 0) return -1;
+    if (add_objects(module) < 0) return -1;
+    return add_coded(module);
 }
 
 static PyModuleDef_Slot module_slots[] = {

@@ -7,6 +7,7 @@
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdio.h> /* NumPy's headers use FILE, which Python.h does not declare under the Limited API. */
 
 /* All files share the table of NumPy's functions that module.c imports. */
 #define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
