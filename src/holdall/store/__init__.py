@@ -1,0 +1,1 @@
+"""Storage of transitions: raw, compressed, or on disk."""
