@@ -68,7 +68,9 @@ class Budget:
 
     max_bytes: int | None  # Hard limit of everything in RAM. None: nothing is evicted before the capacity is reached.
     max_raw_bytes: int  # Closed blocks that may stay uncompressed.
-    max_resident_bytes: int | None  # Closed blocks in RAM before the oldest move to disk. None: only `max_bytes` counts.
+    max_resident_bytes: (
+        int | None
+    )  # Closed blocks in RAM before the oldest move to disk. None: only `max_bytes` counts.
     max_queued_bytes: int  # Raw blocks that may wait for the compactor before `add` waits.
     max_segment_bytes: int  # Blocks of one segment together.
     reserved_bytes: int  # Part of `max_bytes` for the open segment, blocks in transit, and batches.
@@ -144,9 +146,7 @@ class Plan:
     is_disk_full: bool = False  # Whether ticks are evicted although there is a disk tier, because the disk is full.
 
 
-def plan(
-    blocks: Sequence[BlockState], other_bytes: int, budget: Budget, disk_room_bytes: int | None = None
-) -> Plan:
+def plan(blocks: Sequence[BlockState], other_bytes: int, budget: Budget, disk_room_bytes: int | None = None) -> Plan:
     """Return the least work after which `blocks` fit into `budget`.
 
     Blocks are compressed before they are moved to disk, and moved to disk before ticks are evicted.

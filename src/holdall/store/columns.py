@@ -1,0 +1,89 @@
+"""Columns: the arrays of a transition, in the order in which the native writer stores them.
+
+Observation leaves come first, then action leaves, the reward, extras, and one byte of flags. `Reader.gather` numbers
+its outputs by column: twice the column for the row, the observation or `terminated`, and one more for the next
+observation or `truncated`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from holdall._native import ROLE_FLAGS, ROLE_OBSERVATION, ROLE_ROW
+from holdall.schema import Leaf, Schema, Tree
+
+NativeColumn = tuple[int, int, tuple[int, ...]]
+NativeGroup = tuple[int, tuple[str, ...] | None]
+
+_UNKNOWN_TYPE = -1
+"""The type number of rewards before the first reward, which sets their dtype."""
+
+
+class Columns:
+    """The columns of a schema, and the numbers of their outputs.
+
+    Attributes:
+        reward: Number of the reward's column.
+        first_extra: Number of the first extra's column.
+        flags: Number of the column of flags.
+        obs_outputs: Outputs of the observation, leaf by leaf.
+        next_obs_outputs: Outputs of the next observation, leaf by leaf.
+        action_outputs: Outputs of the action, leaf by leaf.
+        reward_output: Output of the reward.
+        extra_outputs: Outputs of the extras, leaf by leaf.
+        terminated_output: Output of `terminated`.
+        truncated_output: Output of `truncated`.
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        obs_count = len(schema.observation.leaves)
+        action_count = len(schema.action.leaves)
+        extra_count = len(schema.extras.leaves)
+        self.reward = obs_count + action_count
+        self.first_extra = self.reward + 1
+        self.flags = self.first_extra + extra_count
+        self.obs_outputs = tuple(2 * i for i in range(obs_count))
+        self.next_obs_outputs = tuple(2 * i + 1 for i in range(obs_count))
+        self.action_outputs = tuple(2 * i for i in range(obs_count, self.reward))
+        self.reward_output = 2 * self.reward
+        self.extra_outputs = tuple(2 * i for i in range(self.first_extra, self.flags))
+        self.terminated_output = 2 * self.flags
+        self.truncated_output = 2 * self.flags + 1
+
+    def native(self) -> tuple[NativeColumn, ...]:
+        """Return role, type number and shape of every column. The type of the reward is not known yet."""
+        schema = self._schema
+        return (
+            *[_native_column(ROLE_OBSERVATION, leaf) for leaf in schema.observation.leaves],
+            *[_native_column(ROLE_ROW, leaf) for leaf in schema.action.leaves],
+            (ROLE_ROW, _UNKNOWN_TYPE, tuple(schema.reward_shape)),
+            *[_native_column(ROLE_ROW, leaf) for leaf in schema.extras.leaves],
+            (ROLE_FLAGS, int(np.dtype(np.uint8).num), ()),
+        )
+
+    def groups(self) -> tuple[NativeGroup, NativeGroup, NativeGroup]:
+        """Return number and keys of the leaves of observations, actions and extras."""
+        return (
+            _native_group(self._schema.observation),
+            _native_group(self._schema.action),
+            _native_group(self._schema.extras),
+        )
+
+    def row_bytes(self, sliced: set[int], reward_bytes: int) -> int:
+        """Return the bytes that one transition takes if the observation leaves in `sliced` take four bytes each."""
+        leaves = enumerate(self._schema.observation.leaves)
+        obs_bytes = sum(4 if i in sliced else leaf.nbytes for i, leaf in leaves)
+        others = (*self._schema.action.leaves, *self._schema.extras.leaves)
+        return obs_bytes + sum(leaf.nbytes for leaf in others) + reward_bytes + 1
+
+
+def _native_column(role: int, leaf: Leaf) -> NativeColumn:
+    return role, int(leaf.dtype.num), tuple(leaf.shape)
+
+
+def _native_group(tree: Tree) -> NativeGroup:
+    keys: Any = tree.keys
+    return len(tree.leaves), keys

@@ -1,0 +1,241 @@
+"""Store against a plain list of the transitions that were added."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.errors import ArgumentError, TransitionIdError
+from holdall.schema import Schema
+from holdall.store.store import Store
+from holdall.store.tuning import Tuning
+
+SMALL = Tuning(block_bytes=4096, max_segment_ticks=24, min_segment_ticks=4, small_field_bytes=64, tiny_field_bytes=16)
+
+SPACES: dict[str, spaces.Space[Any]] = {
+    "vector": spaces.Box(-1, 1, (3,), np.float32),
+    "stack": spaces.Box(0, 255, (4, 5, 5), np.uint8),
+    "last_axis": spaces.Box(0, 255, (6, 5, 3), np.uint8),
+    "image": spaces.Box(0, 255, (9, 9), np.uint8),
+    "dict": spaces.Dict(
+        {"frames": spaces.Box(0, 255, (4, 5, 5), np.uint8), "speed": spaces.Box(-1, 1, (2,), np.float64)}
+    ),
+    "tuple": spaces.Tuple([spaces.Discrete(5), spaces.Box(0, 255, (9, 9), np.uint8)]),
+}
+
+
+def schema_of(space: spaces.Space[Any], lanes: int) -> Schema:
+    extras = {"hidden": spaces.Box(-1, 1, (2,), np.float32)}
+    return Schema.of(space, spaces.Discrete(4), extras, lanes, ())
+
+
+def draw(space: spaces.Space[Any], lanes: int, rng: np.random.Generator, before: Any = None) -> Any:
+    """Return an observation of all lanes: a new one, or one that shifts `before` as a stack of frames does."""
+    if isinstance(space, spaces.Dict):
+        return {
+            key: draw(part, lanes, rng, None if before is None else before[key]) for key, part in space.spaces.items()
+        }
+    if isinstance(space, spaces.Tuple):
+        parts = before or [None] * len(space.spaces)
+        return tuple(draw(part, lanes, rng, past) for part, past in zip(space.spaces, parts, strict=True))
+    if isinstance(space, spaces.Discrete):
+        return rng.integers(0, space.n, lanes)
+    assert isinstance(space, spaces.Box)
+    new: NDArray[Any] = rng.integers(0, 4, (lanes, *space.shape)).astype(space.dtype)
+    if before is None or len(space.shape) < 3:
+        return new
+    axis = 3 if space.shape[-1] == 3 else 1
+    kept = np.take(before, range(1, space.shape[axis - 1]), axis=axis)
+    return np.concatenate([kept, np.take(new, [0], axis=axis)], axis=axis)
+
+
+class Story:
+    """A stream of steps, and what every held transition must read as."""
+
+    def __init__(self, space: spaces.Space[Any], lanes: int, capacity_ticks: int, seed: int = 0) -> None:
+        self.space = space
+        self.lanes = lanes
+        self.schema = schema_of(space, lanes)
+        self.store = Store(self.schema, capacity_ticks, SMALL)
+        self.rng = np.random.default_rng(seed)
+        self.now = draw(space, lanes, self.rng)
+        self.rows: list[list[bytes]] = []  # Bytes of all outputs of every transition, by id.
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        columns = self.store.columns
+        observed = (*columns.obs_outputs, *columns.next_obs_outputs)
+        others = (columns.reward_output, *columns.extra_outputs, columns.terminated_output, columns.truncated_output)
+        return (*observed, *columns.action_outputs, *others)
+
+    def step(self) -> tuple[Any, ...]:
+        rng = self.rng
+        now = self.now
+        after = draw(self.space, self.lanes, rng, now)
+        ends = rng.random((2, self.lanes)) < 0.1
+        self.now = draw(self.space, self.lanes, rng) if rng.random() < 0.1 else after
+        hidden = rng.standard_normal((self.lanes, 2)).astype(np.float32)
+        return now, rng.integers(0, 4, self.lanes), rng.random(self.lanes), after, ends[0], ends[1], {"hidden": hidden}
+
+    def record(self, step: tuple[Any, ...]) -> None:
+        obs, action, reward, next_obs, terminated, truncated, extras = step
+        leading = (self.lanes,)
+        leaves = self.schema.observation.flatten(obs, leading, "") + self.schema.observation.flatten(
+            next_obs, leading, ""
+        )
+        arrays = [*leaves, action, reward, extras["hidden"], terminated, truncated]
+        self.rows += [[array[lane].tobytes() for array in arrays] for lane in range(self.lanes)]
+
+    def add(self, ticks: int) -> None:
+        for _ in range(ticks):
+            step = self.step()
+            self.store.append(*step)
+            self.record(step)
+
+    def check(self) -> None:
+        ids = np.arange(self.store.first_id, self.store.next_id)
+        self.rng.shuffle(ids)
+        for position, array in enumerate(self.store.read(ids, self.outputs)):
+            assert [row.tobytes() for row in array] == [self.rows[i][position] for i in ids.tolist()]
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("name", SPACES)
+def test_every_held_transition_reads_as_it_was_added(name: str, lanes: int) -> None:
+    story = Story(SPACES[name], lanes, capacity_ticks=90)
+    for ticks in (1, 5, 40, 100, 64):
+        story.add(ticks)
+        assert len(story.store) == min(len(story.rows), 90 * lanes)
+        story.check()
+
+
+@pytest.mark.parametrize("capacity_ticks", [1, 2, 3, 7])
+def test_a_tiny_capacity_holds_exactly_that_many_ticks(capacity_ticks: int) -> None:
+    story = Story(SPACES["dict"], 2, capacity_ticks)
+    for _ in range(30):
+        story.add(1)
+        assert len(story.store) == min(len(story.rows), 2 * capacity_ticks)
+        story.check()
+
+
+@pytest.mark.parametrize(
+    ("name", "finding"), [("stack", "window of 4 along axis 0"), ("last_axis", "window of 3 along axis 2")]
+)
+def test_a_window_is_found_and_each_slice_is_stored_once(name: str, finding: str) -> None:
+    story = Story(SPACES[name], 1, capacity_ticks=1000)
+    story.add(300)
+    assert story.store.describe(0) == finding
+    story.check()
+
+
+def test_trajectories_read_as_steps_that_were_added_one_by_one() -> None:
+    story = Story(SPACES["dict"], 2, capacity_ticks=500)
+    steps = [story.step() for _ in range(120)]
+    for step in steps:
+        story.record(step)
+    stacked: list[Any] = []
+    for position in range(6):
+        values = [step[position] for step in steps]
+        if isinstance(values[0], dict):
+            stacked.append({key: np.stack([value[key] for value in values]) for key in values[0]})
+        else:
+            stacked.append(np.stack(values))
+    stacked.append({"hidden": np.stack([step[6]["hidden"] for step in steps])})
+    story.store.extend(*stacked)
+    assert len(story.store) == 240
+    story.check()
+
+
+def test_unusual_arguments_are_converted_or_refused_and_nothing_is_written() -> None:
+    store = Store(schema_of(SPACES["vector"], 1), 10, SMALL)
+    hidden = {"hidden": np.zeros((1, 2), np.float32)}
+    obs = np.ones(3, np.float32)
+    store.append(obs, 1, 1.5, obs, False, False, hidden)
+    store.append(obs[None], np.array([2], np.int8), np.array([2.5]), obs, [True], np.bool_(False), hidden)
+    assert len(store) == 2
+    with pytest.raises(ArgumentError, match="obs has shape"):
+        store.append(np.ones(4, np.float32), 1, 1.5, obs, False, False, hidden)
+    with pytest.raises(ArgumentError, match="never casts"):
+        store.append(obs.astype(np.float64), 1, 1.5, obs, False, False, hidden)
+    assert len(store) == 2
+
+
+def test_rewritten_extras_are_read_and_an_unknown_id_is_an_error() -> None:
+    story = Story(SPACES["vector"], 2, capacity_ticks=50)
+    story.add(60)
+    ids = np.array([story.store.first_id, story.store.next_id - 1])
+    rows = np.full((2, 2), 7, np.float32)
+    story.store.rewrite(ids, 0, rows)
+    for i in ids.tolist():
+        story.rows[i][4] = rows[0].tobytes()
+    story.check()
+    with pytest.raises(TransitionIdError, match="is not held"):
+        story.store.rewrite(np.array([0]), 0, rows[:1])
+
+
+class Interrupt(BaseException):
+    """Raised by the signal handler of a test."""
+
+
+def test_an_interrupt_at_any_moment_leaves_whole_ticks() -> None:
+    story = Story(SPACES["dict"], 2, capacity_ticks=60)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupted = 0
+    try:
+        for i in range(400):
+            step = story.step()
+            ticks = story.store.next_id
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-6 * (1 + i % 60))
+                story.store.append(*step)
+                time.sleep(1)  # The signal ends it.
+            except Interrupt:
+                interrupted += 1
+            if story.store.next_id > ticks:
+                story.record(step)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    story.check()
+    assert interrupted == 400
+
+
+def test_threads_read_whole_rows_while_another_one_adds() -> None:
+    story = Story(SPACES["stack"], 2, capacity_ticks=200)
+    story.add(20)
+    is_done = threading.Event()
+    wrong: list[str] = []
+
+    def read() -> None:
+        rng = np.random.default_rng()
+        while not is_done.is_set():
+            first = story.store.first_id
+            end = len(story.rows)
+            ids = rng.integers(first, end, 16)
+            try:
+                arrays = story.store.read(ids, story.outputs)
+            except TransitionIdError:
+                continue
+            for position, array in enumerate(arrays):
+                if [row.tobytes() for row in array] != [story.rows[i][position] for i in ids.tolist()]:
+                    wrong.append(f"output {position}")
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    story.add(600)
+    is_done.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+    story.check()
