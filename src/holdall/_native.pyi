@@ -160,7 +160,13 @@ class Part:
         """Return copies of the arrays: rows, exception_rows and exceptions, or cursors and log."""
     @staticmethod
     def restore(
-        kind: str, ticks: int, lanes: int, row_bytes: int, arrays: dict[str, Any], layout: Layout | None, block: Block | None
+        kind: str,
+        ticks: int,
+        lanes: int,
+        row_bytes: int,
+        arrays: dict[str, Any],
+        layout: Layout | None,
+        block: Block | None,
     ) -> Part:
         """Make a part of arrays that `arrays` returned. Raise ValueError unless every length and number fits."""
 
@@ -214,8 +220,16 @@ class Writer:
             layouts: How each column is stored in the first segment; None for columns that are not observations.
         """
     def append(
-        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
-        extras: Any = None, valid: Any = None, /,
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Any = None,
+        valid: Any = None,
+        /,
     ) -> int:
         """Write one tick, or nothing. Return WRITTEN, FULL or UNCHECKED.
 
@@ -227,8 +241,10 @@ class Writer:
         `steps` are the arguments of `append`, checked, with a leading time axis.
         """
     def roll(self, layouts: Sequence[Layout | None] | None = None) -> Segment | None:
-        """Close the open segment and start the next one, with other layouts if given. Return the closed segment, or
-        None if it had no ticks. Segments that hold no tick within the capacity are dropped."""
+        """Close the open segment and start the next one, with other layouts if given.
+
+        Return the closed segment, or None if it had no ticks. Segments without a tick that is held are dropped.
+        """
     def evict(self, before_tick: int) -> None:
         """Publish a catalog without older ticks."""
     def replace(self, segment: Segment, parts: dict[int, Part]) -> bool:

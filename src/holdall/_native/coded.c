@@ -799,14 +799,14 @@ static Coded *require_coded(PyObject *object) {
 
 static PyObject *decode(PyObject *Py_UNUSED(module), PyObject *arguments) {
     PyObject *object;
-    long long first, count;
-    if (!PyArg_ParseTuple(arguments, "OLL:decode", &object, &first, &count)) return NULL;
+    Py_ssize_t first, count;
+    if (!PyArg_ParseTuple(arguments, "Onn:decode", &object, &first, &count)) return NULL;
     const Coded *const coded = require_coded(object);
     if (!coded) return NULL;
     const sealed_block *const b = &coded->block;
     if (first < 0 || count < 0 || first > b->slice_count || count > b->slice_count - first)
-        return PyErr_Format(PyExc_IndexError, "Slices %lld to %lld are not among the %lld of the block.", first,
-                            first + count - 1, (long long)b->slice_count);
+        return PyErr_Format(PyExc_IndexError, "Slices %lld to %lld are not among the %lld of the block.", (long long)first,
+                            (long long)(first + count - 1), (long long)b->slice_count);
     npy_intp shape[2] = {(npy_intp)count, (npy_intp)b->form.slice_bytes};
     PyObject *const out = PyArray_SimpleNew(2, shape, NPY_UINT8);
     if (!out) return NULL;
