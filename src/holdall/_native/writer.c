@@ -759,8 +759,9 @@ static Py_ssize_t find_missing(const Catalog *catalog, const int64_t *ids, Py_ss
 }
 
 /* Replace the parts of a column that a snapshot refers to by copies, in all segments that hold `ids`. -1 with an
- * exception set. */
-static int thaw_column(Writer *w, int column, const int64_t *ids, Py_ssize_t count) {
+ * exception set. `*old` gets the catalog that was replaced, or NULL. Releasing it can run any code, so the caller does
+ * that last. */
+static int thaw_column(Writer *w, int column, const int64_t *ids, Py_ssize_t count, Catalog **old) {
     Catalog *catalog = NULL;
     for (Py_ssize_t i = 0; i < count; i++) {
         const Py_ssize_t place = catalog_find(w->catalog, ids[i] / w->lanes);
@@ -779,7 +780,8 @@ static int thaw_column(Writer *w, int column, const int64_t *ids, Py_ssize_t cou
         Py_DECREF((PyObject *)catalog->segments[place]); /* the old catalog still has it */
         catalog->segments[place] = copy;
     }
-    if (catalog) publish(w, catalog);
+    *old = catalog ? w->catalog : NULL;
+    if (catalog) w->catalog = catalog;
     return 0;
 }
 
@@ -809,15 +811,18 @@ static PyObject *writer_rewrite(PyObject *self, PyObject *arguments) {
         PyErr_Format(PyExc_IndexError, "id %lld is not held", (long long)numbers[missing]);
         return NULL;
     }
-    if (thaw_column(w, number, numbers, count) < 0) return NULL;
+    Catalog *old;
+    const Py_ssize_t row_bytes = c->row_bytes;
+    if (thaw_column(w, number, numbers, count, &old) < 0) return NULL;
     const uint8_t *from = PyArray_DATA(rows);
-    for (Py_ssize_t i = 0; i < count; i++, from += c->row_bytes) {
+    for (Py_ssize_t i = 0; i < count; i++, from += row_bytes) {
         const int64_t at = numbers[i] / w->lanes, lane = numbers[i] - at * w->lanes;
         const Segment *const segment = w->catalog->segments[catalog_find(w->catalog, at)];
-        uint8_t *const to = segment->parts[number]->rows + ((at - segment->first_tick) * w->lanes + lane) * c->row_bytes;
+        uint8_t *const to = segment->parts[number]->rows + ((at - segment->first_tick) * w->lanes + lane) * row_bytes;
         if (number == w->flags) *to = (uint8_t)((*from & (FLAG_TERMINATED | FLAG_TRUNCATED)) | (*to & FLAG_INVALID));
-        else memcpy(to, from, (size_t)c->row_bytes);
+        else memcpy(to, from, (size_t)row_bytes);
     }
+    Py_XDECREF((PyObject *)old);
     Py_RETURN_NONE;
 }
 
