@@ -12,6 +12,8 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from holdall._native import Block, Raw, encode
+from holdall.codec.codec import Codec, Method, Transform
 from holdall.errors import ArgumentError, TransitionIdError
 from holdall.schema import Schema
 from holdall.store.store import Store
@@ -104,6 +106,36 @@ class Story:
         self.rng.shuffle(ids)
         for position, array in enumerate(self.store.read(ids, self.outputs)):
             assert [row.tobytes() for row in array] == [self.rows[i][position] for i in ids.tolist()]
+
+
+def compress_closed_blocks(store: Store, group: int = 4) -> int:
+    """Compress every block that takes no more slices, and return how many there were."""
+    blocks = [part.block for segment in store.catalog.segments for part in segment.parts if part.block is not None]
+    count = 0
+    for block in blocks:
+        if block.is_open or not isinstance(block.form, Raw):
+            continue
+        block.form = compressed(block, group)
+        count += 1
+    return count
+
+
+def compressed(block: Block, group: int) -> Any:
+    coded = encode(block, Codec(block.slice_bytes, Method.LZ4, 7, group, Transform.CHANGES))
+    assert coded is not None
+    return coded
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("name", ["stack", "last_axis", "image", "dict"])
+def test_compressed_transitions_read_as_they_were_added(name: str, lanes: int) -> None:
+    story = Story(SPACES[name], lanes, capacity_ticks=400)
+    count = 0
+    for group in (1, 3, 16):
+        story.add(150)
+        count += compress_closed_blocks(story.store, group)
+        story.check()
+    assert count > 0
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -210,7 +242,7 @@ def test_an_interrupt_at_any_moment_leaves_whole_ticks() -> None:
     assert interrupted == 400
 
 
-def test_threads_read_whole_rows_while_another_one_adds() -> None:
+def test_threads_read_whole_rows_while_another_one_adds_and_compresses() -> None:
     story = Story(SPACES["stack"], 2, capacity_ticks=200)
     story.add(20)
     is_done = threading.Event()
@@ -233,7 +265,9 @@ def test_threads_read_whole_rows_while_another_one_adds() -> None:
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    story.add(600)
+    for _ in range(60):
+        story.add(10)
+        compress_closed_blocks(story.store)
     is_done.set()
     for reader in readers:
         reader.join()
