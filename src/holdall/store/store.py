@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall._native import FULL, UNCHECKED, WRITTEN, Catalog, Reader, Segment, Writer
+from holdall._native import FULL, UNCHECKED, WRITTEN, Block, Catalog, Coded, Reader, Segment, Writer
 from holdall.errors import DamageError, TransitionIdError
 from holdall.schema import Array, Schema
+from holdall.store import placement
 from holdall.store.columns import Columns
+from holdall.store.compactor import Compactor, Encode
+from holdall.store.placement import BlockState, Budget, Form
 from holdall.store.step import Step, check_step
 from holdall.store.tuning import Tuning
 from holdall.store.windows import Window, WindowScout
@@ -47,11 +50,22 @@ class Store:
         reward_dtype: Dtype of all rewards, which the first one sets. None before it.
     """
 
-    def __init__(self, schema: Schema, capacity_ticks: int, tuning: Tuning, *, max_kept_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        capacity_ticks: int,
+        tuning: Tuning,
+        budget: Budget,
+        encode: Encode,
+        *,
+        max_kept_bytes: int = 0,
+    ) -> None:
         self.columns = Columns(schema)
         self.reward_dtype: np.dtype[Any] | None = None
         self._schema = schema
         self._tuning = tuning
+        self._budget = budget
+        self._compactor = Compactor(encode, tuning, budget.max_queued_bytes)
         self._roll_lock = threading.RLock()  # Re-entrant, because a signal handler may add, too.
         leaves = schema.observation.leaves
         self._windows = [Window.whole(leaf) for leaf in leaves]
@@ -70,8 +84,8 @@ class Store:
             self.columns.groups(),
             schema.num_envs,
             capacity_ticks,
-            tuning.segment_ticks(capacity_ticks, tick_bytes, tuning.block_bytes),
-            tuning.block_bytes,
+            tuning.segment_ticks(capacity_ticks, tick_bytes, budget.max_segment_bytes),
+            budget.max_segment_bytes,
             self._native_layouts(),
         )
         self._reader = Reader(max_kept_bytes)
@@ -111,7 +125,10 @@ class Store:
         extras: Any = None,
         valid: Any = None,
     ) -> None:
-        """Write one tick, or raise ArgumentError and write nothing."""
+        """Write one tick, or raise ArgumentError and write nothing.
+
+        Waits first if too many blocks are still uncompressed.
+        """
         step: tuple[Any, ...] = (obs, action, reward, next_obs, terminated, truncated, extras, valid)
         outcome = self._writer.append(*step)
         while outcome != WRITTEN:
@@ -119,6 +136,7 @@ class Store:
                 step = self._check((self._schema.num_envs,), step)
             elif outcome == FULL:
                 self._roll()
+                self._compactor.wait_for_room()
             outcome = self._writer.append(*step)
         if self._is_searching:
             self._search_windows(step)
@@ -149,6 +167,7 @@ class Store:
             written += count
             if written < len(steps.reward):
                 self._roll()
+                self._compactor.wait_for_room()
 
     def rewrite(self, ids: NDArray[np.int64], extra: int, rows: Array) -> None:
         """Overwrite the rows of extra number `extra`. Raise TransitionIdError if an id is not held."""
@@ -201,6 +220,20 @@ class Store:
                 return
             self._adapt_layouts(closed)
             self._writer.roll(self._native_layouts())
+            self._balance()
+
+    def _balance(self) -> None:
+        """Compare what is held with the budget, and start the work that brings it back within the budget.
+
+        Everything here is derived from the catalog. If an interrupt stops it half-way, the next call decides again.
+        """
+        catalog = self._writer.catalog
+        blocks, states = describe_blocks(catalog)
+        plan = placement.plan([*states, *describe_rows(catalog)], 0, self._budget)
+        if plan.evict_before_tick is not None:
+            self._writer.evict(plan.evict_before_tick)
+        self._compactor.forget(blocks)
+        self._compactor.submit(blocks[position] for position in plan.to_compress)
 
     def _adapt_layouts(self, closed: Segment) -> None:
         """Choose other layouts for fields whose last segment did not share what the layout expects."""
@@ -242,6 +275,14 @@ class Store:
         others = self.columns.flags + 1 - len(self._layouts)
         return (*self._layouts, *[None] * others)
 
+    def wait_idle(self) -> None:
+        """Wait until every block that was submitted for compression is compressed."""
+        self._compactor.wait_idle()
+
+    def close(self) -> None:
+        """Stop the compactor. Nothing may be written after this."""
+        self._compactor.close()
+
     def describe(self, leaf: int) -> str:
         """Return how observation leaf number `leaf` is stored, for reports."""
         layout = self._layouts[leaf]
@@ -250,3 +291,39 @@ class Store:
         if layout == _PAIRED:
             return "observations and next observations in full"
         return self._windows[leaf].describe()
+
+
+def describe_blocks(catalog: Catalog) -> tuple[list[Block], list[BlockState]]:
+    """Return every block of a catalog once, and what placement has to know of it."""
+    ticks: dict[Block, tuple[int, int]] = {}
+    for segment in catalog.segments:
+        end_tick = segment.first_tick + segment.ticks
+        for part in segment.parts:
+            if part.block is not None:
+                first_tick, _ = ticks.get(part.block, (segment.first_tick, end_tick))
+                ticks[part.block] = (first_tick, end_tick)
+    states = [_describe_block(block, first_tick, end_tick) for block, (first_tick, end_tick) in ticks.items()]
+    return list(ticks), states
+
+
+def _describe_block(block: Block, first_tick: int, end_tick: int) -> BlockState:
+    form = block.form
+    raw_bytes = block.slice_count * block.slice_bytes
+    if isinstance(form, Coded):
+        return BlockState(first_tick, end_tick, raw_bytes, form.nbytes, Form.CODED)
+    return BlockState(first_tick, end_tick, raw_bytes, is_open=block.is_open)
+
+
+def describe_rows(catalog: Catalog) -> list[BlockState]:
+    """Return what placement has to know of the rows and logs of every segment."""
+    last = catalog.segments[-1]
+    return [
+        BlockState(
+            segment.first_tick,
+            segment.first_tick + segment.ticks,
+            sum(part.nbytes for part in segment.parts),
+            form=Form.ROWS,
+            is_open=segment is last,
+        )
+        for segment in catalog.segments
+    ]

@@ -12,11 +12,12 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall._native import Block, Raw, encode
+from holdall._native import Block, Coded, encode
 from holdall.codec.codec import Codec, Method, Transform
 from holdall.errors import ArgumentError, TransitionIdError
 from holdall.schema import Schema
-from holdall.store.store import Store
+from holdall.store.placement import Budget, Form
+from holdall.store.store import Store, describe_blocks
 from holdall.store.tuning import Tuning
 
 SMALL = Tuning(block_bytes=4096, max_segment_ticks=24, min_segment_ticks=4, small_field_bytes=64, tiny_field_bytes=16)
@@ -58,15 +59,29 @@ def draw(space: spaces.Space[Any], lanes: int, rng: np.random.Generator, before:
     return np.concatenate([kept, np.take(new, [0], axis=axis)], axis=axis)
 
 
+def compressed(block: Block, is_behind: bool) -> Coded:
+    coded = encode(block, Codec(block.slice_bytes, Method.LZ4, 0 if is_behind else 7, 4, Transform.CHANGES))
+    assert coded is not None
+    return coded
+
+
+RAW = Budget.automatic(2**40, can_spill=False, tuning=SMALL)
+COMPRESSED = Budget.least(2**40, can_spill=False, tuning=SMALL)
+
+
+def new_store(schema: Schema, capacity_ticks: int, budget: Budget = RAW) -> Store:
+    return Store(schema, capacity_ticks, SMALL, budget, compressed)
+
+
 class Story:
     """A stream of steps, and what every held transition must read as."""
 
-    def __init__(self, space: spaces.Space[Any], lanes: int, capacity_ticks: int, seed: int = 0) -> None:
+    def __init__(self, space: spaces.Space[Any], lanes: int, capacity_ticks: int, budget: Budget = RAW) -> None:
         self.space = space
         self.lanes = lanes
         self.schema = schema_of(space, lanes)
-        self.store = Store(self.schema, capacity_ticks, SMALL)
-        self.rng = np.random.default_rng(seed)
+        self.store = new_store(self.schema, capacity_ticks, budget)
+        self.rng = np.random.default_rng(0)
         self.now = draw(space, lanes, self.rng)
         self.rows: list[list[bytes]] = []  # Bytes of all outputs of every transition, by id.
 
@@ -108,34 +123,35 @@ class Story:
             assert [row.tobytes() for row in array] == [self.rows[i][position] for i in ids.tolist()]
 
 
-def compress_closed_blocks(store: Store, group: int = 4) -> int:
-    """Compress every block that takes no more slices, and return how many there were."""
-    blocks = [part.block for segment in store.catalog.segments for part in segment.parts if part.block is not None]
-    count = 0
-    for block in blocks:
-        if block.is_open or not isinstance(block.form, Raw):
-            continue
-        block.form = compressed(block, group)
-        count += 1
-    return count
-
-
-def compressed(block: Block, group: int) -> Any:
-    coded = encode(block, Codec(block.slice_bytes, Method.LZ4, 7, group, Transform.CHANGES))
-    assert coded is not None
-    return coded
-
-
 @pytest.mark.parametrize("lanes", [1, 3])
 @pytest.mark.parametrize("name", ["stack", "last_axis", "image", "dict"])
 def test_compressed_transitions_read_as_they_were_added(name: str, lanes: int) -> None:
-    story = Story(SPACES[name], lanes, capacity_ticks=400)
-    count = 0
-    for group in (1, 3, 16):
+    story = Story(SPACES[name], lanes, 400, COMPRESSED)
+    for _ in range(3):
         story.add(150)
-        count += compress_closed_blocks(story.store, group)
         story.check()
-    assert count > 0
+    story.store.wait_idle()
+    _, states = describe_blocks(story.store.catalog)
+    forms = {state.form for state in states if not state.is_open}
+    assert forms == {Form.CODED}
+    story.check()
+    story.store.close()
+
+
+def test_a_limited_store_drops_the_oldest_transitions_and_stays_within_its_limit() -> None:
+    limit = 60_000
+    budget = Budget.limited(limit, can_spill=False, tick_bytes=400, tuning=SMALL)
+    story = Story(SPACES["image"], 2, 10_000, budget)
+    for _ in range(10):
+        story.add(100)
+        story.store.wait_idle()
+        story.check()
+    assert 0 < story.store.first_id < story.store.next_id
+    blocks, _ = describe_blocks(story.store.catalog)
+    in_memory = sum(block.form.nbytes for block in blocks)
+    in_memory += sum(part.nbytes for segment in story.store.catalog.segments[:-1] for part in segment.parts)
+    assert in_memory <= limit
+    story.store.close()
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
@@ -186,7 +202,7 @@ def test_trajectories_read_as_steps_that_were_added_one_by_one() -> None:
 
 
 def test_unusual_arguments_are_converted_or_refused_and_nothing_is_written() -> None:
-    store = Store(schema_of(SPACES["vector"], 1), 10, SMALL)
+    store = new_store(schema_of(SPACES["vector"], 1), 10)
     hidden = {"hidden": np.zeros((1, 2), np.float32)}
     obs = np.ones(3, np.float32)
     store.append(obs, 1, 1.5, obs, False, False, hidden)
@@ -243,7 +259,7 @@ def test_an_interrupt_at_any_moment_leaves_whole_ticks() -> None:
 
 
 def test_threads_read_whole_rows_while_another_one_adds_and_compresses() -> None:
-    story = Story(SPACES["stack"], 2, capacity_ticks=200)
+    story = Story(SPACES["stack"], 2, 200, COMPRESSED)
     story.add(20)
     is_done = threading.Event()
     wrong: list[str] = []
@@ -265,9 +281,7 @@ def test_threads_read_whole_rows_while_another_one_adds_and_compresses() -> None
     readers = [threading.Thread(target=read) for _ in range(3)]
     for reader in readers:
         reader.start()
-    for _ in range(60):
-        story.add(10)
-        compress_closed_blocks(story.store)
+    story.add(600)
     is_done.set()
     for reader in readers:
         reader.join()
