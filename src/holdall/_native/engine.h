@@ -201,6 +201,8 @@ static inline const uint8_t *find_exception(const Part *p, Py_ssize_t row) {
  * is none. Thread-safe. */
 void *area_new(size_t bytes);
 void area_free(void *area, size_t bytes);
+/* Let the system use huge pages for an area that is about to be filled completely. */
+void area_use_huge_pages(void *area, size_t bytes);
 /* Give the whole pages after the first `used` bytes back to the system. */
 void area_release_tail(void *area, size_t used, size_t bytes);
 

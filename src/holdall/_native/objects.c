@@ -13,7 +13,10 @@ PyTypeObject *raw_type, *block_type, *part_type, *segment_type, *catalog_type;
 
 /* ---- memory -------------------------------------------------------------------------- */
 
-enum { MAPPED_BYTES = 1 << 18 }; /* Larger areas are mapped, so that freeing them returns them to the system. */
+enum {
+    MAPPED_BYTES = 1 << 18, /* Larger areas are mapped, so that freeing them returns them to the system. */
+    HUGE_BYTES = 1 << 22,   /* Larger areas may use huge pages, which need fewer page faults. */
+};
 
 void *area_new(size_t bytes) {
     if (bytes == 0) bytes = 1;
@@ -36,6 +39,15 @@ void area_free(void *area, size_t bytes) {
 #endif
     (void)bytes;
     free(area);
+}
+
+void area_use_huge_pages(void *area, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    if (bytes >= HUGE_BYTES) (void)madvise(area, bytes / page * page, MADV_HUGEPAGE);
+#else
+    (void)area, (void)bytes;
+#endif
 }
 
 void area_release_tail(void *area, size_t used, size_t bytes) {

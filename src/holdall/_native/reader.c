@@ -428,7 +428,10 @@ static Recycled *recycled_new(recycler *r, Py_ssize_t bytes) {
     r->references++;
     memory->bytes = bytes;
     memory->data = recycler_take(r, &memory->bytes);
-    if (!memory->data) memory->data = area_new((size_t)bytes);
+    if (!memory->data) {
+        memory->data = area_new((size_t)bytes);
+        if (memory->data) area_use_huge_pages(memory->data, (size_t)bytes);
+    }
     if (!memory->data) {
         Py_DECREF((PyObject *)memory);
         PyErr_NoMemory();

@@ -280,3 +280,30 @@ def test_damaged_arrays_are_refused(column: int, change: dict[str, Array]) -> No
     row_bytes = 12 if column == OBS else 24
     with pytest.raises(ValueError, match=r"\w"):
         Part.restore(part.kind, 2, 2, row_bytes, {**part.arrays(), **change}, part.layout, closed_block(part))
+
+
+def test_memory_of_freed_batches_is_used_again_and_never_that_of_a_living_one() -> None:
+    shape = (4, 64, 64)
+    layout = ("sliced", 4, 1, 64 * 64, 1)
+    native = (
+        (ROLE_OBSERVATION, int(np.dtype("u1").num), shape),
+        (ROLE_ROW, int(np.dtype("i8").num), ()),
+        (ROLE_ROW, int(np.dtype("f8").num), ()),
+        (ROLE_FLAGS, int(np.dtype("u1").num), ()),
+    )
+    writer = Writer(native, ((1, None), (1, None), (0, None)), 1, 100, 100, 1 << 24, (layout, None, None, None))
+    images = [np.full((1, *shape), i, np.uint8) for i in range(61)]
+    for i in range(60):
+        assert writer.append(images[i], np.zeros(1, np.int64), np.zeros(1), images[i + 1], False, False) == WRITTEN
+    reader = Reader(max_kept_bytes=1 << 24)
+    living: list[tuple[int, Array]] = []
+    addresses = set()
+    for i in range(40):
+        batch, _ = reader.gather(writer.catalog, np.full(16, i), (0, 1))
+        addresses.add(batch.ctypes.data)
+        if i % 3 == 0:
+            living.append((i, batch))
+        del batch
+        for number, array in living:
+            assert (array == number).all()
+    assert len(addresses) < 40
