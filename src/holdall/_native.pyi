@@ -145,6 +145,29 @@ class Block:
     def read(self, first: int, count: int) -> NDArray[np.uint8]:
         """Return a copy of raw slices, (count, slice_bytes). Raise ValueError if the form is not Raw."""
 
+class PackedRun:
+    """The small observations of one closed segment, stored without the values that repeat in them. Immutable."""
+
+    nbytes: int
+    ticks: int  # Observations per lane.
+    lanes: int
+    exceptions: int  # Rows that do not follow the plan and are stored whole.
+    leaf_bytes: tuple[int, ...]
+    leaf_nbytes: tuple[int, ...]  # Each leaf's share of `nbytes`.
+
+    @staticmethod
+    def pack(plan: Any, rows: Sequence[Any], ticks: int, lanes: int, *, max_share: float = ...) -> PackedRun | None:
+        """Pack the rows of every leaf. Return None if that takes more than `max_share` of their bytes.
+
+        `plan` has the attributes leaf_bytes, groups and pieces. Every row is read back and compared.
+        """
+    @staticmethod
+    def from_bytes(data: bytes) -> PackedRun:
+        """Return the run whose `to_bytes` returned `data`. Raise ValueError unless every number fits."""
+    def to_bytes(self) -> bytes: ...
+    def read(self, leaf: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """Return rows of one leaf, (rows, leaf bytes)."""
+
 class Part:
     """What one segment stores of one column. Immutable, except in the open segment and for `Writer.rewrite`."""
 

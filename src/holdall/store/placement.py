@@ -68,9 +68,7 @@ class Budget:
 
     max_bytes: int | None  # Hard limit of everything in RAM. None: nothing is evicted before the capacity is reached.
     max_raw_bytes: int  # Closed blocks that may stay uncompressed.
-    max_resident_bytes: (
-        int | None
-    )  # Closed blocks in RAM before the oldest move to disk. None: only `max_bytes` counts.
+    max_resident_bytes: int | None  # Closed blocks in RAM before the oldest move to disk. None: no such limit.
     max_queued_bytes: int  # Raw blocks that may wait for the compactor before `add` waits.
     max_segment_bytes: int  # Blocks of one segment together.
     reserved_bytes: int  # Part of `max_bytes` for the open segment, blocks in transit, and batches.
