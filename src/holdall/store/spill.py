@@ -1,0 +1,253 @@
+"""The disk tier: files that hold the data of compressed blocks.
+
+`SpillFolder.store` appends the data of a block to a file and returns the block's slices, which are read from that file
+from then on. Every process writes to a folder of its own, which it locks. A file is deleted when no block needs it any
+more, and the folder is deleted when it is closed or its process ends. A killed process cannot delete its folder. The
+next `SpillFolder` in the same directory deletes it then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import sys
+import weakref
+from pathlib import Path
+
+from holdall._native import Coded
+from holdall.errors import ClosedError
+from holdall.store.tuning import Tuning
+
+if sys.platform != "win32":
+    import fcntl
+
+_FOLDER_NAME = re.compile(r"\.?holdall-spill-[0-9a-f]{16}")
+_FILE_NAME = re.compile(r"[0-9]{8}\.seg")
+_LOCK_NAME = "lock"
+_MAX_LOCK_ATTEMPTS = 16
+"""Attempts to make a folder while other processes delete what they take for the folder of a dead process."""
+
+
+class SpillFile:
+    """One open file of the disk tier. It is closed and deleted together with the last block that refers to it.
+
+    Attributes:
+        number: Number of the file, unique within its `SpillFolder`.
+        descriptor: Descriptor for reading and writing.
+        nbytes: Bytes that are written. Bytes after them belong to a write that is not finished.
+    """
+
+    def __init__(self, path: Path, number: int) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+        self.number = number
+        self.nbytes = 0
+        self.descriptor = os.open(path, flags, 0o600)
+        self._delete = weakref.finalize(self, _delete_file, path, self.descriptor, os.getpid())
+        if hasattr(os, "posix_fadvise"):
+            # Batches read slices at random, so reading ahead would be in vain.
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def append(self, data: memoryview, write_bytes: int) -> int:
+        """Write `data` at the end, at most `write_bytes` per call of the system. Return the position of its first byte.
+
+        If writing fails, the file has its old length afterwards.
+        """
+        start = self.nbytes
+        written = 0
+        try:
+            os.lseek(self.descriptor, start, os.SEEK_SET)
+            while written < len(data):
+                written += os.write(self.descriptor, data[written : written + write_bytes])
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.descriptor, start)
+            raise
+        self.nbytes = start + written
+        return start
+
+    def delete(self) -> None:
+        """Close and delete the file. Only for files that no block refers to."""
+        self._delete()
+
+
+class SpillFolder:
+    """The files of one memory's disk tier, in a locked folder below `spill_dir`.
+
+    After a fork, the child reads the files of its parent and writes to a folder of its own. Not thread-safe: only the
+    compactor's worker calls `store`. `disk_bytes` and `close` may be called from any thread.
+    """
+
+    def __init__(self, spill_dir: str | os.PathLike[str], tuning: Tuning) -> None:
+        self._spill_dir = Path(spill_dir)
+        self._tuning = tuning
+        self._folder = _LockedFolder(self._spill_dir)
+        self._file: SpillFile | None = None  # File that `store` appends to.
+        self._files: tuple[weakref.ref[SpillFile], ...] = ()
+        self._next_number = 0
+        self._is_closed = False
+        _delete_stale_folders(self._spill_dir)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files, including the bytes of evicted blocks in files that other blocks still need."""
+        files = [reference() for reference in self._files]
+        return sum(file.nbytes for file in files if file is not None)
+
+    def store(self, coded: Coded) -> Coded:
+        """Write the data of `coded` to disk. Return the same slices with their data in a file.
+
+        Raise OSError if the disk is full or fails, and ClosedError after `close`. Nothing is left on disk then.
+        """
+        if self._is_closed:
+            raise ClosedError("The disk tier was closed.")
+        data = coded.data
+        if data is None:
+            return coded  # The data is in a file already.
+        file = self._choose_file(data.nbytes)
+        try:
+            start = file.append(data.data, self._tuning.write_bytes)
+        except BaseException:
+            if file.nbytes == 0:
+                self._file = None
+                file.delete()
+            raise
+        return coded.in_file(file.descriptor, start, file)
+
+    def close(self) -> None:
+        """Delete the folder with all its files. Idempotent.
+
+        Open files stay readable until the last block that needs them is gone, except on Windows.
+        """
+        self._is_closed = True
+        self._file = None
+        self._folder.delete()
+
+    def _choose_file(self, nbytes: int) -> SpillFile:
+        """Return the file for the next `nbytes`: the current one, or a new one if the current one is full."""
+        is_usable = self._folder.is_usable()
+        file = self._file
+        if is_usable and file is not None and (file.nbytes == 0 or file.nbytes + nbytes <= self._max_file_bytes()):
+            return file
+        self._file = None
+        if not is_usable:
+            self._folder = _LockedFolder(self._spill_dir)
+        number = self._next_number
+        file = SpillFile(self._folder.path / f"{number:08d}.seg", number)
+        self._next_number += 1
+        self._files = (*(reference for reference in self._files if reference() is not None), weakref.ref(file))
+        self._file = file
+        return file
+
+    def _max_file_bytes(self) -> int:
+        # Files grow with the tier, because every file takes one of the descriptors that a process may have.
+        return max(self._tuning.spill_file_bytes, self.disk_bytes // self._tuning.spill_files)
+
+
+class _LockedFolder:
+    """A new folder that is locked for as long as this process, or a child that it forked, is alive."""
+
+    def __init__(self, parent: Path) -> None:
+        parent.mkdir(parents=True, exist_ok=True)
+        self.path = parent / f"holdall-spill-{secrets.token_hex(8)}"
+        self._process = os.getpid()
+        lock = _make_locked_folder(self.path)
+        self._delete = weakref.finalize(self, _delete_own_folder, self.path, lock, self._process)
+
+    def is_usable(self) -> bool:
+        """Return whether the folder exists and belongs to this process, and not to the parent of a fork."""
+        return self._process == os.getpid() and self.path.is_dir()
+
+    def delete(self) -> None:
+        """Delete the folder and its files, unless the folder belongs to the parent of a fork."""
+        self._delete()
+
+
+def _make_locked_folder(path: Path) -> int:
+    """Make the folder `path` with a locked lock file. Return the descriptor of the lock file."""
+    # The folder gets its name when it is locked. Another process that deletes it before that only causes a new attempt.
+    unlocked = path.with_name(f".{path.name}")
+    for attempt in range(1, _MAX_LOCK_ATTEMPTS + 1):
+        unlocked.mkdir(0o700, exist_ok=True)
+        try:
+            lock = _lock_folder(unlocked, can_wait=True)
+        except FileNotFoundError:
+            if attempt == _MAX_LOCK_ATTEMPTS:
+                raise
+            continue
+        try:
+            unlocked.rename(path)
+        except FileNotFoundError:
+            os.close(lock)
+            if attempt == _MAX_LOCK_ATTEMPTS:
+                raise
+            continue
+        except BaseException:
+            os.close(lock)
+            _delete_folder(unlocked)
+            raise
+        return lock
+    raise AssertionError("The last attempt returns or raises.")
+
+
+def _lock_folder(folder: Path, *, can_wait: bool) -> int:
+    """Lock a folder. Return the descriptor of its lock file, which is made if it does not exist.
+
+    Raise BlockingIOError if another process has the lock and `can_wait` is False, and FileNotFoundError if the folder
+    was deleted meanwhile.
+    """
+    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+    path = folder / _LOCK_NAME
+    descriptor = os.open(path, flags, 0o600)
+    is_replaced = False
+    try:
+        if sys.platform != "win32":
+            fcntl.flock(descriptor, fcntl.LOCK_EX if can_wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_replaced = not os.path.samestat(os.fstat(descriptor), path.lstat())
+    except BaseException:
+        os.close(descriptor)
+        raise
+    if is_replaced:
+        os.close(descriptor)
+        raise FileNotFoundError(f"The lock file '{path}' was replaced.")
+    return descriptor
+
+
+def _delete_stale_folders(parent: Path) -> None:
+    """Delete the folders of processes that ended without deleting them."""
+    if sys.platform == "win32":
+        return
+    for folder in list(parent.iterdir()):
+        if _FOLDER_NAME.fullmatch(folder.name) is None or folder.is_symlink():
+            continue
+        # An error means that the folder is in use, belongs to another user, or was deleted by another process.
+        with contextlib.suppress(OSError):
+            lock = _lock_folder(folder, can_wait=False)
+            _delete_folder(folder)
+            os.close(lock)
+
+
+def _delete_folder(folder: Path) -> None:
+    """Delete a folder with its spill files. Files of other names, and then the folder itself, are kept."""
+    with contextlib.suppress(OSError):
+        for path in list(folder.iterdir()):
+            if _FILE_NAME.fullmatch(path.name) is not None:
+                path.unlink(missing_ok=True)
+        # The lock file is last, so that the folder stays recognizable if this process is killed here.
+        (folder / _LOCK_NAME).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _delete_own_folder(folder: Path, lock: int, process: int) -> None:
+    if process == os.getpid():
+        _delete_folder(folder)
+    os.close(lock)
+
+
+def _delete_file(path: Path, descriptor: int, process: int) -> None:
+    os.close(descriptor)
+    if process == os.getpid():
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
