@@ -1,7 +1,7 @@
 """The parts of holdall that are written in C."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,28 +145,52 @@ class Block:
     def read(self, first: int, count: int) -> NDArray[np.uint8]:
         """Return a copy of raw slices, (count, slice_bytes). Raise ValueError if the form is not Raw."""
 
-class PackedRun:
-    """The small observations of one closed segment, stored without the values that repeat in them. Immutable."""
+class PackedPlan(Protocol):
+    """How the bytes of a row are divided among groups, see `holdall.store.packed_columns.Plan`."""
 
-    nbytes: int
-    ticks: int  # Observations per lane.
+    @property
+    def leaf_bytes(self) -> tuple[int, ...]:
+        """Bytes of a row of each leaf."""
+    @property
+    def groups(self) -> tuple[tuple[int, int, bool], ...]:
+        """(frame_bytes, window, is_dense) of each group."""
+    @property
+    def pieces(self) -> tuple[tuple[tuple[int, int, int, int, int, int, bool], ...], ...]:
+        """(group, offset, bytes, count, at, step, is_copy) of each piece of each leaf."""
+
+class PackedRun:
+    """The small observations of one segment, without the values that repeat. Immutable."""
+
+    nbytes: int  # Bytes in memory.
+    ticks: int  # Observations per lane: one more than the segment has ticks.
     lanes: int
-    exceptions: int  # Rows that do not follow the plan and are stored whole.
-    leaf_bytes: tuple[int, ...]
-    leaf_nbytes: tuple[int, ...]  # Each leaf's share of `nbytes`.
+    exceptions: int  # Rows that are stored whole, because they do not follow the plan.
+    leaf_bytes: tuple[int, ...]  # Bytes of a row of each leaf.
+    leaf_nbytes: tuple[int, ...]  # Each leaf's share of `nbytes`, rounded down.
 
     @staticmethod
-    def pack(plan: Any, rows: Sequence[Any], ticks: int, lanes: int, *, max_share: float = ...) -> PackedRun | None:
-        """Pack the rows of every leaf. Return None if that takes more than `max_share` of their bytes.
+    def pack(
+        plan: PackedPlan, rows: Sequence[Any], ticks: int, lanes: int, *, max_share: float = 0.875
+    ) -> PackedRun | None:
+        """Pack the rows of all leaves. Every row is read back and compared. Releases the GIL.
 
-        `plan` has the attributes leaf_bytes, groups and pieces. Every row is read back and compared.
+        Args:
+            rows: A contiguous buffer for each leaf. Row `tick * lanes + lane` is an observation.
+            max_share: Largest share of the plain rows that the run may take.
+
+        Returns:
+            None if the run would take more, or if more than one in eight rows does not follow the plan.
+
+        Raises:
+            ValueError: The plan is inconsistent, or a buffer has another size.
         """
     @staticmethod
-    def from_bytes(data: bytes) -> PackedRun:
-        """Return the run whose `to_bytes` returned `data`. Raise ValueError unless every number fits."""
-    def to_bytes(self) -> bytes: ...
-    def read(self, leaf: int, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return rows of one leaf, (rows, leaf bytes)."""
+    def from_bytes(data: Any, /) -> PackedRun:
+        """Return the run whose `to_bytes` returned `data`. Raise ValueError if `data` is damaged."""
+    def to_bytes(self) -> bytes:
+        """Return the run as bytes, in the byte order of this machine."""
+    def read(self, leaf: int, rows: Any, /) -> NDArray[np.uint8]:
+        """Return rows of one leaf, (rows, leaf bytes). Raise IndexError if a row or the leaf does not exist."""
 
 class Part:
     """What one segment stores of one column. Immutable, except in the open segment and for `Writer.rewrite`."""
@@ -179,8 +203,23 @@ class Part:
     exceptions: int  # Next observations of a shared part that are stored apart.
     broken: int  # Transitions of a sliced part whose next observation did not overlap as the window says.
 
+    packed: tuple[PackedRun, int] | None  # The run of a packed part, and the number of the leaf in the run.
+
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return copies of the arrays: rows, exception_rows and exceptions, or cursors and log."""
+        """Return copies of the arrays: rows, exception_rows and exceptions, or cursors and log.
+
+        A packed part has run and leaf instead of rows. `run` is the content of `PackedRun.to_bytes`.
+        """
+    @staticmethod
+    def pack(run: PackedRun, leaf: int, shared: Part, /) -> Part:
+        """Return a packed part that stands for a shared part of a closed segment.
+
+        The rows are those of one leaf of `run`. The exceptions are copied from `shared`. The caller packed the rows of
+        `shared`, and this function does not compare them.
+
+        Raises:
+            ValueError: `shared` is not a shared part, or the leaf has another number or size of rows.
+        """
     @staticmethod
     def restore(
         kind: str,
@@ -191,7 +230,10 @@ class Part:
         layout: Layout | None,
         block: Block | None,
     ) -> Part:
-        """Make a part of arrays that `arrays` returned. Raise ValueError unless every length and number fits."""
+        """Make a part of arrays that `arrays` returned. Raise ValueError unless every length and number fits.
+
+        `arrays["run"]` of a packed part may also be a PackedRun, which several parts then share.
+        """
 
 class Segment:
     """A run of consecutive ticks, with one part per column. Immutable once closed."""

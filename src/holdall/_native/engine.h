@@ -229,6 +229,8 @@ Part *part_new(int kind, Py_ssize_t lanes, Py_ssize_t row_bytes, Py_ssize_t capa
 /* Return a copy of the first `ticks` ticks of a part, with exactly the memory that it needs. The block is shared. A
  * sliced part is cut after `log_rows` entries. NULL with an exception set. */
 Part *part_trim(const Part *part, Py_ssize_t ticks, Py_ssize_t log_rows);
+/* Copy the exceptions of a part to a part that has none. -1 with a MemoryError. */
+int part_copy_exceptions(const Part *from, Part *to);
 /* Rows that a part of this kind stores for so many ticks. */
 Py_ssize_t part_row_count(const Part *part, Py_ssize_t ticks);
 /* Bytes in memory, without the block. */

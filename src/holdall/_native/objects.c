@@ -1,6 +1,7 @@
 /* The types Raw, Block, Part, Segment and Catalog: memory, construction, and what Python sees of them. */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS, madvise */
 #include "engine.h"
+#include "packed.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -411,11 +412,11 @@ Py_ssize_t part_bytes(const Part *part) {
     Py_ssize_t bytes = (Py_ssize_t)sizeof *part + (Py_ssize_t)rows_bytes(part);
     bytes += part->exception_count * (part->row_bytes + (Py_ssize_t)sizeof *part->exception_rows);
     if (part->kind == PART_SLICED) bytes += (Py_ssize_t)(cursors_bytes(part) + log_bytes(part));
+    if (part->kind == PART_PACKED) bytes += packed_leaf_bytes((const PackedRun *)part->packed, part->packed_leaf);
     return bytes;
 }
 
-/* Copy the exceptions of a part to another one. -1 with an exception set. */
-static int copy_exceptions(const Part *from, Part *to) {
+int part_copy_exceptions(const Part *from, Part *to) {
     const size_t count = (size_t)from->exception_count, row_bytes = (size_t)from->row_bytes;
     if (count == 0) return 0;
     to->exception_rows = malloc(count * sizeof *to->exception_rows);
@@ -465,10 +466,10 @@ Part *part_trim(const Part *part, Py_ssize_t ticks, Py_ssize_t log_rows) {
     } else if (part->kind == PART_PACKED) {
         copy->packed = Py_NewRef(part->packed);
         copy->packed_leaf = part->packed_leaf;
-        failed = copy_exceptions(part, copy);
+        failed = part_copy_exceptions(part, copy);
     } else {
         memcpy(copy->rows, part->rows, rows_bytes(copy));
-        failed = copy_exceptions(part, copy);
+        failed = part_copy_exceptions(part, copy);
     }
     if (failed) {
         Py_DECREF(copy);
@@ -521,7 +522,16 @@ static int put_array(PyObject *arrays, const char *name, PyObject *array) {
     return failed;
 }
 
-/* arrays() -> {"rows": ..., "exception_rows": ..., "exceptions": ...} or {"cursors": ..., "log": ...} */
+/* Put the image of a packed part's run, and the number of its leaf. -1 with an exception set. */
+static int put_run(PyObject *arrays, const Part *part) {
+    const PackedRun *const run = (const PackedRun *)part->packed;
+    const uint32_t leaf = (uint32_t)part->packed_leaf;
+    return put_array(arrays, "run", array_copy(run->image, (Py_ssize_t)run->image_bytes, NPY_UINT8)) ||
+           put_array(arrays, "leaf", array_copy(&leaf, 1, NPY_UINT32));
+}
+
+/* arrays() -> {"rows": ..., "exception_rows": ..., "exceptions": ...} or {"cursors": ..., "log": ...}. Packed parts have
+ * "run" and "leaf" instead of "rows". */
 static PyObject *part_arrays(PyObject *self, PyObject *Py_UNUSED(none)) {
     const Part *const part = (Part *)self;
     PyObject *const arrays = PyDict_New();
@@ -533,8 +543,8 @@ static PyObject *part_arrays(PyObject *self, PyObject *Py_UNUSED(none)) {
                  put_array(arrays, "log", array_copy(part->log, part->log_rows * part->lanes, type_number));
     } else {
         const Py_ssize_t exceptions = part->exception_count;
-        if (part->kind != PART_PACKED)
-            failed = put_array(arrays, "rows", array_copy(part->rows, (Py_ssize_t)rows_bytes(part), NPY_UINT8));
+        if (part->kind == PART_PACKED) failed = put_run(arrays, part);
+        else failed = put_array(arrays, "rows", array_copy(part->rows, (Py_ssize_t)rows_bytes(part), NPY_UINT8));
         if (!failed && exceptions)
             failed = put_array(arrays, "exception_rows", array_copy(part->exception_rows, exceptions, NPY_UINT32)) ||
                      put_array(arrays, "exceptions", array_copy(part->exceptions, exceptions * part->row_bytes, NPY_UINT8));
@@ -576,7 +586,7 @@ static int restore_exceptions(Part *part, Py_ssize_t ticks, PyObject *arrays) {
     from.exception_rows = PyArray_DATA(rows);
     from.exceptions = PyArray_DATA(contents);
     from.exception_count = count;
-    return copy_exceptions(&from, part);
+    return part_copy_exceptions(&from, part);
 }
 
 /* Check that all cursors lie in the log and all slice numbers in the block. -1 with a ValueError. */
@@ -641,6 +651,71 @@ int layout_parse(PyObject *layout, Py_ssize_t row_bytes, int *kind, window *cut)
     return 0;
 }
 
+/* Return a packed part without exceptions. NULL with an exception set if `run` is not a PackedRun, or if the leaf does
+ * not have the rows of a shared part of `ticks` ticks. */
+static Part *new_packed_part(PyObject *run, Py_ssize_t leaf, Py_ssize_t ticks, Py_ssize_t lanes, Py_ssize_t row_bytes) {
+    const PackedRun *const packed = (const PackedRun *)run;
+    if (Py_TYPE(run) != packed_run_type) {
+        PyErr_Format(PyExc_TypeError, "run must be a PackedRun, not %R", Py_TYPE(run));
+        return NULL;
+    }
+    if (leaf < 0 || leaf >= (Py_ssize_t)packed->header->leaf_count) {
+        PyErr_Format(PyExc_ValueError, "leaf %zd is not one of the %u leaves of the run", leaf, packed->header->leaf_count);
+        return NULL;
+    }
+    const packed_header *const header = packed->header;
+    const Py_ssize_t leaf_bytes = (Py_ssize_t)packed->leaves[leaf].bytes;
+    if ((Py_ssize_t)header->ticks - 1 != ticks || (Py_ssize_t)header->lanes != lanes || leaf_bytes != row_bytes) {
+        PyErr_Format(PyExc_ValueError, "leaf %zd has %u observations of %u lanes of %zd bytes, but the part needs %zd of %zd of %zd",
+                     leaf, header->ticks, header->lanes, leaf_bytes, ticks + 1, lanes, row_bytes);
+        return NULL;
+    }
+    Part *const part = part_new(PART_PACKED, lanes, row_bytes, ticks, NULL, NULL);
+    if (!part) return NULL;
+    part->packed = Py_NewRef(run);
+    part->packed_leaf = (int)leaf;
+    return part;
+}
+
+/* pack(run, leaf, shared) -> Part */
+static PyObject *part_pack(PyObject *Py_UNUSED(type), PyObject *arguments) {
+    PyObject *run, *given;
+    Py_ssize_t leaf;
+    if (!PyArg_ParseTuple(arguments, "OnO!", &run, &leaf, part_type, &given)) return NULL;
+    const Part *const shared = (const Part *)given;
+    if (shared->kind != PART_SHARED) {
+        PyErr_Format(PyExc_ValueError, "a part of kind '%s' cannot be packed, only a shared one", kind_names[shared->kind]);
+        return NULL;
+    }
+    Part *const part = new_packed_part(run, leaf, shared->capacity, shared->lanes, shared->row_bytes);
+    if (!part) return NULL;
+    if (part_copy_exceptions(shared, part) < 0) {
+        Py_DECREF((PyObject *)part);
+        return NULL;
+    }
+    return (PyObject *)part;
+}
+
+/* Return the packed part that `arrays` describes, where "run" is an image or a PackedRun. NULL with an exception set. */
+static PyObject *restore_packed(Py_ssize_t ticks, Py_ssize_t lanes, Py_ssize_t row_bytes, PyObject *arrays) {
+    PyArrayObject *const leaf = take_array(arrays, "leaf", NPY_UINT32, 1);
+    if (!leaf) return NULL;
+    PyObject *const given = PyDict_GetItemString(arrays, "run");
+    if (!given) {
+        PyErr_SetString(PyExc_ValueError, "array 'run' is missing");
+        return NULL;
+    }
+    PyObject *const run = Py_TYPE(given) == packed_run_type ? Py_NewRef(given) : packed_from_bytes(given);
+    if (!run) return NULL;
+    Part *part = new_packed_part(run, (Py_ssize_t)*(const uint32_t *)PyArray_DATA(leaf), ticks, lanes, row_bytes);
+    Py_DECREF(run);
+    if (part && restore_exceptions(part, ticks, arrays) < 0) {
+        Py_DECREF((PyObject *)part);
+        return NULL;
+    }
+    return (PyObject *)part;
+}
+
 /* restore(kind, ticks, lanes, row_bytes, arrays, layout, block) -> Part */
 static PyObject *part_restore(PyObject *Py_UNUSED(type), PyObject *arguments) {
     const char *name;
@@ -650,7 +725,7 @@ static PyObject *part_restore(PyObject *Py_UNUSED(type), PyObject *arguments) {
         return NULL;
     int kind = kind_of_name(name);
     window cut = {0};
-    if (kind < 0 || kind == PART_PACKED) {
+    if (kind < 0) {
         PyErr_Format(PyExc_ValueError, "there is no kind of part called '%s'", name);
         return NULL;
     }
@@ -659,6 +734,7 @@ static PyObject *part_restore(PyObject *Py_UNUSED(type), PyObject *arguments) {
         PyErr_Format(PyExc_ValueError, "%zd ticks of %zd lanes with rows of %zd bytes are no part", ticks, lanes, row_bytes);
         return NULL;
     }
+    if (kind == PART_PACKED) return restore_packed(ticks, lanes, row_bytes, arrays);
     if (layout != Py_None) {
         int layout_kind;
         if (layout_parse(layout, row_bytes, &layout_kind, &cut) < 0) return NULL;
@@ -692,6 +768,7 @@ static PyObject *part_restore(PyObject *Py_UNUSED(type), PyObject *arguments) {
 
 static PyMethodDef part_methods[] = {
     {"arrays", part_arrays, METH_NOARGS, "Return copies of the part's arrays by name."},
+    {"pack", part_pack, METH_VARARGS | METH_STATIC, "Make a packed part with the exceptions of a shared part."},
     {"restore", part_restore, METH_VARARGS | METH_STATIC, "Make a part of arrays that `arrays` returned."},
     {NULL, NULL, 0, NULL},
 };

@@ -703,7 +703,7 @@ static const char *check_image(PackedRun *run, uint8_t *image, size_t bytes) {
     return error;
 }
 
-static PyObject *run_from_bytes(PyObject *Py_UNUSED(none), PyObject *data) {
+PyObject *packed_from_bytes(PyObject *data) {
     Py_buffer buffer;
     const char *error = NULL;
     PackedRun *const run = new_run();
@@ -726,6 +726,8 @@ failed:
     Py_DECREF((PyObject *)run);
     return NULL;
 }
+
+static PyObject *run_from_bytes(PyObject *Py_UNUSED(none), PyObject *data) { return packed_from_bytes(data); }
 
 static PyObject *run_to_bytes(PyObject *self, PyObject *Py_UNUSED(none)) {
     const PackedRun *const run = (PackedRun *)self;

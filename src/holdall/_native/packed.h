@@ -105,27 +105,7 @@ void packed_prefetch_frames(const PackedRun *run, Py_ssize_t row);
 /* Return one leaf's share of the bytes of a run, rounded down. Leaves that are copies of each other share the cost. */
 Py_ssize_t packed_leaf_bytes(const PackedRun *run, int leaf);
 
-/* Copy the exceptions of a part to a part that has none. Return -1 with a MemoryError set if that fails. See objects.c. */
-int part_copy_exceptions(Part *to, const Part *from);
-
-/* Return the packed part of a column whose shared part is `shared`, with the same exceptions. `run` is a PackedRun of
- * (ticks + 1) * lanes rows. Return NULL with an exception set if `run` or `leaf` does not fit. */
-static inline Part *part_packed(const Part *shared, PyObject *run, int leaf) {
-    const PackedRun *const packed = (const PackedRun *)run;
-    if (!PyObject_TypeCheck(run, packed_run_type) || leaf < 0 || leaf >= (int)packed->header->leaf_count ||
-        packed->leaves[leaf].bytes != (size_t)shared->row_bytes || packed->header->lanes != (size_t)shared->lanes) {
-        PyErr_SetString(PyExc_ValueError, "The packed run does not have this leaf of the shared part.");
-        return NULL;
-    }
-    Part *const part = part_new(PART_PACKED, shared->lanes, shared->row_bytes, packed->header->ticks - 1, NULL, NULL);
-    if (!part) return NULL;
-    part->packed = Py_NewRef(run);
-    part->packed_leaf = leaf;
-    if (part_copy_exceptions(part, shared) < 0) {
-        Py_DECREF((PyObject *)part);
-        return NULL;
-    }
-    return part;
-}
+/* Return the run whose image is in the buffer `data`. NULL with a ValueError if the image is damaged. */
+PyObject *packed_from_bytes(PyObject *data);
 
 #endif
