@@ -47,7 +47,7 @@ _CURSOR_BYTES = 6
 """Cost of another group for each row: the bytes of a cursor, and the time to follow it."""
 _MAX_COST = 0.9
 """Share of the dense bytes that a group of repeating words may cost."""
-_MAX_REPEATING_GROUPS = 16
+_MAX_REPEATING_GROUPS = 32
 """Groups of repeating words."""
 
 Words = NDArray[np.uint64]
@@ -268,7 +268,8 @@ def _group_repeating(words: Words, row: _Row, candidates: list[int]) -> list[lis
         joined = [group.join(single, row) for group in groups]
         increases = [new.cost - old.cost for new, old in zip(joined, groups, strict=True)]
         best = min(range(len(groups)), key=increases.__getitem__, default=-1)
-        if best >= 0 and increases[best] <= single.cost:
+        dense_cost = rows * single.frame_bytes
+        if best >= 0 and increases[best] <= min(single.cost, dense_cost):
             groups[best] = joined[best]
         elif len(groups) < _MAX_REPEATING_GROUPS:
             groups.append(single)
